@@ -1,0 +1,1 @@
+"""Everything that two halfmoon processes must agree on: messages, subjects, block keys, codec, shared configuration."""

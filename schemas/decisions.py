@@ -1,0 +1,149 @@
+"""Decisions: what the conductor orders, imperative, published on the DECISIONS stream.
+
+A decision's identity is (sequence of the event that caused it, position among that event's decisions). Any number of conductors
+make the same ones; the stream drops the second copy by its message id, and receivers drop what is not newer than what they have done.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from halfmoon.schemas.types import Blocks, Count, Id, Message, Ns, Part, Seq, Text, Tokens
+
+RejectReason = Literal[
+    "ttft_slo",  # predicted time to first token is over the SLO
+    "tbt_slo",  # predicted time between tokens is over the SLO
+    "no_room",  # no decode worker will have room for its KV
+    "queue_full",  # bounded queues
+    "too_long",  # more tokens than any worker's context or cache
+    "no_worker",  # a pool is empty
+    "decode_refused",  # the decode worker's own check, after prefill
+]
+
+
+class Prediction(Part, frozen=True):
+    """What the conductor expects of a placement, counted from the arrival of the request."""
+
+    queue_ns: Ns = 0
+    transfer_ns: Ns = 0
+    prefill_ns: Ns = 0
+    ttft_ns: Ns = 0
+    tbt_ns: Ns = 0
+
+
+class Fetch(Part, frozen=True):
+    """Read blocks `first_block .. first_block + blocks - 1` of the prompt from `node_id`."""
+
+    node_id: Id
+    first_block: Blocks
+    blocks: Blocks
+
+
+class StartPrefill(Message, frozen=True):
+    """To a prefill worker: compute the prompt's KV and push it to `decode_node_id`. One of Prefill{Finished,Failed} answers."""
+
+    order_id: Id
+    request_id: Id
+    frontend_id: Id
+    worker_id: Id
+    decode_worker_id: Id
+    decode_node_id: Id
+    prompt_tokens: Tokens
+    #: How many whole blocks the conductor believes to be on the worker's node.
+    local_blocks: Blocks = 0
+    fetches: list[Fetch] = []
+    predicted: Prediction = Prediction()
+
+
+class StartDecode(Message, frozen=True):
+    """To a decode worker: expect the KV of a prompt and decode it. Sent together with its StartPrefill, under the same order_id.
+
+    One of RequestFinished, DecodeRefused, DecodeFailed answers.
+    """
+
+    order_id: Id
+    request_id: Id
+    frontend_id: Id
+    worker_id: Id
+    prefill_worker_id: Id
+    prompt_tokens: Tokens
+    max_tokens: Tokens
+    tbt_slo_ns: Ns
+    #: 1 for the first placement of the request.
+    placement: Count = 1
+    predicted: Prediction = Prediction()
+
+
+class CancelOrder(Message, frozen=True):
+    """To a prefill or decode worker: stop the order, release what it holds. No answer."""
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+
+
+class ReleaseOrder(Message, frozen=True):
+    """To a store agent: drop every lease and reservation of the order (it ended abnormally, its worker may be dead)."""
+
+    order_id: Id
+    node_id: Id
+
+
+class RejectRequest(Message, frozen=True):
+    """To a frontend: refused, 429 (503 for no_worker, 413 for too_long)."""
+
+    request_id: Id
+    frontend_id: Id
+    reason: RejectReason
+    message: Text
+    predicted: Prediction = Prediction()
+    ttft_slo_ns: Ns = 0
+    tbt_slo_ns: Ns = 0
+    retry_after_ns: Ns = 0
+
+
+class FailRequest(Message, frozen=True):
+    """To a frontend: accepted, but cannot be finished; the client is told why."""
+
+    request_id: Id
+    frontend_id: Id
+    message: Text
+
+
+class AnnounceYourself(Message, frozen=True):
+    """To a process whose heartbeat the conductor does not know: join again (and drop orders that you still run)."""
+
+    role: Literal["prefill", "decode", "store", "frontend"]
+    target_id: Id
+
+
+class SetTimer(Message, frozen=True):
+    """To the conductors' own shells; never published: `TimerFired(key)` is due at `at_ns`."""
+
+    key: str
+    at_ns: Ns
+
+
+Decision = (
+    StartPrefill
+    | StartDecode
+    | CancelOrder
+    | ReleaseOrder
+    | RejectRequest
+    | FailRequest
+    | AnnounceYourself
+    | SetTimer
+)
+DECISION_TYPES: tuple[type[Message], ...] = get_args(Decision)
+
+
+class Ordered(Part, frozen=True):
+    """A decision on the wire, with its identity."""
+
+    cause_seq: Seq
+    position: Count
+    decision: Decision
+
+    @property
+    def message_id(self) -> str:
+        return f"{self.cause_seq}-{self.position}"

@@ -1,0 +1,336 @@
+"""Events: facts for the conductor, past tense, appended to the EVENTS stream.
+
+They carry lengths, keys, times and names; never text, never tokens. A late, repeated or unknown event is normal and changes
+nothing. Every order of a decision (`order_id`) has one event for each way that it can end.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta
+
+from halfmoon.schemas.policy import Layout, Policy
+from halfmoon.schemas.types import BlockKeys, Blocks, Bytes, Count, Id, Message, Ns, Part, Text, Tokens
+
+Role = Literal["prefill", "decode"]
+Tier = Literal["dram", "ssd"]
+FinishReason = Literal["stop", "length", "abort"]
+
+# --- the log itself ---------------------------------------------------------------------------------------------
+
+
+class ClusterConfigured(Message, frozen=True):
+    """The first event of a log: under what code and policy it was made. Sent by a conductor that finds the log empty."""
+
+    code_version: str
+    log_version: int
+    policy: Policy
+
+
+class PolicyChanged(Message, frozen=True):
+    """An operator chose another policy; in force from the next event on."""
+
+    policy: Policy
+
+
+class TimerFired(Message, frozen=True):
+    """A timer set by `SetTimer` is due. Published by every conductor with the same message id, stored once."""
+
+    key: str
+    at_ns: Ns
+
+
+# --- workers ----------------------------------------------------------------------------------------------------
+
+
+class CostProfile(Part, frozen=True):
+    """Fitted cost of one worker, in integers (1 ns = 1000 ps = 1,000,000 fs).
+
+    Prefill of n tokens with p cached: `base + per_token·(n-p) + per_token2·(n²-p²)`; decode step:
+    `base + per_sequence·batch + per_context_token·(context tokens in the batch)`.
+    Source: Mooncake (FAST'25), equation 1, for the form of the first.
+    """
+
+    prefill_base_ns: Ns = 0
+    prefill_per_token_ps: Ns = 0
+    prefill_per_token2_fs: Ns = 0
+    decode_base_ns: Ns = 0
+    decode_per_sequence_ns: Ns = 0
+    decode_per_context_token_ps: Ns = 0
+
+
+class WorkerJoined(Message, frozen=True):
+    """A worker can take orders. Repeats (after `AnnounceYourself`) replace what was known of it."""
+
+    worker_id: Id
+    role: Role
+    node_id: Id
+    incarnation: Id
+    layout: Layout
+    #: Blocks of the worker's own paged cache, tokens one request may have, sequences in one batch.
+    kv_blocks: Blocks
+    context_tokens_max: Tokens
+    batch_max: Annotated[int, Meta(ge=1, le=1_000_000)]
+    profile: CostProfile
+
+
+class WorkerHeartbeat(Message, frozen=True):
+    """Sent every `heartbeat_ns`. The step figures are means since the last one; 0 when no step was made."""
+
+    worker_id: Id
+    incarnation: Id
+    queued: Count = 0
+    running: Count = 0
+    kv_blocks_used: Blocks = 0
+    steps: Count = 0
+    step_ns: Ns = 0
+    step_sequences: Count = 0
+    step_context_tokens: Count = 0
+
+
+class WorkerDraining(Message, frozen=True):
+    """The worker finishes what it has and takes nothing new."""
+
+    worker_id: Id
+    incarnation: Id
+
+
+class WorkerLeft(Message, frozen=True):
+    """The worker is gone: by its own word, or by its supervisor's who saw it die. `incarnation` "" means whichever."""
+
+    worker_id: Id
+    incarnation: str = ""
+    reason: Text = ""
+
+
+# --- frontends --------------------------------------------------------------------------------------------------
+
+
+class FrontendJoined(Message, frozen=True):
+    frontend_id: Id
+    incarnation: Id
+
+
+class FrontendHeartbeat(Message, frozen=True):
+    frontend_id: Id
+    incarnation: Id
+    open_requests: Count = 0
+
+
+class FrontendLeft(Message, frozen=True):
+    """Its open requests have no reader any more: they are cancelled."""
+
+    frontend_id: Id
+    incarnation: str = ""
+    reason: Text = ""
+
+
+# --- store agents -----------------------------------------------------------------------------------------------
+
+
+class Endpoint(Part, frozen=True):
+    """Where a store agent's data plane listens. `public_key` is its CURVE key (z85) for tcp, "" for shm."""
+
+    transport: Literal["shm", "tcp", "rdma"]
+    address: str
+    public_key: str = ""
+
+
+class StoreJoined(Message, frozen=True):
+    """A store agent serves. Its inventory follows (`StoreInventory`), in parts; nothing older counts."""
+
+    node_id: Id
+    incarnation: Id
+    #: Equal on two agents when they can map each other's memory.
+    host: str
+    layout: Layout
+    slots: Blocks
+    endpoints: list[Endpoint]
+
+
+class StoreHeartbeat(Message, frozen=True):
+    node_id: Id
+    incarnation: Id
+    slots_used: Blocks = 0
+    slots_leased: Blocks = 0
+    leases: Count = 0
+
+
+class StoreLeft(Message, frozen=True):
+    node_id: Id
+    incarnation: str = ""
+    reason: Text = ""
+
+
+class StoreInventory(Message, frozen=True):
+    """Part `part` of `parts` of all blocks that the agent holds, sent after each StoreJoined."""
+
+    node_id: Id
+    incarnation: Id
+    part: Count
+    parts: Count
+    block_keys: BlockKeys
+    tier: Tier = "dram"
+
+
+class BlocksStored(Message, frozen=True):
+    """These blocks are committed on the node: whoever asks may read them."""
+
+    node_id: Id
+    incarnation: Id
+    block_keys: BlockKeys
+    tier: Tier = "dram"
+
+
+class BlocksEvicted(Message, frozen=True):
+    node_id: Id
+    incarnation: Id
+    block_keys: BlockKeys
+    tier: Tier = "dram"
+
+
+class StoreSuspected(Message, frozen=True):
+    """`reporter_id` could not read from or write to the node just now; long before its heartbeat lapses."""
+
+    node_id: Id
+    reporter_id: Id
+    reason: Text
+
+
+# --- requests ---------------------------------------------------------------------------------------------------
+
+
+class RequestArrived(Message, frozen=True):
+    """A frontend took a request. Sent again, word for word, by a frontend that is asked to announce itself anew."""
+
+    request_id: Id
+    frontend_id: Id
+    prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    #: Keys of the whole blocks of the prompt.
+    block_keys: BlockKeys
+    #: 0: by the cluster's policy.
+    ttft_slo_ns: Ns = 0
+    tbt_slo_ns: Ns = 0
+    tenant: Text = ""
+    #: Larger is more important; under overload smaller is refused first.
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+
+
+class RequestCancelled(Message, frozen=True):
+    """The client is gone, or asked for an end. Nothing more of the request is wanted."""
+
+    request_id: Id
+    reason: Text = ""
+
+
+class PrefillFinished(Message, frozen=True):
+    """Every KV block of the prompt was delivered to the decode node. Answers one `StartPrefill`."""
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    queue_ns: Ns
+    transfer_ns: Ns
+    compute_ns: Ns
+    #: Tokens not computed, by where they came from.
+    cached_local_tokens: Tokens = 0
+    cached_fetched_tokens: Tokens = 0
+    fetched_bytes: Bytes = 0
+    fetch_node_id: str = ""
+    fetch_ns: Ns = 0
+    pushed_bytes: Bytes = 0
+    push_ns: Ns = 0
+
+
+class PrefillFailed(Message, frozen=True):
+    """The order will not be finished. Answers one `StartPrefill`. `retryable`: another placement may do better."""
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    reason: Text
+    retryable: bool = True
+
+
+class DecodeStarted(Message, frozen=True):
+    """The request joined the running batch. `ready_ns`: from the end of prefill to here, by the prefill worker's clock."""
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    wait_ns: Ns = 0
+
+
+class DecodeRefused(Message, frozen=True):
+    """The worker's own check says that the SLO would be broken: the prefill was wasted. Answers one `StartDecode`."""
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    reason: Text
+    predicted_tbt_ns: Ns = 0
+
+
+class DecodeFailed(Message, frozen=True):
+    """Answers one `StartDecode`."""
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    reason: Text
+    retryable: bool = True
+
+
+class RequestFinished(Message, frozen=True):
+    """The last token was sent. Answers one `StartDecode`; the measures are the request's whole life."""
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    finish_reason: FinishReason
+    completion_tokens: Tokens
+    ttft_ns: Ns = 0
+    #: Mean of the longest 10 % of token intervals.
+    tbt_ns: Ns = 0
+    decode_ns: Ns = 0
+    preemptions: Count = 0
+
+
+Event = (
+    ClusterConfigured
+    | PolicyChanged
+    | TimerFired
+    | WorkerJoined
+    | WorkerHeartbeat
+    | WorkerDraining
+    | WorkerLeft
+    | FrontendJoined
+    | FrontendHeartbeat
+    | FrontendLeft
+    | StoreJoined
+    | StoreHeartbeat
+    | StoreLeft
+    | StoreInventory
+    | BlocksStored
+    | BlocksEvicted
+    | StoreSuspected
+    | RequestArrived
+    | RequestCancelled
+    | PrefillFinished
+    | PrefillFailed
+    | DecodeStarted
+    | DecodeRefused
+    | DecodeFailed
+    | RequestFinished
+)
+EVENT_TYPES: tuple[type[Message], ...] = get_args(Event)
+
+
+class Stamped(Part, frozen=True):
+    """An event with its place and time in the log, both given by the stream."""
+
+    seq: int
+    at_ns: int
+    event: Event

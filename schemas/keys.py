@@ -1,0 +1,70 @@
+"""Block keys: a chain of 128-bit hashes over token ids.
+
+`key_i = xxh3_128(key_{i-1} || token ids of block i, little-endian u32)`. The root hashes all that makes KVCache
+interchangeable, and who may share it: model fingerprint, layout, dtype, the tenant's salt, the cluster's secret. So equal keys
+mean equal block *and* equal prefix, and a block of another tenant cannot be named. Only whole blocks have keys.
+
+Source: Mooncake (FAST'25), section 4 (prefix-hashed block keys).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import xxhash
+
+from halfmoon.schemas.types import KEY_BYTES
+
+
+def root_key(*, model_fingerprint: str, layout: str, dtype: str, tenant_salt: str, cluster_secret: str) -> bytes:
+    """The key before the first block. Each part is length-prefixed, so that no two choices collide by concatenation."""
+    state = xxhash.xxh3_128()
+    for part in (model_fingerprint, layout, dtype, tenant_salt, cluster_secret):
+        raw = part.encode()
+        state.update(len(raw).to_bytes(4, "little"))
+        state.update(raw)
+    return state.digest()
+
+
+def chain_keys(root: bytes, token_ids: Sequence[int] | np.ndarray, block_tokens: int) -> bytes:
+    """Keys of the whole blocks of `token_ids`, concatenated: `len(token_ids) // block_tokens` times 16 bytes."""
+    packed = memoryview(pack_tokens(token_ids))
+    step = 4 * block_tokens
+    keys = bytearray()
+    key = root
+    for start in range(0, len(packed) - step + 1, step):
+        state = xxhash.xxh3_128(key)
+        state.update(packed[start : start + step])
+        key = state.digest()
+        keys += key
+    return bytes(keys)
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """Concatenated keys, one by one. Raises ValueError when the length is no multiple of 16."""
+    if len(keys) % KEY_BYTES:
+        raise ValueError(f"block_keys: {len(keys)} bytes is no multiple of {KEY_BYTES}")
+    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+
+
+def join_keys(keys: Sequence[bytes]) -> bytes:
+    return b"".join(keys)
+
+
+def iter_hex(keys: bytes) -> Iterator[str]:
+    """Keys as people read them."""
+    return (key.hex() for key in split_keys(keys))
+
+
+def pack_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:
+    """Token ids as little-endian u32. Raises OverflowError for an id outside 0..2**32-1."""
+    return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The token ids in `packed`. Raises ValueError when the length is no multiple of 4."""
+    if len(packed) % 4:
+        raise ValueError(f"token_ids: {len(packed)} bytes is no multiple of 4")
+    ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
+    return ids

@@ -1,0 +1,71 @@
+"""KV progress: what a decode or prefill worker must know about a running transfer. KV stream, short retention, ≤ 4 KiB each
+(a `TransferOpened` is longer for long prompts).
+
+Subject: `halfmoon.kv.<worker that waits>.<type>`. Store agents send all but `PrefillResult`, because they know
+first when a write has become readable.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Text, Tokens
+from halfmoon.schemas.sampling import SampledToken
+
+
+class TransferOpened(Message, frozen=True):
+    """The decode node reserved `slots[i]` of its pool for prompt block i. Those in `present` hold their bytes already."""
+
+    order_id: Id
+    request_id: Id
+    slots: list[int]
+    present: list[int] = []
+
+
+class KvReady(Message, frozen=True):
+    """Layer `layer` of blocks `first_block .. first_block + blocks - 1` is readable in the decode node's pool."""
+
+    order_id: Id
+    request_id: Id
+    layer: Count
+    first_block: Blocks
+    blocks: Blocks
+    moved_bytes: Bytes = 0
+
+
+class KvLoaded(Message, frozen=True):
+    """To a prefill worker: layers up to and including `layer` of a fetch are readable in its own node's pool."""
+
+    order_id: Id
+    layer: Count
+    first_block: Blocks
+    blocks: Blocks
+
+
+class TransferFailed(Message, frozen=True):
+    """No more KV of this order will come."""
+
+    order_id: Id
+    request_id: Id
+    reason: Text
+
+
+class PrefillResult(Message, frozen=True):
+    """From the prefill worker: the first token, drawn from the last prompt token's logits, and how prefill went.
+
+    Sent as soon as it is known; KvReady messages of the last layers may still be under way.
+    """
+
+    order_id: Id
+    request_id: Id
+    first: SampledToken
+    queue_ns: Ns
+    transfer_ns: Ns
+    compute_ns: Ns
+    cached_tokens: Tokens
+    #: Wall clock of the prefill worker when compute ended.
+    finished_at_ns: Ns
+
+
+KvMessage = TransferOpened | KvReady | KvLoaded | TransferFailed | PrefillResult
+KV_TYPES: tuple[type[Message], ...] = get_args(KvMessage)

@@ -1,0 +1,76 @@
+"""The conductor's configuration: the policy, its limits and its clocks. It travels in the log, as its first event.
+
+A change at run time is an event too (`PolicyChanged`), so that replay sees it at the right place.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from halfmoon.schemas.types import Blocks, Ns, Part
+
+SECOND_NS = 1_000_000_000
+
+PolicyName = Literal["halfmoon", "mooncake", "local_cache_aware", "least_loaded", "round_robin", "random", "dynamo"]
+AdmissionName = Literal["predicted", "early", "late", "none"]
+
+
+class Policy(Part, frozen=True):
+    """How requests are placed and refused. Every field has a default that suits `halfmoon up`."""
+
+    name: PolicyName = "halfmoon"
+    admission: AdmissionName = "predicted"
+    #: Fetch when best_prefix > local_prefix * threshold (in percent; 100 = fetch whenever it is cheaper).
+    fetch_threshold_percent: Annotated[int, Meta(ge=100, le=100_000)] = 100
+    #: Of the `random` policy.
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    #: SLO of a request that names none.
+    ttft_slo_ns: Ns = 30 * SECOND_NS
+    tbt_slo_ns: Ns = 1 * SECOND_NS
+    #: Reject when one pool's queue is this deep, whatever is predicted (bounded queues).
+    queued_max_per_worker: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
+    #: How often processes announce themselves, and after what silence one is lost.
+    heartbeat_ns: Ns = 1 * SECOND_NS
+    lost_after_ns: Ns = 4 * SECOND_NS
+    #: A suspected store is not read from for this long.
+    suspected_ns: Ns = 5 * SECOND_NS
+    #: How often one request may be placed before it fails.
+    placements_max: Annotated[int, Meta(ge=1, le=100)] = 5
+    #: How long an accepted request waits for a worker when a pool is empty.
+    unplaced_ns_max: Ns = 30 * SECOND_NS
+
+
+class Layout(Part, frozen=True):
+    """What all processes of a cluster must agree on about KV blocks: `[layers, 2, block_tokens, kv_heads, head_dim]` of dtype."""
+
+    model: str
+    model_fingerprint: str
+    layers: Annotated[int, Meta(ge=0, le=10_000)]
+    kv_heads: Annotated[int, Meta(ge=0, le=100_000)]
+    head_dim: Annotated[int, Meta(ge=0, le=100_000)]
+    block_tokens: Annotated[int, Meta(ge=1, le=65536)]
+    dtype: Literal["float32", "bfloat16", "float16", "none"]
+    numerics: Literal["exact", "fast"] = "exact"
+
+    @property
+    def token_layer_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2, "none": 0}[self.dtype]
+
+    @property
+    def layer_block_bytes(self) -> int:
+        return self.token_layer_bytes * self.block_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layer_block_bytes * self.layers
+
+    def blocks(self, tokens: int) -> Blocks:
+        """Blocks that hold `tokens`, the last one perhaps in part."""
+        return -(-tokens // self.block_tokens)
+
+    def name(self) -> str:
+        """The layout part of a root key."""
+        return f"{self.layers}x2x{self.block_tokens}x{self.kv_heads}x{self.head_dim}-{self.numerics}"

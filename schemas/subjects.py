@@ -1,0 +1,60 @@
+"""Every NATS subject and stream of halfmoon, in one place.
+
+Subjects name who sends (events) or who receives (decisions, KV), so that NATS permissions can be given per role.
+"""
+
+from __future__ import annotations
+
+ROOT = "halfmoon"
+API = f"{ROOT}.v1"
+
+EVENTS_STREAM = "EVENTS"
+DECISIONS_STREAM = "DECISIONS"
+KV_STREAM = "KV"
+
+EVENTS_ALL = f"{ROOT}.events.>"
+DECISIONS_ALL = f"{ROOT}.decisions.>"
+KV_ALL = f"{ROOT}.kv.>"
+
+
+def event(source_id: str, kind: str) -> str:
+    """`source_id`: the process that saw the fact."""
+    return f"{ROOT}.events.{source_id}.{kind}"
+
+
+def decision(target_id: str, kind: str) -> str:
+    return f"{ROOT}.decisions.{target_id}.{kind}"
+
+
+def decisions_for(target_id: str) -> str:
+    return f"{ROOT}.decisions.{target_id}.>"
+
+
+def kv(worker_id: str, kind: str) -> str:
+    return f"{ROOT}.kv.{worker_id}.{kind}"
+
+
+def kv_for(worker_id: str) -> str:
+    return f"{ROOT}.kv.{worker_id}.>"
+
+
+def take(frontend_id: str) -> str:
+    return f"{ROOT}.take.{frontend_id}"
+
+
+def tokens(frontend_id: str) -> str:
+    return f"{ROOT}.tokens.{frontend_id}"
+
+
+def resend(worker_id: str) -> str:
+    return f"{ROOT}.resend.{worker_id}"
+
+
+def store(node_id: str, verb: str) -> str:
+    """A store agent's control requests; `store(node_id, "*")` for all verbs."""
+    return f"{ROOT}.store.{node_id}.{verb}"
+
+
+def status(process_id: str) -> str:
+    """Any process answers how it is; `status("*")` is answered by all."""
+    return f"{ROOT}.status.{process_id}"

@@ -1,0 +1,85 @@
+"""Between frontend and workers, beside the log: token ids and sampled tokens. Core NATS, never stored.
+
+`halfmoon.take.<frontend_id>` (request/reply): a worker takes a request's tokens. `halfmoon.tokens.<frontend_id>` (publish): a decode worker
+delivers, one message a step for all of the frontend's sequences. `halfmoon.resend.<worker_id>` (request/reply): the frontend missed some.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.schemas.types import BlockKeys, Count, Id, Message, Ns, PackedTokens, Part, Text, Tokens
+
+
+class TakeRequest(Message, frozen=True):
+    """A worker asks for the tokens of a request that it was ordered to work on."""
+
+    request_id: Id
+    order_id: Id
+    worker_id: Id
+    role: Literal["prefill", "decode"]
+
+
+class TakeReply(Message, frozen=True):
+    """`gone`: the frontend no longer wants it (finished, cancelled, or a newer order has it)."""
+
+    gone: bool = False
+    token_ids: PackedTokens = b""
+    block_keys: BlockKeys = b""
+    #: Tokens that the client has already; the decode worker replays them (exact numerics) and sends what follows.
+    output_ids: PackedTokens = b""
+    sampling: Sampling = Sampling()
+    max_tokens: Tokens = 0
+
+
+class Timing(Part, frozen=True):
+    """How a request went, in ns; sent with its first tokens."""
+
+    queue_ns: Ns = 0
+    transfer_ns: Ns = 0
+    prefill_ns: Ns = 0
+    decode_wait_ns: Ns = 0
+    cached_tokens: Tokens = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+
+class Delivery(Part, frozen=True):
+    """Tokens of one request from `index` on (0: the first output token). `finish_reason` with the last ones."""
+
+    request_id: Id
+    order_id: Id
+    index: Count
+    tokens: list[SampledToken]
+    finish_reason: Literal["", "stop", "length", "abort"] = ""
+    timing: Timing | None = None
+
+
+class TokensSampled(Message, frozen=True):
+    """From a decode worker to a frontend."""
+
+    worker_id: Id
+    deliveries: list[Delivery]
+
+
+class ResendRequest(Message, frozen=True):
+    """From a frontend to a decode worker: what do you have of this request from `index` on?"""
+
+    request_id: Id
+    order_id: Id
+    index: Count
+
+
+class ResendReply(Message, frozen=True):
+    """`known` False: the worker has no such order (any more)."""
+
+    known: bool
+    delivery: Delivery | None = None
+
+
+class ProcessError(Message, frozen=True):
+    """The reply of an internal service that could not do what was asked. `code` is for programs, `message` for people."""
+
+    code: str
+    message: Text

@@ -1,0 +1,39 @@
+"""The base of every message, and the field types that carry their own limits.
+
+Integers are nanoseconds, bytes, tokens or blocks, as the name of the field says. A field that can be wrong is
+typed so that the decoder refuses it; nothing is validated twice.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+ID_PATTERN = r"^[A-Za-z0-9_-]{1,80}$"
+INT_MAX = 2**63 - 1
+
+#: Name of a process, node, request or order: one token of a NATS subject.
+Id = Annotated[str, Meta(pattern=ID_PATTERN, description="letters, digits, - and _; at most 80")]
+Text = Annotated[str, Meta(max_length=512)]
+Ns = Annotated[int, Meta(ge=0, le=INT_MAX, description="nanoseconds")]
+Bytes = Annotated[int, Meta(ge=0, le=INT_MAX, description="bytes")]
+Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="tokens")]
+Blocks = Annotated[int, Meta(ge=0, le=2**31 - 1, description="blocks")]
+Count = Annotated[int, Meta(ge=0, le=INT_MAX)]
+Seq = Annotated[int, Meta(ge=0, le=INT_MAX, description="sequence number in the EVENTS stream")]
+
+KEY_BYTES = 16
+#: Block keys one after another, 16 bytes each (base64 in JSON). See `halfmoon.schemas.keys`.
+BlockKeys = Annotated[bytes, Meta(max_length=KEY_BYTES * 65536, description="16-byte block keys, concatenated")]
+#: Token ids one after another, little-endian u32 (base64 in JSON).
+PackedTokens = Annotated[bytes, Meta(max_length=4 * 4_194_304, description="token ids, little-endian u32")]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type", omit_defaults=True):
+    """A frozen value that crosses a process boundary. In JSON its field `type` names the class."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A frozen value inside a message; never sent alone."""
