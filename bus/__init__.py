@@ -1,1 +1,1 @@
-"""halfmoon.bus"""
+"""NATS: connection, request/reply, the event log's append and ordered read, an embedded server."""

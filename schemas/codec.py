@@ -1,30 +1,57 @@
 """The one codec: orjson writes, a typed decoder reads.
 
 The decoder refuses wrong types, missing fields, numbers out of range and NaN, and says where (`$.field`).
-Unknown fields are ignored, so that a newer sender may add some.
+Unknown fields are ignored, so that a newer sender may add some. The encoder refuses what JSON cannot say (NaN, infinities,
+integers over 64 bits): orjson alone would write null for the first two, and the receiver would be blamed.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from typing import Any, TypeVar
 
 import msgspec
 import orjson
 
-from halfmoon.schemas.types import Message
+from halfmoon.schemas.types import Message, Part
 
 M = TypeVar("M")
 
 
 class MessageInvalid(ValueError):
-    """Bytes that are no message of the expected type; the text names the field."""
+    """Bytes that are no message of the expected type, or a value that no JSON can carry; the text names the field."""
 
 
-def encode(message: Message) -> bytes:
-    """`message` as JSON. Equal messages give equal bytes (fields in the order of the class)."""
-    return orjson.dumps(msgspec.to_builtins(message))
+def encode(message: Message | Part) -> bytes:
+    """`message` as JSON: fields in the order of the class, other mappings sorted, so that equal messages give equal bytes.
+
+    Raises MessageInvalid, naming the field, for NaN and infinities, and for an integer or a text that is no JSON.
+    """
+    plain = msgspec.to_builtins(message, str_keys=True, order="deterministic")
+    try:
+        payload = orjson.dumps(plain)
+    except orjson.JSONEncodeError as problem:
+        raise MessageInvalid(f"{type(message).__name__}: {problem}") from None
+    if b"null" in payload:  # cheap to look for; seldom there, because a field that is None by default is left out
+        path = _not_finite(plain, "$")
+        if path:
+            raise MessageInvalid(f"{type(message).__name__}: no finite number - at `{path}`")
+    return payload
+
+
+def _not_finite(value: Any, path: str) -> str:
+    """The path of the first NaN or infinity in plain values, "" when there is none."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else path
+    if isinstance(value, dict):
+        found = (_not_finite(inner, f"{path}.{key}") for key, inner in value.items())
+    elif isinstance(value, (list, tuple)):
+        found = (_not_finite(inner, f"{path}[{index}]") for index, inner in enumerate(value))
+    else:
+        return ""
+    return next(filter(None, found), "")
 
 
 @functools.cache
@@ -38,7 +65,7 @@ def decode(payload: bytes, kind: type[M] | Any) -> M:
     Raises MessageInvalid, naming the field.
     """
     try:
-        return _decoder(kind).decode(payload)  # type: ignore[no-any-return]
+        return _decoder(kind).decode(payload)  # type: ignore[no-any-return, arg-type]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MessageInvalid(f"{_name(kind)}: {problem}") from None
 

@@ -137,7 +137,7 @@ Decision = (
 DECISION_TYPES: tuple[type[Message], ...] = get_args(Decision)
 
 
-class Ordered(Part, frozen=True):
+class Ordered(Message, frozen=True):
     """A decision on the wire, with its identity."""
 
     cause_seq: Seq

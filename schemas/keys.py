@@ -58,8 +58,17 @@ def iter_hex(keys: bytes) -> Iterator[str]:
 
 
 def pack_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:
-    """Token ids as little-endian u32. Raises OverflowError for an id outside 0..2**32-1."""
-    return np.asarray(token_ids, dtype="<u4").tobytes()
+    """Token ids as little-endian u32. Raises OverflowError for an id outside 0..2**32-1, TypeError for what is no integer."""
+    ids = np.asarray(token_ids)
+    if ids.size == 0:
+        return b""
+    if ids.dtype.kind not in "iu":  # numpy makes objects or floats of integers that fit no type of its own
+        if all(type(one) is int for one in ids.ravel().tolist()) or any(type(one) is int and one > TOKEN_ID_MAX for one in token_ids):
+            raise OverflowError(f"token_ids: an id is outside 0..{TOKEN_ID_MAX}")
+        raise TypeError(f"token_ids: {ids.dtype} are no integers")
+    if ids.dtype != np.uint32 and (int(ids.min()) < 0 or int(ids.max()) > TOKEN_ID_MAX):
+        raise OverflowError(f"token_ids: an id is outside 0..{TOKEN_ID_MAX}")
+    return ids.astype("<u4", copy=False).tobytes()
 
 
 def unpack_tokens(packed: bytes) -> list[int]:

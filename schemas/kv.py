@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Text, Tokens
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Text, Tokens
 
 
 class TransferOpened(Message, frozen=True):

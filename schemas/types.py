@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-ID_PATTERN = r"^[A-Za-z0-9_-]{1,80}$"
+#: `$` alone would let one newline through, and a newline inside a subject ends a line of the NATS protocol.
+ID_PATTERN = r"^[A-Za-z0-9_-]{1,80}$(?!\n)"
 INT_MAX = 2**63 - 1
 
 #: Name of a process, node, request or order: one token of a NATS subject.
@@ -29,6 +30,15 @@ KEY_BYTES = 16
 BlockKeys = Annotated[bytes, Meta(max_length=KEY_BYTES * 65536, description="16-byte block keys, concatenated")]
 #: Token ids one after another, little-endian u32 (base64 in JSON).
 PackedTokens = Annotated[bytes, Meta(max_length=4 * 4_194_304, description="token ids, little-endian u32")]
+
+
+def check_whole_keys(block_keys: bytes) -> None:
+    """For `__post_init__`: raises ValueError when the length is no multiple of 16, so that the decoder refuses it.
+
+    One such event in the log would otherwise stop every conductor that reads it, each time.
+    """
+    if len(block_keys) % KEY_BYTES:
+        raise ValueError(f"block_keys: {len(block_keys)} bytes is no multiple of {KEY_BYTES}")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type", omit_defaults=True):

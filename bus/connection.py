@@ -1,0 +1,372 @@
+"""One process's connection to NATS, in halfmoon's own terms: append facts, read the log, give orders, ask and answer.
+
+All payloads are messages of `halfmoon.schemas`. Anything that does not decode is dropped and counted (`invalid`), or
+answered with a ProcessError when it asked for an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import ssl
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import nats
+import orjson
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+
+from halfmoon.bus.errors import BusUnreachable, PeerError, PeerUnreachable
+from halfmoon.bus.publisher import Publisher
+from halfmoon.bus.reader import StreamMessage, StreamReader
+from halfmoon.bus.streams import StreamLimits, ensure_streams
+from halfmoon.schemas import subjects
+from halfmoon.schemas.codec import MessageInvalid, decode, encode
+from halfmoon.schemas.decisions import Ordered
+from halfmoon.schemas.events import Event, Stamped
+from halfmoon.schemas.kv import KvMessage
+from halfmoon.schemas.tokens import ProcessError
+from halfmoon.schemas.types import Message
+
+M = TypeVar("M")
+Handler = Callable[[Any], "Awaitable[None] | None"]
+Answerer = Callable[[Any], "Awaitable[Message] | Message"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BusConfig:
+    """How to reach the NATS server or cluster, and as whom."""
+
+    #: One address or several, separated by commas.
+    url: str = "nats://127.0.0.1:4222"
+    user: str = ""
+    password: str = ""
+    token: str = ""
+    nkey_seed_file: str = ""
+    credentials_file: str = ""
+    tls_ca_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    connect_timeout_s: float = 10.0
+
+    def tls(self) -> ssl.SSLContext | None:
+        if not (self.tls_ca_file or self.tls_cert_file):
+            return None
+        context = ssl.create_default_context(cafile=self.tls_ca_file or None)
+        if self.tls_cert_file:
+            context.load_cert_chain(self.tls_cert_file, self.tls_key_file or None)
+        return context
+
+
+class Bus:
+    """See the module. Made by `Bus.connect`; not to be shared between event loops."""
+
+    def __init__(self, nc: Client, name: str) -> None:
+        self.nc = nc
+        self.name = name
+        self.invalid = 0
+        self._publisher = Publisher(nc)
+        self._readers: set[StreamReader] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stamp = uuid.uuid4().hex[:12]
+        self._count = 0
+        self.on_reconnect: list[Callable[[], None]] = []
+
+    # --- connection -------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def connect(cls, config: BusConfig, *, name: str, limits: StreamLimits | None = None) -> Bus:
+        """Connect and make sure of the streams. Raises BusUnreachable."""
+        box: list[Bus] = []
+
+        async def reconnected() -> None:
+            if box:
+                box[0]._after_reconnect()
+
+        async def quiet(_: Exception) -> None:
+            return  # nats-py logs every failed attempt otherwise; what matters comes back as an exception
+
+        options: dict[str, Any] = {
+            "servers": [url.strip() for url in config.url.split(",")],
+            "name": name,
+            "allow_reconnect": True,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": 0.1,
+            "ping_interval": 5,
+            "max_outstanding_pings": 2,
+            "connect_timeout": 2,
+            "pending_size": 64 << 20,
+            "reconnected_cb": reconnected,
+            "error_cb": quiet,
+            "inbox_prefix": b"_INBOX",
+            "user": config.user or None,
+            "password": config.password or None,
+            "token": config.token or None,
+            "nkeys_seed": config.nkey_seed_file or None,
+            "user_credentials": config.credentials_file or None,
+        }
+        if (tls := config.tls()) is not None:
+            options["tls"] = tls
+        try:
+            nc = await asyncio.wait_for(nats.connect(**options), config.connect_timeout_s)
+        except (NatsError, OSError, TimeoutError) as problem:
+            reason = str(problem) or type(problem).__name__
+            raise BusUnreachable(f"no NATS server takes us at {config.url}: {reason}") from None
+        bus = cls(nc, name)
+        box.append(bus)
+        try:
+            await ensure_streams(nc, limits or StreamLimits())
+        except (NatsError, TimeoutError) as problem:
+            await nc.close()
+            reason = str(problem) or type(problem).__name__
+            raise BusUnreachable(f"JetStream does not answer at {config.url}: {reason}") from None
+        await bus._publisher.start()
+        return bus
+
+    async def close(self, *, flush_s: float = 2.0) -> None:
+        """Send what is pending, within `flush_s`, and close."""
+        if self.nc.is_closed:
+            return
+        if self.nc.is_connected:
+            await self._publisher.flush(flush_s)
+        await self._publisher.stop()
+        for reader in list(self._readers):
+            await reader.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.nc.is_connected:
+            with contextlib.suppress(NatsError, TimeoutError):  # what matters was acknowledged above
+                await asyncio.wait_for(self.nc.flush(), flush_s)
+        await self.nc.close()
+
+    def _after_reconnect(self) -> None:
+        self._publisher.resend_all()
+        for reader in self._readers:
+            reader.lost_connection()
+        for callback in self.on_reconnect:
+            callback()
+
+    # --- the log ----------------------------------------------------------------------------------------------
+
+    def _message_id(self) -> str:
+        self._count += 1
+        return f"{self._stamp}-{self._count}"
+
+    async def append(
+        self, event: Event, *, source_id: str, message_id: str = "", expected_last_seq: int | None = None
+    ) -> int:
+        """Store `event`; its sequence in the log. Raises LogMoved when `expected_last_seq` is not the log's last."""
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._publisher.submit(
+            subjects.event(source_id, type(event).__name__),
+            encode(event),
+            message_id=message_id or self._message_id(),
+            expected_last_seq=expected_last_seq,
+            done=done,
+        )
+        return await done
+
+    def append_soon(self, event: Event, *, source_id: str, message_id: str = "") -> None:
+        """Store `event` in its turn; sent again until it is stored."""
+        self._publisher.submit(
+            subjects.event(source_id, type(event).__name__),
+            encode(event),
+            message_id=message_id or self._message_id(),
+        )
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything appended and ordered so far is stored; False when time ran out."""
+        return await self._publisher.flush(timeout_s)
+
+    async def events(self, *, after: int = 0) -> AsyncIterator[Stamped]:
+        """The log from sequence `after + 1` on, endless, each event once and in order."""
+        async for message in self.read(subjects.EVENTS_STREAM, subjects.EVENTS_ALL, after=after):
+            try:
+                event: Event = decode(message.payload, Event)
+            except MessageInvalid:
+                self.invalid += 1
+                continue
+            yield Stamped(seq=message.seq, at_ns=message.at_ns, event=event)
+
+    async def last_seq(self, stream: str = subjects.EVENTS_STREAM) -> int:
+        """The last sequence of the stream; 0 when it is empty."""
+        state = (await self._stream_info(stream))["state"]
+        return int(state["last_seq"])
+
+    async def first_seq(self, stream: str = subjects.EVENTS_STREAM) -> int:
+        """The oldest sequence that the stream still holds."""
+        state = (await self._stream_info(stream))["state"]
+        return int(state["first_seq"])
+
+    async def _stream_info(self, stream: str) -> dict[str, Any]:
+        try:
+            reply = await self.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=5)
+        except (NatsError, TimeoutError) as problem:
+            raise PeerUnreachable(f"JetStream does not answer: {problem}") from None
+        answer: dict[str, Any] = orjson.loads(reply.data)
+        if "error" in answer:
+            raise PeerError("stream", f"{stream}: {answer['error'].get('description', 'refused')}")
+        return answer
+
+    async def read(
+        self, stream: str, subject: str, *, after: int = 0, new_only: bool = False
+    ) -> AsyncIterator[StreamMessage]:
+        """Messages of `stream` that match `subject`, in order, endless."""
+        reader = StreamReader(self.nc, stream, filter_subject=subject, after=after, new_only=new_only)
+        self._readers.add(reader)
+        try:
+            async for message in reader:
+                yield message
+        finally:
+            self._readers.discard(reader)
+            await reader.close()
+
+    # --- decisions and KV progress ----------------------------------------------------------------------------
+
+    async def order(self, ordered: Ordered, *, target_id: str) -> int:
+        """Publish a decision; returns its sequence in DECISIONS once stored (or dropped there as a duplicate)."""
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._submit_order(ordered, target_id, done)
+        return await done
+
+    def order_soon(self, ordered: Ordered, *, target_id: str) -> None:
+        """Publish a decision in its turn; sent again until it is stored."""
+        self._submit_order(ordered, target_id, None)
+
+    def _submit_order(self, ordered: Ordered, target_id: str, done: asyncio.Future[int] | None) -> None:
+        self._publisher.submit(
+            subjects.decision(target_id, type(ordered.decision).__name__),
+            encode(ordered),
+            message_id=ordered.message_id,
+            done=done,
+        )
+
+    async def decisions(self, target_id: str) -> AsyncIterator[Ordered]:
+        """Decisions for `target_id` from now on, endless, each once and in order."""
+        reader = await self.open_decisions(target_id)
+        async for ordered in self.follow_decisions(reader):
+            yield ordered
+
+    async def open_decisions(self, target_id: str) -> StreamReader:
+        """Position a reader for `follow_decisions`: nothing published after this returns is missed."""
+        reader = StreamReader(
+            self.nc, subjects.DECISIONS_STREAM, filter_subject=subjects.decisions_for(target_id), new_only=True
+        )
+        self._readers.add(reader)
+        await reader.open()
+        return reader
+
+    async def follow_decisions(self, reader: StreamReader) -> AsyncIterator[Ordered]:
+        """The decisions that `reader` was opened for."""
+        done = (0, -1)
+        try:
+            async for message in reader:
+                try:
+                    ordered: Ordered = decode(message.payload, Ordered)
+                except MessageInvalid:
+                    self.invalid += 1
+                    continue
+                if (ordered.cause_seq, ordered.position) > done:
+                    done = (ordered.cause_seq, ordered.position)
+                    yield ordered
+        finally:
+            self._readers.discard(reader)
+            await reader.close()
+
+    async def last_decision(self) -> Ordered | None:
+        """The newest decision in the stream, whoever it is for."""
+        last = await self.last_seq(subjects.DECISIONS_STREAM)
+        if last == 0:
+            return None
+        reply = await self.nc.jetstream().get_msg(subjects.DECISIONS_STREAM, seq=last)
+        ordered: Ordered = decode(reply.data or b"", Ordered)
+        return ordered
+
+    async def kv_messages(self, worker_id: str) -> AsyncIterator[KvMessage]:
+        """KV progress for `worker_id` from now on, in order."""
+        async for message in self.read(subjects.KV_STREAM, subjects.kv_for(worker_id), new_only=True):
+            try:
+                yield decode(message.payload, KvMessage)
+            except MessageInvalid:
+                self.invalid += 1
+
+    # --- core NATS --------------------------------------------------------------------------------------------
+
+    async def publish(self, subject: str, message: Message) -> None:
+        """At most once, not acknowledged."""
+        await self.nc.publish(subject, encode(message))
+
+    async def subscribe(self, subject: str, kind: Any, handler: Handler, *, queue: str = "") -> Subscription:
+        """`handler(message)` for each, in order; what is no `kind` is dropped and counted."""
+
+        async def receive(msg: Msg) -> None:
+            try:
+                message = decode(msg.data, kind)
+            except MessageInvalid:
+                self.invalid += 1
+                return
+            result = handler(message)
+            if result is not None:
+                await result
+
+        return await self.nc.subscribe(subject, queue=queue, cb=receive)
+
+    async def request(self, subject: str, message: Message, kind: type[M], *, timeout_s: float) -> M:
+        """Ask and wait. Raises PeerUnreachable (nobody there, too late) or PeerError (its own refusal)."""
+        try:
+            reply = await self.nc.request(subject, encode(message), timeout=timeout_s)
+        except NoRespondersError:
+            raise PeerUnreachable(f"nobody serves {subject}") from None
+        except (NatsError, TimeoutError) as problem:
+            reason = str(problem) or type(problem).__name__
+            raise PeerUnreachable(f"no answer on {subject} within {timeout_s} s: {reason}") from None
+        if reply.data.startswith(b'{"type":"ProcessError"'):
+            error: ProcessError = decode(reply.data, ProcessError)
+            raise PeerError(error.code, error.message)
+        try:
+            return decode(reply.data, kind)
+        except MessageInvalid as problem:
+            raise PeerError("invalid_reply", str(problem)) from None
+
+    async def serve(self, subject: str, kind: Any, handler: Answerer, *, queue: str = "") -> Subscription:
+        """Answer requests. `handler` answers at once, or is a coroutine function: then each runs as a task."""
+
+        async def receive(msg: Msg) -> None:
+            try:
+                result = handler(decode(msg.data, kind))
+            except MessageInvalid as problem:
+                self.invalid += 1
+                await self._answer(msg, ProcessError(code="invalid_request", message=str(problem)[:500]))
+            except PeerError as problem:
+                await self._answer(msg, ProcessError(code=problem.code, message=problem.message[:500]))
+            else:
+                if inspect.isawaitable(result):
+                    self._spawn(self._answer_later(msg, result))
+                else:
+                    await self._answer(msg, result)
+
+        return await self.nc.subscribe(subject, queue=queue, cb=receive)
+
+    async def _answer_later(self, msg: Msg, result: Awaitable[Message]) -> None:
+        try:
+            answer = await result
+        except PeerError as problem:
+            answer = ProcessError(code=problem.code, message=problem.message[:500])
+        await self._answer(msg, answer)
+
+    async def _answer(self, msg: Msg, answer: Message) -> None:
+        if msg.reply and not self.nc.is_closed:
+            await self.nc.publish(msg.reply, encode(answer))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

