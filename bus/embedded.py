@@ -53,7 +53,13 @@ class EmbeddedServer:
 
     @classmethod
     def start(
-        cls, directory: Path, *, port: int = 0, host: str = "127.0.0.1", max_payload_bytes: int = 8 << 20
+        cls,
+        directory: Path,
+        *,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        max_payload_bytes: int = 8 << 20,
+        extra_config: str = "",
     ) -> EmbeddedServer:
         """Start it and wait until it takes connections. Raises BusUnreachable, with the end of its log."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,6 +71,7 @@ class EmbeddedServer:
             "max_pending: 268435456\n"
             f"jetstream {{ store_dir: \"{directory / 'jetstream'}\", max_file_store: 34359738368, "
             "max_memory_store: 1073741824 }\n"
+            f"{extra_config}\n"
         )
         log = directory / "nats.log"
         with log.open("ab") as output:

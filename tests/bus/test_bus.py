@@ -1,0 +1,193 @@
+"""The bus against a real nats-server: order, identity, reconnects, errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.bus.errors import BusUnreachable, LogMoved, PeerError, PeerUnreachable
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import CancelOrder, Ordered
+from halfmoon.schemas.events import FrontendHeartbeat, RequestCancelled, Stamped
+from halfmoon.schemas.kv import KvReady
+from halfmoon.schemas.tokens import ResendReply, ResendRequest
+
+
+def cancelled(number: int) -> RequestCancelled:
+    return RequestCancelled(request_id=f"r{number}")
+
+
+async def connect(url: str, name: str = "test") -> Bus:
+    return await Bus.connect(BusConfig(url=url), name=name)
+
+
+async def take(source: AsyncIterator[Stamped], count: int) -> list[Stamped]:
+    taken: list[Stamped] = []
+    async for stamped in source:
+        taken.append(stamped)
+        if len(taken) == count:
+            break
+    return taken
+
+
+async def test_events_come_back_in_the_order_in_which_they_were_appended(nats_url: str) -> None:
+    bus = await connect(nats_url)
+    for number in range(2000):
+        bus.append_soon(cancelled(number), source_id="f")
+    last = await bus.append(cancelled(2000), source_id="f")
+    assert last == 2001
+    stamped = await asyncio.wait_for(take(bus.events(), 2001), 20)
+    assert [s.event for s in stamped] == [cancelled(n) for n in range(2001)]
+    assert [s.seq for s in stamped] == list(range(1, 2002))
+    assert all(a.at_ns <= b.at_ns for a, b in zip(stamped, stamped[1:], strict=False))
+    tail = await asyncio.wait_for(take(bus.events(after=1990), 11), 20)
+    assert tail == stamped[1990:]
+    await bus.close()
+
+
+async def test_a_message_id_is_stored_once(nats_url: str) -> None:
+    bus = await connect(nats_url)
+    first = await bus.append(cancelled(1), source_id="f", message_id="one")
+    again = await bus.append(cancelled(1), source_id="f", message_id="one")
+    assert (first, again, await bus.last_seq()) == (1, 1, 1)
+    await bus.close()
+
+
+async def test_a_conditional_append_succeeds_for_one_of_many(nats_url: str) -> None:
+    buses = [await connect(nats_url, f"c{n}") for n in range(3)]
+    answers = await asyncio.gather(
+        *(bus.append(cancelled(n), source_id=f"c{n}", expected_last_seq=0) for n, bus in enumerate(buses)),
+        return_exceptions=True,
+    )
+    assert sorted(type(a).__name__ for a in answers) == ["LogMoved", "LogMoved", "int"]
+    with pytest.raises(LogMoved):
+        await buses[0].append(cancelled(9), source_id="c0", expected_last_seq=7)
+    for bus in buses:
+        await bus.close()
+
+
+async def test_the_log_survives_a_killed_server_without_loss_repeat_or_swap(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path / "nats")
+    port = int(server.url.rsplit(":", 1)[1])
+    bus = await connect(server.url)
+    seen: list[Stamped] = []
+
+    async def follow() -> None:
+        async for stamped in bus.events():
+            seen.append(stamped)
+
+    follower = asyncio.create_task(follow())
+    sent = 0
+    for _round in range(3):
+        for _ in range(300):
+            bus.append_soon(cancelled(sent), source_id="f")
+            sent += 1
+        await asyncio.sleep(0.003)
+        server.process.kill()  # in the middle of the burst
+        server.process.wait()
+        for _ in range(50):
+            bus.append_soon(cancelled(sent), source_id="f")
+            sent += 1
+        server = EmbeddedServer.start(tmp_path / "nats", port=port)
+        assert await bus.flush(20)
+    async with asyncio.timeout(20):
+        while len(seen) < sent:
+            await asyncio.sleep(0.05)
+    assert [s.event for s in seen] == [cancelled(n) for n in range(sent)]
+    follower.cancel()
+    await bus.close()
+    server.stop()
+
+
+async def test_decisions_reach_their_target_once_though_two_conductors_give_them(nats_url: str) -> None:
+    one, two, worker = await connect(nats_url, "c1"), await connect(nats_url, "c2"), await connect(nats_url, "w")
+    reader = await worker.open_decisions("w1")
+    for seq in range(1, 101):
+        order = Ordered(
+            cause_seq=seq, position=0, decision=CancelOrder(order_id=f"{seq}-0", request_id="r", worker_id="w1")
+        )
+        for bus in (one, two):
+            bus.order_soon(order, target_id="w1")
+            bus.order_soon(order, target_id="other")
+    got: list[int] = []
+    async with asyncio.timeout(10):
+        async for ordered in worker.follow_decisions(reader):
+            got.append(ordered.cause_seq)
+            if len(got) == 100:
+                break
+    assert got == list(range(1, 101))
+    assert await one.last_decision() is not None
+    for bus in (one, two, worker):
+        await bus.close()
+
+
+async def test_kv_messages_follow_their_worker(nats_url: str) -> None:
+    bus = await connect(nats_url)
+    ready = [KvReady(order_id="1-0", request_id="r", layer=n, first_block=0, blocks=1) for n in range(30)]
+    source = bus.kv_messages("d0")
+    first = asyncio.ensure_future(anext(source))
+    await asyncio.sleep(0.2)
+    for message in ready:
+        await bus.publish(subjects.kv("d0", "KvReady"), message)
+        await bus.publish(subjects.kv("d1", "KvReady"), message)
+    got = [await first] + [await anext(source) for _ in range(29)]
+    assert got == ready
+    await bus.close()
+
+
+async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -> None:
+    asker, server = await connect(nats_url, "a"), await connect(nats_url, "b")
+    question = ResendRequest(request_id="r", order_id="1-0", index=0)
+
+    def answer(request: ResendRequest) -> ResendReply:
+        if request.index:
+            raise PeerError("no_such_index", "there is no such token")
+        return ResendReply(known=False)
+
+    await server.serve("halfmoon.resend.w", ResendRequest, answer)
+    await server.nc.flush()
+    assert await asker.request("halfmoon.resend.w", question, ResendReply, timeout_s=2) == ResendReply(known=False)
+    with pytest.raises(PeerError, match="no_such_index"):
+        await asker.request(
+            "halfmoon.resend.w", ResendRequest(request_id="r", order_id="1-0", index=1), ResendReply, timeout_s=2
+        )
+    with pytest.raises(PeerUnreachable, match="nobody"):
+        await asker.request("halfmoon.resend.nobody", question, ResendReply, timeout_s=2)
+    reply = await asker.nc.request("halfmoon.resend.w", b'{"type":"ResendRequest","request_id":"r"}', timeout=2)
+    assert b"invalid_request" in reply.data
+    assert b"order_id" in reply.data
+    await asker.close()
+    await server.close()
+
+
+async def test_what_does_not_decode_is_dropped_and_counted(nats_url: str) -> None:
+    bus = await connect(nats_url)
+    js = bus.nc.jetstream()
+    await js.publish(subjects.event("x", "Nonsense"), b"{")
+    await bus.append(FrontendHeartbeat(frontend_id="f", incarnation="i"), source_id="f")
+    stamped = await asyncio.wait_for(take(bus.events(), 1), 5)
+    assert stamped[0].seq == 2
+    assert bus.invalid == 1
+    await bus.close()
+
+
+async def test_an_unreachable_server_is_an_error_that_names_it() -> None:
+    with pytest.raises(BusUnreachable, match="127.0.0.1:1"):
+        await Bus.connect(BusConfig(url="nats://127.0.0.1:1", connect_timeout_s=0.5), name="x")
+
+
+async def test_wrong_credentials_are_refused_and_right_ones_taken(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(
+        tmp_path / "nats2", extra_config="authorization { user: moon, password: light }"
+    )
+    with pytest.raises(BusUnreachable):
+        await Bus.connect(BusConfig(url=server.url, connect_timeout_s=1), name="x")
+    bus = await Bus.connect(BusConfig(url=server.url, user="moon", password="light"), name="x")
+    assert await bus.append(cancelled(1), source_id="f") == 1
+    await bus.close()
+    server.stop()
