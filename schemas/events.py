@@ -11,7 +11,19 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from halfmoon.schemas.policy import Layout, Policy
-from halfmoon.schemas.types import BlockKeys, Blocks, Bytes, Count, Id, Message, Ns, Part, Text, Tokens
+from halfmoon.schemas.types import (
+    BlockKeys,
+    Blocks,
+    Bytes,
+    Count,
+    Id,
+    Message,
+    Ns,
+    Part,
+    Text,
+    Tokens,
+    check_whole_keys,
+)
 
 Role = Literal["prefill", "decode"]
 Tier = Literal["dram", "ssd"]
@@ -173,6 +185,9 @@ class StoreInventory(Message, frozen=True):
     block_keys: BlockKeys
     tier: Tier = "dram"
 
+    def __post_init__(self) -> None:
+        check_whole_keys(self.block_keys)
+
 
 class BlocksStored(Message, frozen=True):
     """These blocks are committed on the node: whoever asks may read them."""
@@ -182,12 +197,18 @@ class BlocksStored(Message, frozen=True):
     block_keys: BlockKeys
     tier: Tier = "dram"
 
+    def __post_init__(self) -> None:
+        check_whole_keys(self.block_keys)
+
 
 class BlocksEvicted(Message, frozen=True):
     node_id: Id
     incarnation: Id
     block_keys: BlockKeys
     tier: Tier = "dram"
+
+    def __post_init__(self) -> None:
+        check_whole_keys(self.block_keys)
 
 
 class StoreSuspected(Message, frozen=True):
@@ -216,6 +237,9 @@ class RequestArrived(Message, frozen=True):
     tenant: Text = ""
     #: Larger is more important; under overload smaller is refused first.
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+
+    def __post_init__(self) -> None:
+        check_whole_keys(self.block_keys)
 
 
 class RequestCancelled(Message, frozen=True):

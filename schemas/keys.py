@@ -14,7 +14,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
-from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.schemas.types import KEY_BYTES, check_whole_keys
+
+TOKEN_ID_MAX = 2**32 - 1
 
 
 def root_key(*, model_fingerprint: str, layout: str, dtype: str, tenant_salt: str, cluster_secret: str) -> bytes:
@@ -43,8 +45,7 @@ def chain_keys(root: bytes, token_ids: Sequence[int] | np.ndarray, block_tokens:
 
 def split_keys(keys: bytes) -> list[bytes]:
     """Concatenated keys, one by one. Raises ValueError when the length is no multiple of 16."""
-    if len(keys) % KEY_BYTES:
-        raise ValueError(f"block_keys: {len(keys)} bytes is no multiple of {KEY_BYTES}")
+    check_whole_keys(keys)
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
 
@@ -58,16 +59,13 @@ def iter_hex(keys: bytes) -> Iterator[str]:
 
 
 def pack_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:
-    """Token ids as little-endian u32. Raises OverflowError for an id outside 0..2**32-1, TypeError for what is no integer."""
+    """Token ids as little-endian u32. Raises OverflowError unless all are integers in 0..2**32-1."""
     ids = np.asarray(token_ids)
     if ids.size == 0:
         return b""
-    if ids.dtype.kind not in "iu":  # numpy makes objects or floats of integers that fit no type of its own
-        if all(type(one) is int for one in ids.ravel().tolist()) or any(type(one) is int and one > TOKEN_ID_MAX for one in token_ids):
-            raise OverflowError(f"token_ids: an id is outside 0..{TOKEN_ID_MAX}")
-        raise TypeError(f"token_ids: {ids.dtype} are no integers")
-    if ids.dtype != np.uint32 and (int(ids.min()) < 0 or int(ids.max()) > TOKEN_ID_MAX):
-        raise OverflowError(f"token_ids: an id is outside 0..{TOKEN_ID_MAX}")
+    # Checked here, because numpy wraps an int64 -1 and truncates a float without a word.
+    if ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) > TOKEN_ID_MAX:
+        raise OverflowError(f"token_ids: not all are integers in 0..{TOKEN_ID_MAX}")
     return ids.astype("<u4", copy=False).tobytes()
 
 

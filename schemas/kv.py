@@ -18,8 +18,8 @@ class TransferOpened(Message, frozen=True):
 
     order_id: Id
     request_id: Id
-    slots: list[int]
-    present: list[int] = []
+    slots: list[Blocks]
+    present: list[Blocks] = []
 
 
 class KvReady(Message, frozen=True):

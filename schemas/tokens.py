@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from halfmoon.schemas.sampling import SampledToken, Sampling
-from halfmoon.schemas.types import BlockKeys, Count, Id, Message, Ns, PackedTokens, Part, Text, Tokens
+from halfmoon.schemas.types import BlockKeys, Count, Id, Message, Ns, PackedTokens, Part, Text, Tokens, check_whole_keys
 
 
 class TakeRequest(Message, frozen=True):
@@ -31,6 +31,9 @@ class TakeReply(Message, frozen=True):
     output_ids: PackedTokens = b""
     sampling: Sampling = Sampling()
     max_tokens: Tokens = 0
+
+    def __post_init__(self) -> None:
+        check_whole_keys(self.block_keys)
 
 
 class Timing(Part, frozen=True):
