@@ -1,7 +1,8 @@
 """Between frontend and workers, beside the log: token ids and sampled tokens. Core NATS, never stored.
 
-`halfmoon.take.<frontend_id>` (request/reply): a worker takes a request's tokens. `halfmoon.tokens.<frontend_id>` (publish): a decode worker
-delivers, one message a step for all of the frontend's sequences. `halfmoon.resend.<worker_id>` (request/reply): the frontend missed some.
+`halfmoon.take.<frontend_id>` (request/reply): a worker takes a request's tokens. `halfmoon.tokens.<frontend_id>`
+(publish): a decode worker delivers, one message a step for all of the frontend's sequences.
+`halfmoon.resend.<worker_id>` (request/reply): the frontend missed some.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class ResendReply(Message, frozen=True):
 
 
 class ProcessError(Message, frozen=True):
-    """The reply of an internal service that could not do what was asked. `code` is for programs, `message` for people."""
+    """An internal service could not do what was asked. `code` is for programs, `message` for people."""
 
     code: str
     message: Text

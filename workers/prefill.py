@@ -1,0 +1,424 @@
+"""The prefill worker: computes the KV of prompts and streams it, layer by layer, to the decode node.
+
+An order goes through: *take* (tokens from the frontend), *open* (slots in the own node's pool; blocks held already are
+leased), *fetch* (blocks of other nodes, while earlier orders compute), *compute* (chunk by chunk; cached layers are loaded
+by a second thread just ahead of the layer that computes; each finished layer is copied to the pool and pushed), *close*
+(everything pushed is readable at the decode node). Exactly one of PrefillFinished and PrefillFailed answers it.
+
+Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+
+from halfmoon.bus.errors import BusError
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill
+from halfmoon.schemas.events import PrefillFailed, PrefillFinished, WorkerHeartbeat
+from halfmoon.schemas.keys import unpack_tokens
+from halfmoon.schemas.kv import KvLoaded, PrefillResult
+from halfmoon.schemas.tokens import TakeReply
+from halfmoon.store.errors import StoreError, StoreFull
+from halfmoon.workers.layer_loads import LayerLoads, LoadFailed
+from halfmoon.workers.sampled import next_token
+from halfmoon.workers.worker import Worker
+
+log = logging.getLogger("halfmoon.prefill")
+
+STORE_FULL_TRIES = 40
+STORE_FULL_PAUSE_S = 0.25
+
+
+class Job:
+    """One StartPrefill order on its way. Times are monotonic ns."""
+
+    def __init__(self, order: StartPrefill, now_ns: int) -> None:
+        self.order = order
+        self.arrived_ns = now_ns
+        self.cancelled = False
+        self.prepared: asyncio.Task[bool] | None = None
+        self.token_ids: list[int] = []
+        self.reply = TakeReply()
+        self.slots: list[int] = []
+        self.present: set[int] = set()
+        self.cached_blocks = 0  # of the prefix, held here before anything was fetched
+        self.fetched_blocks = 0
+        self.fetch_node = ""
+        self.fetched_bytes = 0
+        self.fetch_ns = 0
+        self.loads: LayerLoads | None = None
+        self.fetching: asyncio.Task[None] | None = None
+        self.transfer_ns = 0
+        self.pushed = 0
+
+    @property
+    def order_id(self) -> str:
+        return self.order.order_id
+
+
+class Stop(Exception):
+    """The order is not to be finished; `retryable`: elsewhere it may be."""
+
+    def __init__(self, reason: str, *, retryable: bool) -> None:
+        super().__init__(reason)
+        self.retryable = retryable
+
+
+class PrefillWorker(Worker):
+    """See the module. One order computes at a time; up to `prepared_max` more have their KV fetched meanwhile."""
+
+    role = "prefill"
+
+    async def prepare(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._queue: deque[Job] = deque()
+        self._wake = asyncio.Event()
+        self._pool = await self.store.attach() if self.store else None
+        if self.store:
+            await self.bus.subscribe(
+                subjects.kv(self.config.worker_id, KvLoaded.__name__), KvLoaded, self._on_loaded
+            )
+        self.spawn(self._run())
+
+    def obey(self, decision: Decision) -> None:
+        match decision:
+            case StartPrefill():
+                if decision.order_id not in self._jobs and not self._stopped:
+                    job = Job(decision, time.monotonic_ns())
+                    self._jobs[decision.order_id] = job
+                    self._queue.append(job)
+                    self._prepare_some()
+                    self._wake.set()
+            case CancelOrder():
+                if (job := self._jobs.get(decision.order_id)) is not None:
+                    job.cancelled = True
+                    if job.loads is not None:
+                        job.loads.fail("cancelled")
+                    self._wake.set()
+            case AnnounceYourself():
+                for job in self._jobs.values():
+                    job.cancelled = True
+                self.announce()
+            case _:
+                pass  # not for a prefill worker
+
+    def heartbeat(self) -> WorkerHeartbeat:
+        engine = self.engine
+        return WorkerHeartbeat(
+            worker_id=self.config.worker_id,
+            incarnation=self.incarnation,
+            queued=len(self._queue),
+            running=len(self._jobs) - len(self._queue),
+            kv_blocks_used=self.config.kv_blocks - engine.allocator.free_blocks,
+        )
+
+    def orders_open(self) -> int:
+        return len(self._jobs)
+
+    async def release_all(self) -> None:
+        for job in list(self._jobs.values()):
+            job.cancelled = True
+            await self._release(job)
+
+    def _on_loaded(self, message: KvLoaded) -> None:
+        job = self._jobs.get(message.order_id)
+        if job is not None and job.loads is not None:
+            job.loads.fetched_up_to(message.layer)
+
+    # --- preparing --------------------------------------------------------------------------------------------
+
+    def _prepare_some(self) -> None:
+        for job in list(self._queue)[: self.config.prepared_max]:
+            if job.prepared is None:
+                job.prepared = self.spawn(self._prepare(job))
+
+    async def _prepare(self, job: Job) -> bool:
+        """Tokens, slots, fetches under way. False when the order has been answered already."""
+        order = job.order
+        job.reply = await self.take(order.frontend_id, order.request_id, order.order_id, "prefill")
+        if job.reply.gone:
+            self._fail(job, Stop("the frontend no longer wants it", retryable=False))
+            return False
+        job.token_ids = unpack_tokens(job.reply.token_ids)
+        if len(job.token_ids) != order.prompt_tokens:
+            self._fail(job, Stop("the frontend's tokens are not those of the order", retryable=False))
+            return False
+        if self.store is None:
+            return True
+        try:
+            await self._open(job)
+        except Stop as stop:
+            self._fail(job, stop)
+            return False
+        return True
+
+    async def _open(self, job: Job) -> None:
+        assert self.store is not None
+        layout = self.config.layout
+        started_ns = time.monotonic_ns()
+        for _ in range(STORE_FULL_TRIES):
+            try:
+                put = await self.store.open_put(
+                    job.order_id, job.reply.block_keys, blocks=layout.blocks(job.order.prompt_tokens)
+                )
+                break
+            except StoreFull:  # everything is leased just now: wait for others to finish
+                if job.cancelled:
+                    raise Stop("cancelled", retryable=False) from None
+                await asyncio.sleep(STORE_FULL_PAUSE_S)
+            except (StoreError, BusError) as problem:
+                raise Stop(f"own store: {problem}", retryable=True) from None
+        else:
+            raise Stop("the own store stayed full of leased blocks", retryable=True)
+        job.slots = list(put.slots)
+        job.present = set(put.present)
+        usable = (job.order.prompt_tokens - 1) // layout.block_tokens  # one token is always computed
+        while job.cached_blocks < usable and job.cached_blocks in job.present:
+            job.cached_blocks += 1
+        job.transfer_ns = time.monotonic_ns() - started_ns
+        for fetch in job.order.fetches:
+            first = max(fetch.first_block, job.cached_blocks)
+            blocks = min(fetch.first_block + fetch.blocks, usable) - first
+            if blocks > 0 and first == job.cached_blocks:
+                job.fetch_node = fetch.node_id
+                job.fetched_blocks = blocks
+                break
+        if job.fetched_blocks:
+            job.loads = LayerLoads(layout.layers)
+            job.fetching = self.spawn(self._fetch(job, job.loads))
+
+    async def _fetch(self, job: Job, loads: LayerLoads) -> None:
+        assert self.store is not None
+        try:
+            fetched = await self.store.fetch(
+                job.order_id, job.fetch_node, first_block=job.cached_blocks, blocks=job.fetched_blocks
+            )
+        except (StoreError, BusError) as problem:
+            loads.fail(str(problem))
+            return
+        job.fetched_bytes = fetched.bytes
+        job.fetch_ns = fetched.elapsed_ns
+        loads.fetched_up_to(self.config.layout.layers - 1)
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            while not self._queue:
+                self._wake.clear()
+                await self._wake.wait()
+            job = self._queue[0]
+            self._prepare_some()
+            assert job.prepared is not None
+            ready = await job.prepared
+            self._queue.popleft()
+            self._prepare_some()
+            if not ready:
+                continue
+            try:
+                await self._prefill(job)
+            except Stop as stop:
+                self._fail(job, stop)
+
+    async def _prefill(self, job: Job) -> None:
+        if job.cancelled:
+            raise Stop("cancelled", retryable=False)
+        order = job.order
+        layout = self.config.layout
+        if self.store is not None:
+            try:
+                await self.store.open_push(
+                    order.order_id,
+                    order.request_id,
+                    target_node_id=order.decode_node_id,
+                    decode_worker_id=order.decode_worker_id,
+                )
+            except (StoreError, BusError) as problem:
+                raise Stop(f"decode node {order.decode_node_id}: {problem}", retryable=True) from None
+        started_ns = time.monotonic_ns()
+        table = self.engine.allocator.allocate(layout.blocks(order.prompt_tokens))
+        try:
+            logits = await self._compute_all(job, table)
+            finished_ns = time.time_ns()
+            compute_ns = time.monotonic_ns() - started_ns
+        finally:
+            self.engine.allocator.free(table)
+        first = await self.compute(next_token, self.engine, logits, job.reply.sampling, job.token_ids, [])
+        if job.cancelled:
+            raise Stop("cancelled", retryable=False)
+        result = PrefillResult(
+            order_id=order.order_id,
+            request_id=order.request_id,
+            first=first,
+            queue_ns=started_ns - job.arrived_ns,
+            transfer_ns=job.transfer_ns + job.fetch_ns,
+            compute_ns=compute_ns,
+            cached_tokens=(job.cached_blocks + job.fetched_blocks) * layout.block_tokens,
+            finished_at_ns=finished_ns,
+        )
+        await self.bus.publish(subjects.kv(order.decode_worker_id, PrefillResult.__name__), result)
+        self.spawn(self._close(job, result))
+
+    async def _compute_all(self, job: Job, table: list[int]) -> object:
+        """Logits of the last token. A fetch that fails on the way costs a restart from what is here, nothing else."""
+        try:
+            return await self.compute(self._chunks, job, table)
+        except LoadFailed as problem:
+            if job.cancelled:
+                raise Stop("cancelled", retryable=False) from None
+            log.warning("order %s: fetch from %s failed (%s): computed instead", job.order_id, job.fetch_node, problem)
+            if job.fetching is not None:
+                await job.fetching
+            job.fetched_blocks = 0
+            job.loads = None
+            return await self.compute(self._chunks, job, table)
+
+    def _chunks(self, job: Job, table: list[int]) -> object:
+        """On the compute thread: every chunk that is not cached, in order."""
+        engine, layout = self.engine, self.config.layout
+        prefix_blocks = job.cached_blocks + job.fetched_blocks
+        step = layout.block_tokens if layout.numerics == "exact" else self.config.chunk_tokens
+        total = len(job.token_ids)
+        begin = prefix_blocks * layout.block_tokens
+        loader = None
+        if prefix_blocks and self._pool is not None:
+            loads = job.loads or LayerLoads(layout.layers, fetched=True)
+            loader = self._copies.submit(self._load_prefix, job, loads, table, prefix_blocks)
+            before = loads.wait_loaded
+        else:
+            before = None
+        logits = None
+        late: list[tuple[int, int, int]] = []
+        try:
+            for start in range(begin, total, step):
+                end = min(start + step, total)
+                blocks = range(start // layout.block_tokens, layout.blocks(end))
+                logits = engine.prefill_chunk(
+                    job.token_ids[start:end],
+                    start,
+                    table,
+                    before_layer=before if start == begin else None,
+                    after_layer=(lambda layer, b=blocks: self._store_layer(job, table, layer, b, late))
+                    if self._pool is not None
+                    else None,
+                    want_logits=end == total,
+                    should_stop=lambda: job.cancelled,
+                )
+                if job.cancelled:
+                    raise Stop("cancelled", retryable=False)
+                if self._pool is not None:
+                    self._soon(self._commit, job, blocks)
+        finally:
+            if loader is not None:
+                if job.loads is not None and job.cancelled:
+                    job.loads.fail("cancelled")
+                with contextlib.suppress(LoadFailed):
+                    loader.result()
+        for layer, first, count in late:
+            self._soon(self._push, job, layer, first, count)
+        return logits
+
+    def _load_prefix(self, job: Job, loads: LayerLoads, table: list[int], prefix_blocks: int) -> None:
+        """On the copy thread: layer by layer, from the pool into the engine's cache, and on to the decode node."""
+        assert self._pool is not None
+        for layer in range(self.config.layout.layers):
+            loads.wait_fetched(layer)
+            for block in range(prefix_blocks):
+                self.engine.cache.write_block(layer, table[block], self._pool.layer_block(job.slots[block], layer))
+            loads.loaded_up_to(layer)
+            if self.config.stream_layers:
+                self._soon(self._push, job, layer, 0, prefix_blocks)
+        if not self.config.stream_layers:
+            for layer in range(self.config.layout.layers):
+                self._soon(self._push, job, layer, 0, prefix_blocks)
+
+    def _store_layer(
+        self, job: Job, table: list[int], layer: int, blocks: range, late: list[tuple[int, int, int]]
+    ) -> None:
+        """On the compute thread: one layer of one chunk into the pool's slots (committed ones stay as they are)."""
+        assert self._pool is not None
+        for block in blocks:
+            if block not in job.present:
+                self.engine.cache.read_block(layer, table[block], self._pool.layer_block(job.slots[block], layer))
+        if self.config.stream_layers:
+            self._soon(self._push, job, layer, blocks.start, len(blocks))
+        else:
+            late.append((layer, blocks.start, len(blocks)))
+
+    def _soon(self, call: object, *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we are being stopped
+            self._loop.call_soon_threadsafe(call, *args)  # type: ignore[arg-type]
+
+    def _push(self, job: Job, layer: int, first_block: int, blocks: int) -> None:
+        if self.store is not None and not job.cancelled and job.order_id in self._jobs:
+            self.store.push(job.order_id, layer=layer, first_block=first_block, blocks=blocks)
+
+    def _commit(self, job: Job, blocks: range) -> None:
+        keyed = min(blocks.stop, len(job.reply.block_keys) // 16) - blocks.start
+        if keyed > 0 and not job.cancelled:
+            self.spawn(self._commit_blocks(job, blocks.start, keyed))
+
+    async def _commit_blocks(self, job: Job, first_block: int, blocks: int) -> None:
+        assert self.store is not None
+        with contextlib.suppress(StoreError, BusError):  # not shared, then; the request itself goes on
+            await self.store.commit(job.order_id, first_block=first_block, blocks=blocks)
+
+    # --- ending -----------------------------------------------------------------------------------------------
+
+    async def _close(self, job: Job, result: PrefillResult) -> None:
+        pushed_bytes = push_ns = 0
+        if self.store is not None:
+            try:
+                pushed = await self.store.close_push(job.order_id)
+            except (StoreError, BusError) as problem:
+                self._fail(job, Stop(f"push to {job.order.decode_node_id}: {problem}", retryable=True))
+                return
+            pushed_bytes, push_ns = pushed.bytes, pushed.elapsed_ns
+        if self._jobs.pop(job.order_id, None) is None:
+            return
+        self.report(
+            PrefillFinished(
+                order_id=job.order_id,
+                request_id=job.order.request_id,
+                worker_id=self.config.worker_id,
+                queue_ns=result.queue_ns,
+                transfer_ns=result.transfer_ns,
+                compute_ns=result.compute_ns,
+                cached_local_tokens=job.cached_blocks * self.config.layout.block_tokens,
+                cached_fetched_tokens=job.fetched_blocks * self.config.layout.block_tokens,
+                fetched_bytes=job.fetched_bytes,
+                fetch_node_id=job.fetch_node if job.fetched_blocks else "",
+                fetch_ns=job.fetch_ns,
+                pushed_bytes=pushed_bytes,
+                push_ns=push_ns,
+            )
+        )
+        await self._release(job)
+
+    def _fail(self, job: Job, stop: Stop) -> None:
+        if self._jobs.pop(job.order_id, None) is None:
+            return
+        if not job.cancelled:
+            self.report(
+                PrefillFailed(
+                    order_id=job.order_id,
+                    request_id=job.order.request_id,
+                    worker_id=self.config.worker_id,
+                    reason=str(stop)[:500],
+                    retryable=stop.retryable,
+                )
+            )
+        self.spawn(self._release(job))
+
+    async def _release(self, job: Job) -> None:
+        if self.store is None:
+            return
+        if job.fetching is not None and not job.fetching.done():
+            job.fetching.cancel()
+        with contextlib.suppress(StoreError, BusError):  # the lease's own end takes care of it
+            await self.store.release(job.order_id)

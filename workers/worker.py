@@ -1,0 +1,190 @@
+"""What prefill and decode workers share: joining, heartbeats, orders, tokens from the frontend, leaving.
+
+A worker is one asyncio loop, which obeys and reports, and one compute thread, which owns the engine. Orders come from the DECISIONS
+stream; each is answered by exactly one event, or cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import PeerError, PeerUnreachable
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import Decision
+from halfmoon.schemas.events import CostProfile, Role, WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
+from halfmoon.schemas.policy import SECOND_NS, Layout
+from halfmoon.schemas.tokens import TakeReply, TakeRequest
+from halfmoon.schemas.types import Message
+from halfmoon.store.client import StoreClient
+
+T = TypeVar("T")
+
+TAKE_TIMEOUT_S = 2.0
+TAKE_TRIES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """One worker process."""
+
+    worker_id: str
+    node_id: str
+    layout: Layout
+    profile: CostProfile
+    #: Blocks of the engine's own paged cache.
+    kv_blocks: int
+    context_tokens_max: int
+    #: Sequences in one decode batch.
+    batch_max: int = 16
+    heartbeat_ns: int = SECOND_NS
+    #: Push each layer as it is computed (False: all after the last one, to measure what streaming gains).
+    stream_layers: bool = True
+    #: Orders whose KV is fetched while earlier ones compute.
+    prepared_max: int = 3
+    #: Tokens of one prefill chunk in fast numerics; exact numerics take one block at a time.
+    chunk_tokens: int = 1024
+
+
+class Worker:
+    """Base of `PrefillWorker` and `DecodeWorker`."""
+
+    role: Role
+
+    def __init__(self, bus: Bus, engine: Any, store: StoreClient | None, config: WorkerConfig) -> None:
+        self.bus = bus
+        self.engine = engine
+        self.store = store
+        self.config = config
+        self.incarnation = uuid.uuid4().hex[:16]
+        self.draining = False
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopped = False
+        self._loop = asyncio.get_running_loop()
+        #: Gets the exception of a task that should never have failed: the process must end.
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen for orders, then join; the first order may come at once."""
+        reader = await self.bus.open_decisions(self.config.worker_id)
+        await self.prepare()
+        self.spawn(self._obey_all(reader))
+        self.announce()
+        self.spawn(self._heartbeats())
+
+    async def stop(self, *, drain_s: float = 0.0) -> None:
+        """Take nothing new, finish what runs within `drain_s`, leave."""
+        if self._stopped:
+            return
+        self.draining = True
+        worker_id = self.config.worker_id
+        self.bus.append_soon(
+            WorkerDraining(worker_id=worker_id, incarnation=self.incarnation), source_id=worker_id
+        )
+        deadline = self._loop.time() + drain_s
+        while self.orders_open() and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        self._stopped = True
+        await self.release_all()
+        self.bus.append_soon(
+            WorkerLeft(worker_id=worker_id, incarnation=self.incarnation, reason="stopped"), source_id=worker_id
+        )
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self.failed.done():
+            self.failed.cancel()
+        self._compute.shutdown(wait=True, cancel_futures=True)
+        self._copies.shutdown(wait=True, cancel_futures=True)
+
+    def announce(self) -> None:
+        config = self.config
+        self.bus.append_soon(
+            WorkerJoined(
+                worker_id=config.worker_id,
+                role=self.role,
+                node_id=config.node_id,
+                incarnation=self.incarnation,
+                layout=config.layout,
+                kv_blocks=config.kv_blocks,
+                context_tokens_max=config.context_tokens_max,
+                batch_max=config.batch_max,
+                profile=config.profile,
+            ),
+            source_id=config.worker_id,
+        )
+
+    async def _heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.heartbeat_ns / SECOND_NS)
+            self.bus.append_soon(self.heartbeat(), source_id=self.config.worker_id)
+
+    async def _obey_all(self, reader: Any) -> None:
+        async for ordered in self.bus.follow_decisions(reader):
+            self.obey(ordered.decision)
+
+    # --- for the subclasses -----------------------------------------------------------------------------------
+
+    async def prepare(self) -> None:
+        """Whatever must stand before the first order."""
+
+    def obey(self, decision: Decision) -> None:
+        raise NotImplementedError
+
+    def heartbeat(self) -> WorkerHeartbeat:
+        raise NotImplementedError
+
+    def orders_open(self) -> int:
+        """Orders not yet answered."""
+        raise NotImplementedError
+
+    async def release_all(self) -> None:
+        """Give back whatever open orders hold in the stores."""
+        raise NotImplementedError
+
+    # --- helpers ----------------------------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (problem := task.exception()) is not None and not self.failed.done():
+            self.failed.set_exception(problem)
+
+    async def compute(self, work: Callable[..., T], *args: Any) -> T:
+        """`work` on the compute thread; at once where the engine computes nothing."""
+        if self.config.layout.layers == 0:
+            return work(*args)
+        return await self._loop.run_in_executor(self._compute, work, *args)
+
+    def report(self, event: Message) -> None:
+        self.bus.append_soon(event, source_id=self.config.worker_id)  # type: ignore[arg-type]
+
+    async def take(
+        self, frontend_id: str, request_id: str, order_id: str, role: Literal["prefill", "decode"]
+    ) -> TakeReply:
+        """The request's tokens. A frontend that does not answer counts as one that no longer wants them."""
+        ask = TakeRequest(request_id=request_id, order_id=order_id, worker_id=self.config.worker_id, role=role)
+        for _ in range(TAKE_TRIES):
+            try:
+                return await self.bus.request(
+                    subjects.take(frontend_id), ask, TakeReply, timeout_s=TAKE_TIMEOUT_S
+                )
+            except PeerError:
+                break
+            except PeerUnreachable:
+                await asyncio.sleep(0.2)
+        return TakeReply(gone=True)
