@@ -1,1 +1,1 @@
-"""halfmoon.conductor"""
+"""The conductor: a deterministic core (`machine` and what it imports) and its shells (`live`)."""

@@ -40,6 +40,10 @@ class Policy(Part, frozen=True):
     placements_max: Annotated[int, Meta(ge=1, le=100)] = 5
     #: How long an accepted request waits for a worker when a pool is empty.
     unplaced_ns_max: Ns = 30 * SECOND_NS
+    #: Expected of a transfer between two nodes until one was measured: bandwidth of a link, of a read from SSD, and latency.
+    link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
+    ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
+    link_latency_ns: Ns = 500_000
 
 
 class Layout(Part, frozen=True):

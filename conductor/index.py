@@ -1,0 +1,189 @@
+"""Who holds which block: block key to a bit mask of nodes, one table for each tier.
+
+A node has one bit as long as its store agent is known. The index is soft state: agents announce what they hold, and a
+node that leaves takes its bits along. Pure; part of the core.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, repeat
+from operator import and_, or_
+from struct import unpack
+
+import msgspec
+
+from halfmoon.schemas.types import KEY_BYTES
+
+#: The first chunk of a match, in blocks; each next one is twice as long.
+CHUNK_BLOCKS = 16
+CHUNK_BLOCKS_MAX = 256
+
+
+class IndexImage(msgspec.Struct, frozen=True, array_like=True):
+    """A `BlockIndex` as plain values: keys one after another, masks of `mask_bytes` each, in the same order."""
+
+    slots: list[str]
+    mask_bytes: int
+    dram_keys: bytes
+    dram_masks: bytes
+    ssd_keys: bytes
+    ssd_masks: bytes
+
+
+class BlockIndex:
+    """Longest prefix of a chain of keys, for all nodes at once."""
+
+    __slots__ = ("_dram", "_slots", "_ssd")
+
+    def __init__(self) -> None:
+        self._dram: dict[bytes, int] = {}
+        self._ssd: dict[bytes, int] = {}
+        #: Node of each bit; "" is free.
+        self._slots: list[str] = []
+
+    def join(self, node_id: str) -> None:
+        """`node_id` begins, with nothing. What was known of it is forgotten."""
+        if node_id in self._slots:
+            self._purge(self._bit(node_id))
+        elif "" in self._slots:
+            self._slots[self._slots.index("")] = node_id
+        else:
+            self._slots.append(node_id)
+
+    def leave(self, node_id: str) -> None:
+        if node_id in self._slots:
+            self._purge(self._bit(node_id))
+            self._slots[self._slots.index(node_id)] = ""
+
+    def add(self, node_id: str, block_keys: bytes, tier: str) -> None:
+        """Blocks are readable on a node that has joined."""
+        bit = self._bit(node_id)
+        masks = self._ssd if tier == "ssd" else self._dram
+        get = masks.get
+        for key in _keys(block_keys, 0, len(block_keys) // KEY_BYTES):
+            masks[key] = get(key, 0) | bit
+
+    def discard(self, node_id: str, block_keys: bytes, tier: str) -> None:
+        bit = self._bit(node_id)
+        masks = self._ssd if tier == "ssd" else self._dram
+        for key in _keys(block_keys, 0, len(block_keys) // KEY_BYTES):
+            mask = masks.get(key, 0)
+            if mask & bit:
+                if mask == bit:
+                    del masks[key]
+                else:
+                    masks[key] = mask ^ bit
+
+    def match(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
+        """Length, in blocks, of the run from the first that each node holds in any tier; nodes with none are absent.
+
+        A key says nothing about the one before it (that may have been evicted), so every key up to the end of the
+        longest run is looked up; chunks grow, so that a miss at the start of a long prompt costs little.
+        """
+        return self._match(block_keys, blocks_max, bool(self._ssd))
+
+    def match_dram(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
+        """As `match`, counting only what is in DRAM."""
+        return self._match(block_keys, blocks_max, False)
+
+    def _match(self, block_keys: bytes, blocks_max: int, with_ssd: bool) -> dict[str, int]:
+        limit = min(len(block_keys) // KEY_BYTES, blocks_max)
+        runs: dict[str, int] = {}
+        mask = (1 << len(self._slots)) - 1
+        start, chunk = 0, CHUNK_BLOCKS
+        while start < limit and mask:
+            stop = min(start + chunk, limit)
+            keys = _keys(block_keys, start, stop)
+            masks = map(self._dram.get, keys, repeat(0))
+            if with_ssd:
+                masks = map(or_, masks, map(self._ssd.get, keys, repeat(0)))
+            held = list(accumulate(masks, and_, initial=mask))
+            if held[-1] != mask:
+                for blocks, still in enumerate(held, start - 1):
+                    if still != mask:
+                        if blocks:
+                            self._record(runs, mask & ~still, blocks)
+                        mask = still
+                        if not mask:
+                            break
+            start = stop
+            chunk = min(2 * chunk, CHUNK_BLOCKS_MAX)
+        if mask and limit > 0:
+            self._record(runs, mask, limit)
+        return runs
+
+    def _record(self, runs: dict[str, int], mask: int, blocks: int) -> None:
+        while mask:
+            low = mask & -mask
+            node_id = self._slots[low.bit_length() - 1]
+            if node_id:
+                runs[node_id] = blocks
+            mask ^= low
+
+    def holders(self, key: bytes) -> list[str]:
+        """Nodes that hold one block, by id: its replicas."""
+        mask = self._dram.get(key, 0) | self._ssd.get(key, 0)
+        return sorted(node for slot, node in enumerate(self._slots) if mask >> slot & 1)
+
+    @property
+    def blocks(self) -> int:
+        """Distinct blocks (one in both tiers counts twice)."""
+        return len(self._dram) + len(self._ssd)
+
+    @property
+    def has_ssd(self) -> bool:
+        return bool(self._ssd)
+
+    @property
+    def node_ids(self) -> list[str]:
+        return sorted(node for node in self._slots if node)
+
+    def image(self) -> IndexImage:
+        width = -(-len(self._slots) // 8) or 1
+        return IndexImage(
+            slots=list(self._slots),
+            mask_bytes=width,
+            dram_keys=b"".join(self._dram),
+            dram_masks=b"".join([mask.to_bytes(width, "little") for mask in self._dram.values()]),
+            ssd_keys=b"".join(self._ssd),
+            ssd_masks=b"".join([mask.to_bytes(width, "little") for mask in self._ssd.values()]),
+        )
+
+    @classmethod
+    def from_image(cls, image: IndexImage) -> BlockIndex:
+        index = cls()
+        index._slots = list(image.slots)
+        for keys, packed, masks in (
+            (image.dram_keys, image.dram_masks, index._dram),
+            (image.ssd_keys, image.ssd_masks, index._ssd),
+        ):
+            width = image.mask_bytes
+            for place, key in enumerate(_keys(keys, 0, len(keys) // KEY_BYTES)):
+                masks[key] = int.from_bytes(packed[place * width : (place + 1) * width], "little")
+        return index
+
+    def check(self) -> None:
+        """Every mask has a bit, and bits only of nodes that are here."""
+        live = sum(1 << slot for slot, node in enumerate(self._slots) if node)
+        for masks in (self._dram, self._ssd):
+            for key, mask in masks.items():
+                assert mask > 0, ("no holder", key.hex())
+                assert not mask & ~live, ("bits of no node", key.hex(), mask, live)
+        named = [node for node in self._slots if node]
+        assert len(named) == len(dict.fromkeys(named)), ("a node with two bits", self._slots)
+
+    def _bit(self, node_id: str) -> int:
+        return 1 << self._slots.index(node_id)
+
+    def _purge(self, bit: int) -> None:
+        for masks in (self._dram, self._ssd):
+            for key in [key for key, mask in masks.items() if mask & bit]:
+                if masks[key] == bit:
+                    del masks[key]
+                else:
+                    masks[key] ^= bit
+
+
+def _keys(block_keys: bytes, start: int, stop: int) -> tuple[bytes, ...]:
+    count = stop - start
+    return unpack(f"{KEY_BYTES}s" * count, block_keys[start * KEY_BYTES : stop * KEY_BYTES])

@@ -1,0 +1,197 @@
+"""The live shell: the log in, decisions out, timers, status. All thought is in the core.
+
+What it guarantees, and why:
+
+- A decision leaves only after the event that caused it is stored: events are read from the stream.
+- Decisions leave in order, and are stored in that order: so when the stream holds decision (seq, position), it holds
+  all before it, whichever conductor published them. A conductor that starts therefore steps over the log in silence
+  up to the newest stored decision and publishes what follows. Others that run at the same time publish the same under
+  the same identities, and the stream drops the second copy.
+- A timer is appended under a name made of its key and time, so that all conductors' timers are one event. It fires
+  only when the log that was there at the start has been read: an old timer may have fired long ago, further on.
+- Timers go by the time of the log: that of the newest event, and on from there by this process's monotonic clock. So
+  a wrong wall clock does no harm, and after a silence (the bus was down) nothing is due before something was heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusError, LogMoved
+from halfmoon.conductor.clusterview import conductor_status
+from halfmoon.conductor.machine import Core
+from halfmoon.conductor.timers import Timers
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import (
+    AnnounceYourself,
+    CancelOrder,
+    Decision,
+    FailRequest,
+    Ordered,
+    RejectRequest,
+    ReleaseOrder,
+    SetTimer,
+    StartDecode,
+    StartPrefill,
+)
+from halfmoon.schemas.events import ClusterConfigured, Stamped, TimerFired
+from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
+
+log = logging.getLogger(__name__)
+
+CODE_VERSION = "0.1.0"
+#: Meaning of the events; a log of another version is not ours to read.
+LOG_VERSION = 1
+#: While catching up, give other tasks a turn after so many events.
+TURN_EVENTS = 256
+TIMER_RETRY_S = 0.5
+
+
+def target(decision: Decision) -> str:
+    """The process that a decision is for."""
+    match decision:
+        case StartPrefill() | StartDecode() | CancelOrder():
+            return decision.worker_id
+        case ReleaseOrder():
+            return decision.node_id
+        case RejectRequest() | FailRequest():
+            return decision.frontend_id
+        case AnnounceYourself():
+            return decision.target_id
+        case SetTimer():
+            raise AssertionError(("a timer is never published", decision))
+
+
+class Shell:
+    """One conductor on one bus."""
+
+    def __init__(self, bus: Bus, core: Core, *, conductor_id: str) -> None:
+        self.core = core
+        self.caught_up = asyncio.Event()
+        self._bus = bus
+        self._conductor_id = conductor_id
+        self._timers = Timers(core.timers)
+        self._timers_changed = asyncio.Event()
+        #: Time of the log, and the monotonic clock when it was that.
+        self._heard: tuple[int, int] | None = None
+        #: Identity of the newest decision that was stored before we started.
+        self._published = (0, -1)
+
+    async def run(self, policy: Policy, *, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
+        await self._configure(policy)
+        last = await self._bus.last_decision()
+        if last is not None:
+            self._published = (last.cause_seq, last.position)
+        await self._bus.serve(subjects.status(self._conductor_id), StatusRequest, self._status)
+        timers = asyncio.create_task(self._fire_timers())
+        try:
+            await self._follow(after_step)
+        finally:
+            timers.cancel()
+            await asyncio.gather(timers, return_exceptions=True)
+
+    async def _configure(self, policy: Policy) -> None:
+        """The first event of a log says under what policy it was made; the first conductor to come writes it."""
+        if await self._bus.last_seq() > 0:
+            return
+        first = ClusterConfigured(code_version=CODE_VERSION, log_version=LOG_VERSION, policy=policy)
+        try:
+            await self._bus.append(first, source_id=self._conductor_id, expected_last_seq=0)
+        except LogMoved:
+            return  # another was first
+
+    async def _follow(self, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
+        goal = await self._bus.last_seq()
+        if self.core.seq >= goal:
+            self._catch_up()
+        turn = 0
+        async for stamped in self._bus.events(after=self.core.seq):
+            decisions = self.core.step(stamped)
+            if isinstance(stamped.event, TimerFired):
+                self._timers.fired(stamped.event.key, stamped.event.at_ns)
+            for position, decision in enumerate(decisions):
+                self._carry_out(stamped.seq, position, decision)
+            self._heard = (self.core.state.at_ns, time.monotonic_ns())
+            if stamped.seq >= goal and not self.caught_up.is_set():
+                self._catch_up()
+            if after_step is not None:
+                after_step(stamped, decisions)
+            turn += 1
+            if turn % TURN_EVENTS == 0:
+                await asyncio.sleep(0)
+
+    def _carry_out(self, cause_seq: int, position: int, decision: Decision) -> None:
+        if isinstance(decision, SetTimer):
+            self._timers.set(decision.key, decision.at_ns)
+            self._timers_changed.set()
+        elif (cause_seq, position) > self._published:
+            ordered = Ordered(cause_seq=cause_seq, position=position, decision=decision)
+            self._bus.order_soon(ordered, target_id=target(decision))
+
+    def _catch_up(self) -> None:
+        self.caught_up.set()
+        if self._heard is None:
+            self._heard = (self.core.state.at_ns, time.monotonic_ns())
+        log.info("conductor %s has read the log up to %d", self._conductor_id, self.core.seq)
+
+    def _now_ns(self) -> int:
+        assert self._heard is not None
+        at_ns, clock_ns = self._heard
+        return at_ns + time.monotonic_ns() - clock_ns
+
+    async def _fire_timers(self) -> None:
+        await self.caught_up.wait()
+        while True:
+            self._timers_changed.clear()
+            next_ns = self._timers.next_ns()
+            wait_s = None if next_ns is None else max(0, next_ns - self._now_ns()) / 1e9
+            if wait_s != 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._timers_changed.wait(), wait_s)
+                continue
+            for key, at_ns in self._timers.pop_due(self._now_ns()):
+                await self._fire(key, at_ns)
+
+    async def _fire(self, key: str, at_ns: int) -> None:
+        if self.core.timers.get(key) != at_ns:
+            return  # the core has forgotten it
+        event = TimerFired(key=key, at_ns=at_ns)
+        while True:
+            try:
+                await self._bus.append(event, source_id=self._conductor_id, message_id=f"timer-{key}-{at_ns}")
+                return
+            except BusError as problem:
+                log.warning("timer %s is not stored yet: %s", key, problem)
+                await asyncio.sleep(TIMER_RETRY_S)
+
+    def _status(self, _: StatusRequest) -> ConductorStatus:
+        return conductor_status(self.core, conductor_id=self._conductor_id, caught_up=self.caught_up.is_set())
+
+
+async def run(
+    bus: Bus,
+    *,
+    conductor_id: str,
+    policy: Policy,
+    snapshot: bytes | None = None,
+    checked: bool = False,
+    after_step: Callable[[Stamped, list[Decision]], None] | None = None,
+    started: Callable[[Shell], None] | None = None,
+) -> None:
+    """Conduct until cancelled, or until the bus is closed.
+
+    `policy` counts only when the log is empty. `snapshot` (of `Core.snapshot`) saves reading the log from its start;
+    `after_step` sees every event with its decisions; `started` is given the shell, to wait for `caught_up` or to take
+    snapshots. Raises `SnapshotInvalid`, and BusError when the bus does not answer at the start.
+    """
+    core = Core(checked=checked) if snapshot is None else Core.restore(snapshot, checked=checked)
+    shell = Shell(bus, core, conductor_id=conductor_id)
+    if started is not None:
+        started(shell)
+    await shell.run(policy, after_step=after_step)

@@ -1,0 +1,170 @@
+"""The state of the core: plain values, changed in place behind `Core.step` only.
+
+Every dictionary is filled in an order that the log alone decides, and a snapshot keeps that order. Times are ns of
+the log, sizes are tokens, blocks or bytes as named.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from halfmoon.conductor.cost import Answers, Fit, Link
+from halfmoon.conductor.index import BlockIndex
+from halfmoon.schemas.decisions import Decision, Prediction
+from halfmoon.schemas.events import CostProfile, RequestArrived, Role
+from halfmoon.schemas.policy import Layout, Policy
+
+#: How many ended requests are remembered, so that a repeated `RequestArrived` starts nothing.
+FINISHED_MAX = 16_384
+
+
+class Worker(msgspec.Struct, kw_only=True):
+    worker_id: str
+    role: Role
+    node_id: str
+    incarnation: str
+    layout: Layout
+    kv_blocks: int
+    context_tokens_max: int
+    batch_max: int
+    last_seen_ns: int
+    draining: bool = False
+    #: As joined, and as refitted.
+    profile: CostProfile
+    cost: CostProfile
+    fit: Fit
+    #: Null engine: predictions stay what the profile says.
+    learns: bool
+    # Of `layout`, computed once.
+    block_tokens: int
+    block_bytes: int
+    layer_block_bytes: int
+    #: Orders that hold a reservation here, oldest first: ns of a prefill, KV blocks of a decode.
+    orders: dict[str, int] = {}
+    # Sums over `orders`. Prefill: time, blocks to compute, blocks of prompt. Decode: KV blocks, context tokens.
+    reserved_ns: int = 0
+    pending_blocks: int = 0
+    prompt_blocks: int = 0
+    reserved_blocks: int = 0
+    context_tokens: int = 0
+    #: Prefill: since when the oldest order is the one that runs.
+    head_since_ns: int = 0
+    # From its last heartbeat, for people.
+    queued: int = 0
+    running: int = 0
+    kv_blocks_used: int = 0
+
+
+class Store(msgspec.Struct, kw_only=True):
+    node_id: str
+    incarnation: str
+    host: str
+    slots: int
+    last_seen_ns: int
+    suspected_until_ns: int = 0
+    #: Parts of the inventory that were counted.
+    parts_seen: dict[int, bool] = {}
+    slots_used: int = 0
+
+
+class Frontend(msgspec.Struct, kw_only=True):
+    frontend_id: str
+    incarnation: str
+    last_seen_ns: int
+    open_requests: int = 0
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """A request that was accepted and has not ended. It has an order, or it is parked (`order_id` "")."""
+
+    event: RequestArrived
+    arrived_ns: int
+    placements: int = 0
+    order_id: str = ""
+    #: Workers that failed it: taken again only when there is no other.
+    avoid: list[str] = []
+
+
+class Order(msgspec.Struct, kw_only=True):
+    """One placement of a request: a prefill half and a decode half."""
+
+    order_id: str
+    request_id: str
+    prefill_id: str
+    prefill_node_id: str
+    decode_id: str
+    decode_node_id: str
+    #: "prefill" until the prefill worker has answered.
+    phase: Literal["prefill", "decode"] = "prefill"
+    placed_ns: int
+    predicted: Prediction
+    #: When prefill is to end, and (once it has) when it did.
+    prefill_end_ns: int
+    #: How long decode is to last.
+    decode_ns: int
+    #: Reserved at the prefill worker (time, blocks to compute, blocks of prompt) and at the decode worker.
+    reserved_ns: int
+    pending_blocks: int
+    prompt_blocks: int
+    reserved_blocks: int
+    context_tokens: int
+    #: Where blocks are fetched from ("": nowhere), in company of how many others, and whether from its SSD.
+    fetch_node_id: str = ""
+    fetch_sharing: int = 1
+    fetch_ssd: bool = False
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """Since the log began."""
+
+    arrived: int = 0
+    placed: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    rejected: dict[str, int] = {}
+    #: Refused by a decode worker after its prefill was done.
+    wasted_prefills: int = 0
+    prompt_tokens: int = 0
+    cached_local_tokens: int = 0
+    cached_fetched_tokens: int = 0
+
+
+class State(msgspec.Struct, kw_only=True):
+    seq: int = 0
+    at_ns: int = 0
+    #: Orders given in the present step.
+    orders_now: int = 0
+    code_version: str = ""
+    policy: Policy = Policy()
+    #: By id, always sorted.
+    workers: dict[str, Worker] = {}
+    stores: dict[str, Store] = {}
+    frontends: dict[str, Frontend] = {}
+    index: BlockIndex
+    requests: dict[str, Request] = {}
+    #: Request ids in the order in which they lost their place.
+    parked: dict[str, bool] = {}
+    orders: dict[str, Order] = {}
+    #: Ended requests, oldest first; at most FINISHED_MAX.
+    finished: dict[str, bool] = {}
+    #: Timers that were set and have not fired: key to time.
+    timers: dict[str, int] = {}
+    #: When which process ("role:id") was asked to announce itself.
+    asked_ns: dict[str, int] = {}
+    #: Transfers that leave a node: node, order, predicted end.
+    leaving: dict[str, dict[str, int]] = {}
+    #: Destination, source: what links achieved; from DRAM, from SSD.
+    links: dict[str, dict[str, Link]] = {}
+    ssd_links: dict[str, dict[str, Link]] = {}
+    #: By class of max_tokens.
+    answers: dict[int, Answers] = {}
+    #: Worker that each pool's round robin chose last.
+    round_robin: dict[str, str] = {}
+    counters: Counters = msgspec.field(default_factory=Counters)
+
+
+#: What a step collects.
+Decisions = list[Decision]
