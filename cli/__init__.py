@@ -1,1 +1,1 @@
-"""halfmoon.cli"""
+"""The command line: the composition root, the one place that may import everything."""

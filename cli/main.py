@@ -1,0 +1,57 @@
+"""`halfmoon`: one entry point."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import sys
+from collections.abc import Sequence
+
+from halfmoon.bus.errors import BusError
+from halfmoon.cli import chat, generate, processes, profile, status, up
+from halfmoon.cli.options import OptionInvalid, parse
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; its status is the process's."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="halfmoon",
+        description="An LLM served from separate prefill and decode pools around one distributed KVCache.",
+    )
+    parser.add_argument("--version", action="version", version=f"halfmoon {importlib.metadata.version('halfmoon')}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    runs = {}
+    for name, module in (("up", up), ("generate", generate), ("chat", chat), ("status", status), ("profile", profile)):
+        module.add(subparsers)
+        runs[name] = module.run
+    runs.update(processes.add(subparsers))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        args = parse(parser, subparsers.choices, arguments)
+        sys.exit(_run(runs[args.command](args)))
+    except (OptionInvalid, BusError, OSError, ValueError) as problem:
+        print(f"halfmoon: {problem}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        sys.exit(0)
+
+
+def _run(work: object) -> int:
+    try:
+        import uvloop
+    except ImportError:  # a platform without it: asyncio's own loop does
+        return asyncio.run(work)  # type: ignore[arg-type]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

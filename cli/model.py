@@ -1,0 +1,106 @@
+"""From model options to the layout that all processes share, and to an engine. Imports torch only to build an engine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from halfmoon.cli.options import OptionInvalid
+from halfmoon.schemas.events import CostProfile
+from halfmoon.schemas.policy import Layout
+from halfmoon.workers.model_files import ModelConfig, load_config, model_fingerprint
+
+NULL_CONTEXT_TOKENS = 131_072
+
+
+def layout_of(args: argparse.Namespace) -> Layout:
+    """The KV layout by the model's configuration (cheap: weights stay on disk)."""
+    if args.layout_file:
+        try:
+            return msgspec.json.decode(Path(args.layout_file).read_bytes(), type=Layout)
+        except (OSError, msgspec.DecodeError) as problem:
+            raise OptionInvalid(f"--layout-file {args.layout_file}: {problem}") from None
+    if not 16 <= args.block_tokens <= 512:
+        raise OptionInvalid(f"--block-tokens {args.block_tokens}: 16 to 512")
+    if args.engine == "null":
+        return Layout(
+            model="null",
+            model_fingerprint="null",
+            layers=0,
+            kv_heads=0,
+            head_dim=0,
+            block_tokens=args.block_tokens,
+            dtype="none",
+        )
+    config = load_config(args.model)
+    cuda = device_of(args) != "cpu"
+    return Layout(
+        model=Path(args.model).stem if "/" in args.model or args.model.endswith(".gguf") else args.model,
+        model_fingerprint=model_fingerprint(args.model),
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        block_tokens=args.block_tokens,
+        dtype=("bfloat16" if cuda else "float32") if args.dtype == "auto" else args.dtype,
+        numerics=("fast" if cuda else "exact") if args.numerics == "auto" else args.numerics,
+    )
+
+
+def device_of(args: argparse.Namespace) -> str:
+    """The device's name; asks torch only where it has to."""
+    if args.device != "auto":
+        return str(args.device)
+    if not Path("/dev/nvidiactl").exists():
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def context_tokens_max(args: argparse.Namespace) -> int:
+    return NULL_CONTEXT_TOKENS if args.engine == "null" else load_config(args.model).context_tokens_max
+
+
+def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) -> Any:
+    """The engine, with its weights loaded and warm."""
+    if layout.layers == 0:
+        from halfmoon.workers.null_engine import NullEngine
+
+        return NullEngine(num_blocks=kv_blocks, block_tokens=layout.block_tokens)
+    import torch
+
+    from halfmoon.workers.engine import Engine
+    from halfmoon.workers.model_files import load_model
+
+    torch.set_num_threads(args.threads)
+    model = load_model(args.model, dtype=getattr(torch, layout.dtype), device=device_of(args))
+    return Engine(
+        model,
+        num_blocks=kv_blocks,
+        block_tokens=layout.block_tokens,
+        exact=layout.numerics == "exact",
+        attention=args.attention,
+    )
+
+
+def measure_profile(engine: Any, layout: Layout) -> CostProfile:
+    """What this machine takes; from the cache of earlier measurements where there is one."""
+    if layout.layers == 0:
+        return CostProfile()
+    from halfmoon.workers.profiler import cached_profile
+
+    measured = cached_profile(engine)
+    return CostProfile(
+        prefill_base_ns=measured.prefill_base_ns,
+        prefill_per_token_ps=measured.prefill_per_token_ps,
+        prefill_per_token2_fs=measured.prefill_per_token2_fs,
+        decode_base_ns=measured.decode_base_ns,
+        decode_per_sequence_ns=measured.decode_per_sequence_ns,
+        decode_per_context_token_ps=measured.decode_per_context_token_ps,
+    )
+
+
+__all__ = ["ModelConfig", "build_engine", "context_tokens_max", "device_of", "layout_of", "measure_profile"]

@@ -1,0 +1,163 @@
+"""Options that several commands share, and where their values come from.
+
+A value comes from the flag, else from the environment (`HALFMOON_` and the flag's name, `--kv-blocks` is
+`HALFMOON_KV_BLOCKS`), else from the TOML file named by `--config` (a key at its top, or in a table named after the
+command), else it is the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfmoon.bus.connection import BusConfig
+
+PREFIX = "HALFMOON_"
+DEFAULT_NATS = "nats://127.0.0.1:4222"
+
+
+class OptionInvalid(Exception):
+    """A value that does not fit; the text names where it came from and the option."""
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", default="", help="TOML file with values for these options")
+
+
+def add_bus(parser: argparse.ArgumentParser, *, default: str = DEFAULT_NATS) -> None:
+    """How to reach NATS."""
+    group = parser.add_argument_group("NATS")
+    group.add_argument("--nats", metavar="URL", default=default, help="server, or several separated by commas")
+    group.add_argument("--nats-user", default="")
+    group.add_argument("--nats-password", default="")
+    group.add_argument("--nats-token", default="")
+    group.add_argument("--nats-nkey-file", metavar="FILE", default="", help="seed of an nkey")
+    group.add_argument("--nats-credentials", metavar="FILE", default="", help="a .creds file")
+    group.add_argument("--nats-ca", metavar="FILE", default="", help="TLS: certificates to trust")
+    group.add_argument("--nats-cert", metavar="FILE", default="", help="TLS: our certificate")
+    group.add_argument("--nats-key", metavar="FILE", default="", help="TLS: its key")
+    group.add_argument("--nats-replicas", type=int, default=1, help="copies of each stream (3 on a cluster of 3)")
+
+
+def bus_config(args: argparse.Namespace) -> BusConfig:
+    return BusConfig(
+        url=args.nats,
+        user=args.nats_user,
+        password=args.nats_password,
+        token=args.nats_token,
+        nkey_seed_file=args.nats_nkey_file,
+        credentials_file=args.nats_credentials,
+        tls_ca_file=args.nats_ca,
+        tls_cert_file=args.nats_cert,
+        tls_key_file=args.nats_key,
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how its numbers are kept; the same for all processes of a cluster."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default="smollm2-135m-instruct",
+        help="a built-in name, a .gguf file, or a Hugging Face directory",
+    )
+    group.add_argument("--engine", choices=("torch", "null"), default="torch", help="null computes nothing")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    group.add_argument("--numerics", choices=("auto", "exact", "fast"), default="auto")
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1; auto takes CUDA where there is one")
+    group.add_argument("--block-tokens", type=int, default=256, help="tokens of one KV block, 16 to 512")
+    group.add_argument("--layout-file", metavar="FILE", default="", help=argparse.SUPPRESS)
+
+
+def add_secret(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", default="local", help="name of the cluster on this machine")
+    parser.add_argument(
+        "--secret-file", metavar="FILE", default="", help="what all processes of the cluster share; keys and data plane"
+    )
+
+
+def secret(args: argparse.Namespace) -> str:
+    """The cluster's secret. Raises OptionInvalid when the file is missing or too short."""
+    if not args.secret_file:
+        return f"insecure-{args.cluster}"
+    try:
+        text = Path(args.secret_file).read_text().strip()
+    except OSError as problem:
+        raise OptionInvalid(f"--secret-file: {problem}") from None
+    if len(text) < 16:
+        raise OptionInvalid(f"--secret-file {args.secret_file}: at least 16 characters")
+    return text
+
+
+def state_directory(cluster: str) -> Path:
+    """Where a cluster on this machine keeps its log, its processes' output and its addresses."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "halfmoon" / cluster
+
+
+def parse(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], argv: Sequence[str]) -> Any:
+    """The arguments, with environment and TOML file applied as defaults. Raises OptionInvalid."""
+    command = next((word for word in argv if word in commands), None)
+    if command is not None:
+        sub = commands[command]
+        file = _named_file(argv)
+        if file:
+            _apply(sub, _from_toml(file, command, sub), file)
+        environment = {
+            key[len(PREFIX) :].lower(): value for key, value in os.environ.items() if key.startswith(PREFIX) and value
+        }
+        known = {action.dest for action in sub._actions}
+        _apply(sub, {key: value for key, value in environment.items() if key in known}, "environment")
+    return parser.parse_args(argv)
+
+
+def _named_file(argv: Sequence[str]) -> str:
+    for index, word in enumerate(argv):
+        if word.startswith("--config="):
+            return word.split("=", 1)[1]
+        if word == "--config" and index + 1 < len(argv):
+            return argv[index + 1]
+    return os.environ.get(f"{PREFIX}CONFIG", "")
+
+
+def _from_toml(file: str, command: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise OptionInvalid(f"--config {file}: {problem}") from None
+    known = {action.dest for action in parser._actions}
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            if key == command:
+                for inner, inner_value in value.items():
+                    if inner.replace("-", "_") not in known:
+                        raise OptionInvalid(f"{file}: [{command}] {inner}: there is no such option")
+                    values[inner.replace("-", "_")] = inner_value
+        elif key.replace("-", "_") in known:
+            values.setdefault(key.replace("-", "_"), value)
+    return values
+
+
+def _apply(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: str) -> None:
+    actions = {action.dest: action for action in parser._actions}
+    for dest, value in values.items():
+        action = actions[dest]
+        flag = action.option_strings[-1] if action.option_strings else dest
+        try:
+            if isinstance(action, argparse._StoreTrueAction):
+                converted: Any = value if isinstance(value, bool) else str(value).lower() in ("1", "true", "yes", "on")
+            elif callable(action.type):
+                converted = action.type(str(value))
+            else:
+                converted = value if isinstance(value, list) else str(value)
+        except (TypeError, ValueError) as problem:
+            raise OptionInvalid(f"{source}: {flag}: {problem}") from None
+        if action.choices is not None and converted not in action.choices:
+            raise OptionInvalid(f"{source}: {flag}: {converted!r} is none of {', '.join(map(str, action.choices))}")
+        action.required = False
+        parser.set_defaults(**{dest: converted})

@@ -1,0 +1,274 @@
+"""The processes of a cluster, one command each: `conductor`, `store`, `prefill`, `decode`, `frontend`.
+
+`halfmoon up`, compose and Kubernetes all run these. Each says on standard error what it does, ends on SIGTERM or SIGINT
+after draining, with status 0, and with status 1 and one line when it cannot start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.streams import StreamLimits
+from halfmoon.cli import model as models
+from halfmoon.cli.options import add_bus, add_config, add_model, add_secret, bus_config, secret
+from halfmoon.schemas.policy import SECOND_NS, Policy
+
+Subparsers = Any
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def add(subparsers: Subparsers) -> dict[str, Callable[[argparse.Namespace], Awaitable[int]]]:
+    """Add the five commands."""
+    conductor = subparsers.add_parser("conductor", help="decide where requests run; any number may run at once")
+    conductor.add_argument("--id", default=f"conductor-{socket.gethostname()}")
+    add_policy(conductor)
+
+    store = subparsers.add_parser("store", help="a node's store agent: its KV pool and its data plane")
+    store.add_argument("--node", required=True, help="name of the node")
+    add_store(store)
+    add_model(store)
+
+    for role in ("prefill", "decode"):
+        worker = subparsers.add_parser(role, help=f"a {role} worker, beside a store agent")
+        worker.add_argument("--node", required=True, help="name of the node whose pool it maps")
+        worker.add_argument("--id", default="", help="default: the node's name")
+        add_worker(worker)
+        add_model(worker)
+
+    frontend = subparsers.add_parser("frontend", help="the client edge: NATS API and HTTP")
+    frontend.add_argument("--id", default=f"frontend-{socket.gethostname()}")
+    add_frontend(frontend)
+    add_model(frontend)
+
+    for name in ("conductor", "store", "prefill", "decode", "frontend"):
+        parser = subparsers.choices[name]
+        add_bus(parser)
+        add_secret(parser)
+        add_config(parser)
+        parser.add_argument("--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped")
+    return {
+        "conductor": run_conductor,
+        "store": run_store,
+        "prefill": run_worker,
+        "decode": run_worker,
+        "frontend": run_frontend,
+    }
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    defaults = Policy()
+    group = parser.add_argument_group("policy (of a log that is empty; else the log's own is in force)")
+    names = ("halfmoon", "mooncake", "local_cache_aware", "least_loaded", "round_robin", "random", "dynamo")
+    group.add_argument("--policy", choices=names, default=defaults.name)
+    group.add_argument("--admission", choices=("predicted", "early", "late", "none"), default=defaults.admission)
+    group.add_argument("--ttft-slo-ms", type=int, default=defaults.ttft_slo_ns // 1_000_000)
+    group.add_argument("--tbt-slo-ms", type=int, default=defaults.tbt_slo_ns // 1_000_000)
+
+
+def policy_of(args: argparse.Namespace) -> Policy:
+    return Policy(
+        name=args.policy,
+        admission=args.admission,
+        ttft_slo_ns=args.ttft_slo_ms * 1_000_000,
+        tbt_slo_ns=args.tbt_slo_ms * 1_000_000,
+    )
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("store")
+    group.add_argument("--pool-mib", type=int, default=1024, help="size of the node's KV pool in shared memory")
+    group.add_argument("--bind", default="127.0.0.1", help="address of the TCP data plane")
+    group.add_argument("--data-port", type=int, default=0, help="its port; 0: any free one")
+    group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
+    group.add_argument("--transport", choices=("auto", "shm", "tcp"), default="auto")
+    group.add_argument("--encryption", choices=("auto", "always", "never"), default="auto")
+
+
+def add_worker(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("worker")
+    group.add_argument("--kv-blocks", type=int, default=0, help="blocks of the worker's own cache; 0: by its role")
+    group.add_argument("--batch-max", type=int, default=16, help="sequences in one decode batch")
+    group.add_argument("--threads", type=int, default=1, help="torch threads")
+    group.add_argument("--attention", choices=("auto", "sdpa", "flash"), default="auto")
+    group.add_argument("--chunk-tokens", type=int, default=1024, help="of a prefill chunk in fast numerics")
+    group.add_argument("--no-stream-layers", action="store_true", help="push KV after the last layer, to compare")
+
+
+def add_frontend(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("frontend")
+    group.add_argument("--http-host", default="127.0.0.1")
+    group.add_argument("--http-port", type=int, default=8000, help="0: any free one")
+    group.add_argument("--api-keys-file", default="", metavar="FILE", help="keys that HTTP clients must send, one a line")
+    group.add_argument("--open-requests-max", type=int, default=4096)
+
+
+async def _connect(args: argparse.Namespace, name: str) -> Bus:
+    return await Bus.connect(bus_config(args), name=name, limits=StreamLimits(replicas=args.nats_replicas))
+
+
+async def _until_stopped(*others: asyncio.Future[Any]) -> None:
+    """Returns at SIGTERM or SIGINT; raises what one of `others` raised."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    waiting = asyncio.ensure_future(stop.wait())
+    done, _ = await asyncio.wait({waiting, *others}, return_when=asyncio.FIRST_COMPLETED)
+    for future in done - {waiting}:
+        future.result()
+        raise RuntimeError("a part of the process ended by itself")
+
+
+async def run_conductor(args: argparse.Namespace) -> int:
+    from halfmoon.conductor import live
+
+    bus = await _connect(args, args.id)
+    task = asyncio.ensure_future(live.run(bus, conductor_id=args.id, policy=policy_of(args)))
+    say(f"conductor {args.id} follows the log")
+    try:
+        await _until_stopped(task)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await bus.close()
+    return 0
+
+
+async def run_store(args: argparse.Namespace) -> int:
+    from halfmoon.store.agent import StoreAgent
+    from halfmoon.store.config import StoreConfig
+
+    layout = models.layout_of(args)
+    if layout.block_bytes == 0:
+        say("this engine has no KVCache: there is nothing to store")
+        return 0
+    bus = await _connect(args, f"store-{args.node}")
+    agent = StoreAgent(
+        bus,
+        StoreConfig(
+            cluster=args.cluster,
+            node_id=args.node,
+            layout=layout,
+            pool_bytes=args.pool_mib << 20,
+            bind=args.bind,
+            port=args.data_port,
+            advertise=args.advertise,
+            transport=args.transport,
+            encryption=args.encryption,
+            cluster_secret=secret(args),
+        ),
+    )
+    await agent.start()
+    say(f"store agent {args.node}: {(args.pool_mib << 20) // layout.block_bytes} blocks of {layout.block_bytes} bytes")
+    try:
+        await _until_stopped()
+    finally:
+        await agent.stop()
+        await bus.close()
+    return 0
+
+
+async def run_worker(args: argparse.Namespace) -> int:
+    from halfmoon.store.client import StoreClient
+    from halfmoon.workers.decode import DecodeWorker
+    from halfmoon.workers.prefill import PrefillWorker
+    from halfmoon.workers.worker import WorkerConfig
+
+    worker_id = args.id or args.node
+    layout = models.layout_of(args)
+    context = models.context_tokens_max(args)
+    per_request = layout.blocks(context)
+    kv_blocks = args.kv_blocks or (per_request if args.command == "prefill" else 2 * per_request)
+    if layout.layers == 0 and not args.kv_blocks:
+        kv_blocks = 1 << 20
+    loop = asyncio.get_running_loop()
+    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two workers on two cores collapse when idle threads spin
+    say(f"{args.command} worker {worker_id}: loading {layout.model} ({layout.dtype}, {layout.numerics} numerics)")
+    started = loop.time()
+    engine = models.build_engine(args, layout, kv_blocks=kv_blocks)
+    loaded = loop.time()
+    profile = models.measure_profile(engine, layout)
+    say(f"{args.command} worker {worker_id}: loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s")
+    bus = await _connect(args, worker_id)
+    store = StoreClient(bus, node_id=args.node, worker_id=worker_id) if layout.block_bytes else None
+    kind = PrefillWorker if args.command == "prefill" else DecodeWorker
+    worker = kind(
+        bus,
+        engine,
+        store,
+        WorkerConfig(
+            worker_id=worker_id,
+            node_id=args.node,
+            layout=layout,
+            profile=profile,
+            kv_blocks=kv_blocks,
+            context_tokens_max=context,
+            batch_max=args.batch_max if layout.layers else 1024,
+            stream_layers=not args.no_stream_layers,
+            chunk_tokens=args.chunk_tokens,
+        ),
+    )
+    await worker.start()
+    say(f"{args.command} worker {worker_id} takes orders")
+    try:
+        await _until_stopped(worker.failed)
+    finally:
+        await worker.stop(drain_s=args.drain_s)
+        if store is not None:
+            await store.close()
+        await bus.close()
+    return 0
+
+
+async def run_frontend(args: argparse.Namespace) -> int:
+    from halfmoon.workers.frontend import Frontend
+    from halfmoon.workers.frontend_config import FrontendConfig
+
+    layout = models.layout_of(args)
+    if layout.layers == 0:
+        from halfmoon.workers.null_engine import NullTokenizer
+
+        tokenizer: Any = NullTokenizer()
+    else:
+        from halfmoon.workers.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(args.model)
+    keys: dict[str, str] = {}
+    if args.api_keys_file:
+        with open(args.api_keys_file) as file:
+            keys = {line.strip(): "" for line in file if line.strip()}
+    bus = await _connect(args, args.id)
+    config = FrontendConfig(
+        frontend_id=args.id,
+        model=layout.model,
+        http_host=args.http_host,
+        http_port=args.http_port,
+        api_keys=keys,
+        cluster_secret=secret(args),
+        context_tokens=models.context_tokens_max(args),
+        open_requests_max=args.open_requests_max,
+        drain_ns_max=int(args.drain_s * SECOND_NS),
+    )
+    frontend = Frontend(bus, config, tokenizer, layout)
+    await frontend.start()
+    say(f"frontend {args.id}: http://{args.http_host}:{frontend.http_port}")
+    try:
+        await _until_stopped()
+    finally:
+        await frontend.stop()
+        await bus.close()
+    return 0

@@ -1,0 +1,45 @@
+"""`halfmoon profile`: what prefill and decode cost on this machine, as the conductor's cost model sees it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import orjson
+
+from halfmoon.cli import model as models
+from halfmoon.cli.options import add_config, add_model
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("profile", help="measure this machine's cost coefficients")
+    add_model(parser)
+    add_config(parser)
+    parser.add_argument("--attention", choices=("auto", "sdpa", "flash"), default="auto")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--budget-s", type=float, default=30.0, help="how long to measure")
+    parser.add_argument("--json", action="store_true")
+
+
+async def run(args: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
+    from halfmoon.workers.profiler import measure
+
+    layout = models.layout_of(args)
+    engine = models.build_engine(args, layout, kv_blocks=layout.blocks(models.context_tokens_max(args)))
+    profile = measure(engine, budget_s=args.budget_s)
+    fields = {name: getattr(profile, name) for name in profile.__dataclass_fields__}
+    if args.json:
+        print(orjson.dumps({"model": layout.model, "dtype": layout.dtype, **fields}).decode())
+        return 0
+    print(f"{layout.model}, {layout.dtype}, {layout.numerics} numerics, {args.threads} thread(s)")
+    print(
+        f"  prefill of n tokens, p of them cached: {profile.prefill_base_ns / 1e6:.2f} ms"
+        f" + {profile.prefill_per_token_ps / 1e9:.4f} ms·(n-p) + {profile.prefill_per_token2_fs / 1e12:.3e} ms·(n²-p²)"
+    )
+    print(
+        f"  decode step: {profile.decode_base_ns / 1e6:.2f} ms + {profile.decode_per_sequence_ns / 1e6:.3f} ms·batch"
+        f" + {profile.decode_per_context_token_ps / 1e9:.3e} ms·context tokens"
+    )
+    return 0

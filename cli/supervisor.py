@@ -1,0 +1,120 @@
+"""Child processes of `halfmoon up`: started, watched, started again, ended. None outlives the parent.
+
+The kernel kills every child when the parent dies (PR_SET_PDEATHSIG), so `kill -9` of `halfmoon up` leaves no process. A child that
+dies is announced at once (the conductor need not wait for its heartbeat to lapse) and started again with a growing pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from halfmoon.bus.embedded import die_with_parent
+
+PAUSE_S_MIN = 0.2
+PAUSE_S_MAX = 5.0
+STEADY_S = 30.0
+
+
+@dataclass
+class Child:
+    """One process of the cluster. `name` is its id on the bus as well."""
+
+    name: str
+    command: list[str]
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    process: asyncio.subprocess.Process | None = None
+    started_at: float = 0.0
+    pause_s: float = PAUSE_S_MIN
+    restarts: int = 0
+    watcher: asyncio.Task[None] | None = None
+
+
+class Supervisor:
+    """`on_death(child, status)` is called at each death that was not asked for."""
+
+    def __init__(self, on_death: Callable[[Child, int], None], on_line: Callable[[Child, str], None]) -> None:
+        self.children: dict[str, Child] = {}
+        self._on_death = on_death
+        self._on_line = on_line
+        self._stopping: set[str] = set()
+
+    async def start(self, child: Child) -> None:
+        self.children[child.name] = child
+        await self._launch(child)
+        child.watcher = asyncio.create_task(self._watch(child))
+
+    async def _launch(self, child: Child) -> None:
+        child.started_at = time.monotonic()
+        child.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "halfmoon.cli.main",
+            *child.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **child.environment, "PYTHONUNBUFFERED": "1"},
+            preexec_fn=die_with_parent,
+            start_new_session=True,
+        )
+
+    async def _watch(self, child: Child) -> None:
+        while True:
+            process = child.process
+            assert process is not None
+            assert process.stdout is not None
+            with child.log.open("a") as log:
+                async for raw in process.stdout:
+                    line = raw.decode(errors="replace").rstrip()
+                    log.write(line + "\n")
+                    log.flush()
+                    self._on_line(child, line)
+            status = await process.wait()
+            if child.name in self._stopping:
+                return
+            self._on_death(child, status)
+            if time.monotonic() - child.started_at > STEADY_S:
+                child.pause_s = PAUSE_S_MIN
+            await asyncio.sleep(child.pause_s)
+            child.pause_s = min(PAUSE_S_MAX, child.pause_s * 2)
+            if child.name in self._stopping:
+                return
+            child.restarts += 1
+            await self._launch(child)
+
+    async def stop(self, names: list[str], *, within_s: float) -> None:
+        """End these children together: SIGTERM, then SIGKILL when time is over."""
+        self._stopping.update(names)
+        chosen = [self.children[name] for name in names if name in self.children]
+        for child in chosen:
+            _signal(child, signal.SIGTERM)
+        watchers = [child.watcher for child in chosen if child.watcher]
+        if watchers:
+            _, late = await asyncio.wait(watchers, timeout=within_s)
+            if late:
+                self.kill(names)
+                await asyncio.wait(watchers, timeout=5)
+        for child in chosen:
+            if child.watcher:
+                child.watcher.cancel()
+
+    def kill(self, names: list[str] | None = None) -> None:
+        for name in names or list(self.children):
+            self._stopping.add(name)
+            if name in self.children:
+                _signal(self.children[name], signal.SIGKILL)
+
+
+def _signal(child: Child, number: signal.Signals) -> None:
+    if child.process is not None and child.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(number)

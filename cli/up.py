@@ -1,0 +1,298 @@
+"""`halfmoon up`: a whole cluster on this machine, from one command, gone without a trace at its end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.embedded import EmbeddedServer, free_port
+from halfmoon.bus.streams import StreamLimits
+from halfmoon.cli import model as models
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, add_model, add_secret, bus_config, state_directory
+from halfmoon.cli.processes import add_frontend, add_policy, add_store, add_worker, say
+from halfmoon.cli.supervisor import Child, Supervisor
+from halfmoon.schemas.events import FrontendJoined, FrontendLeft, StoreJoined, StoreLeft, WorkerJoined, WorkerLeft
+from halfmoon.schemas.policy import Layout
+from halfmoon.store.segment import remove_stale
+
+START_S_MAX = 300.0
+DRAIN_S = 8.0
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("up", help="a whole cluster on this machine")
+    parser.add_argument("--prefill", type=int, default=2, help="prefill nodes")
+    parser.add_argument("--decode", type=int, default=2, help="decode nodes")
+    parser.add_argument("--conductors", type=int, default=1)
+    parser.add_argument("--port", type=int, default=0, help="HTTP port (default: 8000, or a free one)")
+    parser.add_argument("--nats-port", type=int, default=0, help="of the embedded server (default: 4222, or a free one)")
+    add_model(parser)
+    add_worker(parser)
+    add_store(parser)
+    add_frontend(parser)
+    add_policy(parser)
+    add_bus(parser, default="")
+    add_secret(parser)
+    add_config(parser)
+
+
+class Cluster:
+    """Everything that `up` has started."""
+
+    def __init__(self, args: argparse.Namespace, directory: Path) -> None:
+        self.args = args
+        self.directory = directory
+        self.server: EmbeddedServer | None = None
+        self.bus: Bus | None = None
+        self.supervisor = Supervisor(self._on_death, self._on_line)
+        self.joined: set[str] = set()
+        self.ready = False
+        self.started_at = time.monotonic()
+
+    # --- what the user sees -----------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        say(f"[{time.monotonic() - self.started_at:5.1f}s] {text}")
+
+    def _on_line(self, child: Child, line: str) -> None:
+        if not self.ready or "rror" in line or "arning" in line:
+            self.say(line if child.name in line else f"{child.name}: {line}")
+
+    def _on_death(self, child: Child, status: int) -> None:
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        self.say(f"{child.name} died ({how}); it is started again. Its output: {child.log}")
+        self.joined.discard(child.name)
+        if self.bus is None:
+            return
+        name = child.name
+        role = child.command[0]
+        if role in ("prefill", "decode"):
+            self.bus.append_soon(WorkerLeft(worker_id=name, reason=f"died: {how}"), source_id="up")
+        elif role == "store":
+            self.bus.append_soon(StoreLeft(node_id=name.removeprefix("store-"), reason=f"died: {how}"), source_id="up")
+        elif role == "frontend":
+            self.bus.append_soon(FrontendLeft(frontend_id=name, reason=f"died: {how}"), source_id="up")
+
+    # --- start ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        args = self.args
+        layout = models.layout_of(args)
+        removed = remove_stale(args.cluster)
+        if removed:
+            self.say(f"removed what an earlier cluster left: {', '.join(map(str, removed))}")
+        (self.directory / "layout.json").write_bytes(_layout_json(layout))
+        if not args.nats:
+            self._keep_one_old_log()
+            port = args.nats_port or _port_or_free(4222)
+            self.server = EmbeddedServer.start(self.directory / "nats", port=port)
+            args.nats = self.server.url
+            self.say(f"nats-server at {self.server.url}")
+        if not args.secret_file:
+            args.secret_file = str(self.directory / "secret")
+            with open(args.secret_file, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(secrets.token_hex(32))
+        self.bus = await Bus.connect(bus_config(args), name="up", limits=StreamLimits(replicas=args.nats_replicas))
+        after = await self.bus.last_seq()
+        watcher = asyncio.create_task(self._watch(after))
+        expected = await self._start_children(layout)
+        self.say(f"starting {len(self.supervisor.children)} processes; the model is {layout.model}")
+        async with asyncio.timeout(START_S_MAX):
+            while not expected <= self.joined:
+                await asyncio.sleep(0.02)
+                if watcher.done():
+                    watcher.result()
+        self.ready = True
+
+    async def _start_children(self, layout: Layout) -> set[str]:
+        args = self.args
+        for number in range(args.conductors):
+            await self._child(f"conductor-{number}", "conductor", ["--id", f"conductor-{number}", *_policy_flags(args)])
+        nodes = [("prefill", n) for n in range(args.prefill)] + [("decode", n) for n in range(args.decode)]
+        names = {"frontend-0"}
+        for role, number in nodes:
+            node = f"{role}-{number}"
+            if layout.block_bytes:
+                await self._child(f"store-{node}", "store", ["--node", node, *_store_flags(args)])
+                names.add(f"store-{node}")
+            await self._child(node, role, ["--node", node, "--id", node, *_worker_flags(args)])
+            names.add(node)
+        http_port = args.port or (args.http_port if args.http_port != 8000 else _port_or_free(8000))
+        self.http = f"http://{args.http_host}:{http_port}"
+        flags = ["--id", "frontend-0", "--http-host", args.http_host, "--http-port", str(http_port)]
+        if args.api_keys_file:
+            flags += ["--api-keys-file", args.api_keys_file]
+        await self._child("frontend-0", "frontend", [*flags, "--open-requests-max", str(args.open_requests_max)])
+        return names
+
+    async def _child(self, name: str, command: str, flags: list[str]) -> None:
+        args = self.args
+        common = ["--nats", args.nats, "--cluster", args.cluster, "--secret-file", args.secret_file]
+        for flag in ("user", "password", "token", "nkey_file", "credentials", "ca", "cert", "key"):
+            if value := getattr(args, f"nats_{flag}"):
+                common += [f"--nats-{flag.replace('_', '-')}", value]
+        common += ["--nats-replicas", str(args.nats_replicas), "--drain-s", str(DRAIN_S)]
+        if command != "conductor":
+            common += ["--layout-file", str(self.directory / "layout.json"), "--model", args.model]
+            common += ["--engine", args.engine, "--device", args.device, "--block-tokens", str(args.block_tokens)]
+        log = self.directory / "output" / f"{name}.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("")
+        await self.supervisor.start(Child(name, [command, *flags, *common], log))
+
+    async def _watch(self, after: int) -> None:
+        assert self.bus is not None
+        async for stamped in self.bus.events(after=after):
+            match stamped.event:
+                case WorkerJoined(worker_id=name) | FrontendJoined(frontend_id=name):
+                    self.joined.add(name)
+                case StoreJoined(node_id=node):
+                    self.joined.add(f"store-{node}")
+                case _:
+                    pass
+
+    def _keep_one_old_log(self) -> None:
+        """The log of the last cluster stays readable until the one after the next start."""
+        current, previous = self.directory / "nats", self.directory / "nats-previous"
+        if current.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            current.rename(previous)
+
+    # --- end --------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Drain in the order of the request's way, so that nothing waits for what is gone already."""
+        names = list(self.supervisor.children)
+        roles = {name: self.supervisor.children[name].command[0] for name in names}
+        for group in (("frontend",), ("prefill", "decode"), ("store",), ("conductor",)):
+            await self.supervisor.stop([n for n in names if roles[n] in group], within_s=DRAIN_S + 2)
+        if self.bus is not None:
+            await self.bus.close()
+
+    def kill(self) -> None:
+        self.supervisor.kill()
+
+    def clean(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+        remove_stale(self.args.cluster)
+        for name in ("cluster.json", "layout.json", "secret"):
+            (self.directory / name).unlink(missing_ok=True)
+
+
+async def run(args: argparse.Namespace) -> int:
+    for option in ("prefill", "decode", "conductors"):
+        if getattr(args, option) < 1:
+            raise OptionInvalid(f"--{option}: at least 1")
+    directory = state_directory(args.cluster)
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = _lock(directory, args.cluster)
+    cluster = Cluster(args, directory)
+    stop = asyncio.Event()
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        stop.set()
+        if signals > 1:
+            cluster.kill()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        starting = asyncio.ensure_future(cluster.start())
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            _print_addresses(cluster, directory)
+            await stop.wait()
+        else:
+            starting.cancel()
+        cluster.say("draining; press Ctrl-C again to stop at once")
+        return 0
+    finally:
+        cluster.ready = True
+        try:
+            await cluster.stop()
+        finally:
+            cluster.clean()
+            lock.close()
+        cluster.say("stopped")
+
+
+def _print_addresses(cluster: Cluster, directory: Path) -> None:
+    args = cluster.args
+    addresses = {"nats": args.nats, "http": cluster.http, "pid": os.getpid()}
+    (directory / "cluster.json").write_text(json.dumps(addresses))
+    where = "" if args.cluster == "local" else f" --nats {args.nats}"
+    cluster.say(f"ready: {args.prefill} prefill and {args.decode} decode nodes")
+    print(
+        f"\n  NATS  {args.nats}\n  HTTP  {cluster.http}\n\n"
+        f'Try, in another terminal:\n\n  halfmoon generate "The moon is"{where}\n\n'
+        f"Processes write to {directory / 'output'}. Ctrl-C stops the cluster.",
+        flush=True,
+    )
+
+
+def _lock(directory: Path, cluster: str) -> IO[str]:
+    lock = (directory / "lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise OptionInvalid(f"a cluster named {cluster!r} runs already; name another with --cluster") from None
+    return lock
+
+
+def _port_or_free(port: int) -> int:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+        return port
+    return free_port()
+
+
+def _layout_json(layout: Layout) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(layout)
+
+
+def _policy_flags(args: argparse.Namespace) -> list[str]:
+    return [
+        *("--policy", args.policy, "--admission", args.admission),
+        *("--ttft-slo-ms", str(args.ttft_slo_ms), "--tbt-slo-ms", str(args.tbt_slo_ms)),
+    ]
+
+
+def _store_flags(args: argparse.Namespace) -> list[str]:
+    return [
+        *("--pool-mib", str(args.pool_mib), "--bind", args.bind),
+        *("--transport", args.transport, "--encryption", args.encryption),
+    ]
+
+
+def _worker_flags(args: argparse.Namespace) -> list[str]:
+    flags = ["--kv-blocks", str(args.kv_blocks), "--batch-max", str(args.batch_max), "--threads", str(args.threads)]
+    flags += ["--attention", args.attention, "--chunk-tokens", str(args.chunk_tokens)]
+    return [*flags, "--no-stream-layers"] if args.no_stream_layers else flags
+
+
+__all__ = ["add", "run"]
+if sys.platform != "linux":  # the shared memory segments and the parent's death signal are Linux's
+    raise RuntimeError("halfmoon runs on Linux")

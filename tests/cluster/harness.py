@@ -1,0 +1,197 @@
+"""A real cluster for a test: `halfmoon up` as a child process, its NATS API, its log, its processes, and what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nats
+import orjson
+
+from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.schemas import subjects
+from halfmoon.schemas.codec import decode
+from halfmoon.schemas.decisions import Ordered
+from halfmoon.schemas.events import Event, Stamped
+from halfmoon.schemas.kv import KvMessage
+from halfmoon.schemas.store import StoreStatus, StoreStatusRequest
+
+START_S = 180.0
+
+
+@dataclass
+class Cluster:
+    """A running cluster; `stop()` ends it as Ctrl-C does."""
+
+    process: subprocess.Popen[bytes]
+    name: str
+    nats: str
+    http: str
+    directory: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    # --- asking -----------------------------------------------------------------------------------------------
+
+    async def connect(self) -> nats.NATS:
+        return await nats.connect(self.nats)
+
+    async def generate(self, nc: nats.NATS, timeout: float = 120, **fields: Any) -> dict[str, Any]:
+        """One request over NATS, not streamed; raises AssertionError with the body of an error."""
+        reply = await nc.request(f"{subjects.API}.generate", orjson.dumps(fields), timeout=timeout)
+        body: dict[str, Any] = orjson.loads(reply.data)
+        assert "error" not in body, body
+        return body
+
+    async def events(self, after: int = 0) -> list[Stamped]:
+        """The log as it stands."""
+        return [
+            Stamped(seq=seq, at_ns=at_ns, event=decode(payload, Event))
+            for seq, at_ns, payload in await self._stream(subjects.EVENTS_STREAM, subjects.EVENTS_ALL, after)
+        ]
+
+    async def decisions(self) -> list[Ordered]:
+        return [
+            decode(payload, Ordered)
+            for _, _, payload in await self._stream(subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, 0)
+        ]
+
+    async def kv(self) -> list[tuple[int, KvMessage]]:
+        """(server time in ns, message) of KV progress."""
+        return [
+            (at_ns, decode(payload, KvMessage))
+            for _, at_ns, payload in await self._stream(subjects.KV_STREAM, subjects.KV_ALL, 0)
+        ]
+
+    async def _stream(self, stream: str, subject: str, after: int) -> list[tuple[int, int, bytes]]:
+        bus = await Bus.connect(BusConfig(url=self.nats), name="reader")
+        try:
+            last = await bus.last_seq(stream)
+            found: list[tuple[int, int, bytes]] = []
+            if last <= after:
+                return found
+            async with asyncio.timeout(60):
+                async for message in bus.read(stream, subject, after=after):
+                    found.append((message.seq, message.at_ns, message.payload))
+                    if message.pending == 0 or message.seq >= last:
+                        return found
+            return found
+        finally:
+            await bus.close()
+
+    async def stores(self) -> dict[str, StoreStatus]:
+        """What each store agent says it holds."""
+        bus = await Bus.connect(BusConfig(url=self.nats), name="stores")
+        try:
+            found = {}
+            for name in self.names("store-"):
+                node = name.removeprefix("store-")
+                found[node] = await bus.request(
+                    subjects.store(node, "status"), StoreStatusRequest(), StoreStatus, timeout_s=5
+                )
+            return found
+        finally:
+            await bus.close()
+
+    # --- processes --------------------------------------------------------------------------------------------
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted(p.stem for p in (self.directory / "output").glob("*.log") if p.stem.startswith(prefix))
+
+    def pid(self, name: str) -> int:
+        """Process id of a child by its name on the bus."""
+        wanted = name.removeprefix("store-")
+        role = "store" if name.startswith("store-") else name.rsplit("-", 1)[0]
+        for pid in children(self.process.pid):
+            words = command_of(pid)
+            if role in words[:5] and any(words[i + 1 : i + 2] == [wanted] for i, w in enumerate(words) if w in ("--id", "--node")):
+                return pid
+        raise AssertionError(f"no process {name} among {[command_of(p) for p in children(self.process.pid)]}")
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        pid = self.pid(name)
+        os.kill(pid, number)
+        return pid
+
+    def output(self, name: str) -> str:
+        return (self.directory / "output" / f"{name}.log").read_text()
+
+    def stop(self, timeout: float = 40) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+    def left_behind(self) -> list[str]:
+        """Segments and processes of this cluster that still exist."""
+        left = [str(p) for p in Path("/dev/shm").glob(f"halfmoon-{self.name}-*")]
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and (words := command_of(int(entry.name))) and self.name in " ".join(words):
+                left.append(" ".join(words))
+        return left
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += [int(p) for p in (task / "children").read_text().split()]
+    return found
+
+
+def command_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []
+
+
+def start(state: Path, *flags: str, name: str = "") -> Cluster:
+    """`halfmoon up` with free ports; returns when it is ready. Raises AssertionError with its output when it is not."""
+    name = name or f"t{uuid.uuid4().hex[:8]}"
+    environment = {**os.environ, "XDG_STATE_HOME": str(state)}
+    output = state / f"{name}.out"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "halfmoon.cli.main", "up", "--cluster", name, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    directory = state / "halfmoon" / name
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            addresses = json.loads((directory / "cluster.json").read_text())
+            return Cluster(process, name, addresses["nats"], addresses["http"], directory, environment)
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(f"the cluster did not start:\n{output.read_text()[-4000:]}")
+
+
+@contextlib.contextmanager
+def running(state: Path, *flags: str) -> Iterator[Cluster]:
+    """A cluster for a `with` block; at its end it must stop by itself and leave nothing."""
+    state.mkdir(parents=True, exist_ok=True)
+    cluster = start(state, *flags)
+    try:
+        yield cluster
+    finally:
+        status = cluster.stop()
+    assert status == 0, status
+    assert cluster.left_behind() == []
