@@ -1,0 +1,269 @@
+"""Control of the store agents, by request and reply on `halfmoon.store.<node_id>.<verb>`. Never bytes of blocks.
+
+The first half is spoken by a node's workers to their own agent (`halfmoon.store.client` says it for them), the
+second between agents. Any request may be answered by a ProcessError; its codes are those of
+`halfmoon.store.errors`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from halfmoon.schemas.events import Endpoint
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.types import BlockKeys, Blocks, Bytes, Count, Id, Message, Ns, Part
+
+Slots = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=65536)]
+Layers = Annotated[int, Meta(ge=0, le=10_000)]
+
+
+class Done(Message, frozen=True):
+    """It is done, and there is nothing more to say."""
+
+
+# --- worker to its own agent ------------------------------------------------------------------------------------
+
+
+class Attach(Message, frozen=True):
+    """Verb `attach`: where is the node's memory?"""
+
+    worker_id: Id
+
+
+class Attached(Message, frozen=True):
+    node_id: Id
+    incarnation: Id
+    #: Name of the segment in /dev/shm.
+    segment: str
+    slots: Blocks
+    layout: Layout
+    lease_ttl_ns: Ns
+    #: No transfer of this agent takes longer.
+    transfer_ns_max: Ns
+
+
+class OpenPut(Message, frozen=True):
+    """Verb `open_put`: lease the blocks of these keys that are here, reserve slots for the others.
+
+    `blocks` counts slots; those after the last key (a partial tail) get none.
+    """
+
+    order_id: Id
+    worker_id: Id
+    block_keys: BlockKeys
+    blocks: Blocks
+
+
+class PutOpened(Message, frozen=True):
+    """`slots[i]` is for block i. Those in `present` hold their bytes already and must not be written.
+
+    Reserved slots may be written until `lease_ttl_ns` after the last activity of the order.
+    """
+
+    slots: Slots
+    incarnation: Id
+    lease_ttl_ns: Ns
+    present: Slots = []
+
+
+class FetchBlocks(Message, frozen=True):
+    """Verb `fetch`: read these blocks of the order from another node; `KvLoaded` tells of layers as they come."""
+
+    order_id: Id
+    worker_id: Id
+    source_node_id: Id
+    first_block: Blocks
+    blocks: Blocks
+
+
+class Fetched(Message, frozen=True):
+    """`blocks` blocks are readable and committed here; `bytes` of them were moved. With `missing` nothing was
+    fetched: the source has only the first `held` of them.
+    """
+
+    bytes: Bytes
+    elapsed_ns: Ns
+    blocks: Blocks
+    missing: bool = False
+    held: Blocks = 0
+
+
+class CommitBlocks(Message, frozen=True):
+    """Verb `commit`: the blocks are written; make those that have keys visible."""
+
+    order_id: Id
+    worker_id: Id
+    first_block: Blocks
+    blocks: Blocks
+
+
+class OpenPush(Message, frozen=True):
+    """Verb `open_push`: reserve room for the order's blocks at the target and tell the decode worker
+    (`TransferOpened`).
+    """
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    target_node_id: Id
+    decode_worker_id: Id
+
+
+class PushLayer(Part, frozen=True):
+    """Layer `layer` of these blocks is written here: move it."""
+
+    order_id: Id
+    layer: Layers
+    first_block: Blocks
+    blocks: Blocks
+
+
+class PushLayers(Message, frozen=True):
+    """Subject verb `push`, published without an answer; in order."""
+
+    worker_id: Id
+    pushes: list[PushLayer]
+
+
+class ClosePush(Message, frozen=True):
+    """Verb `close_push`: there were `pushes` of them; answer when all are readable at the target."""
+
+    order_id: Id
+    worker_id: Id
+    pushes: Count
+
+
+class Pushed(Message, frozen=True):
+    """`elapsed_ns`: spent moving, not from open to close."""
+
+    bytes: Bytes
+    elapsed_ns: Ns
+
+
+class ReleaseBlocks(Message, frozen=True):
+    """Verb `release`: the worker will neither read nor write anything of the order any more. Idempotent."""
+
+    order_id: Id
+    worker_id: Id
+
+
+class StoreStatusRequest(Message, frozen=True):
+    """Verb `status`."""
+
+
+class StoreStatus(Message, frozen=True):
+    node_id: Id
+    incarnation: Id
+    slots: Blocks
+    slots_free: Blocks
+    slots_reserved: Blocks
+    slots_committed: Blocks
+    slots_condemned: Blocks
+    #: Committed slots that somebody holds, and how many holds there are on committed slots.
+    slots_leased: Blocks
+    leases: Count
+    #: Parties of orders that hold anything.
+    holds: Count
+    pushes_open: Count
+    #: By name: bytes moved by transport and direction, refusals by reason, failures by kind.
+    counters: dict[str, int] = {}
+
+
+# --- agent to agent ---------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """Verb `hello`, asked and answered with the same message: who I am and how my memory is reached.
+
+    `proof`: HMAC-SHA256 of the fields under the cluster's secret; who cannot make it is not put on the allow list.
+    """
+
+    node_id: Id
+    incarnation: Id
+    host: str
+    segment: str
+    slots: Blocks
+    layout: Layout
+    endpoints: list[Endpoint]
+    proof: str = ""
+
+
+class LeaseBlocks(Message, frozen=True):
+    """Verb `lease`: keep `block_keys[first_block:]` for a reader. All keys from the head of the chain are named, so
+    that heads stay newer.
+    """
+
+    order_id: Id
+    party: Id
+    block_keys: BlockKeys
+    first_block: Blocks
+
+
+class Leased(Message, frozen=True):
+    """With `missing`, nothing is leased and only the first `held` blocks asked for are here."""
+
+    incarnation: Id
+    slots: Slots = []
+    checksums: list[int] = []
+    missing: bool = False
+    held: Blocks = 0
+
+
+class EndLease(Message, frozen=True):
+    """Verb `end_lease`."""
+
+    order_id: Id
+    party: Id
+
+
+class LeaseEnded(Message, frozen=True):
+    """`held`: the lease held until now, so what was read in it is what was committed."""
+
+    held: bool
+
+
+class ReserveBlocks(Message, frozen=True):
+    """Verb `reserve`: an `open_put` on behalf of the decode worker of this node, into which `writer_node_id` will
+    write.
+    """
+
+    order_id: Id
+    decode_worker_id: Id
+    writer_node_id: Id
+    block_keys: BlockKeys
+    blocks: Blocks
+
+
+class Reserved(Message, frozen=True):
+    """The writer must not write later than `lease_ttl_ns` after it sent this request, or its last `renew`."""
+
+    incarnation: Id
+    slots: Slots
+    lease_ttl_ns: Ns
+    present: Slots = []
+
+
+class RenewBlocks(Message, frozen=True):
+    """Verb `renew`: the push still runs."""
+
+    order_id: Id
+    decode_worker_id: Id
+    writer_node_id: Id
+
+
+class SettleBlocks(Message, frozen=True):
+    """Verb `settle`: everything is written; commit it. The writer will not write any more."""
+
+    order_id: Id
+    decode_worker_id: Id
+    writer_node_id: Id
+
+
+class DropBlocks(Message, frozen=True):
+    """Verb `drop`: the push ends without success. The writer will not write any more. Idempotent."""
+
+    order_id: Id
+    decode_worker_id: Id
+    writer_node_id: Id

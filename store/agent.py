@@ -1,0 +1,294 @@
+"""The store agent: one a node. Owns the node's pool and its memory, moves blocks, answers leases.
+
+Structure: `book` (what is where, under a lock) · `announcer` (tells the log) · `peers` (other agents) · transports
+(bytes) · `serve` (requests). The event loop does control; threads copy and hash. What an order has under way here
+(fetches, a push) is in `self._work`, so that a release at any moment ends it, waits until nothing is touched any
+more, and only then frees the slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from nats.aio.subscription import Subscription
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusError
+from halfmoon.bus.reader import StreamReader
+from halfmoon.schemas.decisions import AnnounceYourself, ReleaseOrder
+from halfmoon.schemas.events import Endpoint, StoreJoined, StoreLeft
+from halfmoon.schemas.store import Hello
+from halfmoon.store.announcer import Announcer
+from halfmoon.store.book import WORKER, Book
+from halfmoon.store.config import StoreConfig
+from halfmoon.store.errors import (
+    BytesCorrupted,
+    OrderUnknown,
+    PeerUnreachable,
+    StoreError,
+    TransferError,
+    TransferTimeout,
+)
+from halfmoon.store.peers import Peers, sign
+from halfmoon.store.pool import Owner, Pool
+from halfmoon.store.pushing import Push
+from halfmoon.store.segment import PoolView, Segment, host_id, segment_name
+from halfmoon.store.serve import serve_all
+from halfmoon.store.shm import ShmTransport
+from halfmoon.store.sums import block_sum, slots_sums
+from halfmoon.store.transport import Peer, Transport
+
+T = TypeVar("T")
+
+
+class Work:
+    """What runs for one owner."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.push: Push | None = None
+
+
+class StoreAgent:
+    def __init__(self, bus: Bus, config: StoreConfig) -> None:
+        self.bus = bus
+        self.config = config
+        self.incarnation = secrets.token_hex(8)
+        self.counters: Counter[str] = Counter()
+        self.announcer = Announcer(
+            bus, node_id=config.node_id, incarnation=self.incarnation, heartbeat_ns=config.heartbeat_ns
+        )
+        self.book = Book(
+            Pool(config.slot_count),
+            ttl_ns=config.lease_ttl_ns,
+            grace_ns=config.writer_grace_ns,
+            announce=self.announcer.add,
+        )
+        self.peers = Peers(
+            bus,
+            me=self.hello,
+            secret=config.cluster_secret,
+            timeout_s=config.control_timeout_s,
+            learnt=self._learnt,
+        )
+        self.peers.forgotten.append(self._forgotten)
+        self.executor = ThreadPoolExecutor(config.threads + 2, thread_name_prefix=f"store-{config.node_id}")
+        self._segment: Segment | None = None
+        self._shm: ShmTransport | None = None
+        self._tcp: Transport | None = None
+        self._work: dict[Owner, Work] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._subscriptions: list[Subscription] = []
+        self._hello: Hello | None = None
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Makes the segment, listens, joins. Raises SegmentError, TransferError (port taken)."""
+        config = self.config
+        name = segment_name(config.cluster, config.node_id)
+        self._segment = await asyncio.to_thread(Segment.create, name, config.geometry)
+        try:
+            self._shm = ShmTransport(self.view, self.executor)
+            decisions = await self.bus.open_decisions(config.node_id)
+            self.spawn(self._follow(decisions))
+            self._subscriptions = await serve_all(self)
+            self.announcer.start(self.book, self._joined)
+            self.spawn(self._sweep())
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self, *, reason: str = "stopped") -> None:
+        """Leaves: ends what runs, tells the log, unlinks the segment. Idempotent."""
+        if self._segment is None:
+            return
+        for subscription in self._subscriptions:
+            with contextlib.suppress(Exception):  # the bus may be gone
+                await subscription.unsubscribe()
+        for owner in list(self._work):
+            await self.end_work(owner, reason)
+        background = list(self._background)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await self.announcer.stop()
+        with contextlib.suppress(BusError):
+            left = StoreLeft(node_id=self.config.node_id, incarnation=self.incarnation, reason=reason)
+            self.bus.append_soon(left, source_id=self.config.node_id)
+        for transport in (self._shm, self._tcp):
+            if transport is not None:
+                await transport.close()
+        self.executor.shutdown(wait=True)
+        self._segment.close()
+        self._segment = None
+
+    @property
+    def view(self) -> PoolView:
+        assert self._segment is not None, "the agent is not started"
+        return self._segment.view
+
+    def hello(self) -> Hello:
+        """Who this agent is, signed."""
+        if self._hello is None:
+            config = self.config
+            endpoints = [Endpoint(transport="shm", address=segment_name(config.cluster, config.node_id))]
+            bare = Hello(
+                node_id=config.node_id,
+                incarnation=self.incarnation,
+                host=host_id(),
+                segment=endpoints[0].address,
+                slots=config.slot_count,
+                layout=config.layout,
+                endpoints=endpoints,
+            )
+            self._hello = sign(bare, config.cluster_secret)
+        return self._hello
+
+    def _joined(self) -> StoreJoined:
+        hello = self.hello()
+        return StoreJoined(
+            node_id=hello.node_id,
+            incarnation=hello.incarnation,
+            host=hello.host,
+            layout=hello.layout,
+            slots=hello.slots,
+            endpoints=hello.endpoints,
+        )
+
+    # --- peers ---------------------------------------------------------------------------------------------------
+
+    def transport_to(self, peer: Peer) -> Transport:
+        """Raises PeerUnreachable when there is no common transport."""
+        assert self._shm is not None
+        same_host = peer.host == self.hello().host
+        if self.config.transport in ("auto", "shm") and same_host:
+            return self._shm
+        if self.config.transport in ("auto", "tcp") and self._tcp is not None and peer.endpoint("tcp") is not None:
+            return self._tcp
+        raise PeerUnreachable(f"{peer.node_id} is on another host, and there is no TCP link to it")
+
+    def _learnt(self, hello: Hello) -> None:
+        del hello
+
+    def _forgotten(self, node_id: str) -> None:
+        for transport in (self._shm, self._tcp):
+            if transport is not None:
+                transport.forget(node_id)
+
+    def failed(self, node_id: str, problem: StoreError) -> None:
+        """A peer could not be read or written: counted, suspected, and asked anew next time."""
+        self.counters[f"failed_{problem.code}"] += 1
+        if isinstance(problem, PeerUnreachable | TransferTimeout | BytesCorrupted):
+            self.announcer.suspect(node_id, f"{problem.code}: {problem}")
+        if isinstance(problem, TransferError):
+            self.peers.forget(node_id)
+
+    # --- orders --------------------------------------------------------------------------------------------------
+
+    def work(self, owner: Owner) -> Work:
+        return self._work.setdefault(owner, Work())
+
+    def push_of(self, owner: Owner) -> Push | None:
+        work = self._work.get(owner)
+        return work.push if work is not None else None
+
+    def pushes_open(self) -> int:
+        return sum(work.push is not None and not work.push.finished for work in self._work.values())
+
+    async def run_for(self, owner: Owner, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` as the owner's, so that a release ends it. Raises OrderUnknown then."""
+        task = asyncio.create_task(work)
+        self.work(owner).tasks.add(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise OrderUnknown(f"order {owner.order_id} was released") from None
+            task.cancel()
+            raise
+        finally:
+            if (entry := self._work.get(owner)) is not None:
+                entry.tasks.discard(task)
+                if not entry.tasks and entry.push is None:
+                    del self._work[owner]
+
+    async def end_work(self, owner: Owner, reason: str) -> None:
+        """Ends what runs for the owner; when this returns, none of it touches a slot any more."""
+        work = self._work.pop(owner, None)
+        if work is None:
+            return
+        for task in work.tasks:
+            task.cancel()
+        await asyncio.gather(*work.tasks, return_exceptions=True)
+        if work.push is not None:
+            await work.push.end(reason)
+
+    async def release(self, owner: Owner) -> None:
+        """By the worker itself: it will not write any more. Idempotent."""
+        await self.end_work(owner, "released")
+        self.book.release(owner, writers=[WORKER], remember=True)
+
+    async def release_order(self, order_id: str) -> None:
+        """By the conductor: its workers may be dead, or may still write for a while."""
+        for owner in {*self.book.owners(order_id), *(o for o in self._work if o.order_id == order_id)}:
+            await self.end_work(owner, "released by the conductor")
+        self.book.release_order(order_id)
+
+    async def commit(
+        self,
+        owner: Owner,
+        first_block: int,
+        blocks: int,
+        *,
+        check: Callable[[dict[int, int]], None] | None = None,
+    ) -> None:
+        """Hashes blocks, shows the checksums by index to `check` (which may raise), and makes the blocks visible.
+
+        Raises OrderUnknown, also when the order was released while its blocks were hashed.
+        """
+        slots = self.book.to_commit(owner, first_block, blocks)
+        if not slots:
+            return
+        view = self.view
+        loop = asyncio.get_running_loop()
+        sums = await loop.run_in_executor(self.executor, slots_sums, view, list(slots.values()))
+        checksums = {i: block_sum(some) for i, some in zip(slots, sums, strict=True)}
+        if check is not None:
+            check(checksums)
+        # From here on nothing waits, so that the slots are still the order's when their sums are written.
+        still = self.book.to_commit(owner, first_block, blocks)
+        for (i, slot), some in zip(slots.items(), sums, strict=True):
+            if still.get(i) == slot:
+                view.sums[slot] = some
+        self.book.commit(owner, checksums)
+
+    # --- background ----------------------------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _follow(self, decisions: StreamReader) -> None:
+        async for ordered in self.bus.follow_decisions(decisions):
+            match ordered.decision:
+                case ReleaseOrder(order_id=order_id):
+                    self.spawn(self.release_order(order_id))
+                case AnnounceYourself():
+                    self.announcer.announce()
+                case _:
+                    self.counters["decisions_not_for_stores"] += 1
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.sweep_ns / 1e9)
+            for owner in self.book.sweep():
+                self.counters["holds_expired"] += 1
+                self.spawn(self.end_work(owner, "the lease expired"))

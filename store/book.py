@@ -1,0 +1,167 @@
+"""The pool behind a lock, with a clock. The event loop changes it; transport threads ask it (`Gate`) before they
+touch a slot.
+
+Also remembers, for one lease's time, what was released before it was ever opened: an order may be cancelled while
+its reservation is still on the way, and would otherwise hold memory that nobody wants.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from halfmoon.store.errors import OrderUnknown
+from halfmoon.store.pool import Change, Counts, Hold, Owner, Pool
+
+WORKER = "worker"
+
+
+def peer_writer(node_id: str) -> str:
+    """Name of the writer that an agent is in another agent's pool."""
+    return f"node-{node_id}"
+
+
+class Book:
+    def __init__(self, pool: Pool, *, ttl_ns: int, grace_ns: int, announce: Callable[[list[Change]], None]) -> None:
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._ttl_ns = ttl_ns
+        self._grace_ns = grace_ns
+        self._announce = announce
+        self._gone: dict[Owner, int] = {}
+        self._receiving: Counter[Owner] = Counter()
+
+    def _expiry(self) -> int:
+        return time.monotonic_ns() + self._ttl_ns
+
+    def _writer_deadline(self) -> int:
+        return time.monotonic_ns() + self._ttl_ns + self._grace_ns
+
+    def open_put(self, owner: Owner, keys: Sequence[bytes], blocks: int, *, writer: str) -> Hold:
+        """As `Pool.open_put`, with `writer` on the reserved slots. Raises OrderUnknown for an order that was
+        released already.
+        """
+        if owner in self._gone or Owner(owner.order_id, "") in self._gone:
+            raise OrderUnknown(f"order {owner.order_id} was released before it was opened")
+        with self._lock:
+            hold = self._pool.open_put(owner, keys, blocks, expires_ns=self._expiry())
+            self._pool.open_writer(owner, writer, deadline_ns=self._writer_deadline())
+            self._announce(self._pool.take_changes())
+            return hold
+
+    def share(self, owner: Owner, to: Owner) -> Hold:
+        if to in self._gone:
+            raise OrderUnknown(f"order {to.order_id} was released before it was opened")
+        with self._lock:
+            return self._pool.share(owner, to, expires_ns=self._expiry())
+
+    def lease(self, owner: Owner, keys: Sequence[bytes], first_block: int) -> tuple[Hold, list[int]]:
+        """The hold, and the checksums of its blocks."""
+        with self._lock:
+            hold = self._pool.lease(owner, keys, first_block=first_block, expires_ns=self._expiry())
+            return hold, [self._pool.slots[slot].checksum for slot in hold.slots]
+
+    def hold(self, owner: Owner) -> Hold:
+        """The hold, renewed: this is activity. Raises OrderUnknown."""
+        with self._lock:
+            self._pool.renew(owner, expires_ns=self._expiry())
+            self._pool.renew_writer(owner, WORKER, deadline_ns=self._writer_deadline())
+            return self._pool.hold(owner)
+
+    def renew(self, owner: Owner, writer: str) -> None:
+        """Raises OrderUnknown."""
+        with self._lock:
+            self._pool.renew(owner, expires_ns=self._expiry())
+            self._pool.renew_writer(owner, writer, deadline_ns=self._writer_deadline())
+
+    def to_commit(self, owner: Owner, first: int, blocks: int) -> dict[int, int]:
+        """Index to slot of those blocks of the range that have a key and are not visible yet. Raises OrderUnknown."""
+        with self._lock:
+            hold = self._pool.hold(owner)
+            indices = range(first, min(first + blocks, len(hold.slots)))
+            return {i: hold.slots[i] for i in indices if hold.keys[i] and not self._pool.readable(hold.slots[i])}
+
+    def commit(self, owner: Owner, checksums: dict[int, int]) -> list[int]:
+        with self._lock:
+            done = self._pool.commit(owner, checksums)
+            self._announce(self._pool.take_changes())
+            return done
+
+    def find(self, key: bytes) -> int | None:
+        return self._pool.find(key)
+
+    def keys(self) -> list[bytes]:
+        return self._pool.keys()
+
+    def open_writer(self, owner: Owner, name: str, deadline_ns: int) -> None:
+        with self._lock:
+            self._pool.open_writer(owner, name, deadline_ns=deadline_ns)
+
+    def close_writer(self, owner: Owner, name: str) -> None:
+        with self._lock:
+            self._pool.close_writer(owner, name)
+
+    def release(self, owner: Owner, *, writers: Sequence[str] = (), remember: bool = False) -> bool:
+        """Drops the hold and closes these writers. `remember`: refuse it when it comes after this. False: there was
+        none.
+        """
+        with self._lock:
+            known = self._pool.release(owner)
+            for name in writers:
+                self._pool.close_writer(owner, name)
+        if remember and not known:
+            self._gone[owner] = self._expiry()
+        return known
+
+    def release_order(self, order_id: str) -> None:
+        """Drops every hold of the order, leaves its writers, and refuses what comes of it later."""
+        with self._lock:
+            for owner in self._pool.owners(order_id):
+                self._pool.release(owner)
+        self._gone[Owner(order_id, "")] = self._expiry()
+
+    def owners(self, order_id: str) -> list[Owner]:
+        return self._pool.owners(order_id)
+
+    def sweep(self) -> list[Owner]:
+        """Collects what has expired; the owners of the holds."""
+        now_ns = time.monotonic_ns()
+        for owner in [owner for owner, until_ns in self._gone.items() if until_ns <= now_ns]:
+            del self._gone[owner]
+        with self._lock:
+            return self._pool.sweep(now_ns)
+
+    def counts(self) -> Counts:
+        with self._lock:
+            return self._pool.counts()
+
+    def check(self) -> None:
+        with self._lock:
+            self._pool.check()
+
+    # --- Gate: from transport threads ----------------------------------------------------------------------------
+
+    def begin_write(self, order_id: str, party: str, slots: Sequence[int]) -> str:
+        owner = Owner(order_id, party)
+        with self._lock:
+            reason = self._pool.may_write(owner, slots)
+            if not reason:
+                self._receiving[owner] += 1
+                if self._receiving[owner] == 1:
+                    self._pool.open_writer(owner, "tcp", deadline_ns=2**63 - 1)
+                self._pool.renew(owner, expires_ns=self._expiry())
+            return reason
+
+    def end_write(self, order_id: str, party: str) -> None:
+        owner = Owner(order_id, party)
+        with self._lock:
+            self._receiving[owner] -= 1
+            if self._receiving[owner] == 0:
+                del self._receiving[owner]
+                self._pool.close_writer(owner, "tcp")
+
+    def begin_read(self, order_id: str, slots: Sequence[int]) -> str:
+        with self._lock:
+            return self._pool.may_read(order_id, slots)

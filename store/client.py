@@ -1,0 +1,213 @@
+"""The workers' door to their node's store agent.
+
+Pushes are published without an answer and gathered while the event loop is busy, so that the thirty layers of a
+chunk cost the worker next to nothing; `close_push` says how many there were, so that a lost one is found.
+Everything else is a request, watched: when the agent dies in the middle (its lock on the segment goes), the call
+ends within half a second with AgentUnreachable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from typing import TypeVar
+
+from halfmoon.bus import errors as bus_errors
+from halfmoon.bus.connection import Bus
+from halfmoon.schemas import store as say
+from halfmoon.schemas import subjects
+from halfmoon.schemas.types import Message
+from halfmoon.store.errors import AgentUnreachable, BlockMissing, from_code
+from halfmoon.store.segment import Geometry, PoolView, SegmentError
+
+M = TypeVar("M")
+ATTACH_S = 30.0
+ASK_S = 5.0
+WATCH_S = 0.25
+#: A push message stays far below the bus's limit.
+PUSHES_PER_MESSAGE = 256
+
+
+class StoreClient:
+    """Errors are those of `halfmoon.store.errors`. One client for each worker; used from one event loop (`push`
+    from any thread).
+    """
+
+    def __init__(self, bus: Bus, *, node_id: str, worker_id: str) -> None:
+        self._bus = bus
+        self._node_id = node_id
+        self._worker_id = worker_id
+        self._view: PoolView | None = None
+        self._attached: say.Attached | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._outbox: deque[say.PushLayer] = deque()
+        self._pushes: Counter[str] = Counter()
+        self._sending: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def view(self) -> PoolView:
+        assert self._view is not None, "attach first"
+        return self._view
+
+    async def attach(self, *, timeout_s: float = ATTACH_S) -> PoolView:
+        """Maps the node's pool; waits for the agent. Called again, or after the agent restarted, the same view
+        shows the new memory. Raises AgentUnreachable, or LayoutMismatch by way of the agent.
+        """
+        async with self._lock:
+            self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+            until = time.monotonic() + timeout_s
+            pause_s = 0.02
+            while True:
+                try:
+                    return await self._attach_once()
+                except (bus_errors.BusError, SegmentError) as problem:
+                    if time.monotonic() + pause_s > until:
+                        raise AgentUnreachable(f"store agent of node {self._node_id}: {problem}") from None
+                await asyncio.sleep(pause_s)
+                pause_s = min(0.5, pause_s * 2)
+
+    async def _attach_once(self) -> PoolView:
+        request = say.Attach(worker_id=self._worker_id)
+        subject = subjects.store(self._node_id, "attach")
+        attached = await self._bus.request(subject, request, say.Attached, timeout_s=2.0)
+        known = self._attached
+        if self._view is not None and known is not None and known.incarnation == attached.incarnation:
+            return self._view
+        geometry = Geometry.of(attached.layout, attached.slots)
+        view = await asyncio.to_thread(PoolView.attach, attached.segment, geometry, populate=True)
+        if not view.alive():
+            view.close()
+            raise SegmentError(f"segment {attached.segment} is stale")
+        if self._view is None:
+            self._view = view
+        else:
+            self._view.remap(view)
+        self._attached = attached
+        return self._view
+
+    # --- put and fetch -------------------------------------------------------------------------------------------
+
+    async def open_put(self, order_id: str, block_keys: bytes, *, blocks: int) -> say.PutOpened:
+        """Leases what is here, reserves slots for the rest. Raises StoreFull, AgentUnreachable.
+
+        When the agent has restarted since `attach`, the view shows its new memory when this returns.
+        """
+        request = say.OpenPut(order_id=order_id, worker_id=self._worker_id, block_keys=block_keys, blocks=blocks)
+        opened = await self._ask("open_put", request, say.PutOpened)
+        if self._attached is None or self._attached.incarnation != opened.incarnation:
+            await self.attach()
+        self._pushes[order_id] = 0
+        return opened
+
+    async def fetch(self, order_id: str, source_node_id: str, *, first_block: int, blocks: int) -> say.Fetched:
+        """Blocks of the order become readable here, layer by layer (`KvLoaded`), and are committed.
+
+        Raises BlockMissing (with `held`), OrderUnknown, or a TransferError; then nothing was committed.
+        """
+        request = say.FetchBlocks(
+            order_id=order_id,
+            worker_id=self._worker_id,
+            source_node_id=source_node_id,
+            first_block=first_block,
+            blocks=blocks,
+        )
+        fetched = await self._ask("fetch", request, say.Fetched, long=True)
+        if fetched.missing:
+            raise BlockMissing(f"{source_node_id} has {fetched.held} of {blocks} blocks", held=fetched.held)
+        return fetched
+
+    async def commit(self, order_id: str, *, first_block: int, blocks: int) -> None:
+        """These blocks are written: those with keys become visible to others. Raises OrderUnknown."""
+        request = say.CommitBlocks(order_id=order_id, worker_id=self._worker_id, first_block=first_block, blocks=blocks)
+        await self._ask("commit", request, say.Done, long=True)
+
+    # --- push ----------------------------------------------------------------------------------------------------
+
+    async def open_push(self, order_id: str, request_id: str, *, target_node_id: str, decode_worker_id: str) -> None:
+        """Room for the order's blocks at the target; the decode worker is told. Raises StoreFull, PeerUnreachable,
+        LayoutMismatch, OrderUnknown (also: the decode side released the order already)."""
+        request = say.OpenPush(
+            order_id=order_id,
+            request_id=request_id,
+            worker_id=self._worker_id,
+            target_node_id=target_node_id,
+            decode_worker_id=decode_worker_id,
+        )
+        await self._ask("open_push", request, say.Done, long=True)
+
+    def push(self, order_id: str, *, layer: int, first_block: int, blocks: int) -> None:
+        """Layer `layer` of these blocks is written here: send it on. Returns at once; from any thread."""
+        assert self._loop is not None, "attach first"
+        if threading.get_ident() == self._loop_thread:
+            self._push(say.PushLayer(order_id=order_id, layer=layer, first_block=first_block, blocks=blocks))
+        else:
+            layer_push = say.PushLayer(order_id=order_id, layer=layer, first_block=first_block, blocks=blocks)
+            self._loop.call_soon_threadsafe(self._push, layer_push)
+
+    def _push(self, layer_push: say.PushLayer) -> None:
+        self._pushes[layer_push.order_id] += 1
+        self._outbox.append(layer_push)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.ensure_future(self._send())
+
+    async def _send(self) -> None:
+        subject = subjects.store(self._node_id, "push")
+        while self._outbox:
+            some = [self._outbox.popleft() for _ in range(min(len(self._outbox), PUSHES_PER_MESSAGE))]
+            with contextlib.suppress(Exception):  # a lost push is found by close_push
+                await self._bus.publish(subject, say.PushLayers(worker_id=self._worker_id, pushes=some))
+
+    async def close_push(self, order_id: str) -> say.Pushed:
+        """Returns when everything pushed is readable at the target and committed there. Raises what made it fail."""
+        await asyncio.sleep(0)  # pushes from other threads come first
+        if self._sending is not None:
+            await asyncio.shield(self._sending)
+        request = say.ClosePush(order_id=order_id, worker_id=self._worker_id, pushes=self._pushes[order_id])
+        return await self._ask("close_push", request, say.Pushed, long=True)
+
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    async def release(self, order_id: str) -> None:
+        """The worker will touch nothing of the order any more: leases and reservations end, here and at the target
+        of an open push. Idempotent; an agent that is gone has released everything already.
+        """
+        self._pushes.pop(order_id, None)
+        request = say.ReleaseBlocks(order_id=order_id, worker_id=self._worker_id)
+        with contextlib.suppress(AgentUnreachable):
+            await self._ask("release", request, say.Done)
+
+    async def status(self) -> say.StoreStatus:
+        """How full the node is."""
+        return await self._ask("status", say.StoreStatusRequest(), say.StoreStatus)
+
+    async def close(self) -> None:
+        """Lets go of the mapping. Orders must have been released."""
+        if self._sending is not None:
+            await asyncio.shield(self._sending)
+        if self._view is not None:
+            self._view.close()
+            self._view, self._attached = None, None
+
+    async def _ask(self, verb: str, message: Message, kind: type[M], *, long: bool = False) -> M:
+        timeout_s = ASK_S
+        if long and self._attached is not None:
+            timeout_s += 2 * self._attached.transfer_ns_max / 1e9
+        subject = subjects.store(self._node_id, verb)
+        asking = asyncio.ensure_future(self._bus.request(subject, message, kind, timeout_s=timeout_s))
+        try:
+            while not asking.done():
+                await asyncio.wait([asking], timeout=WATCH_S)
+                if not asking.done() and self._view is not None and not self._view.alive():
+                    raise AgentUnreachable(f"the store agent of node {self._node_id} died")
+            return asking.result()
+        except bus_errors.PeerError as problem:
+            raise from_code(problem.code, problem.message) from None
+        except bus_errors.BusError as problem:
+            raise AgentUnreachable(f"store agent of node {self._node_id}: {problem}") from None
+        finally:
+            asking.cancel()

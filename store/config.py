@@ -1,0 +1,71 @@
+"""Configuration of a store agent. Read once, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from halfmoon.schemas.policy import SECOND_NS, Layout
+from halfmoon.store.segment import Geometry
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    #: Names the segments in /dev/shm together with `node_id`, so that two clusters on one machine do not meet.
+    cluster: str = "default"
+    node_id: str
+    layout: Layout
+    #: Blocks in the pool; 0: as many as `pool_bytes` hold.
+    slots: int = 0
+    #: Size of the pool when `slots` is 0. All of it is taken from /dev/shm at the start.
+    pool_bytes: int = 1024 * MIB
+    #: Address that the TCP data plane listens on. Never all interfaces unless somebody writes so.
+    bind: str = "127.0.0.1"
+    #: Port of the TCP data plane; 0: any free one. -1: no TCP at all (a single host).
+    port: int = 0
+    #: Address that peers connect to, when it is not `bind` (containers); without a port.
+    advertise: str = ""
+    #: "auto": shared memory between agents of one host, TCP between hosts. The others force one.
+    transport: Literal["auto", "shm", "tcp"] = "auto"
+    #: CURVE on TCP links. "auto": only between hosts; it halves the speed. Links are authenticated in any case.
+    encryption: Literal["auto", "always", "never"] = "auto"
+    #: What all agents of the cluster know and nobody else does; authenticates the data plane.
+    cluster_secret: str
+    #: A lease or reservation lives so long after the last activity of its order.
+    lease_ttl_ns: int = 60 * SECOND_NS
+    #: A slot is not used again before a writer's deadline plus this: clocks and scheduling of a writer are not exact.
+    writer_grace_ns: int = 1 * SECOND_NS
+    #: No single move takes longer; shorter than half the lease, so that no lease ends under a reader.
+    transfer_ns_max: int = 20 * SECOND_NS
+    #: A TCP peer from which nothing comes for this long is unreachable.
+    stall_ns_max: int = 3 * SECOND_NS
+    #: How long another agent may take to answer a control request.
+    control_timeout_s: float = 2.0
+    heartbeat_ns: int = 1 * SECOND_NS
+    sweep_ns: int = SECOND_NS // 4
+    #: Compare checksums on reads over shared memory too (over TCP always): 0.1 ms a MiB.
+    verify_shm: bool = False
+    #: Threads that copy and hash.
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        if self.layout.block_bytes == 0:
+            raise ValueError("layout: a block has no bytes, so there is nothing to store: run without a store agent")
+        if not self.cluster_secret:
+            raise ValueError("cluster_secret: must not be empty")
+        if self.slot_count < 1:
+            raise ValueError(f"pool_bytes: {self.pool_bytes} is less than one block of {self.layout.block_bytes} bytes")
+        if 2 * self.transfer_ns_max > self.lease_ttl_ns:
+            raise ValueError("transfer_ns_max: must be at most half of lease_ttl_ns")
+        if self.transport == "tcp" and self.port < 0:
+            raise ValueError("port: transport tcp needs a port")
+
+    @property
+    def slot_count(self) -> int:
+        return self.slots if self.slots else self.pool_bytes // self.layout.block_bytes
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry.of(self.layout, self.slot_count)

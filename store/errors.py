@@ -1,0 +1,95 @@
+"""Everything that can go wrong in the store, one tree::
+
+    StoreError
+    ├── StoreFull            no room, even after evicting all that may be evicted
+    ├── OrderUnknown         never opened here, expired, or released
+    ├── BlockMissing         a miss: the holder answers, but has not (all of) these blocks
+    ├── LayoutMismatch       the two sides do not agree on what a block is
+    ├── AgentUnreachable     the node's own store agent does not answer
+    └── TransferError        bytes did not arrive
+        ├── PeerUnreachable  nobody there: dead, cut off, or never joined
+        ├── TransferRefused  the other side said no, and why
+        ├── TransferTimeout  the deadline passed, or nothing moved for too long
+        └── BytesCorrupted   they arrived, but are not what was committed
+
+A miss, a failed transfer and an unreachable holder are three different answers: on a miss the index is stale, on a
+failed transfer another try may do, on an unreachable holder every block of that node is out of reach. `code` is
+what travels in a `ProcessError`; :func:`from_code` turns it back.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class StoreError(Exception):
+    code: ClassVar[str] = "store_error"
+
+
+class StoreFull(StoreError):
+    code = "store_full"
+
+
+class OrderUnknown(StoreError):
+    code = "unknown_order"
+
+
+class BlockMissing(StoreError):
+    """`held` blocks, counted from the first one asked for, are at the source."""
+
+    code = "miss"
+
+    def __init__(self, message: str, *, held: int = 0) -> None:
+        super().__init__(message)
+        self.held = held
+
+
+class LayoutMismatch(StoreError):
+    code = "layout_mismatch"
+
+
+class AgentUnreachable(StoreError):
+    code = "agent_unreachable"
+
+
+class TransferError(StoreError):
+    code = "transfer_failed"
+
+
+class PeerUnreachable(TransferError):
+    code = "peer_unreachable"
+
+
+class TransferRefused(TransferError):
+    code = "transfer_refused"
+
+
+class TransferTimeout(TransferError):
+    code = "transfer_timeout"
+
+
+class BytesCorrupted(TransferError):
+    code = "corrupted"
+
+
+_BY_CODE: dict[str, type[StoreError]] = {
+    kind.code: kind
+    for kind in (
+        StoreFull,
+        OrderUnknown,
+        BlockMissing,
+        LayoutMismatch,
+        AgentUnreachable,
+        TransferError,
+        PeerUnreachable,
+        TransferRefused,
+        TransferTimeout,
+        BytesCorrupted,
+    )
+}
+
+
+def from_code(code: str, message: str) -> StoreError:
+    """The error that a `ProcessError` of this code stands for; a plain StoreError for a code of a newer version."""
+    kind = _BY_CODE.get(code)
+    return kind(message) if kind is not None else StoreError(f"{code}: {message}")

@@ -1,0 +1,172 @@
+"""Reads an order's blocks from another node into its reserved slots, layer-major, telling of layers as they become
+readable.
+
+Layer-major, because the worker can compute over layer 0 while layer 1 is under way; in groups of layers of a few
+MiB, two under way at once, so that the link is not idle between them. A block counts as fetched only when its
+checksum is that of the source.
+
+Source: Mooncake (FAST'25), section 5.2 (layer-wise loading); Mooncake's transfer engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from halfmoon.schemas import subjects
+from halfmoon.schemas.keys import join_keys
+from halfmoon.schemas.kv import KvLoaded
+from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, LeaseBlocks, Leased
+from halfmoon.store.errors import BytesCorrupted, StoreError
+from halfmoon.store.peers import Peers
+from halfmoon.store.pool import Hold, Owner
+from halfmoon.store.transport import Call, Peer, Slice, Stop, Transport, in_thread
+
+if TYPE_CHECKING:
+    from halfmoon.store.agent import StoreAgent
+
+GROUP_BYTES = 4 * 1024 * 1024
+UNDER_WAY = 2
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Blocks leased at a peer: `slots[i]` and `checksums[i]` are of block `first_block + i` of the request."""
+
+    peer: Peer
+    party: str
+    slots: list[int]
+    checksums: list[int]
+
+
+async def lease_at(peers: Peers, wanted: FetchBlocks, hold: Hold, *, node_id: str) -> Source | int:
+    """Leases the blocks at their source. An int: a miss, it has only so many of them. Raises StoreError."""
+    peer = await peers.get(wanted.source_node_id)
+    party = f"{node_id}-{next(_numbers)}"
+    keys = join_keys(hold.keys[: wanted.first_block + wanted.blocks])
+    request = LeaseBlocks(order_id=wanted.order_id, party=party, block_keys=keys, first_block=wanted.first_block)
+    leased = await peers.ask(peer.node_id, "lease", request, Leased)
+    if leased.missing:
+        return leased.held
+    peer = await peers.get(peer.node_id, incarnation=leased.incarnation)
+    return Source(peer, party, leased.slots, leased.checksums)
+
+
+async def read_layers(
+    transport: Transport,
+    source: Source,
+    hold: Hold,
+    indices: Sequence[int],
+    wanted: FetchBlocks,
+    call: Call,
+    loaded: Callable[[int], Awaitable[None]],
+) -> int:
+    """Moves blocks `indices`; calls `loaded(layer)` in order. Returns the bytes moved. Raises TransferError."""
+    geometry = source.peer.geometry
+    per_layer = max(1, len(indices) * geometry.layer_block_bytes)
+    step = max(1, GROUP_BYTES // per_layer)
+    groups = [(first, min(step, geometry.layers - first)) for first in range(0, geometry.layers, step)]
+    reads: list[asyncio.Task[None]] = []
+    try:
+        for number, (first, layers) in enumerate(groups):
+            for ahead in groups[len(reads) : number + UNDER_WAY]:
+                items = [Slice(hold.slots[i], source.slots[i - wanted.first_block], *ahead) for i in indices]
+                reads.append(asyncio.create_task(transport.read(source.peer, items, call)))
+            await reads[number]
+            await loaded(first + layers - 1)
+    finally:
+        for task in reads:
+            task.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+    return len(indices) * geometry.block_bytes
+
+
+async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fetched:
+    """Leases, reads, verifies, commits. Whatever happens, the lease at the source ends and no slot is written
+    afterwards.
+
+    Raises OrderUnknown, or a TransferError; a miss is an answer.
+    """
+    started_ns = time.monotonic_ns()
+    hold = agent.book.hold(owner)
+    writer = f"fetch-{next(_numbers)}"
+    agent.book.open_writer(owner, writer, started_ns + agent.config.lease_ttl_ns)
+    source: Source | None = None
+    moved = 0
+    try:
+        wanted = await _copy_local(agent, owner, hold, request)
+        if wanted:
+            found = await lease_at(agent.peers, request, hold, node_id=agent.config.node_id)
+            if isinstance(found, int):
+                agent.counters["fetch_misses"] += 1
+                return Fetched(bytes=0, elapsed_ns=time.monotonic_ns() - started_ns, blocks=0, missing=True, held=found)
+            source = found
+            moved = await _read(agent, hold, request, source, wanted)
+            await agent.commit(
+                owner,
+                request.first_block,
+                request.blocks,
+                check=lambda sums: check_sums(source, sums, wanted, request),
+            )
+        else:
+            await _loaded(agent, request, agent.config.layout.layers - 1)
+    except StoreError as problem:
+        agent.failed(request.source_node_id, problem)
+        raise
+    finally:
+        agent.book.close_writer(owner, writer)
+        if source is not None:
+            end = EndLease(order_id=request.order_id, party=source.party)
+            agent.spawn(agent.peers.tell(source.peer.node_id, "end_lease", end))
+    agent.counters["fetched_bytes"] += moved
+    return Fetched(bytes=moved, elapsed_ns=time.monotonic_ns() - started_ns, blocks=request.blocks)
+
+
+async def _read(agent: StoreAgent, hold: Hold, request: FetchBlocks, source: Source, wanted: Sequence[int]) -> int:
+    deadline_ns = time.monotonic_ns() + agent.config.transfer_ns_max
+    call = Call(request.order_id, source.party, deadline_ns, verify=agent.config.verify_shm)
+
+    async def loaded(layer: int) -> None:
+        await _loaded(agent, request, layer)
+
+    return await read_layers(agent.transport_to(source.peer), source, hold, wanted, request, call, loaded)
+
+
+async def _copy_local(agent: StoreAgent, owner: Owner, hold: Hold, request: FetchBlocks) -> list[int]:
+    """The blocks that must be moved. Those that another order committed here meanwhile are copied within the pool."""
+    missing = agent.book.to_commit(owner, request.first_block, request.blocks)
+    here = [i for i in missing if agent.book.find(hold.keys[i]) is not None]
+    if here:
+        lender = Owner(owner.order_id, f"copy-{next(_numbers)}")
+        lent, _ = agent.book.lease(lender, [hold.keys[i] for i in here], 0)
+        blocks = agent.view.blocks
+        try:
+            for i, slot in zip(here, lent.slots, strict=True):
+                copy = functools.partial(np.copyto, blocks[hold.slots[i]], blocks[slot])
+                call = Call(owner.order_id, owner.party, time.monotonic_ns() + agent.config.transfer_ns_max)
+                await in_thread(agent.executor, copy, Stop(call))
+        finally:
+            agent.book.release(lender)
+    return [i for i in missing if i not in here]
+
+
+async def _loaded(agent: StoreAgent, request: FetchBlocks, layer: int) -> None:
+    loaded = KvLoaded(order_id=request.order_id, layer=layer, first_block=request.first_block, blocks=request.blocks)
+    await agent.bus.publish(subjects.kv(request.worker_id, "KvLoaded"), loaded)
+
+
+def check_sums(source: Source, sums: dict[int, int], wanted: Sequence[int], request: FetchBlocks) -> None:
+    """Raises BytesCorrupted when a moved block (index to checksum) is not what the source committed."""
+    for i in wanted:
+        if i in sums and source.checksums[i - request.first_block] != sums[i]:
+            raise BytesCorrupted(
+                f"block {i} of order {request.order_id} from {source.peer.node_id} is not what was committed"
+            )

@@ -1,0 +1,386 @@
+"""The book of a node's block slots: what is in each, who holds it, what may go. No I/O; time is handed in as
+`now_ns`.
+
+A slot is in one of four states::
+
+    free ──reserve──▶ reserved ──commit──▶ committed ──evict──▶ free
+                         │ └─release while a writer may still write──▶ condemned ──writer closed, or its deadline──▶
+                         free
+
+Rules.
+
+- A put has two phases. Reserved slots belong to their holders alone; a key is found only after `commit`.
+- A *hold* is what one party of one order has: reserved slots, and leases on committed ones. It expires. Leased blocks
+  are never evicted. Looking whether a key exists (`probe`) changes nothing.
+- A *writer* is somebody outside of this process who may write into the reserved slots of a hold: the node's own
+  worker, or a peer that pushes. A writer never writes after its deadline. A slot that loses its last holder while a
+  writer is on it is condemned: unusable until the writer closes or its deadline passes, so that a late write never
+  hits another order's bytes.
+- Keys are chained, but the pool does not know parents: it takes the order in which keys are listed, head first.
+
+Source: Mooncake (FAST'25), section 4; architecture: leases and condemned slots are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreFull
+from halfmoon.store.eviction import Eviction, LeastRecentlyUsed
+
+
+class State(Enum):
+    FREE = "free"
+    RESERVED = "reserved"
+    COMMITTED = "committed"
+    CONDEMNED = "condemned"
+
+
+class Owner(NamedTuple):
+    """Whose a hold is: a party (worker or reading node) of an order."""
+
+    order_id: str
+    party: str
+
+
+class Change(NamedTuple):
+    """A key became readable here, or was evicted; in the order in which it happened."""
+
+    kind: Literal["stored", "evicted"]
+    key: bytes
+
+
+@dataclass(slots=True)
+class Slot:
+    state: State = State.FREE
+    #: b"" for a slot without a key: a partial tail, or a block that another order committed first.
+    key: bytes = b""
+    #: xxh3_64 of the block's per-layer xxh3_64 sums; of a committed slot.
+    checksum: int = 0
+    holders: int = 0
+    writers: int = 0
+
+
+@dataclass(slots=True)
+class Hold:
+    """`slots[i]` is block `first_block + i` of the order."""
+
+    slots: list[int]
+    keys: list[bytes]
+    expires_ns: int
+    present: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Writer:
+    deadline_ns: int
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Slots by state, and how many holds and leases (holds of committed slots) there are."""
+
+    slots: int
+    free: int
+    reserved: int
+    committed: int
+    condemned: int
+    leased: int
+    leases: int
+    holds: int
+
+
+class Pool:
+    def __init__(self, slots: int, *, eviction: Eviction | None = None) -> None:
+        assert slots > 0, slots
+        self.slots = [Slot() for _ in range(slots)]
+        self.holds: dict[Owner, Hold] = {}
+        self.writers: dict[tuple[Owner, str], Writer] = {}
+        self._free = list(range(slots - 1, -1, -1))
+        self._by_key: dict[bytes, int] = {}
+        self._eviction: Eviction = eviction if eviction is not None else LeastRecentlyUsed()
+        self._changes: list[Change] = []
+
+    # --- put -----------------------------------------------------------------------------------------------------
+
+    def open_put(self, owner: Owner, keys: Sequence[bytes], blocks: int, *, expires_ns: int) -> Hold:
+        """Leases those of `keys` that are here and reserves slots for the rest, and for `blocks - len(keys)`
+        without a key.
+
+        All or nothing. Raises StoreFull, leaving everything as it was; StoreError when the owner has a hold already.
+        """
+        assert blocks >= len(keys), (blocks, len(keys))
+        if owner in self.holds:
+            raise StoreError(f"order {owner.order_id} is open for {owner.party} already")
+        found = [self._by_key.get(key) for key in keys]
+        present = [i for i, slot in enumerate(found) if slot is not None]
+        if len({found[i] for i in present}) != len(present):
+            raise StoreError(f"order {owner.order_id} names a block twice")
+        needed = blocks - len(present)
+        idle = len(self._eviction) - sum(1 for i in present if found[i] in self._eviction)
+        if needed > len(self._free) + idle:
+            raise StoreFull(f"{needed} blocks wanted, {len(self._free)} free and {idle} evictable of {len(self.slots)}")
+        for i in present:
+            slot = found[i]
+            assert slot is not None
+            self._hold_slot(slot)
+        taken: list[int] = []
+        for i in range(blocks):
+            slot = found[i] if i < len(keys) else None
+            if slot is None:
+                slot = self._take_free()
+                self.slots[slot] = Slot(State.RESERVED, keys[i] if i < len(keys) else b"", holders=1)
+            taken.append(slot)
+        all_keys = [*keys, *([b""] * (blocks - len(keys)))]
+        hold = Hold(taken, all_keys, expires_ns, present)
+        self.holds[owner] = hold
+        return hold
+
+    def share(self, owner: Owner, to: Owner, *, expires_ns: int) -> Hold:
+        """Gives `to` a hold on the same slots: a push whose target is this very node moves nothing."""
+        source = self.hold(owner)
+        if to in self.holds:
+            raise StoreError(f"order {to.order_id} is open for {to.party} already")
+        for slot in source.slots:
+            self._hold_slot(slot)
+        shared = Hold(list(source.slots), list(source.keys), expires_ns, list(source.present))
+        self.holds[to] = shared
+        return shared
+
+    def commit(self, owner: Owner, checksums: dict[int, int]) -> list[int]:
+        """Makes blocks visible: `checksums` maps indices of the hold to checksums. Returns the indices that became
+        so.
+
+        Blocks without a key, committed ones, and ones that another order committed meanwhile stay as they are.
+        """
+        hold = self.hold(owner)
+        done = []
+        for i in sorted(checksums):
+            slot = self.slots[hold.slots[i]]
+            if slot.state is not State.RESERVED or not slot.key:
+                continue
+            if slot.key in self._by_key:
+                slot.key = b""
+                continue
+            slot.state = State.COMMITTED
+            slot.checksum = checksums[i]
+            self._by_key[slot.key] = hold.slots[i]
+            self._changes.append(Change("stored", slot.key))
+            done.append(i)
+        return done
+
+    # --- leases --------------------------------------------------------------------------------------------------
+
+    def lease(self, owner: Owner, keys: Sequence[bytes], *, first_block: int, expires_ns: int) -> Hold:
+        """Holds the blocks `keys[first_block:]`; those before are touched, so that heads stay newer than tails.
+
+        Raises BlockMissing (with how many are here) and holds nothing when one is not committed here.
+        """
+        if owner in self.holds:
+            raise StoreError(f"order {owner.order_id} is open for {owner.party} already")
+        slots: list[int] = []
+        for key in keys[first_block:]:
+            slot = self._by_key.get(key)
+            if slot is None:
+                wanted = len(keys) - first_block
+                raise BlockMissing(f"{len(slots)} of {wanted} blocks are here", held=len(slots))
+            slots.append(slot)
+        for slot in slots:
+            self._hold_slot(slot)
+        for key in reversed(keys[:first_block]):
+            if (slot := self._by_key.get(key)) is not None:
+                self._eviction.touch(slot)
+        hold = Hold(slots, list(keys[first_block:]), expires_ns, list(range(len(slots))))
+        self.holds[owner] = hold
+        return hold
+
+    def hold(self, owner: Owner) -> Hold:
+        """Raises OrderUnknown."""
+        try:
+            return self.holds[owner]
+        except KeyError:
+            raise OrderUnknown(f"order {owner.order_id} holds nothing here for {owner.party}") from None
+
+    def renew(self, owner: Owner, *, expires_ns: int) -> None:
+        """The hold lives until `expires_ns` at least. Raises OrderUnknown."""
+        hold = self.hold(owner)
+        hold.expires_ns = max(hold.expires_ns, expires_ns)
+
+    def release(self, owner: Owner) -> bool:
+        """Drops a hold: leases end, reserved slots become free, or condemned when a writer is on them. False: no
+        such hold.
+        """
+        hold = self.holds.pop(owner, None)
+        if hold is None:
+            return False
+        for slot in reversed(hold.slots):
+            self.slots[slot].holders -= 1
+            self._settle(slot)
+        return True
+
+    def owners(self, order_id: str) -> list[Owner]:
+        return [owner for owner in self.holds if owner.order_id == order_id]
+
+    def probe(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are committed here. Renews nothing."""
+        return [key in self._by_key for key in keys]
+
+    def find(self, key: bytes) -> int | None:
+        """The slot that holds `key`. Renews nothing."""
+        return self._by_key.get(key)
+
+    def readable(self, slot: int) -> bool:
+        return self.slots[slot].state is State.COMMITTED
+
+    # --- writers -------------------------------------------------------------------------------------------------
+
+    def open_writer(self, owner: Owner, name: str, *, deadline_ns: int) -> None:
+        """`name` may write into the reserved slots of the hold until `deadline_ns`. Raises OrderUnknown."""
+        hold = self.hold(owner)
+        assert (owner, name) not in self.writers, (owner, name)
+        slots = [slot for slot in hold.slots if self.slots[slot].state is State.RESERVED]
+        for slot in slots:
+            self.slots[slot].writers += 1
+        self.writers[owner, name] = Writer(deadline_ns, slots)
+
+    def renew_writer(self, owner: Owner, name: str, *, deadline_ns: int) -> None:
+        """No effect when it is closed."""
+        writer = self.writers.get((owner, name))
+        if writer is not None:
+            writer.deadline_ns = max(writer.deadline_ns, deadline_ns)
+
+    def close_writer(self, owner: Owner, name: str) -> None:
+        """`name` will not write again. Idempotent."""
+        writer = self.writers.pop((owner, name), None)
+        if writer is None:
+            return
+        for slot in writer.slots:
+            self.slots[slot].writers -= 1
+            self._settle(slot)
+
+    def may_write(self, owner: Owner, slots: Sequence[int]) -> str:
+        """ "" when `owner` holds a reservation on every one of `slots`, otherwise why not."""
+        hold = self.holds.get(owner)
+        if hold is None:
+            return "no reservation"
+        held = set(hold.slots)
+        for slot in slots:
+            if slot not in held:
+                return f"slot {slot} is not reserved for this order"
+            if self.slots[slot].state is not State.RESERVED:
+                return f"slot {slot} is {self.slots[slot].state.value}"
+        return ""
+
+    def may_read(self, order_id: str, slots: Sequence[int]) -> str:
+        """ "" when some party of the order leases every one of `slots`, otherwise why not."""
+        held: set[int] = set()
+        for owner in self.owners(order_id):
+            held.update(self.holds[owner].slots)
+        for slot in slots:
+            if slot not in held or self.slots[slot].state is not State.COMMITTED:
+                return f"slot {slot} is not leased for this order"
+        return ""
+
+    # --- time, reports, invariant --------------------------------------------------------------------------------
+
+    def sweep(self, now_ns: int) -> list[Owner]:
+        """Collects what has expired by `now_ns`: holds, and writers past their deadline. Returns the holds' owners."""
+        expired = [owner for owner, hold in self.holds.items() if hold.expires_ns <= now_ns]
+        for owner in expired:
+            self.release(owner)
+        for owner, name in [at for at, writer in self.writers.items() if writer.deadline_ns <= now_ns]:
+            self.close_writer(owner, name)
+        return expired
+
+    def take_changes(self) -> list[Change]:
+        """What became readable or was evicted since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def keys(self) -> list[bytes]:
+        """All committed keys, in the order of commit."""
+        return list(self._by_key)
+
+    def counts(self) -> Counts:
+        by_state = dict.fromkeys(State, 0)
+        leased = leases = 0
+        for slot in self.slots:
+            by_state[slot.state] += 1
+            if slot.state is State.COMMITTED and slot.holders:
+                leased += 1
+                leases += slot.holders
+        return Counts(
+            slots=len(self.slots),
+            free=by_state[State.FREE],
+            reserved=by_state[State.RESERVED],
+            committed=by_state[State.COMMITTED],
+            condemned=by_state[State.CONDEMNED],
+            leased=leased,
+            leases=leases,
+            holds=len(self.holds),
+        )
+
+    def check(self) -> None:
+        """The invariant: every slot is accounted for exactly once. Raises AssertionError with the values in it."""
+        holders = [0] * len(self.slots)
+        writers = [0] * len(self.slots)
+        for hold in self.holds.values():
+            assert len(hold.slots) == len(hold.keys), hold
+            for number in hold.slots:
+                holders[number] += 1
+        for writer in self.writers.values():
+            for number in writer.slots:
+                writers[number] += 1
+        free = set(self._free)
+        assert len(free) == len(self._free), "a slot is free twice"
+        for number, slot in enumerate(self.slots):
+            here = (number, slot)
+            assert (slot.holders, slot.writers) == (holders[number], writers[number]), here
+            assert (slot.state is State.FREE) == (number in free), here
+            idle = slot.state is State.COMMITTED and not slot.holders and not slot.writers
+            assert (number in self._eviction) == idle, here
+            match slot.state:
+                case State.FREE:
+                    assert (slot.holders, slot.writers) == (0, 0), here
+                case State.RESERVED:
+                    assert slot.holders, here
+                case State.COMMITTED:
+                    assert self._by_key.get(slot.key) == number, here
+                case State.CONDEMNED:
+                    assert slot.writers > slot.holders == 0, here
+        committed = sum(slot.state is State.COMMITTED for slot in self.slots)
+        assert len(self._by_key) == committed, (len(self._by_key), committed)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _hold_slot(self, number: int) -> None:
+        self._eviction.remove(number)
+        self.slots[number].holders += 1
+
+    def _settle(self, number: int) -> None:
+        """Puts a slot where it belongs after a holder or a writer went."""
+        slot = self.slots[number]
+        if slot.holders:
+            return
+        if slot.state is State.COMMITTED:
+            if not slot.writers:
+                self._eviction.add(number)
+        elif slot.writers:
+            slot.state, slot.key = State.CONDEMNED, b""
+        elif slot.state is not State.FREE:
+            self.slots[number] = Slot()
+            self._free.append(number)
+
+    def _take_free(self) -> int:
+        if not self._free:
+            victim = self._eviction.victim()
+            key = self.slots[victim].key
+            del self._by_key[key]
+            self._changes.append(Change("evicted", key))
+            self.slots[victim] = Slot()
+            return victim
+        return self._free.pop()

@@ -1,0 +1,230 @@
+"""The node's shared memory segment: `[slots, layers, layer_block_bytes]` bytes, and behind them a table of checksums
+`[slots, layers]` (u64), both mapped by the agent, by the node's workers, and by peers on the same host.
+
+It is a file in /dev/shm, `halfmoon-<cluster>-<node_id>`, mode 0600. Its creator holds a flock on it while it lives,
+so that anybody can tell a stale one: the kernel drops the lock of a process that dies, however it dies. Its pages
+are reserved when it is made, so that a full /dev/shm is an error at the start and not a bus error in the middle of
+a copy.
+
+(`multiprocessing.shared_memory` is not used: its resource tracker unlinks segments that other processes still need.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from halfmoon.schemas.policy import Layout
+
+SHM = Path("/dev/shm")
+_TABLE_ALIGN = 4096
+
+
+class SegmentError(Exception):
+    """The segment cannot be made or mapped; one line for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Shape of a segment. Two agents can exchange blocks when all but `slots` are equal."""
+
+    slots: int
+    layers: int
+    layer_block_bytes: int
+
+    @classmethod
+    def of(cls, layout: Layout, slots: int) -> Geometry:
+        return cls(slots=slots, layers=layout.layers, layer_block_bytes=layout.layer_block_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.layer_block_bytes
+
+    @property
+    def table_offset(self) -> int:
+        return -(-self.slots * self.block_bytes // _TABLE_ALIGN) * _TABLE_ALIGN
+
+    @property
+    def file_bytes(self) -> int:
+        return self.table_offset + self.slots * self.layers * 8
+
+
+class PoolView:
+    """A mapping of a node's pool.
+
+    `blocks`: u8 `[slots, layers, layer_block_bytes]`; `sums`: u64 `[slots, layers]`, the xxh3_64 of every layer of
+    every committed block, written by the agent. Valid until `close`, or until the agent restarts (see `alive`); a
+    view that was handed out keeps its memory alive, so that a late reader sees old bytes and never a fault.
+    """
+
+    def __init__(self, name: str, geometry: Geometry, fd: int, memory: mmap.mmap) -> None:
+        self.name = name
+        self.geometry = geometry
+        self._fd = fd
+        self._memory = memory
+        self._map()
+
+    def _map(self) -> None:
+        at = self.geometry
+        shape = (at.slots, at.layers, at.layer_block_bytes)
+        size = at.slots * at.block_bytes
+        self.blocks: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, size).reshape(shape)
+        table = np.frombuffer(self._memory, np.uint64, at.slots * at.layers, at.table_offset)
+        self.sums: npt.NDArray[np.uint64] = table.reshape(at.slots, at.layers)
+
+    @classmethod
+    def attach(cls, name: str, geometry: Geometry, *, populate: bool = False) -> PoolView:
+        """Maps an agent's segment, read and write. Raises SegmentError.
+
+        `populate` takes the page faults now (tens of ms a GiB) and not in the first copies.
+        """
+        try:
+            fd = os.open(SHM / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as problem:
+            raise SegmentError(f"cannot open segment {name}: {problem.strerror}") from None
+        try:
+            size = os.fstat(fd).st_size
+            if size != geometry.file_bytes:
+                raise SegmentError(f"segment {name} has {size} bytes, {geometry.file_bytes} expected")
+            return cls(name, geometry, fd, _mmap(fd, size, populate))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def remap(self, other: PoolView) -> None:
+        """Makes this view show what `other` maps, which is used up."""
+        self._drop()
+        self.name, self.geometry, self._fd, self._memory = (
+            other.name,
+            other.geometry,
+            other._fd,
+            other._memory,
+        )
+        self._map()
+
+    def layer_block(self, slot: int, layer: int) -> npt.NDArray[np.uint8]:
+        """u8 `[layer_block_bytes]`, contiguous, no copy."""
+        block: npt.NDArray[np.uint8] = self.blocks[slot, layer]
+        return block
+
+    def alive(self) -> bool:
+        """Whether the agent that made the segment still lives."""
+        return self._fd >= 0 and _locked(self._fd)
+
+    def close(self) -> None:
+        """Lets go of the mapping (the memory goes when the last array that shows it does). Idempotent."""
+        self._drop()
+        empty = Geometry(slots=0, layers=self.geometry.layers, layer_block_bytes=self.geometry.layer_block_bytes)
+        self.blocks = np.empty((0, empty.layers, empty.layer_block_bytes), np.uint8)
+        self.sums = np.empty((0, empty.layers), np.uint64)
+
+    def _drop(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Segment:
+    """The agent's own: made, locked and unlinked by it."""
+
+    def __init__(self, view: PoolView, fd: int) -> None:
+        self.view = view
+        self._fd = fd
+
+    @classmethod
+    def create(cls, name: str, geometry: Geometry) -> Segment:
+        """Makes, reserves, maps and locks; takes the place of a stale segment of that name.
+
+        Raises SegmentError: the name is in use by a live agent, /dev/shm is too small.
+        """
+        path = SHM / name
+        with contextlib.suppress(FileNotFoundError):
+            if not _unlink_stale(path):
+                raise SegmentError(f"segment {name} belongs to an agent that is alive: is the node id used twice?")
+        need = geometry.file_bytes
+        stat = os.statvfs(SHM)
+        free = stat.f_bavail * stat.f_frsize
+        if need > free:
+            raise SegmentError(
+                f"{SHM} has {free >> 20} MiB free, the pool needs {need >> 20} MiB: use fewer slots or enlarge it"
+            )
+        fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(fd, 0, need)
+            # An opening of its own: locks belong to openings, and `alive` must not undo ours.
+            view_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            view = PoolView(name, geometry, view_fd, _mmap(fd, need, True))
+            # It gets its name last, locked and whole. (`src_dir_fd` makes Python follow the link in /proc.)
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+            return cls(view, fd)
+        except OSError as problem:
+            os.close(fd)
+            why = "too small" if problem.errno in (errno.ENOSPC, errno.ENOMEM) else str(problem.strerror)
+            raise SegmentError(f"{SHM} cannot hold the pool of {need >> 20} MiB: {why}") from None
+
+    def close(self) -> None:
+        """Unlinks and unlocks. Idempotent."""
+        if self._fd < 0:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(SHM / self.view.name)
+        self.view.close()
+        os.close(self._fd)
+        self._fd = -1
+
+
+def segment_name(cluster: str, node_id: str) -> str:
+    return f"halfmoon-{cluster}-{node_id}"
+
+
+def remove_stale(cluster: str) -> list[str]:
+    """Unlinks the cluster's segments that no living agent holds; their names."""
+    removed = []
+    for path in sorted(SHM.glob(segment_name(cluster, "*"))):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if _unlink_stale(path):
+                removed.append(path.name)
+    return removed
+
+
+def host_id() -> str:
+    """Equal for two processes that can map each other's segments: same kernel, same /dev/shm, same user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.blake2b(f"{boot}/{os.stat(SHM).st_dev}/{os.geteuid()}".encode(), digest_size=8).hexdigest()
+
+
+def _unlink_stale(path: Path) -> bool:
+    """False when its owner lives. Raises FileNotFoundError."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if _locked(fd):
+            return False
+        os.unlink(path)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def _mmap(fd: int, size: int, populate: bool) -> mmap.mmap:
+    flags: Any = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+    return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

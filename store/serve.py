@@ -1,0 +1,231 @@
+"""The agent's answers, one function a verb. Errors of the store leave as ProcessErrors of their code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from nats.aio.subscription import Subscription
+
+from halfmoon.bus.errors import PeerError
+from halfmoon.schemas import store as say
+from halfmoon.schemas import subjects
+from halfmoon.schemas.keys import join_keys, split_keys
+from halfmoon.schemas.types import Message
+from halfmoon.store import serve_peers as peers
+from halfmoon.store.book import WORKER
+from halfmoon.store.errors import OrderUnknown, PeerUnreachable, StoreError
+from halfmoon.store.fetching import fetch_blocks
+from halfmoon.store.pool import Hold, Owner
+from halfmoon.store.pushing import Push
+
+if TYPE_CHECKING:
+    from halfmoon.store.agent import StoreAgent
+
+
+async def serve_all(agent: StoreAgent) -> list[Subscription]:
+    """Subscribes every verb."""
+    verbs: list[tuple[str, type[Message], Callable[[StoreAgent, Any], Awaitable[Message]]]] = [
+        ("attach", say.Attach, attach),
+        ("open_put", say.OpenPut, open_put),
+        ("fetch", say.FetchBlocks, fetch),
+        ("commit", say.CommitBlocks, commit),
+        ("open_push", say.OpenPush, open_push),
+        ("close_push", say.ClosePush, close_push),
+        ("release", say.ReleaseBlocks, release),
+        ("status", say.StoreStatusRequest, status),
+        ("hello", say.Hello, peers.hello),
+        ("lease", say.LeaseBlocks, peers.lease),
+        ("end_lease", say.EndLease, peers.end_lease),
+        ("reserve", say.ReserveBlocks, peers.reserve),
+        ("renew", say.RenewBlocks, peers.renew),
+        ("settle", say.SettleBlocks, peers.settle),
+        ("drop", say.DropBlocks, peers.drop),
+    ]
+    node_id = agent.config.node_id
+    subscriptions = [
+        await agent.bus.subscribe(subjects.store(node_id, "push"), say.PushLayers, functools.partial(push, agent))
+    ]
+    for verb, kind, answer in verbs:
+        handler = functools.partial(_answer, agent, answer)
+        subscriptions.append(await agent.bus.serve(subjects.store(node_id, verb), kind, handler))
+    return subscriptions
+
+
+async def _answer(
+    agent: StoreAgent, answer: Callable[[StoreAgent, Any], Awaitable[Message]], request: Message
+) -> Message:
+    try:
+        return await answer(agent, request)
+    except StoreError as problem:
+        agent.counters[f"answered_{problem.code}"] += 1
+        raise PeerError(problem.code, str(problem)[:500]) from None
+    except ValueError as problem:
+        raise PeerError("invalid_request", str(problem)[:500]) from None
+
+
+# --- the node's workers -----------------------------------------------------------------------------------------
+
+
+async def attach(agent: StoreAgent, request: say.Attach) -> say.Attached:
+    me = agent.hello()
+    return say.Attached(
+        node_id=me.node_id,
+        incarnation=me.incarnation,
+        segment=me.segment,
+        slots=me.slots,
+        layout=me.layout,
+        lease_ttl_ns=agent.config.lease_ttl_ns,
+        transfer_ns_max=agent.config.transfer_ns_max,
+    )
+
+
+async def open_put(agent: StoreAgent, request: say.OpenPut) -> say.PutOpened:
+    keys = split_keys(request.block_keys)
+    if request.blocks < len(keys):
+        raise ValueError(f"blocks: {request.blocks} is less than the number of keys, {len(keys)}")
+    owner = Owner(request.order_id, request.worker_id)
+    hold = agent.book.open_put(owner, keys, request.blocks, writer=WORKER)
+    return say.PutOpened(
+        slots=hold.slots,
+        present=hold.present,
+        incarnation=agent.incarnation,
+        lease_ttl_ns=agent.config.lease_ttl_ns,
+    )
+
+
+async def commit(agent: StoreAgent, request: say.CommitBlocks) -> say.Done:
+    owner = Owner(request.order_id, request.worker_id)
+    _in_range(agent.book.hold(owner), request.first_block, request.blocks)
+    await agent.commit(owner, request.first_block, request.blocks)
+    return say.Done()
+
+
+async def fetch(agent: StoreAgent, request: say.FetchBlocks) -> say.Fetched:
+    owner = Owner(request.order_id, request.worker_id)
+    hold = agent.book.hold(owner)
+    _in_range(hold, request.first_block, request.blocks)
+    if not all(hold.keys[request.first_block : request.first_block + request.blocks]):
+        raise ValueError("a block without a key cannot be fetched")
+    return await agent.run_for(owner, fetch_blocks(agent, owner, request))
+
+
+async def open_push(agent: StoreAgent, request: say.OpenPush) -> say.Done:
+    owner = Owner(request.order_id, request.worker_id)
+    if agent.push_of(owner) is not None:
+        raise ValueError(f"order {request.order_id} pushes already")
+    return await agent.run_for(owner, _open_push(agent, owner, request))
+
+
+async def _open_push(agent: StoreAgent, owner: Owner, request: say.OpenPush) -> say.Done:
+    """Reserves at the target. When this is cancelled after the request left, the target is told to drop."""
+    hold = agent.book.hold(owner)
+    config = agent.config
+    peer = reserved = transport = None
+    if request.target_node_id == config.node_id:
+        agent.book.share(owner, Owner(request.order_id, request.decode_worker_id))
+    else:
+        reserve = say.ReserveBlocks(
+            order_id=request.order_id,
+            decode_worker_id=request.decode_worker_id,
+            writer_node_id=config.node_id,
+            block_keys=join_keys([key for key in hold.keys if key]),
+            blocks=len(hold.slots),
+        )
+        drop = say.DropBlocks(
+            order_id=request.order_id,
+            decode_worker_id=request.decode_worker_id,
+            writer_node_id=config.node_id,
+        )
+        try:
+            peer = await agent.peers.get(request.target_node_id)
+            reserved = await agent.peers.ask(peer.node_id, "reserve", reserve, say.Reserved)
+            peer = await agent.peers.get(peer.node_id, incarnation=reserved.incarnation)
+            transport = agent.transport_to(peer)
+        except BaseException as problem:
+            if isinstance(problem, StoreError):
+                agent.failed(request.target_node_id, problem)
+            if peer is not None and not isinstance(problem, PeerUnreachable | OrderUnknown):
+                agent.spawn(agent.peers.tell(peer.node_id, "drop", drop))
+            raise
+
+    def failed(problem: StoreError) -> None:
+        agent.failed(request.target_node_id, problem)
+        agent.spawn(running.end(str(problem)))
+
+    running = Push(
+        agent.bus,
+        agent.peers,
+        request,
+        hold,
+        node_id=config.node_id,
+        layer_block_bytes=config.layout.layer_block_bytes,
+        transfer_ns_max=config.transfer_ns_max,
+        peer=peer,
+        reserved=reserved,
+        transport=transport,
+        on_failure=failed,
+    )
+    agent.work(owner).push = running
+    await running.start()
+    return say.Done()
+
+
+def push(agent: StoreAgent, request: say.PushLayers) -> None:
+    """No answer: `close_push` says how it went, and finds out when one was lost."""
+    for layer in request.pushes:
+        owner = Owner(layer.order_id, request.worker_id)
+        running = agent.push_of(owner)
+        if running is None:
+            agent.counters["pushes_unknown"] += 1
+            continue
+        try:
+            agent.book.hold(owner)
+        except OrderUnknown as problem:
+            running.fail(problem)
+            continue
+        running.push(layer)
+
+
+async def close_push(agent: StoreAgent, request: say.ClosePush) -> say.Pushed:
+    owner = Owner(request.order_id, request.worker_id)
+    running = agent.push_of(owner)
+    if running is None:
+        raise OrderUnknown(f"order {request.order_id} has no push here")
+    agent.book.hold(owner)
+    pushed = await running.close(request.pushes)
+    if running.opened.target_node_id == agent.config.node_id:
+        decode = Owner(request.order_id, running.opened.decode_worker_id)
+        hold = agent.book.hold(decode)
+        await agent.commit(decode, 0, len(hold.slots))
+    agent.counters["pushed_bytes"] += pushed.bytes
+    return pushed
+
+
+async def release(agent: StoreAgent, request: say.ReleaseBlocks) -> say.Done:
+    await agent.release(Owner(request.order_id, request.worker_id))
+    return say.Done()
+
+
+async def status(agent: StoreAgent, _: say.StoreStatusRequest) -> say.StoreStatus:
+    counts = agent.book.counts()
+    return say.StoreStatus(
+        node_id=agent.config.node_id,
+        incarnation=agent.incarnation,
+        slots=counts.slots,
+        slots_free=counts.free,
+        slots_reserved=counts.reserved,
+        slots_committed=counts.committed,
+        slots_condemned=counts.condemned,
+        slots_leased=counts.leased,
+        leases=counts.leases,
+        holds=counts.holds,
+        pushes_open=agent.pushes_open(),
+        counters=dict(agent.counters),
+    )
+
+
+def _in_range(hold: Hold, first_block: int, blocks: int) -> None:
+    if first_block + blocks > len(hold.slots):
+        raise ValueError(f"blocks {first_block}..{first_block + blocks - 1}: the order has {len(hold.slots)}")

@@ -1,0 +1,71 @@
+"""The agent's answers to other agents: leases for readers, reservations for writers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from halfmoon.schemas import store as say
+from halfmoon.schemas.keys import split_keys
+from halfmoon.store.book import peer_writer
+from halfmoon.store.errors import BlockMissing, TransferRefused
+from halfmoon.store.pool import Owner
+
+if TYPE_CHECKING:
+    from halfmoon.store.agent import StoreAgent
+
+
+async def hello(agent: StoreAgent, request: say.Hello) -> say.Hello:
+    try:
+        agent.peers.accept(request)
+    except TransferRefused:
+        agent.counters["refused_hello"] += 1
+        raise
+    return agent.hello()
+
+
+async def lease(agent: StoreAgent, request: say.LeaseBlocks) -> say.Leased:
+    owner = Owner(request.order_id, request.party)
+    try:
+        hold, checksums = agent.book.lease(owner, split_keys(request.block_keys), request.first_block)
+    except BlockMissing as problem:
+        return say.Leased(incarnation=agent.incarnation, missing=True, held=problem.held)
+    return say.Leased(incarnation=agent.incarnation, slots=hold.slots, checksums=checksums)
+
+
+async def end_lease(agent: StoreAgent, request: say.EndLease) -> say.LeaseEnded:
+    return say.LeaseEnded(held=agent.book.release(Owner(request.order_id, request.party), remember=True))
+
+
+async def reserve(agent: StoreAgent, request: say.ReserveBlocks) -> say.Reserved:
+    keys = split_keys(request.block_keys)
+    if request.blocks < len(keys):
+        raise ValueError(f"blocks: {request.blocks} is less than the number of keys, {len(keys)}")
+    owner = Owner(request.order_id, request.decode_worker_id)
+    hold = agent.book.open_put(owner, keys, request.blocks, writer=peer_writer(request.writer_node_id))
+    return say.Reserved(
+        incarnation=agent.incarnation,
+        slots=hold.slots,
+        present=hold.present,
+        lease_ttl_ns=agent.config.lease_ttl_ns,
+    )
+
+
+async def renew(agent: StoreAgent, request: say.RenewBlocks) -> say.Done:
+    owner = Owner(request.order_id, request.decode_worker_id)
+    agent.book.renew(owner, peer_writer(request.writer_node_id))
+    return say.Done()
+
+
+async def settle(agent: StoreAgent, request: say.SettleBlocks) -> say.Done:
+    owner = Owner(request.order_id, request.decode_worker_id)
+    agent.book.close_writer(owner, peer_writer(request.writer_node_id))
+    hold = agent.book.hold(owner)
+    await agent.commit(owner, 0, len(hold.slots))
+    return say.Done()
+
+
+async def drop(agent: StoreAgent, request: say.DropBlocks) -> say.Done:
+    """The reader of the reservation is told by the writer (`TransferFailed`)."""
+    owner = Owner(request.order_id, request.decode_worker_id)
+    agent.book.release(owner, writers=[peer_writer(request.writer_node_id)], remember=True)
+    return say.Done()

@@ -1,0 +1,101 @@
+"""Agents and clients over a real nats-server, with small pools in real shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.schemas.kv import KvMessage
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.subjects import kv_for
+from halfmoon.store.agent import StoreAgent
+from halfmoon.store.client import StoreClient
+from halfmoon.store.config import StoreConfig
+
+SECRET = "the tests' secret"
+
+
+def layout(*, layers: int = 4, block_tokens: int = 16, kv_heads: int = 2, head_dim: int = 32) -> Layout:
+    """4 layers of 8 KiB a block, unless told otherwise."""
+    return Layout(
+        model="test",
+        model_fingerprint="f",
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        dtype="float32",
+    )
+
+
+def keys(*numbers: int) -> bytes:
+    """Made-up block keys."""
+    return b"".join(number.to_bytes(16, "little") for number in numbers)
+
+
+class Cluster:
+    """Agents, clients and what was said to workers; all gone at the end, with the pools' books checked."""
+
+    def __init__(self, url: str, stack: AsyncExitStack) -> None:
+        self.url = url
+        self.name = f"t{uuid.uuid4().hex[:8]}"
+        self.agents: dict[str, StoreAgent] = {}
+        self.heard: dict[str, list[KvMessage]] = {}
+        self._stack = stack
+
+    async def bus(self, name: str) -> Bus:
+        bus = await Bus.connect(BusConfig(url=self.url), name=name)
+        self._stack.push_async_callback(bus.close)
+        return bus
+
+    def config(self, node_id: str, **changes: Any) -> StoreConfig:
+        fields: dict[str, Any] = {
+            "cluster": self.name,
+            "node_id": node_id,
+            "layout": layout(),
+            "slots": 32,
+            "cluster_secret": SECRET,
+        }
+        return StoreConfig(**{**fields, **changes})
+
+    async def agent(self, node_id: str, **changes: Any) -> StoreAgent:
+        agent = StoreAgent(await self.bus(node_id), self.config(node_id, **changes))
+        await agent.start()
+        self.agents[node_id] = agent
+        self._stack.push_async_callback(self._finish, agent)
+        return agent
+
+    async def _finish(self, agent: StoreAgent) -> None:
+        agent.book.check()
+        await agent.stop()
+
+    async def client(self, node_id: str, worker_id: str) -> StoreClient:
+        """A worker of the node, attached, whose KV messages are kept in `heard`."""
+        bus = await self.bus(worker_id)
+        self.heard[worker_id] = heard = []
+        await bus.subscribe(kv_for(worker_id), KvMessage, heard.append)
+        client = StoreClient(bus, node_id=node_id, worker_id=worker_id)
+        await client.attach()
+        self._stack.push_async_callback(client.close)
+        return client
+
+
+@asynccontextmanager
+async def cluster(url: str) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        yield Cluster(url, stack)
+
+
+async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], *, timeout_s: float = 5.0) -> None:
+    """Waits for it; fails when it does not come."""
+    end = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        found = true()
+        if found if isinstance(found, bool) else await found:
+            return
+        assert asyncio.get_running_loop().time() < end, "it did not come"
+        await asyncio.sleep(0.01)

@@ -1,0 +1,130 @@
+"""Agents and clients together over a real nats-server: put, fetch, push, release."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from store_harness import Cluster, cluster, keys, until
+
+from halfmoon.schemas.kv import KvLoaded, KvReady, TransferOpened
+from halfmoon.store.client import StoreClient
+from halfmoon.store.errors import BlockMissing
+
+Story = Callable[[Cluster], Awaitable[None]]
+
+
+def tell(url: str, story: Story) -> None:
+    """Runs a story on a fresh cluster."""
+
+    async def run() -> None:
+        async with cluster(url) as here:
+            await story(here)
+
+    asyncio.run(run())
+
+
+def fill(client: StoreClient, slots: list[int], seed: int) -> None:
+    """Random bytes, equal for equal seeds."""
+    for i, slot in enumerate(slots):
+        shape = client.view.blocks[slot].shape
+        client.view.blocks[slot] = np.random.default_rng(seed + i).integers(0, 256, shape, np.uint8)
+
+
+def same(client: StoreClient, slots: list[int], seed: int) -> bool:
+    shape = client.view.blocks[0].shape
+    return all(
+        np.array_equal(client.view.blocks[slot], np.random.default_rng(seed + i).integers(0, 256, shape, np.uint8))
+        for i, slot in enumerate(slots)
+    )
+
+
+async def stored(client: StoreClient, order_id: str, block_keys: bytes, seed: int) -> None:
+    """Puts whole blocks and lets go of them."""
+    opened = await client.open_put(order_id, block_keys, blocks=len(block_keys) // 16)
+    fill(client, opened.slots, seed)
+    await client.commit(order_id, first_block=0, blocks=len(opened.slots))
+    await client.release(order_id)
+
+
+@pytest.mark.parametrize("transport", ["shm"])
+def test_a_fetch_brings_the_bytes_and_tells_of_layers_in_order(nats_url: str, transport: str) -> None:
+    async def story(here: Cluster) -> None:
+        await here.agent("n1", transport=transport)
+        await here.agent("n2", transport=transport)
+        one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
+        await stored(one, "o1", keys(1, 2, 3), seed=7)
+        opened = await two.open_put("o2", keys(1, 2, 3, 4), blocks=5)
+        assert opened.present == []
+        fetched = await two.fetch("o2", "n1", first_block=0, blocks=3)
+        assert (fetched.bytes, fetched.blocks) == (3 * 4 * 8192, 3)
+        assert same(two, opened.slots[:3], 7)
+        await until(lambda: bool(here.heard["w2"]))
+        loaded = [m for m in here.heard["w2"] if isinstance(m, KvLoaded)]
+        assert loaded[-1] == KvLoaded(order_id="o2", layer=3, first_block=0, blocks=3)
+        with pytest.raises(BlockMissing) as caught:
+            await two.fetch("o2", "n1", first_block=2, blocks=2)
+        assert caught.value.held in (0, 1)
+        await two.release("o2")
+        await until(lambda: here.agents["n1"].book.counts().leases == 0)
+        counts = here.agents["n2"].book.counts()
+        assert (counts.committed, counts.reserved, counts.holds, counts.condemned) == (3, 0, 0, 0)
+
+    tell(nats_url, story)
+
+
+@pytest.mark.parametrize("transport", ["shm"])
+def test_a_push_is_readable_layer_by_layer_and_committed_at_its_close(nats_url: str, transport: str) -> None:
+    async def story(here: Cluster) -> None:
+        await here.agent("n1", transport=transport)
+        await here.agent("n2", transport=transport)
+        one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
+        await stored(two, "o0", keys(1), seed=3)
+        opened = await one.open_put("o1", keys(1, 2, 3), blocks=4)
+        fill(one, opened.slots, 3)
+        await one.open_push("o1", "r1", target_node_id="n2", decode_worker_id="w2")
+        for layer in range(4):
+            one.push("o1", layer=layer, first_block=0, blocks=4)
+        pushed = await one.close_push("o1")
+        assert pushed.bytes == 3 * 4 * 8192
+        await until(lambda: len(here.heard["w2"]) == 5)
+        first, *rest = here.heard["w2"]
+        assert isinstance(first, TransferOpened)
+        assert first.present == [0]
+        assert [(m.layer, m.moved_bytes) for m in rest if isinstance(m, KvReady)] == [(i, 3 * 8192) for i in range(4)]
+        assert same(two, first.slots, 3)
+        await one.commit("o1", first_block=0, blocks=4)
+        await one.release("o1")
+        assert here.agents["n2"].book.counts().holds == 1
+        await two.release("o1")
+        for node, committed in (("n1", 3), ("n2", 3)):
+            counts = here.agents[node].book.counts()
+            assert (counts.committed, counts.reserved, counts.holds, counts.condemned) == (committed, 0, 0, 0)
+
+    tell(nats_url, story)
+
+
+def test_a_push_to_the_own_node_moves_nothing_and_both_workers_hold_the_slots(nats_url: str) -> None:
+    async def story(here: Cluster) -> None:
+        await here.agent("n1")
+        one, two = await here.client("n1", "w1"), await here.client("n1", "w2")
+        opened = await one.open_put("o1", keys(1, 2), blocks=3)
+        fill(one, opened.slots, 5)
+        await one.open_push("o1", "r1", target_node_id="n1", decode_worker_id="w2")
+        for layer in range(4):
+            one.push("o1", layer=layer, first_block=0, blocks=3)
+        assert (await one.close_push("o1")).bytes == 0
+        await one.release("o1")
+        await until(lambda: len(here.heard["w2"]) == 5)
+        message: Any = here.heard["w2"][0]
+        assert message.slots == opened.slots
+        assert same(two, message.slots, 5)
+        assert here.agents["n1"].book.counts().reserved == 1
+        await two.release("o1")
+        counts = here.agents["n1"].book.counts()
+        assert (counts.free, counts.committed, counts.holds) == (30, 2, 0)
+
+    tell(nats_url, story)
