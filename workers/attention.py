@@ -141,9 +141,19 @@ class SdpaAttention(Attention):
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor) -> None:
         row = 0
+        kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
+        grouped = q.view(-1, kv_heads, heads // kv_heads, dim)
+        grouped_out = out.view(-1, kv_heads, heads // kv_heads, dim)
         for i, (rows, context) in enumerate(zip(plan.query_tokens, plan.context_tokens, strict=True)):
             k, v = self._sequence(k_cache, plan, i, context), self._sequence(v_cache, plan, i, context)
-            out[row : row + rows] = self._whole(q[row : row + rows], k, v)
+            if rows == 1 and self._flash is not None:
+                # The query heads of one KV head are as good as further query rows, and read its keys once.
+                one = self._flash(
+                    grouped[row : row + 1], k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+                )
+                grouped_out[row] = one[0].view(kv_heads, heads // kv_heads, dim)
+            else:
+                out[row : row + rows] = self._whole(q[row : row + rows], k, v)
             row += rows
 
     def _sequence(self, cache: Tensor, plan: Plan, i: int, tokens: int) -> Tensor:
@@ -155,11 +165,9 @@ class SdpaAttention(Attention):
         return cache.index_select(0, index).flatten(0, 1)[:tokens]
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, past = q.shape[0], k.shape[0] - q.shape[0]
+        past = k.shape[0] - q.shape[0]
         if self._flash is None:
             return _public_sdpa(q, k, v)
-        if rows == 1:
-            return self.partial(q, k, v, causal=False).out
         own = self.partial(q, k[past:], v[past:], causal=True)
         if past == 0:
             return own.out

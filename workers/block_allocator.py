@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterable
+from itertools import pairwise
 
 
 class BlockAllocator:
@@ -64,7 +65,8 @@ class BlockAllocator:
 
     def free(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            assert 0 <= block < self.num_blocks and self._used[block], f"block {block} is not allocated"
+            assert 0 <= block < self.num_blocks, (block, self.num_blocks)
+            assert self._used[block], f"block {block} is freed twice"
             self._used[block] = 0
             self._free += 1
             self._join(block)
@@ -73,7 +75,7 @@ class BlockAllocator:
         """Asserts that runs, marks and count tell the same: for tests."""
         spans = [(start, self._length[start]) for start in self._starts]
         assert len(self._length) == len(self._starts)
-        assert all(a + n < b for (a, n), (b, _) in zip(spans, spans[1:], strict=False)), spans
+        assert all(a + n < b for (a, n), (b, _) in pairwise(spans)), spans
         free = [block for start, length in spans for block in range(start, start + length)]
         assert free == [block for block in range(self.num_blocks) if not self._used[block]]
         assert len(free) == self._free
@@ -83,7 +85,7 @@ class BlockAllocator:
         at = bisect_right(self._starts, first) - 1
         start = self._starts[at]
         end = start + self._length[start]
-        assert start <= first and first + count <= end, (first, count, start, end)
+        assert start <= first < first + count <= end, (first, count, start, end)
         if start == first:
             del self._starts[at], self._length[start]
         else:

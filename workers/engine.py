@@ -87,7 +87,8 @@ class Engine:
         assert count > 0, "an empty chunk has no last token"
         assert start + count <= self.config.context_tokens_max, (start, count, self.config.context_tokens_max)
         if self.exact:
-            assert start % self.block_tokens == 0 and count <= self.block_tokens, (start, count, self.block_tokens)
+            assert start % self.block_tokens == 0, f"{start} is off the grid of {self.block_tokens} tokens"
+            assert count <= self.block_tokens, (count, self.block_tokens)
         slots = self._slots([block_table] * count, range(start, start + count))
         padded = -(-count // _PREFILL_ROWS_MULTIPLE) * _PREFILL_ROWS_MULTIPLE
         x, cos, sin = self._enter(token_ids, range(start, start + count), padded)
@@ -189,4 +190,4 @@ class Engine:
 
     def logits_digest(self, logits_row: Tensor) -> str:
         """xxh3_64 (16 hex digits) of the f32 bytes of one row: equal digests mean equal bits."""
-        return xxhash.xxh3_64_hexdigest(logits_row.contiguous().cpu().numpy())
+        return xxhash.xxh3_64_hexdigest(logits_row.contiguous().view(-1).cpu().numpy().data)

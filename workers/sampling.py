@@ -20,7 +20,7 @@ import xxhash
 
 from halfmoon.workers.sampling_params import Sampled, SampleRequest, SamplingParams
 
-__all__ = ["Sampled", "SampleRequest", "SamplingParams", "sample", "sample_batch", "uniform"]
+__all__ = ["SampleRequest", "Sampled", "SamplingParams", "sample", "sample_batch", "uniform"]
 
 Tensor = torch.Tensor
 

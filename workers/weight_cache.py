@@ -58,5 +58,5 @@ def _digest(weights: dict[str, torch.Tensor]) -> str:
     for name in sorted(weights):
         weight = weights[name]
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\0".encode())
-        digest.update(weight.contiguous().view(torch.uint8).numpy())
+        digest.update(weight.contiguous().view(torch.uint8).view(-1).numpy().data)
     return digest.hexdigest()
