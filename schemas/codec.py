@@ -1,8 +1,8 @@
 """The one codec: orjson writes, a typed decoder reads.
 
 The decoder refuses wrong types, missing fields, numbers out of range and NaN, and says where (`$.field`).
-Unknown fields are ignored, so that a newer sender may add some. The encoder refuses what JSON cannot say (NaN, infinities,
-integers over 64 bits): orjson alone would write null for the first two, and the receiver would be blamed.
+Unknown fields are ignored, so that a newer sender may add some. The encoder refuses what JSON cannot say (NaN,
+infinities, integers over 64 bits): orjson alone would write null for the first two, and the receiver would be blamed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MessageInvalid(ValueError):
 
 
 def encode(message: Message | Part) -> bytes:
-    """`message` as JSON: fields in the order of the class, other mappings sorted, so that equal messages give equal bytes.
+    """`message` as JSON: fields in the order of the class, mappings sorted, so that equal messages give equal bytes.
 
     Raises MessageInvalid, naming the field, for NaN and infinities, and for an integer or a text that is no JSON.
     """

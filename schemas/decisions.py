@@ -1,7 +1,8 @@
 """Decisions: what the conductor orders, imperative, published on the DECISIONS stream.
 
-A decision's identity is (sequence of the event that caused it, position among that event's decisions). Any number of conductors
-make the same ones; the stream drops the second copy by its message id, and receivers drop what is not newer than what they have done.
+A decision's identity is (sequence of the event that caused it, position among that event's decisions). Any number of
+conductors make the same ones; the stream drops the second copy by its message id, and receivers drop what is not newer
+than what they have done.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Fetch(Part, frozen=True):
 
 
 class StartPrefill(Message, frozen=True):
-    """To a prefill worker: compute the prompt's KV and push it to `decode_node_id`. One of Prefill{Finished,Failed} answers."""
+    """To a prefill worker: compute the prompt's KV and push it to `decode_node_id`.
+
+    One of PrefillFinished, PrefillFailed answers.
+    """
 
     order_id: Id
     request_id: Id
@@ -56,7 +60,7 @@ class StartPrefill(Message, frozen=True):
 
 
 class StartDecode(Message, frozen=True):
-    """To a decode worker: expect the KV of a prompt and decode it. Sent together with its StartPrefill, under the same order_id.
+    """To a decode worker: expect the KV of a prompt and decode it. Sent with its StartPrefill, under the same order_id.
 
     One of RequestFinished, DecodeRefused, DecodeFailed answers.
     """

@@ -1,7 +1,7 @@
 """Events: facts for the conductor, past tense, appended to the EVENTS stream.
 
-They carry lengths, keys, times and names; never text, never tokens. A late, repeated or unknown event is normal and changes
-nothing. Every order of a decision (`order_id`) has one event for each way that it can end.
+They carry lengths, keys, times and names; never text, never tokens. A late, repeated or unknown event is normal and
+changes nothing. Every order of a decision (`order_id`) has one event for each way that it can end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class ClusterConfigured(Message, frozen=True):
-    """The first event of a log: under what code and policy it was made. Sent by a conductor that finds the log empty."""
+    """The first event of a log: under what code and policy it was made. From a conductor that finds the log empty."""
 
     code_version: str
     log_version: int
@@ -120,11 +120,15 @@ class WorkerLeft(Message, frozen=True):
 
 
 class FrontendJoined(Message, frozen=True):
+    """A frontend takes requests. After `AnnounceYourself` it sends its open requests again as well."""
+
     frontend_id: Id
     incarnation: Id
 
 
 class FrontendHeartbeat(Message, frozen=True):
+    """Sent every `heartbeat_ns`."""
+
     frontend_id: Id
     incarnation: Id
     open_requests: Count = 0
@@ -162,6 +166,8 @@ class StoreJoined(Message, frozen=True):
 
 
 class StoreHeartbeat(Message, frozen=True):
+    """Sent every `heartbeat_ns`."""
+
     node_id: Id
     incarnation: Id
     slots_used: Blocks = 0
@@ -170,6 +176,8 @@ class StoreHeartbeat(Message, frozen=True):
 
 
 class StoreLeft(Message, frozen=True):
+    """The store agent is gone, and with it all that it held. `incarnation` "" means whichever."""
+
     node_id: Id
     incarnation: str = ""
     reason: Text = ""
@@ -202,6 +210,8 @@ class BlocksStored(Message, frozen=True):
 
 
 class BlocksEvicted(Message, frozen=True):
+    """These blocks are no longer on this tier of the node."""
+
     node_id: Id
     incarnation: Id
     block_keys: BlockKeys
@@ -279,7 +289,7 @@ class PrefillFailed(Message, frozen=True):
 
 
 class DecodeStarted(Message, frozen=True):
-    """The request joined the running batch. `ready_ns`: from the end of prefill to here, by the prefill worker's clock."""
+    """The request joined the running batch. `wait_ns`: from the end of prefill to here."""
 
     order_id: Id
     request_id: Id

@@ -1,5 +1,6 @@
-"""KV progress: what a decode or prefill worker must know about a running transfer. KV stream, short retention, ≤ 4 KiB each
-(a `TransferOpened` is longer for long prompts).
+"""KV progress: what a decode or prefill worker must know about a running transfer.
+
+KV stream, short retention, ≤ 4 KiB each (a `TransferOpened` is longer for long prompts).
 
 Subject: `halfmoon.kv.<worker that waits>.<type>`. Store agents send all but `PrefillResult`, because they know
 first when a write has become readable.
@@ -14,7 +15,7 @@ from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Text, 
 
 
 class TransferOpened(Message, frozen=True):
-    """The decode node reserved `slots[i]` of its pool for prompt block i. Those in `present` hold their bytes already."""
+    """The decode node reserved `slots[i]` of its pool for prompt block i. Those in `present` hold their bytes."""
 
     order_id: Id
     request_id: Id

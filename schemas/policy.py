@@ -40,14 +40,14 @@ class Policy(Part, frozen=True):
     placements_max: Annotated[int, Meta(ge=1, le=100)] = 5
     #: How long an accepted request waits for a worker when a pool is empty.
     unplaced_ns_max: Ns = 30 * SECOND_NS
-    #: Expected of a transfer between two nodes until one was measured: bandwidth of a link, of a read from SSD, and latency.
+    #: Expected of a transfer between two nodes until one was measured: bandwidth of a link, of an SSD, and latency.
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
     link_latency_ns: Ns = 500_000
 
 
 class Layout(Part, frozen=True):
-    """What all processes of a cluster must agree on about KV blocks: `[layers, 2, block_tokens, kv_heads, head_dim]` of dtype."""
+    """What all processes agree on about KV blocks: `[layers, 2, block_tokens, kv_heads, head_dim]` of dtype."""
 
     model: str
     model_fingerprint: str

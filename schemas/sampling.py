@@ -34,6 +34,8 @@ class Sampling(Part, frozen=True):
 
 
 class SampledToken(Part, frozen=True):
+    """One token, and what was asked to be told of how it was drawn."""
+
     token_id: int
     logprob: float = 0.0
     #: (token id, logprob), largest first.
