@@ -1,0 +1,45 @@
+"""Fixtures of the frontend's tests; the double is in `frontend_double`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from frontend_double import MODEL, Cluster, cluster  # noqa: E402
+
+from halfmoon.bus.embedded import EmbeddedServer  # noqa: E402
+from halfmoon.workers.tokenizer import Tokenizer  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(MODEL)
+
+
+@pytest.fixture(scope="session")
+def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One server for all tests of this folder: each reads the log from where it starts."""
+    server = EmbeddedServer.start(tmp_path_factory.mktemp("nats"), max_payload_bytes=1 << 20)
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def run(server_url: str, tokenizer: Tokenizer) -> Callable[..., None]:
+    """`run(scenario, **config)`: a cluster, and the scenario in it."""
+
+    def run_scenario(scenario: Callable[[Cluster], Awaitable[None]], **options: Any) -> None:
+        async def main() -> None:
+            async with cluster(server_url, tokenizer, **options) as made:
+                await scenario(made)
+
+        asyncio.run(asyncio.wait_for(main(), 50))
+
+    return run_scenario

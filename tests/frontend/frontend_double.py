@@ -1,0 +1,241 @@
+"""A real nats-server, a real frontend, and a double that stands for all other processes of a cluster.
+
+The double speaks the real messages over the real NATS: it reads the log as a conductor does, takes tokens and delivers
+as workers do. What it says is its script's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import orjson
+
+from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import Decision, Ordered
+from halfmoon.schemas.events import Event, RequestArrived
+from halfmoon.schemas.keys import unpack_tokens
+from halfmoon.schemas.policy import Layout, Policy
+from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.status import ConductorStatus, NodeStatus, StatusRequest
+from halfmoon.schemas.tokens import (
+    Delivery,
+    ResendReply,
+    ResendRequest,
+    TakeReply,
+    TakeRequest,
+    Timing,
+    TokensSampled,
+)
+from halfmoon.workers.frontend import Frontend
+from halfmoon.workers.frontend_config import FrontendConfig
+from halfmoon.workers.tokenizer import Tokenizer
+
+MODEL = "smollm2-135m-instruct"
+LAYOUT = Layout(
+    model=MODEL, model_fingerprint="f", layers=2, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32"
+)
+ANSWER = "Half moons: 🌓 and 🌗.\n\nThe naïve Zoë says “halló”; 半月が出た。 Then STOP and the rest."
+_numbers = itertools.count(1)
+TIMING = Timing(
+    queue_ns=1_000_000,
+    transfer_ns=2_000_000,
+    prefill_ns=3_000_000,
+    cached_tokens=16,
+    prefill_worker="p1",
+    decode_worker="d1",
+)
+
+
+class Double:
+    """Everything behind the frontend. `script(double, seq, arrived)` runs for each request that arrives."""
+
+    def __init__(self, bus: Bus, tokenizer: Tokenizer, frontend_id: str) -> None:
+        self.bus = bus
+        self.frontend_id = frontend_id
+        self.tokenizer = tokenizer
+        self.eos = min(tokenizer.eos_ids)
+        self.answer_ids = [*tokenizer.encode(ANSWER), self.eos]
+        self.script: Callable[[Double, int, RequestArrived], Awaitable[None]] = whole_answer
+        self.events: list[Event] = []
+        self.resend: Callable[[ResendRequest], ResendReply] = lambda _: ResendReply(known=False)
+        self.resend_requests: list[ResendRequest] = []
+        self.ready = True
+        self.failures: list[BaseException] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        after = await self.bus.last_seq()
+        await self.bus.serve(subjects.resend("d1"), ResendRequest, self._on_resend)
+        await self.bus.serve(subjects.resend("d2"), ResendRequest, self._on_resend)
+        await self.bus.serve(subjects.status("conductors"), StatusRequest, self._on_status)
+        self._spawn(self._follow(after))
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failures.append(task.exception())  # type: ignore[arg-type]
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow(self, after: int) -> None:
+        async for stamped in self.bus.events(after=after):
+            self.events.append(stamped.event)
+            if isinstance(stamped.event, RequestArrived):
+                self._spawn(self.script(self, stamped.seq, stamped.event))
+
+    def _on_resend(self, request: ResendRequest) -> ResendReply:
+        self.resend_requests.append(request)
+        return self.resend(request)
+
+    def _on_status(self, _: StatusRequest) -> ConductorStatus:
+        nodes = [
+            NodeStatus(id="p1", role="prefill", state="ready", node_id="n1", kv_used=1, kv_total=8),
+            NodeStatus(id="d1", role="decode", state="ready", node_id="n2", running=2),
+            NodeStatus(id=self.frontend_id, role="frontend", state="ready"),
+        ]
+        return ConductorStatus(
+            conductor_id="c1", seq=5, digest="00ff", caught_up=True, policy=Policy(), nodes=nodes if self.ready else []
+        )
+
+    # --- what workers do --------------------------------------------------------------------------------------
+
+    async def take(self, arrived: RequestArrived, order_id: str, role: str, worker_id: str) -> TakeReply:
+        request = TakeRequest(request_id=arrived.request_id, order_id=order_id, worker_id=worker_id, role=role)  # type: ignore[arg-type]
+        return await self.bus.request(subjects.take(arrived.frontend_id), request, TakeReply, timeout_s=2)
+
+    async def place(self, arrived: RequestArrived, order_id: str, worker_id: str = "d1") -> TakeReply:
+        """As both workers of an order; what the decode worker got."""
+        await self.take(arrived, order_id, "prefill", "p1")
+        return await self.take(arrived, order_id, "decode", worker_id)
+
+    def delivery(
+        self, arrived: RequestArrived, order_id: str, first: int, ids: list[int], finish_reason: str = ""
+    ) -> Delivery:
+        tokens = [
+            SampledToken(token_id=token, logprob=-0.5, top_logprobs=[(token, -0.5), (5, -1.5)], logits_digest="ab")
+            for token in ids
+        ]
+        return Delivery(
+            request_id=arrived.request_id,
+            order_id=order_id,
+            index=first,
+            tokens=tokens,
+            finish_reason=finish_reason,  # type: ignore[arg-type]
+            timing=TIMING if first == 0 else None,
+        )
+
+    async def deliver(self, *deliveries: Delivery, worker_id: str = "d1") -> None:
+        message = TokensSampled(worker_id=worker_id, deliveries=list(deliveries))
+        await self.bus.publish(subjects.tokens(self.frontend_id), message)
+
+    async def order(self, decision: Decision, seq: int, position: int = 0) -> None:
+        await self.bus.order(Ordered(cause_seq=seq, position=position, decision=decision), target_id=self.frontend_id)
+
+    def output(self, arrived: RequestArrived) -> tuple[list[int], str]:
+        """The tokens that any worker would generate, and how they end."""
+        if arrived.max_tokens >= len(self.answer_ids):
+            return self.answer_ids, "stop"
+        return self.answer_ids[: arrived.max_tokens], "length"
+
+    async def wait_for(self, kind: type[Event], count: int = 1) -> list[Any]:
+        """The events of that kind, once there are so many."""
+        for _ in range(400):
+            found = [event for event in self.events if isinstance(event, kind)]
+            if len(found) >= count:
+                return found
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"no {kind.__name__} came; there are {[type(event).__name__ for event in self.events]}")
+
+
+async def whole_answer(double: Double, seq: int, arrived: RequestArrived) -> None:
+    """One token a message, as decode steps do."""
+    order_id = f"{seq}-0"
+    reply = await double.place(arrived, order_id)
+    assert len(unpack_tokens(reply.token_ids)) == arrived.prompt_tokens
+    ids, reason = double.output(arrived)
+    for index in range(len(reply.output_ids) // 4, len(ids)):
+        last = index == len(ids) - 1
+        await double.deliver(double.delivery(arrived, order_id, index, [ids[index]], reason if last else ""))
+
+
+@dataclasses.dataclass
+class Cluster:
+    """A frontend, its double, and clients of both edges."""
+
+    frontend: Frontend
+    double: Double
+    client: Bus
+    http: aiohttp.ClientSession
+    url: str
+    nats_url: str
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any, Any]:
+        """(status, headers, JSON)."""
+        payload = body if isinstance(body, bytes) else orjson.dumps(body)
+        async with self.http.post(self.url + path, data=payload, **options) as response:
+            return response.status, response.headers, orjson.loads(await response.read())
+
+    async def sse(self, path: str, body: Any) -> list[Any]:
+        """The events of a stream; "[DONE]" as text."""
+        async with self.http.post(self.url + path, json=body) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            events = (await response.read()).decode().split("\n\n")
+        assert events.pop() == ""
+        return [
+            text if text == "[DONE]" else orjson.loads(text) for text in (event.removeprefix("data: ") for event in events)
+        ]
+
+    async def ask(self, name: str, body: Any, headers: dict[str, str] | None = None) -> tuple[dict[str, str], Any]:
+        """(headers, JSON) of one answer over NATS."""
+        payload = body if isinstance(body, bytes) else orjson.dumps(body)
+        reply = await self.client.nc.request(f"halfmoon.v1.{name}", payload, timeout=10, headers=headers)
+        return dict(reply.headers or {}), orjson.loads(reply.data)
+
+    async def stream(self, name: str, body: Any) -> list[Any]:
+        """All messages of a NATS stream, up to the last."""
+        inbox = self.client.nc.new_inbox()
+        subscription = await self.client.nc.subscribe(inbox)
+        await self.client.nc.publish(f"halfmoon.v1.{name}", orjson.dumps({**body, "stream": True}), reply=inbox)
+        messages = []
+        while True:
+            message = await subscription.next_msg(timeout=10)
+            messages.append(orjson.loads(message.data))
+            if messages[-1].get("done") or "error" in messages[-1]:
+                await subscription.unsubscribe()
+                return messages
+
+
+@contextlib.asynccontextmanager
+async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Cluster]:
+    frontend_id = f"f{next(_numbers)}"
+    settings: dict[str, Any] = {"http_port": 0, "model": MODEL, "context_tokens": 2048, "drain_ns_max": 2 * 10**9}
+    config = FrontendConfig(frontend_id=frontend_id, **{**settings, **options})
+    buses = [await Bus.connect(BusConfig(url=server_url), name=name) for name in ("frontend", "double", "client")]
+    double = Double(buses[1], tokenizer, frontend_id)
+    await double.start()
+    frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
+    await frontend.start()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as http:
+        yield Cluster(frontend, double, buses[2], http, frontend.http_url, server_url)
+    await frontend.stop()
+    await double.stop()
+    for bus in buses:
+        await bus.close(flush_s=0.5)
+    assert not frontend.registry.requests
+    assert not double.failures, double.failures

@@ -1,0 +1,55 @@
+"""Configuration of a frontend process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SECOND_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendConfig:
+    """Read once, passed down. Raises ValueError when two fields contradict each other."""
+
+    #: One token of a NATS subject; two frontends of a cluster must differ.
+    frontend_id: str
+    #: The model's name in the API, and other names that mean it too.
+    model: str
+    model_aliases: tuple[str, ...] = ()
+    http_host: str = "127.0.0.1"
+    #: 0: any free port; -1: no HTTP.
+    http_port: int = 8000
+    #: Serve the NATS API (`halfmoon.v1...`).
+    nats_api: bool = True
+    #: Key -> tenant that its requests belong to ("": as the request says). Empty: HTTP asks for no key.
+    #: Clients on NATS are known by their NATS credentials.
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    #: Goes into every block key, so that keys of two clusters never meet.
+    cluster_secret: str = ""
+    #: Prompt and answer together, of one request.
+    context_tokens: int = 8192
+    #: Of a chat or generate request that does not say `max_tokens` (cut to the context).
+    max_tokens_default: int = 256
+    #: Of an OpenAI completion that does not say; 16 is OpenAI's.
+    completion_max_tokens_default: int = 16
+    #: Beyond this, new requests get 429 `queue_full` before they are looked at.
+    open_requests_max: int = 4096
+    body_bytes_max: int = 2 << 20
+    heartbeat_ns: int = SECOND_NS
+    #: After this silence the decode worker is asked whether something got lost.
+    resend_after_ns: int = 2 * SECOND_NS
+    #: How often a client on NATS is made sure of.
+    alive_ns: int = SECOND_NS // 2
+    #: A request that nothing was heard of for so long is failed. Longer than any SLO that is asked for.
+    silence_ns_max: int = 300 * SECOND_NS
+    #: When stopping: how long open requests may take to finish.
+    drain_ns_max: int = 30 * SECOND_NS
+
+    def __post_init__(self) -> None:
+        if self.context_tokens < 2:
+            raise ValueError("context_tokens must be at least 2: one of prompt, one of answer")
+        if self.silence_ns_max <= 2 * self.resend_after_ns:
+            raise ValueError("silence_ns_max must be more than twice resend_after_ns")
+        if self.open_requests_max < 1 or self.body_bytes_max < 1024:
+            raise ValueError("open_requests_max must be at least 1, body_bytes_max at least 1024")

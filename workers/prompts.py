@@ -1,0 +1,132 @@
+"""From a checked request to what the cluster needs of it: token ids, block keys, how many tokens it may get."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from halfmoon.schemas.api import ApiError, Ask, TokenizeBody, plain_messages
+from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
+from halfmoon.schemas.policy import Layout
+from halfmoon.workers.frontend_config import FrontendConfig
+from halfmoon.workers.tokenizer import ChatTemplateError, Tokenizer
+
+#: Longer prompts (in characters) are tokenized in a thread, so that the event loop does not stall.
+INLINE_CHARACTERS_MAX = 2048
+
+
+class Prompt(NamedTuple):
+    """`packed`: the token ids as little-endian u32."""
+
+    packed: bytes
+    tokens: int
+    block_keys: bytes
+    max_tokens: int
+
+
+class PromptReader:
+    """`read` and `encode` raise ApiError; `pending` counts the prompts being tokenized in the thread."""
+
+    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, layout: Layout) -> None:
+        self.config = config
+        self.pending = 0
+        self._tokenizer = tokenizer
+        self._layout = layout
+        self._models = {"", config.model, *config.model_aliases}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._root = functools.lru_cache(maxsize=4096)(self._root_key)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str) -> None:
+        """"" means the one there is. Raises ApiError 404."""
+        if name not in self._models:
+            message = f"the model {name[:80]!r} does not exist; there is {self.config.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def read(self, ask: Ask) -> Prompt:
+        self.check_model(ask.model)
+        token_ids = await self.encode(text=ask.text, token_ids=ask.token_ids, messages=ask.messages)
+        max_tokens = self._max_tokens(ask, len(token_ids))
+        packed = pack_tokens(token_ids)
+        keys = chain_keys(self._root(ask.tenant, ask.cache_salt), token_ids, self._layout.block_tokens)
+        return Prompt(packed, len(token_ids), keys, max_tokens)
+
+    def models(self, created_s: int) -> dict[str, Any]:
+        """`/v1/models`."""
+        model = {
+            "id": self.config.model,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "halfmoon",
+            "max_model_len": self.config.context_tokens,
+        }
+        return {"object": "list", "data": [model]}
+
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """`{"tokens", "count", "max_model_len"}`."""
+        self.check_model(body.model or "")
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(422, "exactly one of prompt and messages", param="prompt", code="contradiction")
+        messages = plain_messages(body.messages) if body.messages is not None else None
+        ids = await self.encode(text=body.prompt, messages=messages) if messages or body.prompt else []
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.config.context_tokens}
+
+    async def encode(
+        self, *, text: str | None, token_ids: list[int] | None = None, messages: list[dict[str, str]] | None = None
+    ) -> list[int]:
+        """The token ids of whichever is given."""
+        param = "messages" if messages is not None else "prompt"
+        if token_ids is not None:
+            if token_ids and max(token_ids) >= self._tokenizer.vocab_size:
+                message = f"prompt: token id {max(token_ids)} is outside the vocabulary of {self._tokenizer.vocab_size}"
+                raise ApiError(400, message, param="prompt", code="invalid")
+        elif messages is not None:
+            characters = sum(len(message["content"]) for message in messages)
+            token_ids = await self._encode(functools.partial(self._tokenizer.encode_chat, messages), characters)
+        else:
+            token_ids = await self._encode(functools.partial(self._tokenizer.encode, text or "", add_special=True), len(text or ""))
+        if not token_ids:
+            raise ApiError(422, f"{param}: no token to start from", param=param, code="empty")
+        return token_ids
+
+    async def _encode(self, encode: functools.partial[list[int]], characters: int) -> list[int]:
+        """Raises ApiError when the chat template refuses the messages."""
+        try:
+            if characters <= INLINE_CHARACTERS_MAX:
+                return encode()
+            self.pending += 1
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+            finally:
+                self.pending -= 1
+        except ChatTemplateError as problem:
+            raise ApiError(400, str(problem)[:500], param="messages", code="chat_template") from None
+
+    def _max_tokens(self, ask: Ask, prompt_tokens: int) -> int:
+        """What is asked for, or our default; fits in the context. Raises ApiError 413."""
+        room = self.config.context_tokens - prompt_tokens
+        max_tokens = ask.max_tokens
+        if max_tokens is None:
+            max_tokens = min(max(self.config.max_tokens_default, ask.sampling.min_tokens), max(room, 1))
+        if max_tokens > room:
+            message = (
+                f"{prompt_tokens} prompt tokens and {max_tokens} to generate are more than the context of "
+                f"{self.config.context_tokens} tokens"
+            )
+            param = ("messages" if ask.chat else "prompt") if room < 1 else "max_tokens"
+            raise ApiError(413, message, param=param, code="context_length_exceeded")
+        return max_tokens
+
+    def _root_key(self, tenant: str, cache_salt: str) -> bytes:
+        return root_key(
+            model_fingerprint=self._layout.model_fingerprint,
+            layout=self._layout.name(),
+            dtype=self._layout.dtype,
+            # The length keeps (tenant "a", salt "bc") and (tenant "ab", salt "c") apart.
+            tenant_salt=f"{len(tenant)}:{tenant}{cache_salt}",
+            cluster_secret=self.config.cluster_secret,
+        )

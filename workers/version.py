@@ -1,0 +1,7 @@
+"""The version of what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+VERSION = importlib.metadata.version("halfmoon")
