@@ -33,6 +33,8 @@ class Attach(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
+    """Where the node's memory is, and how it is laid out."""
+
     node_id: Id
     incarnation: Id
     #: Name of the segment in /dev/shm.
@@ -154,6 +156,8 @@ class StoreStatusRequest(Message, frozen=True):
 
 
 class StoreStatus(Message, frozen=True):
+    """What the agent holds, in slots, and what it has done since it started."""
+
     node_id: Id
     incarnation: Id
     slots: Blocks

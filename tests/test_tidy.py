@@ -35,7 +35,8 @@ SCHEMAS_MAY_IMPORT = {"msgspec", "numpy", "orjson", "xxhash"}
 LINES_MAX = 400
 NOT_OURS = {".git", ".venv", "build", "dist", "node_modules"}
 TEXT_SUFFIXES = {
-    *("", ".cfg", ".conf", ".html", ".ini", ".js", ".json", ".lock", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml")
+    *("", ".cfg", ".conf", ".html", ".ini", ".js", ".json", ".lock", ".md", ".py", ".sh", ".toml", ".txt", ".yaml"),
+    ".yml",
 }
 #: Places that exist on one machine only, hosts that a mirror may stand for, things left for later. In pieces, because
 #: this file is checked as well.

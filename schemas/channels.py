@@ -1,0 +1,174 @@
+"""What travels where: the one table of subjects and their messages, from which the AsyncAPI document is made.
+
+A test fails for a message of `halfmoon.schemas` that is not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from halfmoon.schemas import api, decisions, events, kv, status, store, subjects, tokens
+from halfmoon.schemas.types import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """One subject, with `{names}` where it varies, and what travels there. `replies` go to the request's inbox."""
+
+    name: str
+    address: str
+    summary: str
+    #: As halfmoon sees it, taken as one: `receive` is what it serves.
+    action: Literal["send", "receive"]
+    messages: tuple[type, ...] = ()
+    replies: tuple[type, ...] = ()
+    #: Replies that are JSON of another dialect, in words.
+    answered: str = ""
+
+
+_REFUSAL = (tokens.ProcessError,)
+
+_CLIENT_API: tuple[Channel, ...] = (
+    Channel(
+        name="generate",
+        address=f"{subjects.API}.generate",
+        summary="Complete a prompt.",
+        action="receive",
+        messages=(api.CompletionBody,),
+        answered="An OpenAI completion; with `stream`, any number of chunks and a last one. Errors: `{error: {...}}`.",
+    ),
+    Channel(
+        name="chat",
+        address=f"{subjects.API}.chat",
+        summary="Answer a conversation.",
+        action="receive",
+        messages=(api.ChatBody,),
+        answered="An OpenAI chat completion, or chunks of one, as for `generate`. Errors: `{error: {...}}`.",
+    ),
+    Channel(
+        name="tokenize",
+        address=f"{subjects.API}.tokenize",
+        summary="The token ids of a text or a conversation.",
+        action="receive",
+        messages=(api.TokenizeBody,),
+        answered="`{tokens, count, max_model_len}`.",
+    ),
+    Channel(
+        name="cancel",
+        address=f"{subjects.API}.cancel",
+        summary="Nothing more of a request is wanted.",
+        action="receive",
+        messages=(api.CancelBody,),
+        answered="Whether there was such a request.",
+    ),
+    Channel(
+        name="models",
+        address=f"{subjects.API}.models",
+        summary="The models that are served. No body.",
+        action="receive",
+        answered="An OpenAI model list.",
+    ),
+    Channel(
+        name="clusterStatus",
+        address=f"{subjects.API}.status",
+        summary="How the cluster is. No body.",
+        action="receive",
+        answered="What `halfmoon status --json` prints.",
+    ),
+)
+
+_PROCESSES: tuple[Channel, ...] = (
+    Channel(
+        name="events",
+        address=subjects.event("{source_id}", "{type}"),
+        summary=f"Facts for the conductor, stored in the {subjects.EVENTS_STREAM} stream. `type` names the class.",
+        action="send",
+        messages=events.EVENT_TYPES,
+    ),
+    Channel(
+        name="decisions",
+        address=subjects.decision("{target_id}", "{type}"),
+        summary=f"Orders of the conductor, stored in the {subjects.DECISIONS_STREAM} stream, each inside `Ordered`.",
+        action="send",
+        messages=tuple(kind for kind in decisions.DECISION_TYPES if kind is not decisions.SetTimer),
+    ),
+    Channel(
+        name="kv",
+        address=subjects.kv("{worker_id}", "{type}"),
+        summary=f"Progress of a transfer, for the worker that waits, in the {subjects.KV_STREAM} stream.",
+        action="send",
+        messages=kv.KV_TYPES,
+    ),
+    Channel(
+        name="take",
+        address=subjects.take("{frontend_id}"),
+        summary="A worker asks the frontend for a request's tokens.",
+        action="receive",
+        messages=(tokens.TakeRequest,),
+        replies=(tokens.TakeReply, *_REFUSAL),
+    ),
+    Channel(
+        name="tokens",
+        address=subjects.tokens("{frontend_id}"),
+        summary="Sampled tokens, one message a decode step for all sequences of the frontend.",
+        action="send",
+        messages=(tokens.TokensSampled,),
+    ),
+    Channel(
+        name="resend",
+        address=subjects.resend("{worker_id}"),
+        summary="A frontend asks a decode worker for tokens that it missed.",
+        action="receive",
+        messages=(tokens.ResendRequest,),
+        replies=(tokens.ResendReply, *_REFUSAL),
+    ),
+    Channel(
+        name="status",
+        address=subjects.status("{process_id}"),
+        summary="How a process is, and what a conductor knows of the cluster.",
+        action="receive",
+        messages=(status.StatusRequest,),
+        replies=(status.ConductorStatus, *_REFUSAL),
+    ),
+)
+
+#: Verb of a store agent, what is asked, what is answered (None: published, not answered).
+_STORE_VERBS: tuple[tuple[str, type[Message], type[Message] | None], ...] = (
+    ("attach", store.Attach, store.Attached),
+    ("open_put", store.OpenPut, store.PutOpened),
+    ("fetch", store.FetchBlocks, store.Fetched),
+    ("commit", store.CommitBlocks, store.Done),
+    ("open_push", store.OpenPush, store.Done),
+    ("push", store.PushLayers, None),
+    ("close_push", store.ClosePush, store.Pushed),
+    ("release", store.ReleaseBlocks, store.Done),
+    ("status", store.StoreStatusRequest, store.StoreStatus),
+    ("hello", store.Hello, store.Hello),
+    ("lease", store.LeaseBlocks, store.Leased),
+    ("end_lease", store.EndLease, store.LeaseEnded),
+    ("reserve", store.ReserveBlocks, store.Reserved),
+    ("renew", store.RenewBlocks, store.Done),
+    ("settle", store.SettleBlocks, store.Done),
+    ("drop", store.DropBlocks, store.Done),
+)
+
+
+def _store_channel(verb: str, asked: type[Message], answered: type[Message] | None) -> Channel:
+    return Channel(
+        name="store" + verb.title().replace("_", ""),
+        address=subjects.store("{node_id}", verb),
+        summary=f"Control of a store agent: `{verb}`.",
+        action="receive",
+        messages=(asked,),
+        replies=() if answered is None else (answered, *_REFUSAL),
+    )
+
+
+CHANNELS: tuple[Channel, ...] = (*_CLIENT_API, *_PROCESSES, *(_store_channel(*verb) for verb in _STORE_VERBS))
+
+#: Messages with no channel of their own, and why.
+WITHOUT_CHANNEL: dict[type, str] = {
+    decisions.Ordered: "the envelope of every decision",
+    decisions.SetTimer: "for the conductors' own shells; never published",
+}
