@@ -80,21 +80,29 @@ BiasToken = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message's content; only parts of type `text` are understood."""
+
     type: str
     text: str | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation, as OpenAI writes it."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Meta(max_length=1024)] | None = None
 
 
 class Slo(msgspec.Struct, frozen=True):
+    """What the client wants; what is absent is by the cluster's policy."""
+
     ttft_ms: Milliseconds | None = None
     tbt_ms: Milliseconds | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
+    """`include_usage`: a last chunk with the token counts."""
+
     include_usage: bool | None = None
 
 
@@ -150,6 +158,8 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`/tokenize` and `halfmoon.v1.tokenize`: one of `prompt` and `messages`."""
+
     model: Name | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
