@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ def layout_of(args: argparse.Namespace) -> Layout:
             raise OptionInvalid(f"--layout-file {args.layout_file}: {problem}") from None
     if not 16 <= args.block_tokens <= 512:
         raise OptionInvalid(f"--block-tokens {args.block_tokens}: 16 to 512")
+    config = load_config(args.model)
+    name = Path(args.model).stem if "/" in args.model or args.model.endswith(".gguf") else args.model
     if args.engine == "null":
         return Layout(
-            model="null",
+            model=name,
             model_fingerprint="null",
             layers=0,
             kv_heads=0,
@@ -35,10 +38,9 @@ def layout_of(args: argparse.Namespace) -> Layout:
             block_tokens=args.block_tokens,
             dtype="none",
         )
-    config = load_config(args.model)
     cuda = device_of(args) != "cpu"
     return Layout(
-        model=Path(args.model).stem if "/" in args.model or args.model.endswith(".gguf") else args.model,
+        model=name,
         model_fingerprint=model_fingerprint(args.model),
         layers=config.layers,
         kv_heads=config.kv_heads,
@@ -69,7 +71,8 @@ def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) ->
     if layout.layers == 0:
         from halfmoon.workers.null_engine import NullEngine
 
-        return NullEngine(num_blocks=kv_blocks, block_tokens=layout.block_tokens)
+        config = replace(load_config(args.model), context_tokens_max=NULL_CONTEXT_TOKENS)
+        return NullEngine(config, num_blocks=kv_blocks, block_tokens=layout.block_tokens)
     import torch
 
     from halfmoon.workers.engine import Engine
@@ -90,9 +93,9 @@ def measure_profile(engine: Any, layout: Layout) -> CostProfile:
     """What this machine takes; from the cache of earlier measurements where there is one."""
     if layout.layers == 0:
         return CostProfile()
-    from halfmoon.workers.profiler import cached_profile
+    from halfmoon.workers.profiler import measured_profile
 
-    measured = cached_profile(engine)
+    measured = measured_profile(engine)
     return CostProfile(
         prefill_base_ns=measured.prefill_base_ns,
         prefill_per_token_ps=measured.prefill_per_token_ps,

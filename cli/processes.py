@@ -193,7 +193,7 @@ async def run_worker(args: argparse.Namespace) -> int:
     per_request = layout.blocks(context)
     kv_blocks = args.kv_blocks or (per_request if args.command == "prefill" else 2 * per_request)
     if layout.layers == 0 and not args.kv_blocks:
-        kv_blocks = 1 << 20
+        kv_blocks = 1 << 16
     loop = asyncio.get_running_loop()
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two workers on two cores collapse when idle threads spin
@@ -237,16 +237,10 @@ async def run_worker(args: argparse.Namespace) -> int:
 async def run_frontend(args: argparse.Namespace) -> int:
     from halfmoon.workers.frontend import Frontend
     from halfmoon.workers.frontend_config import FrontendConfig
+    from halfmoon.workers.tokenizer import Tokenizer
 
     layout = models.layout_of(args)
-    if layout.layers == 0:
-        from halfmoon.workers.null_engine import NullTokenizer
-
-        tokenizer: Any = NullTokenizer()
-    else:
-        from halfmoon.workers.tokenizer import Tokenizer
-
-        tokenizer = Tokenizer.load(args.model)
+    tokenizer = Tokenizer.load(args.model)
     keys: dict[str, str] = {}
     if args.api_keys_file:
         with open(args.api_keys_file) as file:

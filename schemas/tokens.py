@@ -32,6 +32,8 @@ class TakeReply(Message, frozen=True):
     output_ids: PackedTokens = b""
     sampling: Sampling = Sampling()
     max_tokens: Tokens = 0
+    #: Key before the first block, so that generated blocks can be named.
+    root_key: bytes = b""
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

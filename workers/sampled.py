@@ -27,14 +27,14 @@ def params_of(sampling: Sampling) -> SamplingParams:
 
 def end_ids(engine: Any, sampling: Sampling) -> frozenset[int]:
     """Tokens that end this request's text."""
-    own = frozenset() if sampling.ignore_eos else frozenset(engine.eos_ids)
+    own = frozenset() if sampling.ignore_eos else frozenset(engine.config.eos_token_ids)
     return own | frozenset(sampling.stop_token_ids)
 
 
 def banned_ids(engine: Any, sampling: Sampling, index: int) -> Sequence[int]:
     """Tokens that may not be drawn at `index`: every end before `min_tokens`."""
     if index < sampling.min_tokens:
-        return sorted(frozenset(engine.eos_ids) | frozenset(sampling.stop_token_ids))
+        return sorted(frozenset(engine.config.eos_token_ids) | frozenset(sampling.stop_token_ids))
     return ()
 
 

@@ -1,0 +1,75 @@
+"""`halfmoon status`: nodes, load, queues, cache and hit rate, as the conductors see them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+import orjson
+
+from halfmoon.bus.errors import BusUnreachable
+from halfmoon.cli.api_client import ApiFailure, api_client
+from halfmoon.cli.options import add_bus, add_config
+
+Subparsers = Any
+WATCH_S = 1.0
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def add(subparsers: Subparsers) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser("status", help="how the cluster is")
+    parser.add_argument("--json", action="store_true", help="as JSON; with --watch one line a second")
+    parser.add_argument("--watch", action="store_true", help="go on until interrupted")
+    add_bus(parser)
+    add_config(parser)
+    return parser
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Exit status 0 when the cluster is ready to serve, 2 when it is up but not ready, 1 when nobody answers."""
+    try:
+        async with api_client(args) as client:
+            while True:
+                status = await client.call("status", {}, timeout_s=5)
+                text = orjson.dumps(status).decode() if args.json else describe(status)
+                print(_CLEAR + text if args.watch and not args.json else text, flush=True)
+                if not args.watch:
+                    return 0 if status["ready"] else 2
+                await asyncio.sleep(WATCH_S)
+    except (BusUnreachable, ApiFailure) as problem:
+        print(f"halfmoon: {problem}", file=sys.stderr)
+        return 1
+
+
+def describe(status: dict[str, Any]) -> str:
+    """For people."""
+    lines = [
+        f"{status['model']}: {'ready' if status['ready'] else 'not ready'}",
+        f"NATS {status['nats']}  HTTP {status['http'] or '-'}",
+        "",
+        f"{'node':<24} {'role':<9} {'state':<10} {'queued':>7} {'running':>8} {'KV used':>10} {'of':>10}",
+    ]
+    for node in status["nodes"]:
+        lines.append(
+            f"{node['id']:<24} {node['role']:<9} {node['state']:<10} {node['queued']:>7} {node['running']:>8} "
+            f"{node['kv_used']:>10} {node['kv_total']:>10}"
+        )
+    if requests := status.get("requests"):
+        rejected = sum(requests["rejected"].values())
+        lines += [
+            "",
+            f"requests: {requests['in_flight']} in flight, {requests['parked']} waiting for a worker; "
+            f"{requests['finished']} finished, {requests['failed']} failed, {requests['cancelled']} cancelled, "
+            f"{rejected} rejected",
+        ]
+    if cache := status.get("cache"):
+        cached = cache["cached_local_tokens"] + cache["cached_fetched_tokens"]
+        lines.append(
+            f"cache: {cache['blocks']} blocks; of {cache['prompt_tokens']} prompt tokens {cached} were found "
+            f"({100 * cached / max(1, cache['prompt_tokens']):.1f} %), {cache['cached_fetched_tokens']} on other nodes"
+        )
+    conductors = ", ".join(f"{each['id']} at {each['seq']} ({each['digest'][:8]})" for each in status["conductors"])
+    lines.append(f"conductors: {conductors or 'none answers'}")
+    return "\n".join(lines)
