@@ -12,10 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from frontend_double import MODEL, Cluster, cluster  # noqa: E402
+from frontend_double import MODEL, Cluster, cluster
 
-from halfmoon.bus.embedded import EmbeddedServer  # noqa: E402
-from halfmoon.workers.tokenizer import Tokenizer  # noqa: E402
+from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.workers.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

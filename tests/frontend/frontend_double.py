@@ -197,9 +197,8 @@ class Cluster:
             assert response.headers["content-type"].startswith("text/event-stream")
             events = (await response.read()).decode().split("\n\n")
         assert events.pop() == ""
-        return [
-            text if text == "[DONE]" else orjson.loads(text) for text in (event.removeprefix("data: ") for event in events)
-        ]
+        texts = [event.removeprefix("data: ") for event in events]
+        return [text if text == "[DONE]" else orjson.loads(text) for text in texts]
 
     async def ask(self, name: str, body: Any, headers: dict[str, str] | None = None) -> tuple[dict[str, str], Any]:
         """(headers, JSON) of one answer over NATS."""
