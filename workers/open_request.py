@@ -73,6 +73,7 @@ class OpenRequest:
         "packed_prompt",
         "polled_at_ns",
         "resending",
+        "root_key",
         "samples",
         "seen_tokens",
         "stop_checker",
@@ -88,6 +89,7 @@ class OpenRequest:
         ask: Ask,
         arrived: RequestArrived,
         packed_prompt: bytes,
+        root_key: bytes,
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
         listener: Listener,
@@ -97,6 +99,7 @@ class OpenRequest:
         self.ask = ask
         self.arrived = arrived
         self.packed_prompt = packed_prompt
+        self.root_key = root_key
         self.listener = listener
         self.traceparent = traceparent
         self.alias = ask.request_id
@@ -147,6 +150,7 @@ class OpenRequest:
         return TakeReply(
             token_ids=self.packed_prompt,
             block_keys=self.arrived.block_keys,
+            root_key=self.root_key,
             output_ids=pack_tokens(self.output_ids) if self.output_ids else b"",
             sampling=self.ask.sampling,
             max_tokens=self.arrived.max_tokens,

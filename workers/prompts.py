@@ -22,6 +22,7 @@ class Prompt(NamedTuple):
 
     packed: bytes
     tokens: int
+    root_key: bytes
     block_keys: bytes
     max_tokens: int
 
@@ -52,8 +53,9 @@ class PromptReader:
         token_ids = await self.encode(text=ask.text, token_ids=ask.token_ids, messages=ask.messages)
         max_tokens = self._max_tokens(ask, len(token_ids))
         packed = pack_tokens(token_ids)
-        keys = chain_keys(self._root(ask.tenant, ask.cache_salt), token_ids, self._layout.block_tokens)
-        return Prompt(packed, len(token_ids), keys, max_tokens)
+        root = self._root(ask.tenant, ask.cache_salt)
+        keys = chain_keys(root, token_ids, self._layout.block_tokens)
+        return Prompt(packed, len(token_ids), root, keys, max_tokens)
 
     def models(self, created_s: int) -> dict[str, Any]:
         """`/v1/models`."""

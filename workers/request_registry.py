@@ -127,6 +127,7 @@ class RequestRegistry:
             ask=ask,
             arrived=arrived,
             packed_prompt=prompt.packed,
+            root_key=prompt.root_key,
             tokenizer=self.tokenizer,
             end_ids=self._end_ids.union(stop_ids) if stop_ids else self._end_ids,
             listener=listener,
