@@ -191,6 +191,8 @@ class Hello(Message, frozen=True):
     slots: Blocks
     layout: Layout
     endpoints: list[Endpoint]
+    #: CURVE key (z85) under which the agent calls others.
+    public_key: str = ""
     proof: str = ""
 
 

@@ -42,6 +42,7 @@ from halfmoon.store.segment import PoolView, Segment, host_id, segment_name
 from halfmoon.store.serve import serve_all
 from halfmoon.store.shm import ShmTransport
 from halfmoon.store.sums import block_sum, slots_sums
+from halfmoon.store.tcp import TcpTransport
 from halfmoon.store.transport import Peer, Transport
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class StoreAgent:
         self.executor = ThreadPoolExecutor(config.threads + 2, thread_name_prefix=f"store-{config.node_id}")
         self._segment: Segment | None = None
         self._shm: ShmTransport | None = None
-        self._tcp: Transport | None = None
+        self._tcp: TcpTransport | None = None
         self._work: dict[Owner, Work] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._subscriptions: list[Subscription] = []
@@ -96,6 +97,16 @@ class StoreAgent:
         self._segment = await asyncio.to_thread(Segment.create, name, config.geometry)
         try:
             self._shm = ShmTransport(self.view, self.executor)
+            if config.port >= 0:
+                self._tcp = TcpTransport(
+                    self.view,
+                    self.book,
+                    config,
+                    incarnation=self.incarnation,
+                    host=host_id(),
+                    counters=self.counters,
+                )
+                self._tcp.start()
             decisions = await self.bus.open_decisions(config.node_id)
             self.spawn(self._follow(decisions))
             self._subscriptions = await serve_all(self)
@@ -139,6 +150,8 @@ class StoreAgent:
         if self._hello is None:
             config = self.config
             endpoints = [Endpoint(transport="shm", address=segment_name(config.cluster, config.node_id))]
+            if self._tcp is not None:
+                endpoints += self._tcp.endpoints
             bare = Hello(
                 node_id=config.node_id,
                 incarnation=self.incarnation,
@@ -147,6 +160,7 @@ class StoreAgent:
                 slots=config.slot_count,
                 layout=config.layout,
                 endpoints=endpoints,
+                public_key=self._tcp.public_key if self._tcp is not None else "",
             )
             self._hello = sign(bare, config.cluster_secret)
         return self._hello
@@ -175,7 +189,8 @@ class StoreAgent:
         raise PeerUnreachable(f"{peer.node_id} is on another host, and there is no TCP link to it")
 
     def _learnt(self, hello: Hello) -> None:
-        del hello
+        if self._tcp is not None:
+            self._tcp.allow(hello)
 
     def _forgotten(self, node_id: str) -> None:
         for transport in (self._shm, self._tcp):

@@ -50,7 +50,7 @@ async def stored(client: StoreClient, order_id: str, block_keys: bytes, seed: in
     await client.release(order_id)
 
 
-@pytest.mark.parametrize("transport", ["shm"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_fetch_brings_the_bytes_and_tells_of_layers_in_order(nats_url: str, transport: str) -> None:
     async def story(here: Cluster) -> None:
         await here.agent("n1", transport=transport)
@@ -76,7 +76,7 @@ def test_a_fetch_brings_the_bytes_and_tells_of_layers_in_order(nats_url: str, tr
     tell(nats_url, story)
 
 
-@pytest.mark.parametrize("transport", ["shm"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_push_is_readable_layer_by_layer_and_committed_at_its_close(nats_url: str, transport: str) -> None:
     async def story(here: Cluster) -> None:
         await here.agent("n1", transport=transport)
