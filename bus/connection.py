@@ -216,11 +216,9 @@ class Bus:
             raise PeerError("stream", f"{stream}: {answer['error'].get('description', 'refused')}")
         return answer
 
-    async def read(
-        self, stream: str, subject: str, *, after: int = 0, new_only: bool = False
-    ) -> AsyncIterator[StreamMessage]:
+    async def read(self, stream: str, subject: str, *, after: int = 0) -> AsyncIterator[StreamMessage]:
         """Messages of `stream` that match `subject`, in order, endless."""
-        reader = StreamReader(self.nc, stream, filter_subject=subject, after=after, new_only=new_only)
+        reader = StreamReader(self.nc, stream, filter_subject=subject, after=after)
         self._readers.add(reader)
         try:
             async for message in reader:
@@ -257,9 +255,10 @@ class Bus:
 
     async def open_decisions(self, target_id: str) -> StreamReader:
         """Position a reader for `follow_decisions`: nothing published after this returns is missed."""
-        reader = StreamReader(
-            self.nc, subjects.DECISIONS_STREAM, filter_subject=subjects.decisions_for(target_id), new_only=True
-        )
+        return await self._open_new(subjects.DECISIONS_STREAM, subjects.decisions_for(target_id))
+
+    async def _open_new(self, stream: str, subject: str) -> StreamReader:
+        reader = StreamReader(self.nc, stream, filter_subject=subject, new_only=True)
         self._readers.add(reader)
         await reader.open()
         return reader
@@ -290,13 +289,21 @@ class Bus:
         ordered: Ordered = decode(reply.data or b"", Ordered)
         return ordered
 
-    async def kv_messages(self, worker_id: str) -> AsyncIterator[KvMessage]:
-        """KV progress for `worker_id` from now on, in order."""
-        async for message in self.read(subjects.KV_STREAM, subjects.kv_for(worker_id), new_only=True):
-            try:
-                yield decode(message.payload, KvMessage)
-            except MessageInvalid:
-                self.invalid += 1
+    async def open_kv(self, worker_id: str) -> StreamReader:
+        """Position a reader of KV progress for `follow_kv`: nothing published after this returns is missed."""
+        return await self._open_new(subjects.KV_STREAM, subjects.kv_for(worker_id))
+
+    async def follow_kv(self, reader: StreamReader) -> AsyncIterator[KvMessage]:
+        """The KV progress that `reader` was opened for, in order."""
+        try:
+            async for message in reader:
+                try:
+                    yield decode(message.payload, KvMessage)
+                except MessageInvalid:
+                    self.invalid += 1
+        finally:
+            self._readers.discard(reader)
+            await reader.close()
 
     # --- core NATS --------------------------------------------------------------------------------------------
 

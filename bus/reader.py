@@ -57,11 +57,7 @@ class StreamReader:
         self._closed = False
 
     async def open(self) -> None:
-        """Positions a `new_only` reader now, so that nothing published after this call is missed."""
-        if self._new_only:
-            state = await self._api(f"STREAM.INFO.{self._stream}", {})
-            self.last_seq = max(self.last_seq, int(state["state"]["last_seq"]))
-            self._new_only = False
+        """Nothing published after this returns is missed. Reading opens by itself what was not opened."""
         await self._subscribe()
 
     async def close(self) -> None:
@@ -97,6 +93,10 @@ class StreamReader:
 
     async def _subscribe(self) -> None:
         await self._drop()
+        if self._new_only:
+            state = await self._api(f"STREAM.INFO.{self._stream}", {})
+            self.last_seq = max(self.last_seq, int(state["state"]["last_seq"]))
+            self._new_only = False
         self._received.clear()
         self._expected = 1
         inbox = self._nc.new_inbox()

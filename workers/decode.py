@@ -22,6 +22,7 @@ from collections import OrderedDict, defaultdict, deque
 import numpy as np
 
 from halfmoon.bus.errors import BusError
+from halfmoon.bus.reader import StreamReader
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartDecode
 from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished, WorkerHeartbeat
@@ -61,7 +62,7 @@ class DecodeWorker(Worker):
         self._times = StepTimes(self.config.profile)
         self._pool = await self.store.attach() if self.store else None
         await self.bus.serve(subjects.resend(self.config.worker_id), ResendRequest, self._resend)
-        self.spawn(self._follow_kv())
+        self.spawn(self._follow_kv(await self.bus.open_kv(self.config.worker_id)))
         self.spawn(self._run())
 
     def obey(self, decision: Decision) -> None:
@@ -130,8 +131,8 @@ class DecodeWorker(Worker):
         sequence.taken = True
         self._advance(sequence)
 
-    async def _follow_kv(self) -> None:
-        async for message in self.bus.kv_messages(self.config.worker_id):
+    async def _follow_kv(self, reader: StreamReader) -> None:
+        async for message in self.bus.follow_kv(reader):
             sequence = self._open.get(message.order_id)
             if sequence is not None:
                 self._on_kv(sequence, message)

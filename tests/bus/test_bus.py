@@ -129,13 +129,11 @@ async def test_decisions_reach_their_target_once_though_two_conductors_give_them
 async def test_kv_messages_follow_their_worker(nats_url: str) -> None:
     bus = await connect(nats_url)
     ready = [KvReady(order_id="1-0", request_id="r", layer=n, first_block=0, blocks=1) for n in range(30)]
-    source = bus.kv_messages("d0")
-    first = asyncio.ensure_future(anext(source))
-    await asyncio.sleep(0.2)
+    source = bus.follow_kv(await bus.open_kv("d0"))
     for message in ready:
         await bus.publish(subjects.kv("d0", "KvReady"), message)
         await bus.publish(subjects.kv("d1", "KvReady"), message)
-    got = [await first] + [await anext(source) for _ in range(29)]
+    got = [await anext(source) for _ in range(30)]
     assert got == ready
     await bus.close()
 
