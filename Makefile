@@ -38,8 +38,10 @@ test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(DEV_STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/mypy -p halfmoon
+	@status=0; \
+	echo "ruff check ."; $(BIN)/ruff check . || status=1; \
+	echo "mypy --strict -p halfmoon"; $(BIN)/mypy -p halfmoon || status=1; \
+	exit $$status
 
 bench: $(RUN_STAMP)
 	@exec $(BIN)/halfmoon bench $(ARGS)

@@ -49,9 +49,7 @@ def without_channel() -> list[str]:
 def document() -> Node:
     """The whole document, equal for equal classes."""
     kinds = list(dict.fromkeys(kind for channel in CHANNELS for kind in channel.messages + channel.replies))
-    _, schemas = msgspec.json.schema_components(
-        [*kinds, decisions.Ordered], ref_template="#/components/schemas/{name}"
-    )
+    _, schemas = msgspec.json.schema_components([*kinds, decisions.Ordered], ref_template="#/components/schemas/{name}")
     channels: Node = {}
     operations: Node = {}
     for channel in CHANNELS:
