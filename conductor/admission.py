@@ -211,10 +211,13 @@ def decode_load(state: State, worker: Worker, end_ns: int) -> Load:
     load = Load(0, 0, 0)
     for order_id in worker.orders:
         order = state.orders[order_id]
-        if order.phase == "decode":
-            counts = not predicted or order.prefill_end_ns + order.decode_ns >= end_ns
+        if predicted:
+            start_ns = order.prefill_end_ns
+            if order.phase == "prefill":
+                start_ns = max(start_ns, state.at_ns)  # it is late
+            counts = start_ns <= end_ns <= start_ns + order.decode_ns
         else:
-            counts = predicted and order.prefill_end_ns <= end_ns
+            counts = order.phase == "decode"
         if counts:
             load.sequences += 1
             load.context_tokens += order.context_tokens

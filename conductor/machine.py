@@ -116,6 +116,7 @@ class Core:
         state.seq = stamped.seq
         state.at_ns = max(state.at_ns, stamped.at_ns)
         state.orders_now = 0
+        state.timers_in_row = state.timers_in_row + 1 if isinstance(stamped.event, TimerFired) else 0
         out: Decisions = []
         _apply(state, stamped.event, out)
         if self.checked:

@@ -236,6 +236,8 @@ def bridge_silence(state: State, at_ns: int) -> None:
     gap_ns = at_ns - state.at_ns
     if gap_ns <= 2 * state.policy.heartbeat_ns or state.seq == 0:
         return
+    if state.timers_in_row > len(state.workers) + len(state.stores) + len(state.frontends):
+        return  # the log goes on, with nothing but timers: it is they who are silent
     members: list[Worker | Store | Frontend] = [
         *state.workers.values(),
         *state.stores.values(),

@@ -310,7 +310,7 @@ def _cheapest(
 ) -> Cut | None:
     """Ours: the best cut over all holders of more than is here; None when the threshold forbids a fetch."""
     best: Cut | None = None
-    fastest = (0, 0)
+    fastest = (0, 1)
     longest = min(matched.sources[0][1], blocks_max)
     fetching = longest * 100 > local * state.policy.fetch_threshold_percent
     for source in matched.sources:
@@ -319,12 +319,13 @@ def _cheapest(
             break  # longest first: no other has more
         if source[0] != worker.node_id and not fetching:
             continue
-        here = _Source(state, worker, tokens, source, now_ns, queue, local)
         if source[2] >= blocks and source[0] != worker.node_id:
             # A holder of no more, over no faster a way, is no better. (Compared per transfer that shares it.)
-            if here.bytes_s * fastest[1] <= fastest[0] * here.sharing:
+            bytes_s = link_bytes_s(state.links, worker.node_id, source[0], now_ns, state.policy.link_bytes_s)
+            if bytes_s * fastest[1] <= fastest[0] * source[3]:
                 continue
-            fastest = (here.bytes_s, here.sharing)
+            fastest = (bytes_s, source[3])
+        here = _Source(state, worker, tokens, source, now_ns, queue, local)
         if source[0] == worker.node_id:
             here.latency_ns = 0
         cut = here.best_cut(blocks)

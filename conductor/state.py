@@ -137,6 +137,8 @@ class State(msgspec.Struct, kw_only=True):
     at_ns: int = 0
     #: Orders given in the present step.
     orders_now: int = 0
+    #: Timers that fired since the last event of any other kind.
+    timers_in_row: int = 0
     code_version: str = ""
     policy: Policy = Policy()
     #: By id, always sorted.

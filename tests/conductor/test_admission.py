@@ -1,0 +1,226 @@
+"""Early rejection: what is refused, why, and when to come back."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from conductor_scripts import (
+    MS,
+    NULL_LAYOUT,
+    S,
+    Script,
+    arrived,
+    decode,
+    finished,
+    pair,
+    prefill,
+    prefilled,
+)
+
+from halfmoon.schemas.decisions import Prediction, RejectRequest, StartPrefill
+from halfmoon.schemas.events import CostProfile, WorkerDraining
+from halfmoon.schemas.policy import AdmissionName
+
+QUIET = {"heartbeat_ns": 10**12}
+#: A prompt of 1,000 tokens takes 110 ms; so do a step with 100 ms + 10 ms a sequence, and nothing else.
+STEPS = CostProfile(decode_base_ns=100 * MS, decode_per_sequence_ns=10 * MS)
+
+
+def verdict(script: Script, request_id: str = "r1", **fields: Any) -> str:
+    """ "" when it is placed, or the reason of its refusal."""
+    first = script.orders(arrived(request_id, **fields))[0]
+    if isinstance(first, RejectRequest):
+        return first.reason
+    assert isinstance(first, StartPrefill)
+    return ""
+
+
+def pool(**policy: Any) -> Script:
+    return Script(prefill(), decode(profile=STEPS), **QUIET, **policy)
+
+
+@pytest.mark.parametrize("admission", get_args(AdmissionName))
+def test_with_a_pool_empty_every_admission_refuses(admission: AdmissionName) -> None:
+    script = Script(admission=admission)
+    assert script.orders(arrived()) == [
+        RejectRequest(
+            request_id="r1",
+            frontend_id="f1",
+            reason="no_worker",
+            message="no prefill worker is there",
+            ttft_slo_ns=30 * S,
+            tbt_slo_ns=1 * S,
+            retry_after_ns=1 * S,
+        )
+    ]
+    script(prefill())
+    assert verdict(script, "r2") == "no_worker"
+    script(decode())
+    assert verdict(script, "r3") == ""
+    script(WorkerDraining(worker_id="d0", incarnation="i1"))
+    assert verdict(script, "r4") == "no_worker"
+
+
+@pytest.mark.parametrize("admission", get_args(AdmissionName))
+def test_what_no_worker_can_hold_is_too_long(admission: AdmissionName) -> None:
+    script = Script(
+        prefill(context_tokens_max=2_000, kv_blocks=15),
+        decode(context_tokens_max=2_000, kv_blocks=15),
+        admission=admission,
+    )
+    assert verdict(script, "a", tokens=1_400, max_tokens=100) == ""
+    assert verdict(script, "b", tokens=1_401, max_tokens=100) == "too_long"
+    assert verdict(script, "c", tokens=1, max_tokens=2_000) == "too_long"
+    script(decode(1, context_tokens_max=1_501, kv_blocks=100))
+    assert verdict(script, "d", tokens=1_401, max_tokens=100) == ""
+    assert verdict(script, "e", tokens=1_501, max_tokens=100) == "too_long"
+    script(prefill(1, kv_blocks=100))
+    assert verdict(script, "f", tokens=1_502, max_tokens=1) == "too_long"
+
+
+def test_queues_are_bounded_under_every_admission() -> None:
+    for admission in get_args(AdmissionName):
+        script = pool(admission=admission, queued_max_per_worker=2, tbt_slo_ns=100 * S)
+        assert [verdict(script, f"r{n}") for n in range(3)] == ["", "", "queue_full"]
+        refused = script.orders(arrived("x"))[0]
+        assert isinstance(refused, RejectRequest)
+        assert refused.retry_after_ns == 110 * MS  # the first of two at 110 ms each
+        script(prefill(1))
+        assert verdict(script, "y") == ""
+
+
+def test_a_prompt_that_would_come_too_late_is_refused_until_the_queue_has_drained() -> None:
+    script = pool(ttft_slo_ns=250 * MS)
+    assert [verdict(script, f"r{n}") for n in range(2)] == ["", ""]
+    assert script.orders(arrived("r2")) == [
+        RejectRequest(
+            request_id="r2",
+            frontend_id="f1",
+            reason="ttft_slo",
+            message="predicted time to first token 330 ms is over 250 ms",
+            predicted=Prediction(queue_ns=220 * MS, prefill_ns=110 * MS, ttft_ns=330 * MS, tbt_ns=130 * MS),
+            ttft_slo_ns=250 * MS,
+            tbt_slo_ns=1 * S,
+            retry_after_ns=80 * MS,
+        )
+    ]
+    script.now_ns += 80 * MS
+    assert verdict(script, "r3") == ""
+
+
+def test_a_prompt_that_is_too_late_even_alone_is_given_no_time_to_come_back() -> None:
+    script = pool(ttft_slo_ns=100 * MS)
+    refused = script.orders(arrived())[0]
+    assert isinstance(refused, RejectRequest)
+    assert (refused.reason, refused.retry_after_ns) == ("ttft_slo", 0)
+
+
+def test_a_request_is_held_to_its_own_objectives() -> None:
+    script = pool()
+    assert verdict(script, "a", ttft_slo_ns=100 * MS) == "ttft_slo"
+    assert verdict(script, "b", tbt_slo_ns=109 * MS) == "tbt_slo"
+    assert verdict(script, "c", ttft_slo_ns=110 * MS, tbt_slo_ns=110 * MS) == ""
+
+
+def test_none_queues_everything_and_late_looks_at_prefill_only() -> None:
+    script = pool(admission="none", ttft_slo_ns=100 * MS, tbt_slo_ns=105 * MS)
+    assert [verdict(script, f"r{n}") for n in range(20)] == [""] * 20
+    script = pool(admission="late", ttft_slo_ns=250 * MS, tbt_slo_ns=105 * MS)
+    assert [verdict(script, f"r{n}") for n in range(4)] == ["", "", "ttft_slo", "ttft_slo"]
+
+
+def test_early_feels_decode_only_when_it_has_begun() -> None:
+    script = pool(admission="early", tbt_slo_ns=125 * MS)
+    # Two fit a step of 125 ms. Five are taken, because none is in decode: this is the fault of this admission.
+    assert [verdict(script, f"r{n}") for n in range(5)] == [""] * 5
+    for number in range(2):
+        script(prefilled(f"{4 + number}-1", f"r{number}"), after_ns=110 * MS)
+    assert verdict(script, "late") == "tbt_slo"
+
+
+def test_predicted_counts_those_whose_prefill_ends_before_this_one() -> None:
+    script = pool(admission="predicted", tbt_slo_ns=125 * MS)
+    assert [verdict(script, f"r{n}", max_tokens=1_000) for n in range(4)] == ["", "", "tbt_slo", "tbt_slo"]
+
+
+def test_predicted_forgets_those_whose_decode_will_be_over() -> None:
+    script = pool(admission="predicted", tbt_slo_ns=125 * MS)
+    assert verdict(script, "seen", max_tokens=100) == ""
+    script(prefilled("4-1", "seen"), after_ns=110 * MS)
+    script(finished("4-1", "seen", completion_tokens=10, decode_ns=150 * MS), after_ns=150 * MS)
+    # Decodes of this class last 150 ms: when the third prefill ends, 330 ms from now, the first two's are over at 260
+    # and 370.
+    assert [verdict(script, f"r{n}", max_tokens=100) for n in range(3)] == ["", "", ""]
+    # Refused when they are to last for long.
+    script = pool(admission="predicted", tbt_slo_ns=125 * MS)
+    assert [verdict(script, f"r{n}", max_tokens=100) for n in range(3)] == ["", "", "tbt_slo"]
+
+
+def test_a_refusal_over_decode_says_when_a_sequence_will_have_ended() -> None:
+    script = pool(admission="predicted", tbt_slo_ns=115 * MS)
+    assert verdict(script, "r0", max_tokens=10) == ""
+    refused = script.orders(arrived("r1", max_tokens=10))[0]
+    assert isinstance(refused, RejectRequest)
+    # The first ends its prefill in 110 ms and then takes 10 tokens of 110 ms.
+    assert (refused.reason, refused.predicted.tbt_ns, refused.retry_after_ns) == ("tbt_slo", 120 * MS, 1_210 * MS)
+
+
+def test_no_room_is_what_will_be_when_prefill_ends() -> None:
+    small = decode(profile=STEPS, kv_blocks=12)
+    for admission, expected in (
+        ("none", [""] * 3),
+        ("late", [""] * 3),
+        ("early", [""] * 3),
+        ("predicted", ["", "no_room", "no_room"]),
+    ):
+        script = Script(prefill(), small, admission=admission, **QUIET)
+        assert [verdict(script, f"r{n}", max_tokens=100) for n in range(3)] == expected, admission
+    script = Script(prefill(), small, admission="early", **QUIET)
+    assert verdict(script, "r0", max_tokens=100) == ""
+    script(prefilled("4-1", "r0"), after_ns=110 * MS)
+    refused = script.orders(arrived("r1", max_tokens=100))[0]
+    assert isinstance(refused, RejectRequest)
+    assert (refused.reason, refused.retry_after_ns) == ("no_room", 100 * 110 * MS)
+
+
+def test_lower_priorities_are_refused_first() -> None:
+    # Limits: half, three quarters, all, one and a half times 250 ms.
+    for waiting, expected in (
+        (0, ["", "", "", ""]),
+        (1, ["ttft_slo", "ttft_slo", "", ""]),
+        (2, ["ttft_slo", "ttft_slo", "ttft_slo", ""]),
+        (3, ["ttft_slo", "ttft_slo", "ttft_slo", "ttft_slo"]),
+    ):
+        verdicts = []
+        for priority in (-1_000, -500, 0, 1_000):
+            script = pool(ttft_slo_ns=250 * MS)
+            for number in range(waiting):
+                assert verdict(script, f"w{number}", ttft_slo_ns=10 * S) == ""
+            verdicts.append(verdict(script, "x", priority=priority))
+        assert verdicts == expected, waiting
+
+
+@pytest.mark.parametrize("admission", get_args(AdmissionName))
+def test_with_a_null_engine_all_are_admitted(admission: AdmissionName) -> None:
+    null = {"layout": NULL_LAYOUT, "profile": CostProfile(), "kv_blocks": 1, "batch_max": 1}
+    script = Script(prefill(**null), decode(**null), admission=admission, ttft_slo_ns=1, tbt_slo_ns=1)
+    for number in range(500):
+        decisions = script.orders(arrived(f"r{number}", block_keys=b""))
+        assert isinstance(decisions[0], StartPrefill)
+        assert decisions[0].predicted == Prediction()
+        script(prefilled(decisions[0].order_id, f"r{number}", compute_ns=12_345))
+
+
+def test_the_mean_over_the_pool_refuses_when_one_worker_is_far_behind() -> None:
+    # A step of d1 takes 1 s with one sequence. (1,000 + 0) / 2 is over 400 ms, though d0 alone would be fine.
+    script = Script(prefill(), decode(1, profile=CostProfile(decode_base_ns=1 * S)), admission="early", **QUIET)
+    assert verdict(script, "a", tbt_slo_ns=2 * S) == ""
+    script(prefilled("4-1", "a"), after_ns=110 * MS)
+    script(decode(0, profile=STEPS))
+    assert verdict(script, "b", tbt_slo_ns=400 * MS) == "tbt_slo"
+    assert verdict(script, "c", tbt_slo_ns=500 * MS) == ""
+
+
+def test_a_long_prompt_within_its_objectives_is_taken() -> None:
+    assert verdict(pair(), "r1", tokens=90_000, max_tokens=100) == ""

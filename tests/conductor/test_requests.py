@@ -1,0 +1,317 @@
+"""The life of a request: every way that an order can end, and what the core learns from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conductor_scripts import (
+    MS,
+    S,
+    Script,
+    arrived,
+    decode,
+    finished,
+    keys,
+    pair,
+    prefill,
+    prefilled,
+    store,
+    stored,
+)
+
+from halfmoon.conductor.cost import Answers, Link
+from halfmoon.conductor.state import FINISHED_MAX
+from halfmoon.schemas.decisions import (
+    CancelOrder,
+    FailRequest,
+    Fetch,
+    Prediction,
+    RejectRequest,
+    ReleaseOrder,
+    StartDecode,
+    StartPrefill,
+)
+from halfmoon.schemas.events import (
+    DecodeFailed,
+    DecodeRefused,
+    DecodeStarted,
+    Event,
+    PrefillFailed,
+    RequestCancelled,
+)
+
+EXPECTED = Prediction(prefill_ns=110 * MS, ttft_ns=110 * MS, tbt_ns=12_100_000)
+
+
+def crowd(**policy: Any) -> Script:
+    """Two of each worker, with stores."""
+    script = Script(heartbeat_ns=100 * S, **policy)
+    for number in (0, 1):
+        for event in (prefill(number), store(f"p{number}"), decode(number), store(f"d{number}")):
+            script(event)
+    return script
+
+
+def failed(half: str, order_id: str, worker_id: str, retryable: bool = True) -> Event:
+    kind = PrefillFailed if half == "prefill" else DecodeFailed
+    return kind(order_id=order_id, request_id="r1", worker_id=worker_id, reason="broke", retryable=retryable)
+
+
+def test_a_request_gets_both_halves_of_one_order_and_leaves_no_load_behind() -> None:
+    script = pair()
+    assert script(arrived(ttft_slo_ns=1 * S, tbt_slo_ns=50 * MS)) == [
+        StartPrefill(
+            order_id="7-1",
+            request_id="r1",
+            frontend_id="f1",
+            worker_id="p0",
+            decode_worker_id="d0",
+            decode_node_id="n-d0",
+            prompt_tokens=1_000,
+            predicted=EXPECTED,
+        ),
+        StartDecode(
+            order_id="7-1",
+            request_id="r1",
+            frontend_id="f1",
+            worker_id="d0",
+            prefill_worker_id="p0",
+            prompt_tokens=1_000,
+            max_tokens=100,
+            tbt_slo_ns=50 * MS,
+            predicted=EXPECTED,
+        ),
+    ]
+    p0, d0 = script.core.state.workers["p0"], script.core.state.workers["d0"]
+    assert (p0.orders, p0.reserved_ns, p0.pending_blocks, p0.prompt_blocks) == ({"7-1": 110 * MS}, 110 * MS, 10, 10)
+    assert (d0.orders, d0.reserved_blocks, d0.context_tokens) == ({"7-1": 11}, 11, 1_100)
+    assert script(prefilled("7-1"), after_ns=100 * MS) == []
+    assert (p0.orders, p0.reserved_ns, p0.pending_blocks, p0.prompt_blocks) == ({}, 0, 0, 0)
+    assert script(DecodeStarted(order_id="7-1", request_id="r1", worker_id="d0")) == []
+    assert script(finished("7-1"), after_ns=1 * S) == []
+    assert (d0.orders, d0.reserved_blocks, d0.context_tokens) == ({}, 0, 0)
+    assert (script.core.state.requests, script.core.state.orders) == ({}, {})
+
+
+def test_a_request_is_decided_once_however_often_it_arrives() -> None:
+    script = pair()
+    assert len(script(arrived())) == 2
+    assert script(arrived()) == []
+    script(prefilled("7-1"))
+    assert script(arrived()) == []
+    script(finished("7-1"))
+    assert script(arrived()) == []
+    refused = arrived("r2", ttft_slo_ns=1)
+    assert [type(d) for d in script(refused)] == [RejectRequest]
+    assert script(refused) == []
+
+
+def test_ended_requests_are_remembered_up_to_a_bound_oldest_forgotten_first() -> None:
+    script = pair()
+    state = script.core.state
+    state.finished = {f"x{n}": True for n in range(FINISHED_MAX)}
+    script(arrived("r1", ttft_slo_ns=1))
+    assert len(state.finished) == FINISHED_MAX
+    assert (next(iter(state.finished)), "x0" in state.finished, "r1" in state.finished) == ("x1", False, True)
+
+
+def test_late_repeated_and_unknown_answers_change_nothing() -> None:
+    script = pair()
+    script(arrived())
+    script(prefilled("7-1"), after_ns=100 * MS)
+    script(finished("7-1"), after_ns=100 * MS)
+    before = script.core.snapshot()[12:]
+    answers: list[Event] = [
+        prefilled("7-1"),
+        finished("7-1"),
+        failed("prefill", "7-1", "p0"),
+        failed("decode", "7-1", "d0"),
+        DecodeRefused(order_id="7-1", request_id="r1", worker_id="d0", reason="x"),
+        prefilled("99-1"),
+        RequestCancelled(request_id="r1"),
+        RequestCancelled(request_id="who"),
+    ]
+    for answer in answers:
+        assert script(answer) == []
+    assert script.core.state.counters.finished == 1
+    assert len(script.core.snapshot()[12:]) == len(before)
+
+
+def test_an_answer_must_come_from_the_worker_that_has_the_order() -> None:
+    script = crowd()
+    script(arrived())
+    assert script(prefilled("10-1", worker_id="p1")) == []
+    assert script(finished("10-1", worker_id="d1")) == []
+    assert script(prefilled("10-1", request_id="r2")) == []
+    assert script.core.state.orders["10-1"].phase == "prefill"
+
+
+def test_an_answer_may_overtake_the_other_half() -> None:
+    script = pair()
+    script(arrived())
+    assert script(finished("7-1")) == []
+    assert script(prefilled("7-1")) == []
+    assert script.core.state.workers["p0"].orders == {}
+
+
+def test_a_failed_prefill_is_placed_again_elsewhere() -> None:
+    script = crowd()
+    script(arrived())
+    decisions = script(failed("prefill", "10-1", "p0"))
+    assert decisions[:3] == [
+        CancelOrder(order_id="10-1", request_id="r1", worker_id="d0"),
+        ReleaseOrder(order_id="10-1", node_id="n-p0"),
+        ReleaseOrder(order_id="10-1", node_id="n-d0"),
+    ]
+    start, then = decisions[3:]
+    assert isinstance(start, StartPrefill)
+    assert isinstance(then, StartDecode)
+    assert (start.worker_id, start.order_id, then.placement) == ("p1", "11-1", 2)
+    # When all have failed it, any is good again.
+    again = script(failed("prefill", "11-1", "p1"))[3]
+    assert isinstance(again, StartPrefill)
+    assert again.worker_id == "p0"
+
+
+def test_a_failed_decode_stops_its_prefill_and_is_placed_again() -> None:
+    script = crowd()
+    script(arrived())
+    decisions = script(failed("decode", "10-1", "d0"))
+    assert decisions[0] == CancelOrder(order_id="10-1", request_id="r1", worker_id="p0")
+    assert isinstance(decisions[4], StartDecode)
+    assert decisions[4].worker_id == "d1"
+    script(prefilled("11-1", worker_id="p0"))
+    later = script(failed("decode", "11-1", "d1"))
+    assert [type(d).__name__ for d in later] == ["ReleaseOrder", "ReleaseOrder", "StartPrefill", "StartDecode"]
+
+
+@pytest.mark.parametrize(("half", "worker_id", "other"), [("prefill", "p0", "d0"), ("decode", "d0", "p0")])
+def test_what_cannot_be_retried_fails_with_its_reason(half: str, worker_id: str, other: str) -> None:
+    script = pair()
+    script(arrived())
+    assert script(failed(half, "7-1", worker_id, retryable=False)) == [
+        CancelOrder(order_id="7-1", request_id="r1", worker_id=other),
+        ReleaseOrder(order_id="7-1", node_id="n-p0"),
+        ReleaseOrder(order_id="7-1", node_id="n-d0"),
+        FailRequest(request_id="r1", frontend_id="f1", message="broke"),
+    ]
+    assert script(arrived()) == []
+
+
+def test_a_refusal_by_decode_is_a_wasted_prefill() -> None:
+    script = pair()
+    script(arrived())
+    script(prefilled("7-1"))
+    refused = DecodeRefused(
+        order_id="7-1", request_id="r1", worker_id="d0", reason="too slow now", predicted_tbt_ns=2 * S
+    )
+    assert script(refused) == [
+        ReleaseOrder(order_id="7-1", node_id="n-p0"),
+        ReleaseOrder(order_id="7-1", node_id="n-d0"),
+        RejectRequest(
+            request_id="r1",
+            frontend_id="f1",
+            reason="decode_refused",
+            message="too slow now",
+            predicted=Prediction(tbt_ns=2 * S),
+            ttft_slo_ns=30 * S,
+            tbt_slo_ns=1 * S,
+        ),
+    ]
+    assert script.core.state.counters.wasted_prefills == 1
+    assert script.core.state.counters.rejected == {"decode_refused": 1}
+
+
+def test_a_refusal_while_prefill_still_runs_stops_it() -> None:
+    script = pair()
+    script(arrived())
+    decisions = script(DecodeRefused(order_id="7-1", request_id="r1", worker_id="d0", reason="no"))
+    assert decisions[0] == CancelOrder(order_id="7-1", request_id="r1", worker_id="p0")
+
+
+def test_a_request_whose_client_may_have_tokens_is_placed_again_when_decode_refuses() -> None:
+    script = crowd()
+    script(arrived())
+    script(failed("prefill", "10-1", "p0"))
+    again = script(DecodeRefused(order_id="11-1", request_id="r1", worker_id="d0", reason="no"))
+    assert [type(d).__name__ for d in again][-2:] == ["StartPrefill", "StartDecode"]
+
+
+def test_a_cancelled_request_is_stopped_wherever_it_is() -> None:
+    script = crowd()
+    script(stored("p1", keys(9)))
+    script(prefill(1, profile=prefill().profile, node_id="n-p0"))  # so p1 must fetch what is on n-p1
+    first = script(arrived())[0]
+    assert isinstance(first, StartPrefill)
+    assert first.fetches == [Fetch(node_id="n-p1", first_block=0, blocks=9)]
+    assert script(RequestCancelled(request_id="r1")) == [
+        CancelOrder(order_id="12-1", request_id="r1", worker_id="p0"),
+        CancelOrder(order_id="12-1", request_id="r1", worker_id="d0"),
+        ReleaseOrder(order_id="12-1", node_id="n-p0"),
+        ReleaseOrder(order_id="12-1", node_id="n-d0"),
+        ReleaseOrder(order_id="12-1", node_id="n-p1"),
+    ]
+    assert script.core.state.leaving == {}
+    script(arrived("r2"))
+    script(prefilled("14-1", "r2", "p0"))
+    assert script(RequestCancelled(request_id="r2"))[0] == CancelOrder(order_id="14-1", request_id="r2", worker_id="d0")
+    assert script.core.state.counters.cancelled == 2
+
+
+def test_prefill_costs_and_bandwidths_are_learned_from_answers() -> None:
+    script = crowd()
+    script(stored("p0", keys(9)))
+    state = script.core.state
+    script(arrived("r0"))
+    script(arrived("r1"))
+    assert state.leaving == {"n-p0": {"12-1": script.now_ns + 950_000}}
+    script(
+        prefilled(
+            "12-1",
+            "r1",
+            "p1",
+            compute_ns=60 * MS,
+            cached_fetched_tokens=900,
+            fetched_bytes=900_000,
+            fetch_node_id="n-p0",
+            fetch_ns=1 * MS,
+            pushed_bytes=1_000_000,
+            push_ns=2 * MS,
+        ),
+        after_ns=60 * MS,
+    )
+    assert state.leaving == {}
+    assert state.links == {
+        "n-p1": {"n-p0": Link(bytes_s=900_000_000, measured_ns=script.now_ns)},
+        "n-d1": {"n-p1": Link(bytes_s=500_000_000, measured_ns=script.now_ns)},
+    }
+    assert state.workers["p0"].cost == state.workers["p0"].profile
+    cost = state.workers["p1"].cost
+    assert cost.prefill_base_ns > 10 * MS
+    assert (state.counters.prompt_tokens, state.counters.cached_fetched_tokens) == (1_000, 900)
+
+
+def test_a_prompt_that_was_placed_before_teaches_nothing_about_cost() -> None:
+    script = crowd()
+    script(arrived())
+    script(failed("prefill", "10-1", "p0"))
+    script(prefilled("11-1", "r1", "p1", compute_ns=9 * S))
+    assert script.core.state.workers["p1"].cost == script.core.state.workers["p1"].profile
+
+
+def test_answers_teach_how_long_answers_are() -> None:
+    script = Script(prefill(), decode(), heartbeat_ns=100 * S)
+    for number in range(3):
+        script(arrived(f"r{number}", max_tokens=120))
+        script(finished(script.core.state.requests[f"r{number}"].order_id, f"r{number}", completion_tokens=10))
+    assert script.core.state.answers == {7: Answers(count=3, millitokens=10_000, decode_ns=1 * S)}
+    script(arrived("next", max_tokens=100))
+    script(arrived("other", max_tokens=1_000))
+    blocks = script.core.state.workers["d0"].orders
+    assert list(blocks.values()) == [11, 13]  # 1,000 tokens and 10; 1,000 and the 256 that are thought at first
+    script(RequestCancelled(request_id="next"))
+    script(arrived("aborted", max_tokens=100))
+    aborted = script.core.state.requests["aborted"].order_id
+    script(finished(aborted, "aborted", completion_tokens=1, finish_reason="abort"))
+    assert script.core.state.answers[7].count == 3
