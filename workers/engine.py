@@ -50,8 +50,9 @@ class Engine:
         self.exact, self.block_tokens = exact, block_tokens
         with torch.inference_mode():
             self._model = Transformer(model.config, model.weights)
-            self.device = self._model.device
-            self.cache = PagedCache(model.config, num_blocks, block_tokens, model.dtype, self.device)
+        self.device = self._model.device
+        # Outside of inference mode, or only code inside of it could write to the cache.
+        self.cache = PagedCache(model.config, num_blocks, block_tokens, model.dtype, self.device)
         self.allocator = BlockAllocator(num_blocks)
         self.attention = make_attention(attention, self.device, model.dtype, block_tokens, exact=exact)
         self._rows_multiple = decode_rows_multiple
@@ -79,8 +80,8 @@ class Engine:
     ) -> Tensor | None:
         """Computes the KV of tokens ``[start, start + len(token_ids))`` of one sequence, whose earlier KV is cached.
 
-        ``before_layer(i)`` returns when layer i of the earlier KV is in the cache; ``after_layer(i)`` is called when
-        layer i of this chunk is. Returns the last token's logits, f32 ``[vocab]``, if wanted. None also when
+        ``before_layer(i)`` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which needs
+        none of it, runs before); ``after_layer(i)`` is called when layer i of this chunk is. Returns the last token's logits, f32 ``[vocab]``, if wanted. None also when
         ``should_stop`` said so between two layers: the chunk's KV is then incomplete.
         """
         count = len(token_ids)
@@ -98,9 +99,9 @@ class Engine:
             if should_stop is not None and should_stop():
                 return None
             q, k, v = layer.project(x, cos, sin)
-            self._store(i, slots, k[:count], v[:count])
             if before_layer is not None:
                 before_layer(i)
+            self._store(i, slots, k[:count], v[:count])
             if after_layer is not None:
                 self.synchronize()
                 after_layer(i)

@@ -37,9 +37,11 @@ class PagedCache:
         self.num_blocks, self.block_tokens, self.dtype = num_blocks, block_tokens, dtype
         self.device = torch.device(device)
         self.layers = config.layers
-        # Zeros, not garbage: a padded read of a block never written must not turn into NaN.
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        # A GPU kernel reads whole pages, and what was never written must not turn into NaN. On CPU sequences are read
+        # at their exact length, and touching every page at start would cost two seconds a GiB.
+        make = torch.empty if self.device.type == "cpu" else torch.zeros
+        self.k = make(shape, dtype=dtype, device=device)
+        self.v = make(shape, dtype=dtype, device=device)
         self._k_bytes = self.k.view(torch.uint8).view(config.layers, num_blocks, -1)
         self._v_bytes = self.v.view(torch.uint8).view(config.layers, num_blocks, -1)
         on_cpu = self.device.type == "cpu"
