@@ -7,6 +7,8 @@ everybody's last sign of life moves by the length of the silence.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from halfmoon.conductor.cost import decode_fit, prefill_fit
 from halfmoon.conductor.orders import arm, end, place, place_parked, withdraw
 from halfmoon.conductor.state import Decisions, Frontend, State, Store, Worker
@@ -35,6 +37,8 @@ def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
         if same:
             _carry_over(known, worker)
             state.workers[event.worker_id] = worker
+            if known.asked:
+                _lose_orders(state, event.worker_id, list(worker.orders), out, told=True)
             place_parked(state, out)
             return
         _forget_timer(state, known.role, event.worker_id, known.incarnation)
@@ -88,7 +92,8 @@ def worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> Wo
     if worker is None or worker.incarnation != event.incarnation:
         # Its heartbeat does not say what it is; it goes by target_id.
         role = worker.role if worker is not None else "prefill"
-        _ask(state, "worker", role, event.worker_id, out)
+        if _ask(state, "worker", role, event.worker_id, out) and worker is not None:
+            worker.asked = True
         return None
     worker.last_seen_ns = state.at_ns
     worker.queued, worker.running, worker.kv_blocks_used = event.queued, event.running, event.kv_blocks_used
@@ -116,8 +121,11 @@ def _orphans(state: State, worker_id: str) -> list[str]:
     return list(worker.orders) if worker is not None else []
 
 
-def _lose_orders(state: State, worker_id: str, order_ids: list[str], out: Decisions) -> None:
-    """The worker's halves of these orders are gone. All are taken back before any is placed: none counts as load."""
+def _lose_orders(state: State, worker_id: str, order_ids: list[str], out: Decisions, *, told: bool = False) -> None:
+    """The worker's halves of these orders are gone. All are taken back before any is placed: none counts as load.
+
+    `told`: the worker is there and may have taken some of them since it dropped all, so it is told of each.
+    """
     requests = []
     for order_id in order_ids:
         order = state.orders[order_id]
@@ -126,8 +134,8 @@ def _lose_orders(state: State, worker_id: str, order_ids: list[str], out: Decisi
             state,
             order,
             out,
-            prefill_runs=order.prefill_id != worker_id,
-            decode_runs=order.decode_id != worker_id,
+            prefill_runs=told or order.prefill_id != worker_id,
+            decode_runs=told or order.decode_id != worker_id,
         )
     for request in requests:
         place(state, request, out)
@@ -280,14 +288,14 @@ def _forget_timer(state: State, role: str, process_id: str, incarnation: str) ->
     state.timers.pop(f"lost:{role}:{process_id}:{incarnation}", None)
 
 
-def _ask(state: State, kind: str, role: str, process_id: str, out: Decisions) -> None:
-    """Once, until it joins or two heartbeats have passed."""
+def _ask(
+    state: State, kind: str, role: Literal["prefill", "decode", "store", "frontend"], process_id: str, out: Decisions
+) -> bool:
+    """Once, until it joins or two heartbeats have passed. True when it was asked now."""
     pause_ns = 2 * state.policy.heartbeat_ns
     state.asked_ns = {key: ns for key, ns in state.asked_ns.items() if ns + pause_ns > state.at_ns}
-    if f"{kind}:{process_id}" not in state.asked_ns:
-        state.asked_ns[f"{kind}:{process_id}"] = state.at_ns
-        match role:
-            case "prefill" | "decode" | "store" | "frontend":
-                out.append(AnnounceYourself(role=role, target_id=process_id))
-            case _:
-                raise AssertionError(role)
+    if f"{kind}:{process_id}" in state.asked_ns:
+        return False
+    state.asked_ns[f"{kind}:{process_id}"] = state.at_ns
+    out.append(AnnounceYourself(role=role, target_id=process_id))
+    return True

@@ -31,6 +31,8 @@ class Worker(msgspec.Struct, kw_only=True):
     batch_max: int
     last_seen_ns: int
     draining: bool = False
+    #: Told to announce itself (for a heartbeat of another incarnation): it drops what it has and joins again.
+    asked: bool = False
     #: As joined, and as refitted.
     profile: CostProfile
     cost: CostProfile

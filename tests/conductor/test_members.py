@@ -223,6 +223,23 @@ def test_the_same_incarnation_that_joins_again_keeps_its_orders() -> None:
     assert script.core.state.workers["p0"].kv_blocks == 7
 
 
+def test_a_worker_that_was_asked_has_dropped_its_orders_when_it_joins_again() -> None:
+    script = crowd()
+    assert placed(script) == ("p0", "d0")
+    assert script(beat("d0", "i0")) == [AnnounceYourself(role="decode", target_id="d0")]
+    again = script(decode())
+    assert kinds(again) == [
+        "CancelOrder",
+        "CancelOrder",
+        "ReleaseOrder",
+        "ReleaseOrder",
+        "StartPrefill",
+        "StartDecode",
+    ]
+    assert again[1] == CancelOrder(order_id="11-1", request_id="r1", worker_id="d0")
+    assert script(decode()) == []
+
+
 def test_a_word_of_an_old_incarnation_changes_nothing() -> None:
     script = pair()
     script(prefill(incarnation="i2"))

@@ -1,0 +1,109 @@
+"""Random clusters: invariants after every event, equal decisions from equal logs, an end for every accepted request."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from random_clusters import Cluster, digest
+
+from halfmoon.conductor.machine import Core, SnapshotInvalid
+from halfmoon.schemas.codec import decode, encode
+from halfmoon.schemas.events import Event, Stamped
+
+SEEDS = range(10)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_after_the_faults_have_stopped_every_accepted_request_ends(seed: int) -> None:
+    cluster = Cluster(seed)
+    cluster.run(chaos_s=30, calm_s=120)
+    state = cluster.core.state
+    assert len(cluster.log) > 500
+    assert len(state.workers) + len(state.stores) + len(state.frontends) == len(cluster.processes)
+    assert (state.requests, state.orders, state.parked, state.leaving) == ({}, {}, {}, {})
+    assert [key for key in state.timers if not key.startswith("lost:")] == []
+    for worker in state.workers.values():
+        assert (worker.orders, worker.reserved_ns, worker.reserved_blocks) == ({}, 0, 0)
+    for frontend in cluster.processes.values():
+        assert frontend.open == {}, "a client that was told nothing"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_decided_on_a_request_after_its_end(seed: int) -> None:
+    cluster = Cluster(1_000 + seed, checked=False)
+    cluster.run(chaos_s=20, calm_s=60)
+    for request_id, told in cluster.told.items():
+        ends = [word for word in told if word in ("RejectRequest", "FailRequest")]
+        if ends and "finished" not in told:
+            assert told.index(ends[0]) == len(told) - 1, (request_id, told)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_same_log_gives_the_same_decisions_also_through_snapshots(seed: int) -> None:
+    cluster = Cluster(2_000 + seed, checked=False)
+    cluster.run(chaos_s=15, calm_s=5)
+    expected = digest(cluster.log, cluster.decided, cluster.core)
+    draw = random.Random(seed)
+    core = Core()
+    decided = []
+    for stamped in cluster.log:
+        # As the log is read: decoded anew.
+        again = Stamped(seq=stamped.seq, at_ns=stamped.at_ns, event=decode(encode(stamped.event), Event))
+        decided.append(core.step(again))
+        if draw.random() < 0.02:
+            before = core.digest()
+            core = Core.restore(core.snapshot())
+            assert core.digest() == before
+    assert decided == cluster.decided
+    assert digest(cluster.log, decided, core) == expected
+
+
+def test_interpreters_with_different_hash_seeds_decide_alike() -> None:
+    program = Path(__file__).parent / "random_clusters.py"
+    seeds = [str(3_000 + seed) for seed in SEEDS]
+    running = []
+    for hash_seed in ("0", "1", "4242"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        running.append(
+            subprocess.Popen([sys.executable, str(program), *seeds], env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    printed = [process.communicate()[0].splitlines() for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert len(printed[0]) == len(seeds)
+    assert printed[0] == printed[1] == printed[2]
+    assert len(dict.fromkeys(printed[0])) == len(seeds)
+
+
+def test_an_explanation_is_what_then_happens_and_changes_nothing() -> None:
+    cluster = Cluster(5)
+    cluster.run(chaos_s=10, calm_s=0)
+    core = Core()
+    explained = 0
+    for stamped, decisions in zip(cluster.log, cluster.decided, strict=True):
+        event = stamped.event
+        if type(event).__name__ == "RequestArrived" and decisions and core.state.policy.name != "random":
+            before = core.digest()
+            verdict = core.explain(event, stamped.at_ns).verdict  # type: ignore[arg-type]
+            assert core.digest() == before
+            assert verdict.predicted == decisions[0].predicted  # type: ignore[union-attr]
+            explained += 1
+        core.step(stamped)
+    assert explained > 10
+
+
+def test_what_is_no_snapshot_is_refused() -> None:
+    for broken in (b"", b"nonsense", Core().snapshot()[:-1]):
+        with pytest.raises(SnapshotInvalid):
+            Core.restore(broken)
+
+
+def test_a_log_that_runs_backwards_is_our_own_fault() -> None:
+    cluster = Cluster(1)
+    cluster.run(chaos_s=1, calm_s=0)
+    with pytest.raises(AssertionError, match="backwards"):
+        cluster.core.step(cluster.log[-1])
