@@ -80,11 +80,13 @@ def _from_gguf(path: Path, eos_ids: frozenset[int]) -> TokenizerFiles:
     control = {name: i for i, (name, kind) in enumerate(zip(names, kinds, strict=True)) if kind == _CONTROL}
     defined = [name for name, kind in zip(names, kinds, strict=True) if kind == _USER_DEFINED]
 
+    kind = fields.get("tokenizer.ggml.pre", "default")
+    pre_tokenizer = _pre_tokenizer(kind)
+
     def build() -> tokenizers.Tokenizer:
         vocab = {name: i for i, name in enumerate(names)}
-        kind = fields.get("tokenizer.ggml.pre", "default")
         built = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.startswith("llama")))
-        built.pre_tokenizer = _pre_tokenizer(kind)
+        built.pre_tokenizer = pre_tokenizer
         built.decoder = decoders.ByteLevel()
         built.add_tokens([AddedToken(name, normalized=False) for name in defined])
         built.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])

@@ -1,0 +1,94 @@
+"""Cost coefficients: the fit finds what made the times, and a measured profile predicts the engine it measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from halfmoon.workers.cost_profile import CostProfile, DecodeTime, PrefillTime, by_prompt, fit_non_negative, fit_profile
+from halfmoon.workers.engine import Engine
+from halfmoon.workers.model_files import LoadedModel
+from halfmoon.workers.null_engine import NullEngine
+from halfmoon.workers.profiler import measured_profile, profile_key
+from halfmoon.workers.sampling_params import SampleRequest, SamplingParams
+
+TRUE = CostProfile(
+    prefill_base_ns=5_000_000, prefill_per_token_ps=400_000_000, prefill_per_token2_fs=150_000_000,
+    decode_base_ns=30_000_000, decode_per_sequence_ns=340_000, decode_per_context_token_ps=6_200_000,
+)  # fmt: skip
+
+
+def test_the_fit_finds_the_coefficients_that_made_the_times() -> None:
+    prefills = [PrefillTime(n, p, TRUE.prefill_ns(n, p)) for n, p in ((64, 0), (256, 0), (512, 256), (4096, 3840))]
+    decodes = [DecodeTime(b, c, TRUE.decode_ns(b, c)) for b, c in ((1, 16), (1, 4000), (8, 128), (8, 8000))]
+    found = fit_profile(prefills, decodes)
+    for name in TRUE.__dataclass_fields__:
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
+
+
+def test_no_coefficient_is_negative() -> None:
+    assert fit_non_negative([(1, 1), (1, 2), (1, 3)], [3.0, 2.0, 1.5])[1] == 0.0
+    assert fit_non_negative([(1, 1), (1, 2), (1, 3)], [1.0, 2.5, 4.0])[0] == 0.0
+
+
+def test_a_prompt_pays_the_base_of_every_chunk() -> None:
+    prompt = by_prompt(TRUE, 256, 4_000_000)
+    chunks = sum(TRUE.prefill_ns(at + 256, at) for at in range(0, 4096, 256)) + 4_000_000
+    assert prompt.prefill_ns(4096, 0) == pytest.approx(chunks, rel=0.01)
+
+
+def test_a_measured_profile_predicts_and_is_measured_once(
+    model_bf16: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = Engine(model_bf16, num_blocks=16, block_tokens=128, exact=True)
+    profile = measured_profile(engine, budget_s=1.0)
+    assert engine.allocator.free_blocks == 16
+    assert all(type(value) is int and value >= 0 for value in asdict(profile).values())
+    table, times = engine.allocator.allocate(8), []
+    for _ in range(2):
+        begin = time.perf_counter_ns()
+        for at in range(0, 1024, 128):
+            engine.prefill_chunk([9] * 128, at, table, want_logits=at == 896)
+        times.append(time.perf_counter_ns() - begin)
+    assert profile.prefill_ns(1024, 0) == pytest.approx(min(times), rel=1.0)  # neighbours on the same cores
+    place = tmp_path / "halfmoon" / "profiles" / f"{profile_key(engine)}.json"
+    begin = time.monotonic()
+    assert measured_profile(engine) == profile
+    assert time.monotonic() - begin < 0.5
+    place.write_text("{}")
+    assert measured_profile(engine, budget_s=0.1) is not None
+    assert place.read_text() != "{}"
+
+
+def null_engine(model: LoadedModel) -> NullEngine:
+    return NullEngine(model.config, num_blocks=4, block_tokens=64)
+
+
+def test_the_null_engine_has_every_public_name_of_the_engine(model_f32: LoadedModel) -> None:
+    real = Engine(model_f32, num_blocks=1, block_tokens=16, exact=True)
+    names = {name for name in dir(real) if not name.startswith("_")} - {"attention", "device"}
+    assert names <= set(dir(null_engine(model_f32)))
+    cache = {name for name in dir(real.cache) if not name.startswith("_")} - {"k", "v", "device", "dtype"}
+    assert cache <= set(dir(null_engine(model_f32).cache))
+
+
+def test_the_null_engine_goes_on_with_the_same_text_wherever_it_resumes(model_f32: LoadedModel) -> None:
+    engine = null_engine(model_f32)
+    assert engine.config == replace(model_f32.config, layers=0)
+    assert engine.cache.block_bytes == 0
+    request = SampleRequest(params=SamplingParams(temperature=0.0), index=0)
+    row = engine.prefill_chunk([1] * 10, 0, [0], want_logits=True)
+    assert row is not None
+    tokens = [engine.sample_rows(row, [request])[0].token_id]
+    for position in range(10, 20):
+        tokens += [s.token_id for s in engine.sample_rows(engine.decode(tokens[-1:], [position], [[0]]), [request])]
+    resumed = engine.prefill_chunk([1] * 15, 0, [0], want_logits=True)
+    assert engine.argmax(resumed if resumed is not None else 0) == [tokens[5]]
+    assert len(set(tokens)) == 11
+    assert engine.logits_digest(row) != engine.logits_digest(row + 1)
+    banned = SampleRequest(params=SamplingParams(logprobs=1), index=0, banned_ids=[tokens[0]])
+    assert engine.sample_rows(row, [banned])[0].token_id == tokens[0] + 1

@@ -1,0 +1,231 @@
+"""The cache of dequantised weights, the reading of GGUF files, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from halfmoon.workers.gguf_file import GgufFile, unpermute_rotary
+from halfmoon.workers.model_files import (
+    LoadedModel,
+    ModelNotFound,
+    ModelUnsupported,
+    find_model,
+    load_config,
+    load_model,
+    model_fingerprint,
+)
+from halfmoon.workers.tokenizer import Tokenizer
+from halfmoon.workers.weight_cache import cached_weights_path
+
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def tiny_gguf(path: Path, architecture: str = "llama") -> Path:
+    """Two layers of random f32 weights; ``token_embd`` in f16."""
+    rng = np.random.default_rng(1)
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_block_count(2)
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(40)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(40)])
+    writer.add_eos_token_id(3)
+
+    def add(name: str, *shape: int) -> None:
+        writer.add_tensor(name, rng.standard_normal(shape).astype(np.float32))
+
+    writer.add_tensor("token_embd.weight", rng.standard_normal((40, 32)).astype(np.float16))
+    add("output_norm.weight", 32)
+    add("output.weight", 40, 32)
+    shapes = {"attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32),
+              "ffn_norm": (32,), "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48)}  # fmt: skip
+    for i in range(2):
+        for name, shape in shapes.items():
+            add(f"blk.{i}.{name}.weight", *shape)
+        if architecture == "qwen2":
+            for name, size in (("attn_q", 32), ("attn_k", 16), ("attn_v", 16)):
+                add(f"blk.{i}.{name}.bias", size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_second_load_reads_what_the_first_one_parsed(empty_cache: Path) -> None:
+    path = str(tiny_gguf(empty_cache / "m.gguf"))
+    first = load_model(path, dtype=torch.bfloat16)
+    place = cached_weights_path(first.fingerprint, torch.bfloat16)
+    assert place.is_file()
+    before = place.stat().st_mtime_ns
+    second = load_model(path, dtype=torch.bfloat16)
+    assert place.stat().st_mtime_ns == before
+    assert_equal(first, second)
+    assert not list(place.parent.glob(".*")), "no temporary file is left"
+
+
+def assert_equal(first: LoadedModel, second: LoadedModel) -> None:
+    assert first.fingerprint == second.fingerprint
+    assert first.weights.keys() == second.weights.keys()
+    for name, weight in first.weights.items():
+        assert weight.dtype == second.weights[name].dtype
+        assert torch.equal(weight, second.weights[name]), name
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_cache_file_is_parsed_again(empty_cache: Path, damage: str) -> None:
+    path = str(tiny_gguf(empty_cache / "m.gguf"))
+    first = load_model(path, dtype=torch.float32)
+    place = cached_weights_path(first.fingerprint, torch.float32)
+    raw = bytearray(place.read_bytes())
+    if damage == "flipped":
+        raw[-5] ^= 1
+    damaged = {"cut": raw[:-100], "flipped": raw, "empty": b""}[damage]
+    place.unlink()
+    place.write_bytes(damaged)
+    assert_equal(load_model(path, dtype=torch.float32), first)
+    assert_equal(load_model(path, dtype=torch.float32), first)
+    assert place.read_bytes() != bytes(damaged)
+
+
+def test_a_cache_folder_that_takes_no_files_costs_only_time(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tiny_gguf(empty_cache / "m.gguf"))
+    expected = load_model(path, dtype=torch.float32)
+    (empty_cache / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(empty_cache / "file"))
+    assert_equal(load_model(path, dtype=torch.float32), expected)
+
+
+def test_processes_that_start_at_once_parse_once(empty_cache: Path) -> None:
+    path = tiny_gguf(empty_cache / "m.gguf")
+    script = """
+import sys, torch
+from halfmoon.workers import model_files
+parse = model_files._parse_gguf
+def noted(*arguments):
+    print("parsed", flush=True)
+    return parse(*arguments)
+model_files._parse_gguf = noted
+print(model_files.load_model(sys.argv[1], dtype=torch.float32).fingerprint)
+"""
+    command = [sys.executable, "-c", script, str(path)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(3)]
+    answers = [process.communicate(timeout=60)[0].split() for process in running]
+    assert sum(answer.count("parsed") for answer in answers) == 1
+    assert {answer[-1] for answer in answers} == {model_fingerprint(str(path))}
+
+
+def test_the_header_says_what_the_gguf_library_says() -> None:
+    path = find_model(MODEL).path
+    ours, theirs = GgufFile(path), gguf.GGUFReader(path)
+    assert {name: tensor.shape for name, tensor in ours.tensors.items()} == {
+        tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in theirs.tensors
+    }
+    for name, value in ours.metadata.items():
+        if not isinstance(value, list):
+            assert theirs.fields[name].contents() == value
+    for tensor in theirs.tensors[:3]:
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(ours.tensor_f32(tensor.name), expected)
+    ours.close()
+
+
+def test_unpermuting_undoes_what_the_converter_does() -> None:
+    weight = np.arange(8 * 3, dtype=np.float32).reshape(8, 3)
+    # As the converter of llama models writes it, for 2 heads of dimension 4.
+    converted = weight.reshape(2, 2, 2, 3).swapaxes(1, 2).reshape(8, 3)
+    assert not np.array_equal(converted, weight)
+    assert np.array_equal(unpermute_rotary(converted, 2), weight)
+
+
+def test_a_qwen2_gguf_keeps_its_rows_and_has_biases(empty_cache: Path) -> None:
+    path = tiny_gguf(empty_cache / "q.gguf", "qwen2")
+    model = load_model(str(path), dtype=torch.float32)
+    file = GgufFile(path)
+    assert np.array_equal(model.weights["layers.1.qkv"][:32].numpy(), file.tensor_f32("blk.1.attn_q.weight"))
+    assert np.array_equal(model.weights["layers.1.qkv_bias"][32:48].numpy(), file.tensor_f32("blk.1.attn_k.bias"))
+    assert model.config.attention_bias
+    assert not model.config.tied
+
+
+def test_config_and_fingerprint_need_no_torch() -> None:
+    script = f"""
+import sys
+from halfmoon.workers.model_files import load_config, model_fingerprint
+from halfmoon.workers.tokenizer import Tokenizer
+load_config({MODEL!r}); Tokenizer.load({MODEL!r})
+import halfmoon.workers.null_engine, halfmoon.workers.cost_profile
+assert "torch" not in sys.modules
+print(model_fingerprint({MODEL!r}))
+"""
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == model_fingerprint(MODEL)
+
+
+def test_the_built_in_model_is_what_it_should_be(model_f32: LoadedModel) -> None:
+    config = load_config(MODEL)
+    assert config == model_f32.config
+    assert model_f32.fingerprint == model_fingerprint(MODEL)
+    assert (config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim) == (30, 576, 9, 3, 64)
+    assert (config.tied, config.context_tokens_max, config.eos_token_ids) == (True, 8192, (2,))
+    assert config.kv_token_bytes(2) == 23_040
+
+
+def test_what_is_missing_or_broken_is_named(empty_cache: Path) -> None:
+    with pytest.raises(ModelNotFound, match="no model 'nothing-of-this-name'"):
+        find_model("nothing-of-this-name")
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        find_model(str(empty_cache))
+    broken = empty_cache / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(3))
+    with pytest.raises(ModelUnsupported, match="header"):
+        load_config(str(broken))
+    broken.write_bytes(b"no such thing")
+    with pytest.raises(ModelUnsupported, match="not GGUF"):
+        load_config(str(broken))
+    whole = tiny_gguf(empty_cache / "m.gguf").read_bytes()
+    broken.write_bytes(whole[: len(whole) - 1000])
+    with pytest.raises(ModelUnsupported, match="size"):
+        load_model(str(broken), dtype=torch.float32)
+    with pytest.raises(ModelUnsupported, match="gptj"):
+        load_config(str(tiny_gguf(empty_cache / "g.gguf", "gptj")))
+    with pytest.raises(ModelUnsupported, match="pre"):
+        Tokenizer.load(str(_with_pre(empty_cache)))
+
+
+def _with_pre(folder: Path) -> Path:
+    """A file whose pre-tokenizer nobody knows."""
+    path = tiny_gguf(folder / "pre.gguf")
+    writer = gguf.GGUFWriter(str(folder / "pre2.gguf"), "llama")
+    for name, value in GgufFile(path).metadata.items():
+        if name.startswith("llama."):
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("something-else")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_merges(["a b"])
+    writer.add_tensor("token_embd.weight", np.zeros((40, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "pre2.gguf"
