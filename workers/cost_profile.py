@@ -38,6 +38,8 @@ class CostProfile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
+    """One measured chunk: its end in the prompt, and its start."""
+
     prompt_tokens: int
     cached_tokens: int
     elapsed_ns: int
@@ -45,6 +47,8 @@ class PrefillTime:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
+    """One measured step."""
+
     batch: int
     context_tokens: int
     """Sum over the batch."""

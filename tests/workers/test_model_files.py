@@ -118,11 +118,12 @@ def test_a_cache_folder_that_takes_no_files_costs_only_time(empty_cache: Path, m
 def test_processes_that_start_at_once_parse_once(empty_cache: Path) -> None:
     path = tiny_gguf(empty_cache / "m.gguf")
     script = """
-import sys, torch
+import sys, time, torch
 from halfmoon.workers import model_files
 parse = model_files._parse_gguf
 def noted(*arguments):
     print("parsed", flush=True)
+    time.sleep(3)  # so that the others come to wait
     return parse(*arguments)
 model_files._parse_gguf = noted
 print(model_files.load_model(sys.argv[1], dtype=torch.float32).fingerprint)
