@@ -72,6 +72,8 @@ class Hold:
     keys: list[bytes]
     expires_ns: int
     present: list[int] = field(default_factory=list)
+    #: Keys of the chain before the first block: used with it, though not held.
+    heads: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -176,7 +178,7 @@ class Pool:
     # --- leases --------------------------------------------------------------------------------------------------
 
     def lease(self, owner: Owner, keys: Sequence[bytes], *, first_block: int, expires_ns: int) -> Hold:
-        """Holds the blocks `keys[first_block:]`; those before are touched, so that heads stay newer than tails.
+        """Holds the blocks `keys[first_block:]`; those before count as used, so that heads stay newer than tails.
 
         Raises BlockMissing (with how many are here) and holds nothing when one is not committed here.
         """
@@ -191,10 +193,7 @@ class Pool:
             slots.append(slot)
         for slot in slots:
             self._hold_slot(slot)
-        for key in reversed(keys[:first_block]):
-            if (slot := self._by_key.get(key)) is not None:
-                self._eviction.touch(slot)
-        hold = Hold(slots, list(keys[first_block:]), expires_ns, list(range(len(slots))))
+        hold = Hold(slots, list(keys[first_block:]), expires_ns, list(range(len(slots))), list(keys[:first_block]))
         self.holds[owner] = hold
         return hold
 
@@ -220,6 +219,9 @@ class Pool:
         for slot in reversed(hold.slots):
             self.slots[slot].holders -= 1
             self._settle(slot)
+        for key in reversed(hold.heads):
+            if (head := self._by_key.get(key)) is not None:
+                self._eviction.touch(head)
         return True
 
     def owners(self, order_id: str) -> list[Owner]:

@@ -35,6 +35,7 @@ from halfmoon.schemas.store import (
     Reserved,
     SettleBlocks,
 )
+from halfmoon.store.book import peer_writer
 from halfmoon.store.errors import OrderUnknown, StoreError, TransferError, TransferTimeout
 from halfmoon.store.peers import Peers
 from halfmoon.store.pool import Hold
@@ -212,7 +213,7 @@ class Push:
             assert self._transport is not None
             started_ns = time.monotonic_ns()
             deadline_ns = min(started_ns + self._transfer_ns_max, self._writable_until_ns)
-            call = Call(self.opened.order_id, self.opened.decode_worker_id, deadline_ns)
+            call = Call(self.opened.order_id, peer_writer(self._node_id), deadline_ns)
             await self._transport.write(self._peer, items, call)
             self._elapsed_ns += time.monotonic_ns() - started_ns
         for push, some in batch:

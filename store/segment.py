@@ -164,7 +164,7 @@ class Segment:
             os.posix_fallocate(fd, 0, need)
             # An opening of its own: locks belong to openings, and `alive` must not undo ours.
             view_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-            view = PoolView(name, geometry, view_fd, _mmap(fd, need, True))
+            view = PoolView(name, geometry, view_fd, _mmap(view_fd, need, True))
             # It gets its name last, locked and whole. (`src_dir_fd` makes Python follow the link in /proc.)
             os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
             return cls(view, fd)
@@ -179,6 +179,7 @@ class Segment:
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(SHM / self.view.name)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.view.close()
         os.close(self._fd)
         self._fd = -1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from halfmoon.schemas import store as say
 from halfmoon.schemas.keys import split_keys
 from halfmoon.store.book import peer_writer
-from halfmoon.store.errors import BlockMissing, TransferRefused
+from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, TransferRefused
 from halfmoon.store.pool import Owner
 
 if TYPE_CHECKING:
@@ -40,8 +41,13 @@ async def reserve(agent: StoreAgent, request: say.ReserveBlocks) -> say.Reserved
     keys = split_keys(request.block_keys)
     if request.blocks < len(keys):
         raise ValueError(f"blocks: {request.blocks} is less than the number of keys, {len(keys)}")
-    owner = Owner(request.order_id, request.decode_worker_id)
-    hold = agent.book.open_put(owner, keys, request.blocks, writer=peer_writer(request.writer_node_id))
+    writer = _writer(request.order_id, request.writer_node_id)
+    hold = agent.book.open_put(writer, keys, request.blocks, writer=writer.party)
+    try:
+        agent.book.share(writer, Owner(request.order_id, request.decode_worker_id))
+    except StoreError:
+        agent.book.release(writer, writers=[writer.party])
+        raise
     return say.Reserved(
         incarnation=agent.incarnation,
         slots=hold.slots,
@@ -51,21 +57,31 @@ async def reserve(agent: StoreAgent, request: say.ReserveBlocks) -> say.Reserved
 
 
 async def renew(agent: StoreAgent, request: say.RenewBlocks) -> say.Done:
-    owner = Owner(request.order_id, request.decode_worker_id)
-    agent.book.renew(owner, peer_writer(request.writer_node_id))
+    writer = _writer(request.order_id, request.writer_node_id)
+    agent.book.renew(writer, writer.party)
+    with contextlib.suppress(OrderUnknown):  # the reader has all it wants
+        agent.book.hold(Owner(request.order_id, request.decode_worker_id))
     return say.Done()
 
 
 async def settle(agent: StoreAgent, request: say.SettleBlocks) -> say.Done:
-    owner = Owner(request.order_id, request.decode_worker_id)
-    agent.book.close_writer(owner, peer_writer(request.writer_node_id))
-    hold = agent.book.hold(owner)
-    await agent.commit(owner, 0, len(hold.slots))
+    writer = _writer(request.order_id, request.writer_node_id)
+    agent.book.close_writer(writer, writer.party)
+    hold = agent.book.hold(writer)
+    await agent.commit(writer, 0, len(hold.slots))
+    agent.book.release(writer)
     return say.Done()
 
 
 async def drop(agent: StoreAgent, request: say.DropBlocks) -> say.Done:
     """The reader of the reservation is told by the writer (`TransferFailed`)."""
-    owner = Owner(request.order_id, request.decode_worker_id)
-    agent.book.release(owner, writers=[peer_writer(request.writer_node_id)], remember=True)
+    writer = _writer(request.order_id, request.writer_node_id)
+    agent.book.release(writer, writers=[writer.party], remember=True)
+    agent.book.release(Owner(request.order_id, request.decode_worker_id), remember=True)
     return say.Done()
+
+
+def _writer(order_id: str, node_id: str) -> Owner:
+    """The writing node holds the reservation beside the decode worker, which may have read all and released it before
+    the last block is committed."""
+    return Owner(order_id, peer_writer(node_id))

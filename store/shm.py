@@ -7,8 +7,10 @@ anything longer in a thread; numpy lets go of the interpreter lock while it copi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -22,13 +24,28 @@ INLINE_BYTES = 256 * 1024
 PIECE_BYTES = 8 * 1024 * 1024
 
 
+@dataclass(slots=True)
+class _Mapped:
+    """A peer's segment; let go of when it is forgotten and no move uses it."""
+
+    incarnation: str
+    view: PoolView
+    users: int = 0
+    forgotten: bool = False
+
+    def close_if_unused(self) -> None:
+        if self.forgotten and not self.users:
+            self.view.close()
+
+
 class ShmTransport:
     """Implements Transport between segments that this process can map."""
 
     def __init__(self, view: PoolView, executor: Executor) -> None:
         self._view = view
         self._executor = executor
-        self._mapped: dict[str, tuple[str, PoolView]] = {}
+        self._mapped: dict[str, _Mapped] = {}
+        self._mapping = asyncio.Lock()
         self._running: set[Stop] = set()
         self._closed = False
 
@@ -41,7 +58,8 @@ class ShmTransport:
     def forget(self, node_id: str) -> None:
         mapped = self._mapped.pop(node_id, None)
         if mapped is not None:
-            mapped[1].close()
+            mapped.forgotten = True
+            mapped.close_if_unused()
 
     async def close(self) -> None:
         self._closed = True
@@ -56,22 +74,32 @@ class ShmTransport:
         check_items(self._view.geometry, peer.geometry, items)
         stop = Stop(call)
         stop.check()
-        known = self._mapped.get(peer.node_id)
-        inline = not call.verify and moved_bytes(peer.geometry, items) <= INLINE_BYTES
-        if known is not None and known[0] == peer.incarnation and inline:
-            self._copy(known[1], items, call, stop, reading)
-            return
+        mapped = self._mapped.get(peer.node_id)
+        if mapped is None or mapped.incarnation != peer.incarnation:
+            mapped = await self._map(peer, stop)
+        remote = mapped.view
+        mapped.users += 1
         self._running.add(stop)
         try:
-            if known is None or known[0] != peer.incarnation:
-                remote = await in_thread(self._executor, lambda: _map(peer), stop)
-                self.forget(peer.node_id)
-                self._mapped[peer.node_id] = (peer.incarnation, remote)
+            if not call.verify and moved_bytes(peer.geometry, items) <= INLINE_BYTES:
+                self._copy(remote, items, call, stop, reading)
             else:
-                remote = known[1]
-            await in_thread(self._executor, lambda: self._copy(remote, items, call, stop, reading), stop)
+                await in_thread(self._executor, lambda: self._copy(remote, items, call, stop, reading), stop)
         finally:
             self._running.discard(stop)
+            mapped.users -= 1
+            mapped.close_if_unused()
+
+    async def _map(self, peer: Peer, stop: Stop) -> _Mapped:
+        """Maps a peer once, however many moves ask for it at the same time."""
+        async with self._mapping:
+            known = self._mapped.get(peer.node_id)
+            if known is not None and known.incarnation == peer.incarnation:
+                return known
+            view = await in_thread(self._executor, lambda: _attach(peer), stop)
+            self.forget(peer.node_id)
+            self._mapped[peer.node_id] = mapped = _Mapped(peer.incarnation, view)
+            return mapped
 
     def _copy(self, remote: PoolView, items: Sequence[Slice], call: Call, stop: Stop, reading: bool) -> None:
         mine, theirs = self._view.blocks, remote.blocks
@@ -101,7 +129,7 @@ class ShmTransport:
                 )
 
 
-def _map(peer: Peer) -> PoolView:
+def _attach(peer: Peer) -> PoolView:
     try:
         view = PoolView.attach(peer.segment, peer.geometry, populate=True)
     except SegmentError as problem:

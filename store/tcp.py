@@ -126,11 +126,12 @@ class TcpTransport:
         """In a thread: on an idle link or a new one, which is idle again afterwards if it did not fail."""
         link: Link | None = None
         with contextlib.suppress(IndexError):
-            link = self._idle[peer.node_id].pop()
+            while link is None:
+                link = self._idle[peer.node_id].pop()
+                if link.peer.incarnation != peer.incarnation or link.broken():
+                    link.close()
+                    link = None
         try:
-            if link is not None and link.peer.incarnation != peer.incarnation:
-                link.close()
-                link = None
             if link is None:
                 link = self._connect(peer, endpoint)
                 link.authenticate(stop)

@@ -54,6 +54,7 @@ class Link:
         self._socket.reconnect_ivl = -1
         self._socket.immediate = 1
         self._socket.sndhwm = 0
+        self._socket.sndtimeo = 0  # with no high-water mark, a send waits only when the connection is gone
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(wire.FRAME_BYTES, view.geometry.layer_block_bytes) + 65536)
         if server_key:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
@@ -69,6 +70,10 @@ class Link:
     def close(self) -> None:
         self._socket.disable_monitor()
         self._socket.close(linger=0)
+
+    def broken(self) -> bool:
+        """Whether an idle link's connection has ended meanwhile."""
+        return bool(self._monitor.poll(0))
 
     def authenticate(self, stop: Stop) -> None:
         """Both ends prove that they know the secret. Raises TransferRefused when either does not."""

@@ -1,0 +1,171 @@
+"""What every transport keeps to, over shared memory, TCP with HMAC and TCP with CURVE."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+from store_harness import layout
+from transport_harness import KINDS, Side, call, noise
+
+from halfmoon.schemas.policy import Layout
+from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError, TransferTimeout
+from halfmoon.store.transport import Slice
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+Story = Callable[[Side, Side], Awaitable[None]]
+
+
+def tell(kind: str, story: Story, *, shape: Layout | None = None, slots: int = 16) -> None:
+    async def run() -> None:
+        one, two = Side(kind, "one", shape=shape, slots=slots), Side(kind, "two", shape=shape, slots=slots)
+        one.meet(two)
+        try:
+            await story(one, two)
+        finally:
+            await one.close()
+            await two.close()
+
+    asyncio.run(run())
+
+
+def test_read_brings_exactly_the_layers_asked_for(kind: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        theirs, mine = two.stored(1, 2, 3), one.reserved(3)
+        before = one.view.blocks.copy()
+        items = [Slice(mine[i], theirs[i], 1, 2) for i in range(3)]
+        await one.transport.read(two.peer, items, call())
+        for i in range(3):
+            assert np.array_equal(one.view.blocks[mine[i], 1:3], two.view.blocks[theirs[i], 1:3])
+            before[mine[i], 1:3] = one.view.blocks[mine[i], 1:3]
+        assert np.array_equal(one.view.blocks, before)
+
+    tell(kind, story)
+
+
+def test_write_is_readable_at_the_peer_when_it_returns(kind: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        theirs = two.reserved(4)
+        one.view.blocks[:] = noise(one.view.blocks.shape, 3)
+        before = two.view.blocks.copy()
+        for layer in (0, 3):
+            await one.transport.write(two.peer, [Slice(i, theirs[i], layer, 1) for i in range(4)], call())
+            for i in range(4):
+                assert np.array_equal(two.view.blocks[theirs[i], layer], one.view.blocks[i, layer])
+                before[theirs[i], layer] = one.view.blocks[i, layer]
+        assert np.array_equal(two.view.blocks, before)
+
+    tell(kind, story)
+
+
+@pytest.mark.parametrize(("layers", "tokens"), [(1, 1), (30, 64), (2, 16384)])
+def test_shapes_from_tiny_to_larger_than_a_frame(kind: str, layers: int, tokens: int) -> None:
+    shape = layout(layers=layers, block_tokens=tokens, kv_heads=1, head_dim=64)
+
+    async def story(one: Side, two: Side) -> None:
+        theirs, mine = two.stored(1, 2), one.reserved(2)
+        items = [Slice(mine[i], theirs[i], 0, layers) for i in range(2)]
+        await one.transport.read(two.peer, items, call())
+        assert all(np.array_equal(one.view.blocks[mine[i]], two.view.blocks[theirs[i]]) for i in range(2))
+        back = two.reserved(2)
+        await one.transport.write(two.peer, [Slice(mine[i], back[i], 0, layers) for i in range(2)], call())
+        assert all(np.array_equal(one.view.blocks[mine[i]], two.view.blocks[back[i]]) for i in range(2))
+
+    tell(kind, story, shape=shape, slots=4)
+
+
+def test_many_moves_at_once_do_not_mix(kind: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        theirs, mine = two.stored(*range(8)), one.reserved(8)
+        reads = [
+            one.transport.read(two.peer, [Slice(mine[i], theirs[i], layer, 1)], call())
+            for i in range(8)
+            for layer in range(4)
+        ]
+        await asyncio.gather(*reads)
+        assert all(np.array_equal(one.view.blocks[mine[i]], two.view.blocks[theirs[i]]) for i in range(8))
+
+    tell(kind, story)
+
+
+def test_a_passed_deadline_moves_nothing(kind: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        theirs = two.reserved(1)
+        one.view.blocks[0] = 7
+        with pytest.raises(TransferTimeout):
+            await one.transport.write(two.peer, [Slice(0, theirs[0], 0, 4)], call(seconds=-1))
+        assert not two.view.blocks[theirs[0]].any()
+
+    tell(kind, story)
+
+
+def test_slices_outside_of_a_pool_are_refused_here(kind: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        for item in (Slice(99, 0, 0, 1), Slice(0, 99, 0, 1), Slice(0, 0, 3, 2), Slice(0, 0, -1, 1), Slice(0, 0, 0, 0)):
+            with pytest.raises(TransferError):
+                await one.transport.read(two.peer, [item], call())
+
+    tell(kind, story)
+
+
+def test_bytes_that_are_not_what_was_committed_are_found(kind: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        theirs, mine = two.stored(1), one.reserved(1)
+        two.view.blocks[theirs[0], 2, 100] ^= 1
+        with pytest.raises(BytesCorrupted):
+            await one.transport.read(two.peer, [Slice(mine[0], theirs[0], 0, 4)], call(verify=True))
+        two.view.blocks[theirs[0], 2, 100] ^= 1
+        await one.transport.read(two.peer, [Slice(mine[0], theirs[0], 0, 4)], call(verify=True))
+
+    tell(kind, story)
+
+
+def test_a_peer_that_is_gone_is_unreachable_at_once(kind: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        theirs, mine = two.stored(1), one.reserved(1)
+        items = [Slice(mine[0], theirs[0], 0, 4)]
+        await one.transport.read(two.peer, items, call())
+        peer = two.peer
+        await two.close()
+        started = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(PeerUnreachable):
+                await one.transport.read(peer, items, call())
+            one.transport.forget("two")
+        assert time.monotonic() - started < 2
+
+    tell(kind, story)
+
+
+def test_a_cancelled_read_touches_nothing_afterwards(kind: str) -> None:
+    shape = layout(layers=8, block_tokens=1024, kv_heads=2, head_dim=64)
+
+    async def story(one: Side, two: Side) -> None:
+        theirs, mine = two.stored(*range(8)), one.reserved(8)
+        items = [Slice(mine[i], theirs[i], layer, 1) for layer in range(8) for i in range(8)]
+        await one.transport.read(two.peer, items[:1], call())
+        for pause_s in (0.0, 0.001, 0.003, 0.01):
+            reading = asyncio.create_task(one.transport.read(two.peer, items, call()))
+            await asyncio.sleep(pause_s)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            one.view.blocks[mine] = 0
+            await asyncio.sleep(0.03)
+            assert not one.view.blocks[mine].any()
+        await one.transport.read(two.peer, items, call())
+        assert np.array_equal(one.view.blocks[mine], two.view.blocks[theirs])
+
+    tell(kind, story, shape=shape, slots=8)
+
+
+def test_after_close_a_call_fails_with_words(kind: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        await one.transport.close()
+        await one.transport.close()
+        with pytest.raises(TransferError, match="closed"):
+            await one.transport.read(two.peer, [Slice(0, 0, 0, 1)], call())
+
+    tell(kind, story)

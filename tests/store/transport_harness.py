@@ -1,0 +1,124 @@
+"""Two ends of a transport without agents: memory, book, transport, and what each knows of the other."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+from store_harness import SECRET, keys, layout
+
+from halfmoon.schemas.events import Endpoint
+from halfmoon.schemas.keys import split_keys
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.store import Hello
+from halfmoon.store.book import Book, peer_writer
+from halfmoon.store.config import StoreConfig
+from halfmoon.store.pool import Owner, Pool
+from halfmoon.store.segment import Geometry, Segment, host_id, segment_name
+from halfmoon.store.shm import ShmTransport
+from halfmoon.store.sums import block_sum, layer_sums
+from halfmoon.store.tcp import TcpTransport
+from halfmoon.store.transport import Call, Peer, Transport
+
+KINDS = ("shm", "tcp", "curve")
+ENCRYPTION = {"shm": "auto", "tcp": "never", "curve": "always"}
+
+
+class Side:
+    """One end. `kind`: shm, tcp (HMAC), curve."""
+
+    def __init__(
+        self, kind: str, node_id: str, *, shape: Layout | None = None, slots: int = 16, **changes: Any
+    ) -> None:
+        self.kind = kind
+        fields: dict[str, Any] = {
+            "cluster": f"t{uuid.uuid4().hex[:8]}",
+            "node_id": node_id,
+            "layout": shape or layout(),
+            "slots": slots,
+            "cluster_secret": SECRET,
+            "encryption": ENCRYPTION[kind],
+            "stall_ns_max": 1_000_000_000,
+        }
+        self.config = StoreConfig(**{**fields, **changes})
+        self.incarnation = uuid.uuid4().hex[:16]
+        self.counters: Counter[str] = Counter()
+        self.book = Book(Pool(slots), ttl_ns=60 * 10**9, grace_ns=10**9, announce=lambda changes: None)
+        self.segment = Segment.create(segment_name(self.config.cluster, node_id), self.config.geometry)
+        self.view = self.segment.view
+        self.executor = ThreadPoolExecutor(2)
+        self.tcp: TcpTransport | None = None
+        self.transport: Transport
+        endpoints = [Endpoint(transport="shm", address=self.view.name)]
+        if kind == "shm":
+            self.transport = ShmTransport(self.view, self.executor)
+        else:
+            self.tcp = self.transport = TcpTransport(
+                self.view,
+                self.book,
+                self.config,
+                incarnation=self.incarnation,
+                host=host_id(),
+                counters=self.counters,
+            )
+            self.tcp.start()
+            endpoints = self.tcp.endpoints
+        self.hello = Hello(
+            node_id=node_id,
+            incarnation=self.incarnation,
+            host=host_id(),
+            segment=self.view.name,
+            slots=slots,
+            layout=self.config.layout,
+            endpoints=endpoints,
+            public_key=self.tcp.public_key if self.tcp else "",
+        )
+
+    @property
+    def peer(self) -> Peer:
+        geometry = Geometry.of(self.config.layout, self.config.slot_count)
+        hello = self.hello
+        return Peer(hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints))
+
+    def meet(self, other: Side) -> None:
+        for one, two in ((self, other), (other, self)):
+            if one.tcp is not None:
+                one.tcp.allow(two.hello)
+
+    def stored(self, *numbers: int, seed: int = 1) -> list[int]:
+        """Committed blocks, leased under order "o"; their slots."""
+        owner = Owner("o", "store")
+        hold = self.book.open_put(owner, split_keys(keys(*numbers)), len(numbers), writer="worker")
+        for i, slot in enumerate(hold.slots):
+            self.view.blocks[slot] = noise(self.view.blocks[slot].shape, seed + i)
+            self.view.sums[slot] = layer_sums(self.view, slot)
+        self.book.commit(owner, {i: block_sum(self.view.sums[slot]) for i, slot in enumerate(hold.slots)})
+        return list(hold.slots)
+
+    def reserved(self, blocks: int, *, order_id: str = "o", party: str = "w") -> list[int]:
+        owner = Owner(order_id, party)
+        return list(self.book.open_put(owner, [], blocks, writer=peer_writer("one")).slots)
+
+    async def close(self) -> None:
+        await self.transport.close()
+        self.executor.shutdown()
+        self.segment.close()
+
+
+def noise(shape: tuple[int, ...], seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def call(*, order_id: str = "o", party: str = "w", seconds: float = 5.0, verify: bool = False) -> Call:
+    return Call(order_id, party, time.monotonic_ns() + int(seconds * 1e9), verify)
+
+
+def another_key(peer: Peer, public_key: str) -> Peer:
+    """The peer with another CURVE key in its endpoints."""
+    endpoints = tuple(msgspec.structs.replace(at, public_key=public_key) for at in peer.endpoints)
+    return Peer(peer.node_id, peer.incarnation, peer.host, peer.segment, peer.geometry, endpoints)
