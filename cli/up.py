@@ -94,6 +94,7 @@ class Cluster:
         removed = remove_stale(args.cluster)
         if removed:
             self.say(f"removed what an earlier cluster left: {', '.join(map(str, removed))}")
+        shutil.rmtree(self.directory / "output", ignore_errors=True)
         (self.directory / "layout.json").write_bytes(_layout_json(layout))
         if not args.nats:
             self._keep_one_old_log()

@@ -196,9 +196,7 @@ async def close_push(agent: StoreAgent, request: say.ClosePush) -> say.Pushed:
     agent.book.hold(owner)
     pushed = await running.close(request.pushes)
     if running.opened.target_node_id == agent.config.node_id:
-        decode = Owner(request.order_id, running.opened.decode_worker_id)
-        hold = agent.book.hold(decode)
-        await agent.commit(decode, 0, len(hold.slots))
+        await agent.commit(owner, 0, len(agent.book.hold(owner).slots))
     agent.counters["pushed_bytes"] += pushed.bytes
     return pushed
 
