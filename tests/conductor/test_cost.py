@@ -78,6 +78,15 @@ def test_nonsense_keeps_coefficients_finite_and_not_negative() -> None:
         assert all(0 <= value <= 2**53 for value in values), values
 
 
+def test_a_worker_that_takes_the_same_time_for_everything_is_learned_too() -> None:
+    draw = random.Random(3)
+    cost, fit = TRUE, prefill_fit(TRUE)
+    for _ in range(500):
+        cost = refit_prefill(fit, cost, draw.randrange(10, 8_000), 0, 50 * MS)
+    for tokens in (100, 2_000, 8_000):
+        assert prefill_ns(cost, tokens, 0) == pytest.approx(50 * MS, rel=0.15)
+
+
 def test_one_stalled_measurement_counts_as_a_bounded_one() -> None:
     fit = prefill_fit(TRUE)
     stalled = refit_prefill(fit, TRUE, 1_000, 0, 3_600 * S)

@@ -125,6 +125,28 @@ def test_loading_overlaps_with_the_queue() -> None:
     assert costs(script, arrived())[1] == ("p1", 6_000, 950, 20_000, 26_000, 900, [fetch("p0", 0, 9)])
 
 
+def test_a_fetch_may_end_where_its_first_layer_is_still_hidden_by_the_queue() -> None:
+    # A block takes 20 ms by this link (2 ms its first layer) and 1 ms to compute, beside 1 s in any case. Ten blocks'
+    # first layers are there when the queue of 20 ms ends: 20 + 1,040; all forty would be 80 + 1,010.
+    profile = CostProfile(prefill_base_ns=1 * S, prefill_per_token_ps=10_000_000)
+    script = Script(
+        prefill(0), store("p0"), prefill(1, profile=profile), store("p1"), link_bytes_s=5_000_000, link_latency_ns=0
+    )
+    script(stored("p0", keys(40)))
+    worker = script.core.state.workers["p1"]
+    worker.orders["x"] = worker.reserved_ns = 20 * MS
+    worker.head_since_ns = script.now_ns
+    assert costs(script, arrived(tokens=5_000))[1] == (
+        "p1",
+        20_000,
+        200_000,
+        1_040_000,
+        1_060_000,
+        1_000,
+        [fetch("p0", 0, 10)],
+    )
+
+
 def test_the_threshold_is_a_bias_against_fetching() -> None:
     script = pool(fetch_threshold_percent=200)
     script(stored("p0", keys(8)))

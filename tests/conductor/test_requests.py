@@ -138,6 +138,16 @@ def test_late_repeated_and_unknown_answers_change_nothing() -> None:
     assert len(script.core.snapshot()[12:]) == len(before)
 
 
+def test_a_prefill_that_finished_cannot_finish_or_fail_once_more() -> None:
+    script = pair()
+    script(arrived())
+    script(prefilled("7-1"))
+    assert script(prefilled("7-1")) == []
+    assert script(failed("prefill", "7-1", "p0")) == []
+    assert script.core.state.counters.prompt_tokens == 1_000
+    assert script.core.state.orders["7-1"].phase == "decode"
+
+
 def test_an_answer_must_come_from_the_worker_that_has_the_order() -> None:
     script = crowd()
     script(arrived())
