@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import BusError, LogMoved
+from halfmoon.bus.errors import BusError, BusOverloaded, LogMoved
 from halfmoon.conductor.clusterview import conductor_status
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.timers import Timers
@@ -51,6 +51,11 @@ LOG_VERSION = 1
 #: While catching up, give other tasks a turn after so many events.
 TURN_EVENTS = 256
 TIMER_RETRY_S = 0.5
+OVERLOAD_WAIT_S = 1.0
+
+
+class LogUnreadable(Exception):
+    """The log was begun under another meaning of its events."""
 
 
 def target(decision: Decision) -> str:
@@ -112,11 +117,14 @@ class Shell:
             self._catch_up()
         turn = 0
         async for stamped in self._bus.events(after=self.core.seq):
+            event = stamped.event
+            if isinstance(event, ClusterConfigured) and event.log_version != LOG_VERSION:
+                raise LogUnreadable(f"the log is of version {event.log_version}; this conductor reads {LOG_VERSION}")
             decisions = self.core.step(stamped)
-            if isinstance(stamped.event, TimerFired):
-                self._timers.fired(stamped.event.key, stamped.event.at_ns)
+            if isinstance(event, TimerFired):
+                self._timers.fired(event.key, event.at_ns)
             for position, decision in enumerate(decisions):
-                self._carry_out(stamped.seq, position, decision)
+                await self._carry_out(stamped.seq, position, decision)
             self._heard = (self.core.state.at_ns, time.monotonic_ns())
             if stamped.seq >= goal and not self.caught_up.is_set():
                 self._catch_up()
@@ -126,13 +134,18 @@ class Shell:
             if turn % TURN_EVENTS == 0:
                 await asyncio.sleep(0)
 
-    def _carry_out(self, cause_seq: int, position: int, decision: Decision) -> None:
+    async def _carry_out(self, cause_seq: int, position: int, decision: Decision) -> None:
         if isinstance(decision, SetTimer):
             self._timers.set(decision.key, decision.at_ns)
             self._timers_changed.set()
         elif (cause_seq, position) > self._published:
             ordered = Ordered(cause_seq=cause_seq, position=position, decision=decision)
-            self._bus.order_soon(ordered, target_id=target(decision))
+            while True:
+                try:
+                    self._bus.order_soon(ordered, target_id=target(decision))
+                    return
+                except BusOverloaded:  # the bus is away: read no further until it has taken what waits
+                    await self._bus.flush(OVERLOAD_WAIT_S)
 
     def _catch_up(self) -> None:
         self.caught_up.set()
@@ -188,7 +201,7 @@ async def run(
 
     `policy` counts only when the log is empty. `snapshot` (of `Core.snapshot`) saves reading the log from its start;
     `after_step` sees every event with its decisions; `started` is given the shell, to wait for `caught_up` or to take
-    snapshots. Raises `SnapshotInvalid`, and BusError when the bus does not answer at the start.
+    snapshots. Raises `SnapshotInvalid`, `LogUnreadable`, and BusError when the bus does not answer at the start.
     """
     core = Core(checked=checked) if snapshot is None else Core.restore(snapshot, checked=checked)
     shell = Shell(bus, core, conductor_id=conductor_id)
