@@ -37,6 +37,8 @@ RETRY_NS_MIN = 1_000_000
 
 
 class Placement(msgspec.Struct, kw_only=True):
+    """Where a request goes, and what is expected of it there."""
+
     prefill: Candidate
     decode: DecodeCandidate
     predicted: Prediction
@@ -46,6 +48,8 @@ class Placement(msgspec.Struct, kw_only=True):
 
 
 class Refusal(msgspec.Struct, kw_only=True):
+    """Why a request goes nowhere, and when to come back (0: not said)."""
+
     reason: RejectReason
     message: str
     predicted: Prediction = Prediction()

@@ -21,6 +21,8 @@ FINISHED_MAX = 16_384
 
 
 class Worker(msgspec.Struct, kw_only=True):
+    """A worker that has joined, and what is reserved on it."""
+
     worker_id: str
     role: Role
     node_id: str
@@ -60,6 +62,8 @@ class Worker(msgspec.Struct, kw_only=True):
 
 
 class Store(msgspec.Struct, kw_only=True):
+    """A store agent that has joined; what it holds is in the index."""
+
     node_id: str
     incarnation: str
     host: str
@@ -72,6 +76,8 @@ class Store(msgspec.Struct, kw_only=True):
 
 
 class Frontend(msgspec.Struct, kw_only=True):
+    """A frontend that has joined."""
+
     frontend_id: str
     incarnation: str
     last_seen_ns: int
@@ -135,6 +141,8 @@ class Counters(msgspec.Struct, kw_only=True):
 
 
 class State(msgspec.Struct, kw_only=True):
+    """All that the core knows: what a snapshot holds and a digest names."""
+
     seq: int = 0
     at_ns: int = 0
     #: Orders given in the present step.
