@@ -1,9 +1,9 @@
 """The prefill worker: computes the KV of prompts and streams it, layer by layer, to the decode node.
 
 An order goes through: *take* (tokens from the frontend), *open* (slots in the own node's pool; blocks held already are
-leased), *fetch* (blocks of other nodes, while earlier orders compute), *compute* (chunk by chunk; cached layers are loaded
-by a second thread just ahead of the layer that computes; each finished layer is copied to the pool and pushed), *close*
-(everything pushed is readable at the decode node). Exactly one of PrefillFinished and PrefillFailed answers it.
+leased), *fetch* (blocks of other nodes, while earlier orders compute), *compute* (chunk by chunk; cached layers are
+loaded by a second thread just ahead of the layer that computes; each finished layer is copied to the pool and pushed),
+*close* (everything pushed is readable at the decode node). PrefillFinished or PrefillFailed answers it, exactly once.
 
 Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4.
 """

@@ -116,5 +116,5 @@ class Sequence:
             index=first,
             tokens=self.tokens[first:],
             finish_reason=self.finish_reason,  # type: ignore[arg-type]
-            timing=self.timing(decode_worker) if self.result is not None and (first == 0 or self.finish_reason) else None,
+            timing=self.timing(decode_worker) if first == 0 or self.finish_reason else None,
         )

@@ -1,0 +1,25 @@
+"""Prompts of given lengths from a text that every checkout has, and what the model must say to them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from halfmoon.workers.tokenizer import Tokenizer
+
+MODEL = "smollm2-135m-instruct"
+LENGTHS = (10, 17, 40, 100, 200, 256, 257, 400, 600, 1000, 2000, 4000)
+OUTPUT_TOKENS = 12
+
+
+@functools.cache
+def text_ids() -> tuple[int, ...]:
+    """Token ids of the licence, over and over."""
+    words = (Path(__file__).parents[2] / "LICENSE").read_text().split()
+    ids = Tokenizer.load(MODEL).encode(" ".join(words))
+    return tuple(ids * 3)
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    """`length` tokens; prompts with different `start` share no block."""
+    return list(text_ids()[start : start + length])
