@@ -22,6 +22,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
+from nats.js.errors import NotFoundError
 
 from halfmoon.bus.errors import BusUnreachable, PeerError, PeerUnreachable
 from halfmoon.bus.publisher import Publisher
@@ -281,11 +282,14 @@ class Bus:
             await reader.close()
 
     async def last_decision(self) -> Ordered | None:
-        """The newest decision in the stream, whoever it is for."""
+        """The newest decision in the stream, whoever it is for; None when it holds none (any more)."""
         last = await self.last_seq(subjects.DECISIONS_STREAM)
         if last == 0:
             return None
-        reply = await self.nc.jetstream().get_msg(subjects.DECISIONS_STREAM, seq=last)
+        try:
+            reply = await self.nc.jetstream().get_msg(subjects.DECISIONS_STREAM, seq=last)
+        except NotFoundError:
+            return None
         ordered: Ordered = decode(reply.data or b"", Ordered)
         return ordered
 

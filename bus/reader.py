@@ -99,6 +99,7 @@ class StreamReader:
             self._new_only = False
         self._received.clear()
         self._expected = 1
+        self._reset = False  # from here on: messages may come before the answer to the request below
         inbox = self._nc.new_inbox()
         self._sub = await self._nc.subscribe(inbox, cb=self._on_message)
         config = {
@@ -114,12 +115,15 @@ class StreamReader:
             "num_replicas": 1,
             "inactive_threshold": 30_000_000_000,
         }
-        answer = await self._api(
-            f"CONSUMER.CREATE.{self._stream}", {"stream_name": self._stream, "config": config}
-        )
-        self._consumer = answer["name"]
+        try:
+            answer = await self._api(
+                f"CONSUMER.CREATE.{self._stream}", {"stream_name": self._stream, "config": config}
+            )
+        except BaseException:
+            self._reset = True
+            raise
+        self._consumer = str(answer["name"])
         self._heard_at = time.monotonic()
-        self._reset = False
 
     async def _drop(self) -> None:
         sub, self._sub = self._sub, None

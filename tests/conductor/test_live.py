@@ -1,0 +1,241 @@
+"""The live shell on a real nats-server: one log, any number of conductors, each decision once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from conductor_scripts import MS, S, arrived, decode, finished, keys, prefill, prefilled, store, stored
+
+from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.conductor import live
+from halfmoon.conductor.machine import Core
+from halfmoon.schemas import subjects
+from halfmoon.schemas.codec import decode as read
+from halfmoon.schemas.decisions import Ordered, SetTimer, StartPrefill
+from halfmoon.schemas.events import (
+    ClusterConfigured,
+    Event,
+    FrontendHeartbeat,
+    FrontendJoined,
+    Stamped,
+    TimerFired,
+    WorkerHeartbeat,
+)
+from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
+
+pytestmark = pytest.mark.timeout(30)
+
+POLICY = Policy(heartbeat_ns=100 * MS, lost_after_ns=400 * MS)
+CLUSTER: list[Event] = [
+    prefill(),
+    store("p0"),
+    decode(),
+    store("d0"),
+    FrontendJoined(frontend_id="f1", incarnation="i1"),
+]
+
+
+@contextlib.asynccontextmanager
+async def conductor(url: str, conductor_id: str = "c1", policy: Policy = POLICY, **more: Any) -> AsyncIterator[Bus]:
+    """A conductor that has caught up; stopped at the end."""
+    bus = await Bus.connect(BusConfig(url=url), name=conductor_id)
+    shells: list[live.Shell] = []
+    task = asyncio.create_task(
+        live.run(bus, conductor_id=conductor_id, policy=policy, checked=True, started=shells.append, **more)
+    )
+    try:
+        while not shells or not shells[0].caught_up.is_set():
+            if task.done():
+                task.result()
+            await asyncio.sleep(0.005)
+        yield bus
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def client(url: str) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(BusConfig(url=url), name="client")
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def say(bus: Bus, *events: Event) -> int:
+    seq = 0
+    for event in events:
+        seq = await bus.append(event, source_id="x")
+    return seq
+
+
+async def status(bus: Bus, conductor_id: str = "c1") -> ConductorStatus:
+    return await bus.request(subjects.status(conductor_id), StatusRequest(), ConductorStatus, timeout_s=2)
+
+
+async def reach(bus: Bus, seq: int, conductor_id: str = "c1") -> ConductorStatus:
+    while (now := await status(bus, conductor_id)).seq < seq:
+        await asyncio.sleep(0.01)
+    return now
+
+
+async def log_of(bus: Bus) -> list[Stamped]:
+    last, log = await bus.last_seq(), []
+    async for stamped in bus.events():
+        log.append(stamped)
+        if stamped.seq >= last:
+            break
+    return log
+
+
+async def decisions_of(bus: Bus, count: int) -> list[Ordered]:
+    """All that the stream holds; waits until there are `count`."""
+    while await bus.last_seq(subjects.DECISIONS_STREAM) < count:
+        await asyncio.sleep(0.01)
+    last, found = await bus.last_seq(subjects.DECISIONS_STREAM), []
+    async for message in bus.read(subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL):
+        found.append(read(message.payload, Ordered))
+        if message.seq >= last:
+            break
+    return found
+
+
+def replayed(log: list[Stamped]) -> list[Ordered]:
+    """What a core decides on the log, as it is published."""
+    core = Core()
+    return [
+        Ordered(cause_seq=stamped.seq, position=position, decision=decision)
+        for stamped in log
+        for position, decision in enumerate(core.step(stamped))
+        if not isinstance(decision, SetTimer)
+    ]
+
+
+async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones_do_not(nats_url: str) -> None:
+    other = Policy(name="random")
+    async with client(nats_url) as bus, conductor(nats_url), conductor(nats_url, "c2", other):
+        log = await log_of(bus)
+        assert [stamped.event for stamped in log] == [
+            ClusterConfigured(code_version=live.CODE_VERSION, log_version=live.LOG_VERSION, policy=POLICY)
+        ]
+        assert (await reach(bus, 1, "c2")).policy == POLICY
+
+
+async def test_a_log_of_another_version_is_not_read(nats_url: str) -> None:
+    async with client(nats_url) as bus:
+        await say(bus, ClusterConfigured(code_version="9", log_version=9, policy=POLICY))
+        with pytest.raises(live.LogUnreadable, match="version 9"):
+            async with conductor(nats_url):
+                pass
+
+
+async def test_a_request_is_ordered_and_its_log_replays_to_the_same_decisions(nats_url: str) -> None:
+    quiet = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
+    async with client(nats_url) as bus, conductor(nats_url, policy=quiet):
+        await say(bus, *CLUSTER, stored("p0", keys(5)), arrived())
+        first, second = await decisions_of(bus, 2)
+        assert (first.cause_seq, first.position, second.position) == (8, 0, 1)
+        assert isinstance(first.decision, StartPrefill)
+        assert (first.decision.order_id, first.decision.local_blocks) == ("8-1", 5)
+        last = await say(bus, prefilled("8-1"), finished("8-1"))
+        now = await reach(bus, last)
+        assert (now.seq, now.requests_in_flight, now.counts.finished, now.ready) == (last, 0, 1, True)
+        assert (now.model, now.block_tokens, now.index_blocks) == ("m", 100, 5)
+        assert [(node.id, node.role, node.state, node.kv_total) for node in now.nodes] == [
+            ("d0", "decode", "ready", 1_000),
+            ("p0", "prefill", "ready", 1_000),
+            ("n-d0", "store", "ready", 1_000),
+            ("n-p0", "store", "ready", 1_000),
+            ("f1", "frontend", "ready", 0),
+        ]
+        log = await log_of(bus)
+        assert await decisions_of(bus, 2) == replayed(log)
+        core = Core()
+        for stamped in log:
+            core.step(stamped)
+        assert core.digest() == now.digest
+
+
+async def test_three_conductors_decide_everything_once(nats_url: str) -> None:
+    quiet = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
+    async with (
+        client(nats_url) as bus,
+        conductor(nats_url, "c1", quiet),
+        conductor(nats_url, "c2", quiet),
+        conductor(nats_url, "c3", quiet),
+    ):
+        await say(bus, *CLUSTER)
+        last = await say(bus, *[arrived(f"r{number}", 100) for number in range(50)])
+        digests = [(await reach(bus, last, name)).digest for name in ("c1", "c2", "c3")]
+        assert len(dict.fromkeys(digests)) == 1
+        await asyncio.sleep(0.3)  # time for second copies, had they not been dropped
+        assert await decisions_of(bus, 100) == replayed(await log_of(bus))
+
+
+async def test_a_conductor_that_starts_decides_what_was_left_undecided(nats_url: str) -> None:
+    quiet = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
+    async with client(nats_url) as bus:
+        async with conductor(nats_url, policy=quiet):
+            await say(bus, *CLUSTER, arrived("r1", 100))
+            await decisions_of(bus, 2)
+        # Nobody is there; one decision of the next request is stored by hand, as if its conductor had died in between.
+        seq = await say(bus, arrived("r2", 100), arrived("r3", 100)) - 1
+        expected = replayed(await log_of(bus))
+        assert len(expected) == 6
+        await bus.order(expected[2], target_id="p0")
+        async with conductor(nats_url, "c2"):
+            assert await decisions_of(bus, 6) == expected
+            assert expected[3].cause_seq == seq
+        core = Core()
+        for stamped in await log_of(bus):
+            core.step(stamped)
+        async with conductor(nats_url, "c3", snapshot=core.snapshot()):
+            await say(bus, arrived("r4", 100))
+            assert len(await decisions_of(bus, 8)) == 8
+
+
+async def test_a_worker_that_falls_silent_is_lost_once_whatever_the_number_of_conductors(nats_url: str) -> None:
+    async with client(nats_url) as bus, conductor(nats_url, "c1"), conductor(nats_url, "c2"):
+        await say(bus, *CLUSTER)
+        for _ in range(20):
+            await say(
+                bus,
+                WorkerHeartbeat(worker_id="d0", incarnation="i1"),
+                FrontendHeartbeat(frontend_id="f1", incarnation="i1"),
+            )
+            await asyncio.sleep(0.05)
+        now = await status(bus)
+        assert [node.id for node in now.nodes] == ["d0", "f1"]
+        fired = [s.event for s in await log_of(bus) if isinstance(s.event, TimerFired)]
+        assert len(fired) == len(dict.fromkeys((event.key, event.at_ns) for event in fired))
+        lost = [event.key for event in fired if event.key.startswith(("lost:prefill", "lost:store"))]
+        assert sorted(dict.fromkeys(lost)) == ["lost:prefill:p0:i1", "lost:store:n-d0:i1", "lost:store:n-p0:i1"]
+
+
+async def test_conductors_go_on_when_the_server_was_away_and_nobody_is_lost_by_it(
+    nats_server: EmbeddedServer,
+) -> None:
+    url = nats_server.url
+    async with client(url) as bus, conductor(url):
+        await say(bus, *CLUSTER)
+        nats_server.stop()
+        await asyncio.sleep(1.5)
+        again = EmbeddedServer.start(nats_server.directory, port=int(url.rsplit(":", 1)[1]))
+        try:
+            last = await say(bus, WorkerHeartbeat(worker_id="d0", incarnation="i1"), arrived())
+            now = await reach(bus, last)
+            assert len(now.nodes) == 5
+            assert now.requests_in_flight == 1
+            assert len(await decisions_of(bus, 2)) == 2
+        finally:
+            again.stop()
