@@ -93,7 +93,8 @@ class Shell:
         last = await self._bus.last_decision()
         if last is not None:
             self._published = (last.cause_seq, last.position)
-        await self._bus.serve(subjects.status(self._conductor_id), StatusRequest, self._status)
+        for name in (self._conductor_id, subjects.CONDUCTORS):
+            await self._bus.serve(subjects.status(name), StatusRequest, self._status)
         timers = asyncio.create_task(self._fire_timers())
         try:
             await self._follow(after_step)

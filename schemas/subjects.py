@@ -55,6 +55,10 @@ def store(node_id: str, verb: str) -> str:
     return f"{ROOT}.store.{node_id}.{verb}"
 
 
+#: The name that every conductor answers to, beside its own: all of them answer a question to it.
+CONDUCTORS = "conductors"
+
+
 def status(process_id: str) -> str:
-    """Any process answers how it is; `status("*")` is answered by all."""
+    """A process answers how it is; `status(CONDUCTORS)` is answered by every conductor."""
     return f"{ROOT}.status.{process_id}"

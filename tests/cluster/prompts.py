@@ -20,6 +20,7 @@ def text_ids() -> tuple[int, ...]:
     return tuple(ids * 3)
 
 
-def prompt(length: int, start: int = 0) -> list[int]:
-    """`length` tokens; prompts with different `start` share no block."""
+def prompt(length: int) -> list[int]:
+    """`length` tokens. Two lengths begin at different places of the text, so they share no block."""
+    start = length * 13 % 1999
     return list(text_ids()[start : start + length])

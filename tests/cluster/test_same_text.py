@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from halfmoon.workers.model_files import load_model
+from halfmoon.schemas.events import WorkerHeartbeat
 from tests.cluster.harness import Cluster, running
-from tests.cluster.prompts import LENGTHS, OUTPUT_TOKENS, prompt
+from tests.cluster.prompts import LENGTHS, MODEL, OUTPUT_TOKENS, prompt
 from tests.cluster.steering import draining, prefill_of
-from tests.workers.reference import Reference
+from tests.workers.reference import reference_greedy, reference_model
 
 Answers = dict[int, dict[str, Any]]
 SUBSET = (40, 257, 600, 2000)
 
 
 @pytest.fixture(scope="module")
-def f32(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("f32"), "--decode", "1", "--dtype", "float32") as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def reference() -> dict[int, list[int]]:
     """Greedy tokens of transformers' Llama on the same weights, by length of the prompt."""
-    model = Reference.load("smollm2-135m-instruct")
-    return {length: model.greedy(prompt(length), OUTPUT_TOKENS) for length in LENGTHS}
+    model = reference_model(load_model(MODEL, dtype=torch.float32))
+    return {length: reference_greedy(model, prompt(length), OUTPUT_TOKENS) for length in LENGTHS}
 
 
 async def ask(cluster: Cluster, nc: Any, length: int, **fields: Any) -> dict[str, Any]:
@@ -78,19 +73,45 @@ async def all_ways(cluster: Cluster, lengths: tuple[int, ...], transport: str) -
         assert went.cached_local_tokens == 0
         assert same(there, cold[length]), length
         assert same(first, cold[length]), length
-    stores = await cluster.stores()
-    assert {store.transport for store in stores.values()} == {transport}
+    moved = {name for store in (await cluster.stores()).values() for name, n in store.counters.items() if n}
+    assert any(transport in name for name in moved), moved
+    assert not any(other in name for name in moved for other in {"shm", "tcp"} - {transport}), moved
     await nc.close()
     return cold
 
 
-async def batch_of_eight(cluster: Cluster, cold: Answers) -> int:
-    """Eight at once on the one decode worker: the same bits. Returns how many ran together."""
+async def batch_of_eight(cluster: Cluster, cold: Answers) -> None:
+    """Eight at once on the one decode worker: the same bits as alone."""
     nc = await cluster.connect()
     lengths = [length for length in cold if length <= 1000][-8:]
     lengths = (lengths * 8)[:8]
     answers = await asyncio.gather(*(ask(cluster, nc, length) for length in lengths))
     for length, answer in zip(lengths, answers, strict=True):
         assert same(answer, cold[length]), length
+    beats = [s.event for s in await cluster.events() if isinstance(s.event, WorkerHeartbeat)]
+    assert max(beat.running for beat in beats) >= 4  # they did run together
     await nc.close()
-    return 8
+
+
+async def test_f32_over_shared_memory_says_what_transformers_says(
+    tmp_path_factory: pytest.TempPathFactory, reference: dict[int, list[int]]
+) -> None:
+    """Cold, local, remote and batched: the reference's tokens, and one and the same bits."""
+    with running(tmp_path_factory.mktemp("shm"), "--decode", "1", "--dtype", "float32") as cluster:
+        cold = await all_ways(cluster, LENGTHS, "shm")
+        assert {length: answer["token_ids"] for length, answer in cold.items()} == reference
+        await batch_of_eight(cluster, cold)
+
+
+async def test_f32_over_tcp_says_what_transformers_says(
+    tmp_path_factory: pytest.TempPathFactory, reference: dict[int, list[int]]
+) -> None:
+    flags = ("--decode", "1", "--dtype", "float32", "--transport", "tcp", "--encryption", "always")
+    with running(tmp_path_factory.mktemp("tcp"), *flags) as cluster:
+        cold = await all_ways(cluster, SUBSET, "tcp")
+        assert {length: answer["token_ids"] for length, answer in cold.items()} == {n: reference[n] for n in SUBSET}
+
+
+async def test_bf16_gives_the_same_bits_in_all_ways(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("bf16"), "--decode", "1", "--dtype", "bfloat16") as cluster:
+        await batch_of_eight(cluster, await all_ways(cluster, SUBSET, "shm"))
