@@ -22,7 +22,7 @@ def choose_prefill(state: State, found: Sequence[Candidate], draw: str) -> Candi
         return None
     match state.policy.name:
         case "halfmoon" | "mooncake" | "local_cache_aware":
-            return min(found, key=lambda c: (c.ttft_ns, c.orders, c.worker_id))
+            return min(found, key=lambda c: (c.ttft_ns, c.transfer_ns, c.orders, c.worker_id))
         case "least_loaded":
             return min(found, key=lambda c: (c.queue_ns, c.orders, c.worker_id))
         case "round_robin":
