@@ -196,6 +196,7 @@ class Ask:
 
 B = TypeVar("B")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(([A-Za-z_0-9.]*)[^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")  # of the body itself
 
 
 def decode_body(payload: bytes, kind: type[B]) -> B:
@@ -208,7 +209,7 @@ def decode_body(payload: bytes, kind: type[B]) -> B:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
     except msgspec.ValidationError as problem:
         text = str(problem)
-        if (missing := re.search(r"missing required field `(\w+)`", text)) is not None:
+        if (missing := _MISSING.fullmatch(text)) is not None:
             raise ApiError(400, f"{missing[1]} is missing", param=missing[1], code="missing") from None
         path = _PATH.search(text)
         where, param = (path[1] or "the body", path[2] or None) if path else ("the body", None)

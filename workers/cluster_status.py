@@ -66,7 +66,8 @@ class ClusterStatus:
         subscription = await nc.subscribe(inbox, cb=receive)
         try:
             await nc.publish(subjects.status(CONDUCTORS), encode(StatusRequest()), reply=inbox)
-            await asyncio.wait_for(first.wait(), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                await first.wait()
             if answers:
                 await asyncio.sleep(GATHER_S)
         except TimeoutError:

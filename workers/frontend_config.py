@@ -40,7 +40,7 @@ class FrontendConfig:
     #: After this silence the decode worker is asked whether something got lost.
     resend_after_ns: int = 2 * SECOND_NS
     #: How often a client on NATS is made sure of.
-    alive_ns: int = SECOND_NS // 2
+    alive_ns: int = SECOND_NS * 2 // 5
     #: A request that nothing was heard of for so long is failed. Longer than any SLO that is asked for.
     silence_ns_max: int = 300 * SECOND_NS
     #: When stopping: how long open requests may take to finish.

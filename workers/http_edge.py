@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -28,6 +29,8 @@ from halfmoon.workers.status_page import status_page
 from halfmoon.workers.version import VERSION
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+log = logging.getLogger(__name__)
 
 _JSON = "application/json"
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
@@ -91,6 +94,12 @@ class HttpEdge:
         except ApiError as error:
             self._registry.metrics.failed(error.status)
             return _refusal(error)
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception:
+            log.exception("a request could not be answered")
+            self._registry.metrics.failed(500)
+            return _refusal(ApiError(500, "internal error", code="internal"))
 
     # --- generating -------------------------------------------------------------------------------------------
 
@@ -104,13 +113,14 @@ class HttpEdge:
         tenant = self._authorize(request)
         self._registry.admit()
         ask = read(await _body(request))
-        if tenant or (not ask.chat and ask.max_tokens is None):
-            ask = self._filled(ask, tenant)
+        if tenant:
+            ask = dataclasses.replace(ask, tenant=tenant)  # a key's tenant is not the body's to choose
         traceparent = request.headers.get("traceparent", "")
         if traceparent and not _TRACEPARENT.match(traceparent):
             traceparent = ""
         listener = _HttpListener(asyncio.get_running_loop())
-        opened = await self._registry.open(ask, listener, traceparent=traceparent)
+        default = 0 if ask.chat else self._config.completion_max_tokens_default
+        opened = await self._registry.open(ask, listener, traceparent=traceparent, max_tokens_default=default)
         listener.form = OpenAiForm(opened, self._registry.tokenizer, self._config.model, int(time.time()))
         headers = {"x-request-id": opened.request_id}
         if traceparent:
@@ -148,13 +158,6 @@ class HttpEdge:
                 await response.write(written)
                 written = b""
             await listener.wait()
-
-    def _filled(self, ask: Ask, tenant: str) -> Ask:
-        """A key's tenant cannot be changed by the body; OpenAI's own default for completions."""
-        max_tokens = ask.max_tokens
-        if not ask.chat and max_tokens is None:
-            max_tokens = max(self._config.completion_max_tokens_default, ask.sampling.min_tokens)
-        return dataclasses.replace(ask, tenant=tenant or ask.tenant, max_tokens=max_tokens)
 
     def _authorize(self, request: web.BaseRequest) -> str:
         """The tenant of the key. Raises ApiError 401."""

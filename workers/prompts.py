@@ -48,10 +48,11 @@ class PromptReader:
             message = f"the model {name[:80]!r} does not exist; there is {self.config.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def read(self, ask: Ask) -> Prompt:
+    async def read(self, ask: Ask, *, max_tokens_default: int) -> Prompt:
+        """`max_tokens_default`: when the request does not say; cut to the context."""
         self.check_model(ask.model)
         token_ids = await self.encode(text=ask.text, token_ids=ask.token_ids, messages=ask.messages)
-        max_tokens = self._max_tokens(ask, len(token_ids))
+        max_tokens = self._max_tokens(ask, len(token_ids), max_tokens_default)
         packed = pack_tokens(token_ids)
         root = self._root(ask.tenant, ask.cache_salt)
         keys = chain_keys(root, token_ids, self._layout.block_tokens)
@@ -90,7 +91,8 @@ class PromptReader:
             characters = sum(len(message["content"]) for message in messages)
             token_ids = await self._encode(functools.partial(self._tokenizer.encode_chat, messages), characters)
         else:
-            token_ids = await self._encode(functools.partial(self._tokenizer.encode, text or "", add_special=True), len(text or ""))
+            text = text or ""
+            token_ids = await self._encode(functools.partial(self._tokenizer.encode, text, add_special=True), len(text))
         if not token_ids:
             raise ApiError(422, f"{param}: no token to start from", param=param, code="empty")
         return token_ids
@@ -108,20 +110,23 @@ class PromptReader:
         except ChatTemplateError as problem:
             raise ApiError(400, str(problem)[:500], param="messages", code="chat_template") from None
 
-    def _max_tokens(self, ask: Ask, prompt_tokens: int) -> int:
-        """What is asked for, or our default; fits in the context. Raises ApiError 413."""
-        room = self.config.context_tokens - prompt_tokens
-        max_tokens = ask.max_tokens
-        if max_tokens is None:
-            max_tokens = min(max(self.config.max_tokens_default, ask.sampling.min_tokens), max(room, 1))
-        if max_tokens > room:
-            message = (
-                f"{prompt_tokens} prompt tokens and {max_tokens} to generate are more than the context of "
-                f"{self.config.context_tokens} tokens"
-            )
-            param = ("messages" if ask.chat else "prompt") if room < 1 else "max_tokens"
+    def _max_tokens(self, ask: Ask, prompt_tokens: int, default: int) -> int:
+        """What is asked for, or the default; fits in the context. Raises ApiError 413."""
+        context = self.config.context_tokens
+        room = context - prompt_tokens
+        if room < 1:
+            message = f"the prompt's {prompt_tokens} tokens leave no room in the context of {context} tokens"
+            param = "messages" if ask.chat else "prompt"
             raise ApiError(413, message, param=param, code="context_length_exceeded")
-        return max_tokens
+        if ask.max_tokens is None:
+            return min(max(default, ask.sampling.min_tokens), room)
+        if ask.max_tokens > room:
+            message = (
+                f"{prompt_tokens} prompt tokens and {ask.max_tokens} to generate are more than the context of "
+                f"{context} tokens"
+            )
+            raise ApiError(413, message, param="max_tokens", code="context_length_exceeded")
+        return ask.max_tokens
 
     def _root_key(self, tenant: str, cache_salt: str) -> bytes:
         return root_key(

@@ -62,6 +62,7 @@ class RequestRegistry:
         reader = await self.bus.open_decisions(frontend_id)
         await self.bus.serve(subjects.take(frontend_id), TakeRequest, self.take)
         await self.bus.subscribe(subjects.tokens(frontend_id), TokensSampled, self.on_tokens)
+        await self.bus.nc.flush()  # workers may call as soon as the log names us
         await self.bus.append(
             FrontendJoined(frontend_id=frontend_id, incarnation=self._incarnation), source_id=frontend_id
         )
@@ -72,12 +73,14 @@ class RequestRegistry:
         """Finish what is open within `drain_ns_max`, tell the rest why, leave."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), self.config.drain_ns_max / SECOND_NS)
+            async with asyncio.timeout(self.config.drain_ns_max / SECOND_NS):
+                await self._empty.wait()
         for request in list(self.requests.values()):
             self.fail(request, ApiError(503, "this frontend is stopping", code="stopping"), "frontend stops")
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:  # Python 3.11's `wait_for` may swallow a cancellation: then once more
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(set(self._tasks), timeout=0.5)
         self.prompts.close()
         if not self.bus.nc.is_closed:
             left = FrontendLeft(frontend_id=self.config.frontend_id, incarnation=self._incarnation, reason="stopped")
@@ -105,10 +108,13 @@ class RequestRegistry:
             message = f"{self.open_requests} requests are open here already"
             raise ApiError(429, message, code="queue_full", retry_after_ns=SECOND_NS)
 
-    async def open(self, ask: Ask, listener: Listener, *, traceparent: str = "") -> OpenRequest:
+    async def open(
+        self, ask: Ask, listener: Listener, *, traceparent: str = "", max_tokens_default: int = 0
+    ) -> OpenRequest:
         """Take a request in. Raises ApiError; then the listener is never called."""
         now_ns = time.monotonic_ns()
-        prompt = await self.prompts.read(ask)
+        max_tokens_default = max_tokens_default or self.config.max_tokens_default
+        prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
         if ask.request_id in self._aliases:
             raise ApiError(422, "a request of this request_id is open", param="request_id", code="request_id_in_use")
         arrived = RequestArrived(

@@ -88,9 +88,10 @@ class Double:
             self.failures.append(task.exception())  # type: ignore[arg-type]
 
     async def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(set(self._tasks), timeout=0.2)
 
     async def _follow(self, after: int) -> None:
         async for stamped in self.bus.events(after=after):
@@ -190,6 +191,11 @@ class Cluster:
         async with self.http.post(self.url + path, data=payload, **options) as response:
             return response.status, response.headers, orjson.loads(await response.read())
 
+    async def http_get(self, path: str, **options: Any) -> tuple[int, Any, bytes]:
+        """(status, headers, body)."""
+        async with self.http.get(self.url + path, **options) as response:
+            return response.status, response.headers, await response.read()
+
     async def sse(self, path: str, body: Any) -> list[Any]:
         """The events of a stream; "[DONE]" as text."""
         async with self.http.post(self.url + path, json=body) as response:
@@ -222,19 +228,23 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Cluster]:
+    """What must be so at the end of any scenario is checked here."""
     frontend_id = f"f{next(_numbers)}"
     settings: dict[str, Any] = {"http_port": 0, "model": MODEL, "context_tokens": 2048, "drain_ns_max": 2 * 10**9}
     config = FrontendConfig(frontend_id=frontend_id, **{**settings, **options})
     buses = [await Bus.connect(BusConfig(url=server_url), name=name) for name in ("frontend", "double", "client")]
-    double = Double(buses[1], tokenizer, frontend_id)
-    await double.start()
-    frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
-    await frontend.start()
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as http:
-        yield Cluster(frontend, double, buses[2], http, frontend.http_url, server_url)
-    await frontend.stop()
-    await double.stop()
-    for bus in buses:
-        await bus.close(flush_s=0.5)
-    assert not frontend.registry.requests
-    assert not double.failures, double.failures
+    try:
+        double = Double(buses[1], tokenizer, frontend_id)
+        await double.start()
+        frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
+        await frontend.start()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as http:
+            yield Cluster(frontend, double, buses[2], http, frontend.http_url, server_url)
+        await frontend.stop()
+        await double.stop()
+        assert not frontend.registry.requests
+        assert not double.failures, double.failures
+        assert not [bus.invalid for bus in buses[1:] if bus.invalid]
+    finally:
+        for bus in buses:
+            await bus.close(flush_s=0.5)

@@ -1,0 +1,283 @@
+"""Every way that a request can end: refused, failed, cancelled, left, overtaken by a shutdown. Never silence."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from halfmoon.schemas.decisions import FailRequest, Prediction, RejectRequest
+from halfmoon.schemas.events import FrontendLeft, RequestArrived, RequestCancelled
+
+BODY = {"prompt": "Once", "max_tokens": 200}
+MS = 1_000_000
+
+
+async def never(double: Any, seq: int, arrived: RequestArrived) -> None:
+    """Nobody places the request."""
+
+
+async def five_tokens(double: Any, seq: int, arrived: RequestArrived) -> None:
+    """And then nothing more."""
+    await double.place(arrived, f"{seq}-0")
+    await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:5]))
+
+
+async def cancelled_within_a_second(cluster: Any, since: float) -> RequestCancelled:
+    (event,) = await cluster.double.wait_for(RequestCancelled)
+    assert time.monotonic() - since < 1.0
+    (arrived,) = await cluster.double.wait_for(RequestArrived)
+    assert event.request_id == arrived.request_id
+    assert (await cluster.double.take(arrived, "999999-0", "prefill", "p1")).gone
+    return event
+
+
+REASONS = [("ttft_slo", 429), ("no_room", 429), ("no_worker", 503), ("too_long", 413)]
+
+
+@pytest.mark.parametrize(("reason", "status"), REASONS)
+def test_a_rejection_says_why_and_when_to_try_again(run: Any, reason: Any, status: int) -> None:
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        decision = RejectRequest(
+            request_id=arrived.request_id,
+            frontend_id=double.frontend_id,
+            reason=reason,
+            message="predicted 900 ms",
+            predicted=Prediction(ttft_ns=900 * MS),
+            ttft_slo_ns=arrived.ttft_slo_ns,
+            retry_after_ns=1_200 * MS,
+        )
+        await double.order(decision, seq)
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        for stream in (False, True):
+            body = {**BODY, "stream": stream, "slo": {"ttft_ms": 250}}
+            got, headers, answer = await cluster.post("/v1/completions", body)
+            assert (got, answer["error"]["code"], answer["error"]["message"]) == (status, reason, "predicted 900 ms")
+            assert answer["error"]["predicted_ms"]["ttft"] == 900
+            assert answer["error"]["slo_ms"]["ttft"] == 250
+            assert (headers["retry-after"], headers["retry-after-ms"]) == ("2", "1200")
+        headers, answer = await cluster.ask("generate", BODY)
+        assert headers["Nats-Service-Error-Code"] == str(status)
+        assert headers["retry-after-ms"] == "1200"
+        assert answer["error"]["code"] == reason
+
+    run(scenario)
+
+
+def test_a_full_frontend_refuses_before_it_looks(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = never
+        pending = [asyncio.ensure_future(cluster.post("/v1/completions", BODY)) for _ in range(2)]
+        await cluster.double.wait_for(RequestArrived, 2)
+        status, headers, answer = await cluster.post("/v1/completions", b"not even JSON")
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (429, "queue_full", "1")
+        headers, answer = await cluster.ask("generate", b"not even JSON")
+        assert (headers["Nats-Service-Error-Code"], answer["error"]["code"]) == ("429", "queue_full")
+        for task in pending:
+            task.cancel()
+        await cluster.double.wait_for(RequestCancelled, 2)
+        cluster.double.script = five_tokens
+        status, _, _ = await cluster.post("/v1/completions", b"not even JSON")
+        assert status == 400
+
+    run(scenario, open_requests_max=2)
+
+
+def test_a_failure_before_the_first_token_is_a_status_and_after_it_an_event(run: Any) -> None:
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        if arrived.max_tokens > 100:
+            await five_tokens(double, seq, arrived)
+            await asyncio.sleep(0.05)
+        failure = FailRequest(request_id=arrived.request_id, frontend_id=double.frontend_id, message="placed too often")
+        await double.order(failure, seq)
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        status, _, answer = await cluster.post("/v1/completions", {**BODY, "max_tokens": 5, "stream": True})
+        assert (status, answer["error"]["message"]) == (500, "placed too often")
+        events = await cluster.sse("/v1/completions", {**BODY, "stream": True})
+        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "Half moons: "
+        assert events[-1]["error"]["message"] == "placed too often"
+        messages = await cluster.stream("generate", BODY)
+        assert messages[-1]["error"]["message"] == "placed too often"
+        status, _, _ = await cluster.post("/v1/completions", BODY)
+        assert status == 500
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", [never, five_tokens])
+def test_an_http_client_that_leaves_cancels_within_a_second(run: Any, stream: bool, script: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        host, _, port = cluster.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = orjson.dumps({**BODY, "stream": stream})
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await cluster.double.wait_for(RequestArrived)
+        await asyncio.sleep(0.1)
+        since = time.monotonic()
+        writer.close()
+        await cancelled_within_a_second(cluster, since)
+
+    run(scenario)
+
+
+def test_a_stopped_stream_of_aiohttp_cancels(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = five_tokens
+        async with aiohttp.ClientSession() as session:
+            response = await session.post(cluster.url + "/v1/completions", json={**BODY, "stream": True})
+            assert b"Half" in await response.content.readany()
+            since = time.monotonic()
+            response.close()
+            await cancelled_within_a_second(cluster, since)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("script", [never, five_tokens])
+def test_a_nats_stream_that_nobody_reads_is_cancelled_within_a_second(run: Any, script: Any) -> None:
+    """The server says so: no subscription on the chunks' subject."""
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        inbox = cluster.client.nc.new_inbox()
+        subscription = await cluster.client.nc.subscribe(inbox)
+        await cluster.client.nc.publish("halfmoon.v1.generate", orjson.dumps({**BODY, "stream": True}), reply=inbox)
+        await cluster.double.wait_for(RequestArrived)
+        alive = orjson.loads((await subscription.next_msg(timeout=2)).data)
+        assert alive["id"]
+        since = time.monotonic()
+        await subscription.unsubscribe()
+        await cluster.client.nc.flush()
+        await cancelled_within_a_second(cluster, since)
+
+    run(scenario)
+
+
+def test_a_nats_request_with_an_alive_subject_is_cancelled_when_that_goes_away(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = never
+        nc = cluster.client.nc
+        alive = nc.new_inbox()
+        asked = 0
+
+        async def listening(_: Any) -> None:
+            nonlocal asked
+            asked += 1
+
+        subscription = await nc.subscribe(alive, cb=listening)
+        inbox = nc.new_inbox()
+        await nc.subscribe(inbox)
+        await nc.publish("halfmoon.v1.generate", orjson.dumps(BODY), reply=inbox, headers={"Halfmoon-Alive": alive})
+        await asyncio.sleep(1.3)
+        assert asked >= 2
+        assert not [event for event in cluster.double.events if isinstance(event, RequestCancelled)]
+        since = time.monotonic()
+        await subscription.unsubscribe()
+        await nc.flush()
+        await cancelled_within_a_second(cluster, since)
+
+    run(scenario)
+
+
+def test_a_nats_request_without_one_waits_on(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = never
+        pending = asyncio.ensure_future(cluster.ask("generate", {**BODY, "request_id": "mine"}))
+        await asyncio.sleep(1.2)
+        assert not pending.done()
+        _, answer = await cluster.ask("cancel", {"id": "mine"})
+        assert answer == {"id": "mine", "cancelled": True}
+        headers, body = await pending
+        assert (headers["Nats-Service-Error-Code"], body["error"]["code"]) == ("499", "cancelled")
+        await cluster.double.wait_for(RequestCancelled)
+        _, answer = await cluster.ask("cancel", {"id": "mine"})
+        assert answer == {"id": "mine", "cancelled": False}
+
+    run(scenario)
+
+
+def test_two_open_requests_cannot_share_a_request_id(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = never
+        pending = asyncio.ensure_future(cluster.post("/v1/completions", {**BODY, "request_id": "twin"}))
+        await cluster.double.wait_for(RequestArrived)
+        status, _, answer = await cluster.post("/v1/completions", {**BODY, "request_id": "twin"})
+        assert (status, answer["error"]["param"]) == (422, "request_id")
+        await cluster.ask("cancel", {"id": "twin"})
+        status, _, answer = await pending
+        assert status == 499
+
+    run(scenario)
+
+
+def test_a_stop_string_ends_the_work_too(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        _, _, answer = await cluster.post("/v1/completions", {**BODY, "stop": "STOP"})
+        assert answer["choices"][0]["text"].endswith("Then ")
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        (event,) = await cluster.double.wait_for(RequestCancelled)
+        assert event.reason == "stop"
+
+    run(scenario)
+
+
+def test_a_request_that_nothing_is_heard_of_fails(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = never
+        status, _, answer = await cluster.post("/v1/completions", BODY)
+        assert (status, answer["error"]["code"]) == (500, "silence")
+        (event,) = await cluster.double.wait_for(RequestCancelled)
+        assert event.reason == "silence"
+
+    run(scenario, resend_after_ns=100 * MS, silence_ns_max=600 * MS)
+
+
+def test_stopping_finishes_what_is_open_and_refuses_the_rest(run: Any) -> None:
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        await double.place(arrived, f"{seq}-0")
+        await asyncio.sleep(0.5)
+        ids, reason = double.output(arrived)
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, ids, reason))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        pending = [asyncio.ensure_future(cluster.post("/v1/completions", BODY)) for _ in range(2)]
+        pending.append(asyncio.ensure_future(cluster.ask("generate", BODY)))
+        await cluster.double.wait_for(RequestArrived, 3)
+        stopping = asyncio.ensure_future(cluster.frontend.stop())
+        await asyncio.sleep(0.1)
+        status, _, answer = await cluster.post("/v1/completions", BODY)
+        assert (status, answer["error"]["code"]) == (503, "stopping")
+        status, _, _ = await cluster.http_get("/ready")
+        assert status == 503
+        for answered in await asyncio.gather(*pending[:2]):
+            assert answered[0] == 200
+        assert (await pending[2])[1]["done"]
+        await stopping
+        await cluster.double.wait_for(FrontendLeft)
+
+    run(scenario)
+
+
+def test_stopping_tells_those_that_cannot_be_finished(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = never
+        pending = [cluster.post("/v1/completions", BODY), cluster.ask("generate", BODY)]
+        pending = [asyncio.ensure_future(each) for each in pending]
+        await cluster.double.wait_for(RequestArrived, 2)
+        await cluster.frontend.stop()
+        (status, _, answer), (headers, _) = await asyncio.gather(*pending)
+        assert (status, answer["error"]["code"]) == (503, "stopping")
+        assert headers["Nats-Service-Error-Code"] == "503"
+
+    run(scenario, drain_ns_max=200 * MS)

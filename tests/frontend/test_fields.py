@@ -1,0 +1,251 @@
+"""Every field of the API, wrong in every way: refused with the status and the field's name, on both edges alike."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import orjson
+import pytest
+from frontend_double import MODEL
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon.schemas.api import ApiError, Ask, chat_ask, completion_ask
+
+NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
+    # field: (refused, taken)
+    "max_tokens": ([0, -1, 2**31, 1.5, "5", True, [], {}], [1, 2**31 - 1, None]),
+    "temperature": ([-0.1, 2.1, "1", True, [1]], [0, 0.7, 2, None]),
+    "top_p": ([0, -1, 1.1, "1", False], [0.1, 1, None]),
+    "top_k": ([-2, 2**31, 1.5, "1"], [-1, 0, 40, None]),
+    "min_p": ([-0.1, 1.1, "0"], [0, 0.5, 1, None]),
+    "seed": ([2**63, -(2**63) - 1, 1.5, "1"], [0, -1, 2**63 - 1, None]),
+    "logprobs": ([-1, 21, "5", 1.5, []], [0, 5, 20, True, False, None]),
+    "top_logprobs": ([-1, 21, True, "1"], [0, 20, None]),
+    "presence_penalty": ([-2.1, 2.1, "0"], [-2, 2, None]),
+    "frequency_penalty": ([-2.1, 2.1, "0"], [-2, 2, None]),
+    "repetition_penalty": ([0, 10.1, "1"], [0.1, 10, None]),
+    "min_tokens": ([-1, 2**31, 0.5], [0, 5, None]),
+    "priority": ([-1001, 1001, "high", 0.5], [-1000, 1000, None]),
+    "n": ([0, 2, "1"], [1, None]),
+    "best_of": ([2], [1, None]),
+}
+OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
+    "model": ([5, "m" * 257, []], [MODEL, None]),
+    "stop": (["", [""], ["a"] * 17, "a" * 257, [5], 5, {}], ["a", ["a", "b"], [], None]),
+    "stop_token_ids": ([[-1], ["a"], 5, [2**32], [1] * 65], [[1], None]),
+    "logit_bias": ([{"a": 1}, {"1": 101}, {"1": "x"}, [1], {str(i): 1 for i in range(1025)}], [{"5": -100}, None]),
+    "ignore_eos": ([1, "true"], [True, False, None]),
+    "stream": ([1, "yes"], [False, None]),
+    "stream_options": ([5, {"include_usage": 5}], [{"include_usage": True}, {}, None]),
+    "user": ([5, "u" * 513], ["me", None]),
+    "tenant": ([5, "t" * 129], ["t", None]),
+    "cache_salt": ([5, "s" * 257], ["s", None]),
+    "slo": ([5, {"ttft_ms": 0}, {"tbt_ms": -1}, {"ttft_ms": "1"}, {"tbt_ms": 1e10}], [{"ttft_ms": 1.5}, {}, None]),
+    "request_id": (["", "a b", "a" * 81, "a.b", "a\n", 5], ["a-b_C9", None]),
+    "logits_digest": ([1], [True, None]),
+    "echo": ([True, 0], [False, None]),
+    "suffix": (["x", 5], ["", None]),
+    "tools": ([[{"type": "function"}], 5], [[], None]),
+    "response_format": ([{"type": "json_object"}, 5], [{"type": "text"}, None]),
+}
+FIELDS = {**NUMBERS, **OTHERS}
+PROMPTS: list[tuple[Any, int]] = [
+    (5, 400),
+    (None, 400),
+    ({}, 400),
+    ([1, "a"], 400),
+    ([True], 400),
+    ([-1], 400),
+    ([2**32], 400),
+    ([1.5], 400),
+    ([["a"]], 400),
+    (["a", "b"], 422),
+    ([[1], [2]], 422),
+]
+CHATS: list[Any] = [
+    5,
+    [],
+    [5],
+    [{}],
+    [{"role": "wizard", "content": "x"}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+    [{"role": "user", "content": [{"type": 5}]}],
+    [{"role": "user", "content": "x"}] * 4097,
+]
+
+
+def refusal(body: Any, read: Any = completion_ask) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(orjson.dumps(body) if not isinstance(body, bytes) else body)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(name: str) -> None:
+    refused, taken = FIELDS[name]
+    for value in refused:
+        for base, read in (
+            ({"prompt": "x"}, completion_ask),
+            ({"messages": [{"role": "user", "content": "x"}]}, chat_ask),
+        ):
+            # The standard library's encoder also writes integers that orjson refuses.
+            error = refusal(json.dumps({**base, name: value}).encode(), read)
+            assert error.status == 400, (name, value)
+            assert error.param is not None, (name, value)
+            assert error.param.partition(".")[0] == name
+            assert name in error.message
+    for value in taken:
+        completion_ask(orjson.dumps({"prompt": "x", name: value}))
+
+
+@pytest.mark.parametrize(("prompt", "status"), PROMPTS)
+def test_a_wrong_prompt_is_refused_by_name(prompt: Any, status: int) -> None:
+    error = refusal({"prompt": prompt})
+    assert (error.status, error.param) == (status, "prompt")
+
+
+@pytest.mark.parametrize("messages", CHATS)
+def test_wrong_messages_are_refused_by_name(messages: Any) -> None:
+    error = refusal({"messages": messages}, chat_ask)
+    assert (error.status, error.param) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"prompt": "x"',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": "a\x00"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a"} {}',
+        b"\xef\xbb\xbf{}",
+        b'{"x":' + b"[" * 50_000,
+    ],
+)
+def test_what_is_no_json_is_refused_as_such(payload: bytes) -> None:
+    error = refusal(payload)
+    assert (error.status, error.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("payload", [b"null", b"[]", b'"text"', b"5"])
+def test_what_is_no_object_is_refused(payload: bytes) -> None:
+    assert refusal(payload).status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x", "min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"prompt": "x", "top_logprobs": 3, "logprobs": False}, "top_logprobs"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_422(body: Any, param: str) -> None:
+    error = refusal(body)
+    assert (error.status, error.param) == (422, param)
+
+
+def test_numbers_out_of_floats_range_are_refused() -> None:
+    assert refusal(b'{"prompt": "x", "temperature": 1e999}').param == "temperature"
+
+
+def test_unknown_fields_are_ignored_and_absent_ones_have_their_defaults() -> None:
+    ask = completion_ask(b'{"prompt": "x", "wings": {"left": [1]}, "temperature": null}')
+    assert (ask.text, ask.max_tokens, ask.stream, ask.sampling.temperature) == ("x", None, False, 1.0)
+    assert ask.sampling.logprobs == -1
+
+
+def test_seeds_differ_unless_given() -> None:
+    asks = [completion_ask(b'{"prompt": "x"}') for _ in range(8)]
+    assert len({ask.sampling.seed for ask in asks}) == 8
+    assert completion_ask(b'{"prompt": "x", "seed": 7}').sampling.seed == 7
+
+
+def outcome(read: Any, payload: bytes) -> Ask | ApiError:
+    try:
+        ask: Ask = read(payload)
+    except ApiError as error:
+        return error
+    return ask
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+names = st.sampled_from([*FIELDS, "prompt", "messages", "max_completion_tokens"])
+bodies = st.dictionaries(names, json_values, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=bodies)
+def test_any_json_object_is_taken_or_refused_with_a_body_that_is_json(body: dict[str, Any]) -> None:
+    payload = json.dumps(body).encode()
+    for read in (completion_ask, chat_ask):
+        answer = outcome(read, payload)
+        if isinstance(answer, ApiError):
+            assert answer.status in (400, 422)
+            assert set(orjson.loads(answer.body())["error"]) == {"message", "type", "param", "code"}
+
+
+@settings(max_examples=300, deadline=None)
+@given(payload=st.binary(max_size=60))
+def test_any_bytes_are_taken_or_refused(payload: bytes) -> None:
+    for read in (completion_ask, chat_ask):
+        with pytest.raises(ApiError):
+            read(payload)
+
+
+def test_both_edges_refuse_alike(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        wrong = [
+            ({"prompt": "x", name: value}, 400, name)
+            for name, (values, _) in FIELDS.items()
+            for value in values[:1]
+        ]
+        wrong += [
+            ({"prompt": "x", "model": "gpt-9"}, 404, "model"),
+            ({"prompt": ""}, 422, "prompt"),
+            ({"prompt": []}, 422, "prompt"),
+            ({"prompt": [10**6]}, 400, "prompt"),
+            ({"prompt": "x", "max_tokens": 4096}, 413, "max_tokens"),
+            ({"prompt": [7] * 2048}, 413, "prompt"),
+        ]
+        for body, status, param in wrong:
+            payload = json.dumps(body).encode()
+            http_status, _, http_body = await cluster.post("/v1/completions", payload)
+            headers, nats_body = await cluster.ask("generate", payload)
+            assert (http_status, http_body["error"]["param"].partition(".")[0]) == (status, param), body
+            assert nats_body == http_body
+            assert headers["Nats-Service-Error-Code"] == str(status)
+            assert headers["Nats-Service-Error"].startswith(http_body["error"]["message"][:20])
+        assert not cluster.double.events or all(
+            type(event).__name__ in ("FrontendJoined", "FrontendHeartbeat") for event in cluster.double.events
+        )
+
+    run(scenario)
+
+
+def test_large_and_odd_bodies_over_http(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        status, _, body = await cluster.post("/v1/completions", orjson.dumps({"prompt": "x" * (3 << 20)}))
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+        words = "word " * 400_000
+        status, _, body = await cluster.post("/v1/completions", orjson.dumps({"prompt": words}))
+        assert (status, body["error"]["code"]) == (413, "context_length_exceeded")
+        packed = gzip.compress(b'{"prompt": "x", "max_tokens": 3}')
+        status, _, body = await cluster.post("/v1/completions", packed, headers={"content-encoding": "gzip"})
+        assert status == 200
+        bomb = gzip.compress(b" " * (64 << 20))
+        status, _, body = await cluster.post("/v1/completions", bomb, headers={"content-encoding": "gzip"})
+        assert status in (400, 413)
+
+    run(scenario)

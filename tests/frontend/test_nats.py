@@ -1,0 +1,208 @@
+"""The NATS edge: a micro service that any NATS client can find and use."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+from frontend_double import ANSWER, MODEL
+from nats.errors import MaxPayloadError
+
+from halfmoon.cli import chat, generate, status
+from halfmoon.schemas.events import RequestArrived, RequestCancelled
+from halfmoon.schemas.tokens import TakeRequest
+
+BODY = {"prompt": "Once", "max_tokens": 200}
+
+
+def test_the_micro_service_can_be_found_and_measured(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await cluster.ask("generate", BODY)
+        await cluster.ask("generate", {"prompt": 5})
+        await cluster.stream("generate", BODY)
+
+        async def srv(verb: str) -> Any:
+            return orjson.loads((await cluster.client.nc.request(f"$SRV.{verb}", b"", timeout=2)).data)
+
+        ping = await srv("PING")
+        assert (ping["type"], ping["name"], ping["id"]) == (
+            "io.nats.micro.v1.ping_response",
+            "halfmoon",
+            cluster.double.frontend_id,
+        )
+        info = await srv("INFO.halfmoon")
+        assert info["type"] == "io.nats.micro.v1.info_response"
+        subjects = {endpoint["subject"] for endpoint in info["endpoints"]}
+        names = ("generate", "chat", "models", "cancel", "status", "tokenize")
+        assert subjects == {f"halfmoon.v1.{name}" for name in names}
+        stats = await srv(f"STATS.halfmoon.{cluster.double.frontend_id}")
+        endpoint = next(each for each in stats["endpoints"] if each["name"] == "generate")
+        assert (endpoint["num_requests"], endpoint["num_errors"]) == (3, 1)
+        assert endpoint["last_error"].startswith("400 prompt")
+        assert endpoint["average_processing_time"] > 100_000
+        await asyncio.sleep(0)
+
+    run(scenario)
+
+
+def test_every_endpoint_answers(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        messages = [{"role": "user", "content": "Hello"}]
+        _, answer = await cluster.ask("chat", {"messages": messages, "max_tokens": 200, "logprobs": 2})
+        assert answer["text"] == ANSWER
+        assert answer["usage"] == {
+            "prompt_tokens": answer["usage"]["prompt_tokens"],
+            "cached_tokens": 16,
+            "completion_tokens": 42,
+        }
+        assert answer["timing_ms"]["prefill"] == 3.0
+        assert set(answer["timing_ms"]) == {"queue", "transfer", "prefill", "ttft", "tbt_mean", "total"}
+        assert (answer["prefill_worker"], answer["decode_worker"]) == ("p1", "d1")
+        assert len(answer["logprobs"]) == 42
+        chunks = await cluster.stream("chat", {"messages": messages, "max_tokens": 200})
+        assert "".join(chunk["text"] for chunk in chunks[:-1]) == chunks[-1]["text"] == ANSWER
+        assert [chunk["index"] for chunk in chunks[:-1]] == list(range(len(chunks) - 1))
+        assert (await cluster.ask("models", {}))[1]["data"][0]["id"] == MODEL
+        assert (await cluster.ask("tokenize", {"prompt": "Once"}))[1]["count"] == 1
+        assert (await cluster.ask("status", {}))[1]["ready"] is True
+        headers, answer = await cluster.ask("cancel", {})
+        assert (headers["Nats-Service-Error-Code"], answer["error"]["param"]) == ("400", "id")
+
+    run(scenario)
+
+
+def test_two_frontends_share_the_requests_and_either_can_cancel(
+    run: Any, server_url: str, tokenizer: Any
+) -> None:
+    from frontend_double import cluster as make
+
+    async def never(double: Any, seq: int, arrived: RequestArrived) -> None:
+        """Nobody places the request."""
+
+    async def scenario(first: Any) -> None:
+        async with make(server_url, tokenizer) as second:
+            first.double.script = second.double.script = never
+            asks = [first.ask("generate", {**BODY, "request_id": f"r{number}"}) for number in range(8)]
+            pending = [asyncio.ensure_future(ask) for ask in asks]
+            arrived = await first.double.wait_for(RequestArrived, 8)
+            assert len({event.frontend_id for event in arrived}) == 2
+            for number in range(8):
+                _, answer = await first.ask("cancel", {"id": f"r{number}"})
+                assert answer["cancelled"] is True
+            for headers, _ in await asyncio.gather(*pending):
+                assert headers["Nats-Service-Error-Code"] == "499"
+            assert len(await first.double.wait_for(RequestCancelled, 8)) == 8
+
+    run(scenario)
+
+
+def test_payloads_have_a_limit_and_say_so(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        with pytest.raises(MaxPayloadError):
+            await cluster.ask("generate", {"prompt": "x" * (1 << 20)})
+        body = {"prompt": "Once", "max_tokens": 200, "logprobs": 20, "request_id": "large"}
+        edge = cluster.frontend._nats
+        edge.payload_bytes_max = 4096
+        headers, answer = await cluster.ask("generate", body)
+        assert (headers["Nats-Service-Error-Code"], answer["error"]["code"]) == ("413", "answer_too_large")
+        chunks = await cluster.stream("generate", body)
+        assert chunks[-1]["text"] == ANSWER
+        assert "logprobs" not in chunks[-1]
+        assert all("logprobs" in chunk for chunk in chunks[:-1])
+
+    run(scenario)
+
+
+def test_traceparent_is_kept_to_the_end_and_nonsense_is_not(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        headers, _ = await cluster.ask("generate", BODY, headers={"traceparent": trace})
+        assert headers["traceparent"] == trace
+        headers, _ = await cluster.ask("generate", BODY, headers={"traceparent": "../../x"})
+        assert "traceparent" not in headers
+
+    run(scenario)
+
+
+def test_a_request_without_a_reply_subject_is_counted_and_not_run(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await cluster.client.nc.publish("halfmoon.v1.generate", orjson.dumps(BODY))
+        await cluster.ask("models", {})
+        await cluster.ask("generate", BODY)
+        assert len(await cluster.double.wait_for(RequestArrived)) == 1
+
+    run(scenario)
+
+
+def test_a_long_prompt_does_not_hold_up_others(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        long = asyncio.ensure_future(cluster.ask("generate", {"prompt": "word " * 150_000}))
+        await asyncio.sleep(0.02)
+        _, answer = await cluster.ask("generate", BODY)
+        assert answer["text"] == ANSWER
+        headers, _ = await long
+        assert headers["Nats-Service-Error-Code"] == "413"
+
+    run(scenario)
+
+
+def test_the_log_holds_no_text_and_no_tokens(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await cluster.ask("generate", {**BODY, "prompt": "a very secret prompt " * 20})
+        (arrived,) = await cluster.double.wait_for(RequestArrived)
+        assert b"secret" not in orjson.dumps(str(arrived))
+        reply = await cluster.double.bus.request(
+            f"halfmoon.take.{cluster.double.frontend_id}",
+            TakeRequest(request_id=arrived.request_id, order_id="99999-0", worker_id="w", role="decode"),
+            type(await cluster.double.take(arrived, "99999-0", "decode", "w")),
+            timeout_s=1,
+        )
+        assert reply.gone  # finished: nothing is kept
+
+    run(scenario)
+
+
+def test_the_commands(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers(dest="command")
+    modules = {"generate": generate, "chat": chat, "status": status}
+    for module in modules.values():
+        module.add(subparsers)  # type: ignore[attr-defined]
+
+    async def command(cluster: Any, *words: str) -> tuple[int, str, str]:
+        args = parser.parse_args([*words, "--nats", cluster.nats_url])
+        code = await modules[args.command].run(args)  # type: ignore[attr-defined]
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    async def scenario(cluster: Any) -> None:
+        assert await command(cluster, "generate", "Once", "--max-tokens", "99") == (0, ANSWER + "\n", "")
+        assert await command(cluster, "chat", "Hello", "--system", "Be brief.") == (0, ANSWER + "\n", "")
+        code, out, _ = await command(cluster, "generate", "Once", "--json", "--stop", "naïve", "--ttft-slo-ms", "9000")
+        answer = orjson.loads(out)
+        assert (code, answer["finish_reason"], answer["text"]) == (0, "stop", ANSWER.partition("naïve")[0])
+        assert set(answer) >= {
+            "text", "token_ids", "finish_reason", "usage", "timing_ms", "prefill_worker", "decode_worker"
+        }  # fmt: skip
+        code, out, err = await command(cluster, "generate", "Once", "--temperature", "9")
+        assert (code, out) == (1, "")
+        assert "temperature" in err
+        code, out, _ = await command(cluster, "status", "--json")
+        assert code == 0
+        assert set(orjson.loads(out)) >= {"ready", "nats", "http", "model", "nodes", "conductors"}
+        code, out, _ = await command(cluster, "status")
+        assert "d1" in out
+
+    run(scenario)
+
+
+def test_commands_without_a_cluster_say_so(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    generate.add(subparsers)
+    for url, words in ((server_url, "no frontend answers"), ("nats://127.0.0.1:1", "no NATS server")):
+        assert asyncio.run(generate.run(parser.parse_args(["generate", "x", "--nats", url]))) == 1
+        assert words in capsys.readouterr().err
