@@ -26,6 +26,7 @@ from halfmoon.conductor.placement import (
     decode_candidates,
     has_room,
     match,
+    takes_orders,
 )
 from halfmoon.conductor.policy import choose_decode, choose_prefill
 from halfmoon.conductor.state import Request, State, Worker
@@ -146,7 +147,7 @@ def _cannot(
     state: State, request: RequestArrived, prefills: list[Candidate], decodes: list[DecodeCandidate], now_ns: int
 ) -> Refusal | None:
     """Refusals that hold under every admission: nobody there, too long for all, queues full."""
-    roles = [worker.role for worker in state.workers.values() if not worker.draining]
+    roles = [worker.role for worker in state.workers.values() if takes_orders(state, worker)]
     for role in ("prefill", "decode"):
         if role not in roles:
             return Refusal(

@@ -215,7 +215,7 @@ def _apply(state: State, event: Event, out: Decisions) -> None:
         case WorkerJoined():
             members.worker_joined(state, event, out)
         case WorkerDraining():
-            members.worker_draining(state, event)
+            members.worker_draining(state, event, out)
         case WorkerLeft():
             members.worker_left(state, event.worker_id, event.incarnation, out)
         case StoreJoined():

@@ -100,10 +100,11 @@ def worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> Wo
     return worker
 
 
-def worker_draining(state: State, event: WorkerDraining) -> None:
+def worker_draining(state: State, event: WorkerDraining, out: Decisions) -> None:
     worker = state.workers.get(event.worker_id)
     if worker is not None and worker.incarnation == event.incarnation:
-        worker.draining = True
+        worker.draining = event.draining
+        place_parked(state, out)
 
 
 def worker_left(state: State, worker_id: str, incarnation: str, out: Decisions) -> None:
@@ -158,6 +159,7 @@ def store_joined(state: State, event: StoreJoined, out: Decisions) -> None:
         last_seen_ns=state.at_ns,
     )
     _arm_loss(state, "store", event.node_id, event.incarnation, state.at_ns, out)
+    place_parked(state, out)
 
 
 def store_heartbeat(state: State, event: StoreHeartbeat, out: Decisions) -> None:

@@ -109,10 +109,15 @@ def candidates(
     fitting = [
         worker
         for worker in state.workers.values()
-        if worker.role == "prefill" and not worker.draining and prefill_fits(worker, request)
+        if worker.role == "prefill" and takes_orders(state, worker) and prefill_fits(worker, request)
     ]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     return [_candidate(state, worker, request.prompt_tokens, matched, now_ns) for worker in workers]
+
+
+def takes_orders(state: State, worker: Worker) -> bool:
+    """Neither draining nor without its node's store agent, through which all its KVCache comes and goes."""
+    return not worker.draining and (worker.block_bytes == 0 or worker.node_id in state.stores)
 
 
 def prefill_fits(worker: Worker, request: RequestArrived) -> bool:
@@ -187,7 +192,7 @@ def decode_candidates(
     fitting = [
         worker
         for worker in state.workers.values()
-        if worker.role == "decode" and not worker.draining and decode_fits(worker, request)
+        if worker.role == "decode" and takes_orders(state, worker) and decode_fits(worker, request)
     ]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     context = request.prompt_tokens + answer_tokens

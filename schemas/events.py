@@ -102,10 +102,11 @@ class WorkerHeartbeat(Message, frozen=True):
 
 
 class WorkerDraining(Message, frozen=True):
-    """The worker finishes what it has and takes nothing new."""
+    """The worker finishes what it has and takes nothing new; with `draining` False it takes orders again."""
 
     worker_id: Id
     incarnation: Id
+    draining: bool = True
 
 
 class WorkerLeft(Message, frozen=True):

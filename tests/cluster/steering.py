@@ -22,7 +22,9 @@ async def draining(cluster: Cluster, worker_id: str) -> AsyncIterator[None]:
         await asyncio.sleep(0.05)
         yield
     finally:
-        await bus.append(last, source_id="test")
+        await bus.append(
+            WorkerDraining(worker_id=worker_id, incarnation=last.incarnation, draining=False), source_id="test"
+        )
         await asyncio.sleep(0.05)
         await bus.close()
 
