@@ -22,9 +22,9 @@ from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, 
 from halfmoon.schemas.events import PrefillFailed, PrefillFinished, WorkerHeartbeat
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import KvLoaded, PrefillResult
-from halfmoon.schemas.tokens import TakeReply
 from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.workers.layer_loads import LayerLoads, LoadFailed
+from halfmoon.workers.prefill_job import Job, Stop
 from halfmoon.workers.sampled import next_token
 from halfmoon.workers.worker import Worker
 
@@ -32,41 +32,6 @@ log = logging.getLogger("halfmoon.prefill")
 
 STORE_FULL_TRIES = 40
 STORE_FULL_PAUSE_S = 0.25
-
-
-class Job:
-    """One StartPrefill order on its way. Times are monotonic ns."""
-
-    def __init__(self, order: StartPrefill, now_ns: int) -> None:
-        self.order = order
-        self.arrived_ns = now_ns
-        self.cancelled = False
-        self.prepared: asyncio.Task[bool] | None = None
-        self.token_ids: list[int] = []
-        self.reply = TakeReply()
-        self.slots: list[int] = []
-        self.present: set[int] = set()
-        self.cached_blocks = 0  # of the prefix, held here before anything was fetched
-        self.fetched_blocks = 0
-        self.fetch_node = ""
-        self.fetched_bytes = 0
-        self.fetch_ns = 0
-        self.loads: LayerLoads | None = None
-        self.fetching: asyncio.Task[None] | None = None
-        self.transfer_ns = 0
-        self.pushed = 0
-
-    @property
-    def order_id(self) -> str:
-        return self.order.order_id
-
-
-class Stop(Exception):
-    """The order is not to be finished; `retryable`: elsewhere it may be."""
-
-    def __init__(self, reason: str, *, retryable: bool) -> None:
-        super().__init__(reason)
-        self.retryable = retryable
 
 
 class PrefillWorker(Worker):
@@ -95,14 +60,14 @@ class PrefillWorker(Worker):
                     self._prepare_some()
                     self._wake.set()
             case CancelOrder():
-                if (job := self._jobs.get(decision.order_id)) is not None:
-                    job.cancelled = True
-                    if job.loads is not None:
-                        job.loads.fail("cancelled")
+                if (known := self._jobs.get(decision.order_id)) is not None:
+                    known.cancelled = True
+                    if known.loads is not None:
+                        known.loads.fail("cancelled")
                     self._wake.set()
             case AnnounceYourself():
-                for job in self._jobs.values():
-                    job.cancelled = True
+                for open_job in self._jobs.values():
+                    open_job.cancelled = True
                 self.announce()
             case _:
                 pass  # not for a prefill worker

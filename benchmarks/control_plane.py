@@ -1,0 +1,137 @@
+"""What the control plane costs: a cluster whose engine computes nothing, driven over NATS or HTTP.
+
+Latency is request to first token at one request at a time; throughput is whole requests at 32 at a time. Client, frontend,
+nats-server, conductor and four workers share the machine's cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import nats
+import orjson
+import uvloop
+from clusters import cluster, finish, parser, spread
+
+WORDS = "the moon rises over the quiet sea and the tide turns again "
+
+
+class HttpClient:
+    """One kept-alive connection that speaks just enough HTTP/1.1 to time an answer; lighter than a library."""
+
+    async def open(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.host = parts.netloc
+        self.reader, self.writer = await asyncio.open_connection(parts.hostname, parts.port)
+
+    async def post(self, path: str, body: bytes) -> tuple[float, float]:
+        """(seconds to the first byte of the body's first event, seconds to the end)."""
+        head = f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\n"
+        started = time.perf_counter()
+        self.writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        status = await self.reader.readuntil(b"\r\n\r\n")
+        assert b" 200 " in status.split(b"\r\n", 1)[0], status
+        length = -1
+        for line in status.lower().split(b"\r\n"):
+            if line.startswith(b"content-length:"):
+                length = int(line.split(b":")[1])
+        if length >= 0:
+            await self.reader.readexactly(length)
+            now = time.perf_counter()
+            return now - started, now - started
+        first = 0.0
+        while True:
+            size = int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16)
+            await self.reader.readexactly(size + 2)
+            first = first or time.perf_counter()
+            if size == 0:
+                return first - started, time.perf_counter() - started
+
+
+async def nats_once(nc: nats.NATS, body: bytes) -> tuple[float, float]:
+    started = time.perf_counter()
+    reply = await nc.request("halfmoon.v1.generate", body, timeout=30)
+    assert b'"error"' not in reply.data[:20], reply.data
+    took = time.perf_counter() - started
+    return took, took
+
+
+async def measure(addresses: dict[str, Any], how: str, prompt_tokens: int, tokens: int, seconds: float) -> dict[str, Any]:
+    """Latency at one, then throughput at 32."""
+    words = WORDS.split()
+    prompt = " ".join(words[i % len(words)] for i in range(prompt_tokens))  # a word is a token of this vocabulary
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    if how == "nats":
+        body = orjson.dumps(fields)
+        connections = [await nats.connect(addresses["nats"])]
+        once = [lambda: nats_once(connections[0], body)] * 32
+    else:
+        body = orjson.dumps({**fields, "model": "smollm2-135m-instruct", "stream": True})
+        clients = [HttpClient() for _ in range(32)]
+        for client in clients:
+            await client.open(addresses["http"])
+        once = [lambda c=client: c.post("/v1/completions", body) for client in clients]
+    for _ in range(50):
+        await once[0]()
+    alone = [await once[0]() for _ in range(400)]
+    deadline = time.perf_counter() + seconds
+    together: list[tuple[float, float]] = []
+
+    async def loop(one: Any) -> None:
+        while time.perf_counter() < deadline:
+            together.append(await one())
+
+    started = time.perf_counter()
+    await asyncio.gather(*(loop(one) for one in once))
+    rate = len(together) / (time.perf_counter() - started)
+    return {
+        "over": how,
+        "prompt_tokens": prompt_tokens,
+        "max_tokens": tokens,
+        "first_token_ms_at_1": spread([first * 1000 for first, _ in alone]),
+        "whole_ms_at_1": spread([whole * 1000 for _, whole in alone]),
+        "requests_per_s_at_32": round(rate, 1),
+        "first_token_ms_at_32": spread([first * 1000 for first, _ in together]),
+    }
+
+
+def main() -> None:
+    args_parser = parser(__doc__ or "")
+    args_parser.add_argument("--seconds", type=float, default=5.0, help="of each throughput run")
+    args_parser.add_argument("--runs", type=int, default=3)
+    args = args_parser.parse_args()
+    cases = [
+        ("nats", 8, 1),
+        ("nats", 128, 1),
+        ("http", 128, 1),
+        ("http", 128, 32),
+        ("http", 2048, 1),
+        ("http", 12288, 1),
+    ]
+    rows: list[dict[str, Any]] = []
+    with cluster("--engine", "null", "--admission", "none") as addresses, asyncio.Runner(
+        loop_factory=uvloop.new_event_loop
+    ) as runner:
+        for case in cases:
+            some = [runner.run(measure(addresses, *case, args.seconds)) for _ in range(args.runs)]
+            rates = [one["requests_per_s_at_32"] for one in some]
+            row = sorted(some, key=lambda one: one["requests_per_s_at_32"])[len(some) // 2]
+            row["requests_per_s_at_32_all"] = rates
+            row["first_token_p50_ms_at_1_all"] = [one["first_token_ms_at_1"]["p50"] for one in some]
+            row["first_token_p50_ms_at_1"] = statistics.median(row["first_token_p50_ms_at_1_all"])
+            rows.append(row)
+    lines = [
+        f"{row['over']:>5} prompt {row['prompt_tokens']:>5} tokens, answer {row['max_tokens']:>2}: "
+        f"first token {row['first_token_p50_ms_at_1']:6.2f} ms p50 at one, whole "
+        f"{row['whole_ms_at_1']['p50']:6.2f} ms; {row['requests_per_s_at_32']:7.0f} requests/s at 32"
+        for row in rows
+    ]
+    finish(args, {"rows": rows}, lines)
+
+
+if __name__ == "__main__":
+    main()
