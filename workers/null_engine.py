@@ -96,8 +96,9 @@ class NullEngine:
         return (_FIRST_ID + (position + 1) % _IDS) % self.config.vocab
 
     def sample(self, logits_row: NullRow, params: SamplingParams, request: SampleRequest) -> Sampled:
-        banned = frozenset(request.banned_ids)
-        token = next(t for t in (*range(logits_row, self.config.vocab), *range(logits_row)) if t not in banned)
+        token = logits_row
+        while token in request.banned_ids:
+            token = (token + 1) % self.config.vocab
         if params.logprobs is None:
             return Sampled(token)
         return Sampled(token, 0.0, ((token, 0.0),) if params.logprobs else ())
