@@ -27,9 +27,13 @@ class Done(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Verb `attach`: where is the node's memory?"""
+    """Verb `attach`: where is the node's memory?
+
+    Asked again with `mapped`, the incarnation whose memory the worker has mapped: from then on orders open for it.
+    """
 
     worker_id: Id
+    mapped: str = ""
 
 
 class Attached(Message, frozen=True):
@@ -56,6 +60,8 @@ class OpenPut(Message, frozen=True):
     worker_id: Id
     block_keys: BlockKeys
     blocks: Blocks
+    #: Keys of the chain before `block_keys`: they count as used with them, so that they are not evicted first.
+    head_keys: BlockKeys = b""
 
 
 class PutOpened(Message, frozen=True):
@@ -142,6 +148,13 @@ class Pushed(Message, frozen=True):
 
     bytes: Bytes
     elapsed_ns: Ns
+
+
+class KeepOrders(Message, frozen=True):
+    """Subject verb `keep`, published: these orders of the worker wait for their turn, and go on."""
+
+    worker_id: Id
+    order_ids: list[Id]
 
 
 class ReleaseBlocks(Message, frozen=True):

@@ -29,6 +29,7 @@ from halfmoon.store.book import WORKER, Book
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import (
     BytesCorrupted,
+    NotAttached,
     OrderUnknown,
     PeerUnreachable,
     StoreError,
@@ -80,6 +81,8 @@ class StoreAgent:
         )
         self.peers.forgotten.append(self._forgotten)
         self.executor = ThreadPoolExecutor(config.threads + 2, thread_name_prefix=f"store-{config.node_id}")
+        #: Workers that have this incarnation's memory mapped; nothing is opened for others.
+        self.attached: set[str] = set()
         self._segment: Segment | None = None
         self._shm: ShmTransport | None = None
         self._tcp: TcpTransport | None = None
@@ -216,6 +219,11 @@ class StoreAgent:
 
     def pushes_open(self) -> int:
         return sum(work.push is not None and not work.push.finished for work in self._work.values())
+
+    def require_attached(self, worker_id: str) -> None:
+        """Raises NotAttached: the worker would write to, or read, the memory of an agent that is gone."""
+        if worker_id not in self.attached:
+            raise NotAttached(f"worker {worker_id} has not mapped node {self.config.node_id}'s memory yet")
 
     async def run_for(self, owner: Owner, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` as the owner's, so that a release ends it. Raises OrderUnknown then."""

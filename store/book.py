@@ -39,26 +39,29 @@ class Book:
     def _writer_deadline(self) -> int:
         return time.monotonic_ns() + self._ttl_ns + self._grace_ns
 
-    def open_put(self, owner: Owner, keys: Sequence[bytes], blocks: int, *, writer: str) -> Hold:
-        """As `Pool.open_put`, with `writer` on the reserved slots. Raises OrderUnknown for an order that was
-        released already.
+    def open_put(
+        self, owner: Owner, keys: Sequence[bytes], blocks: int, *, writer: str, heads: Sequence[bytes] = ()
+    ) -> Hold:
+        """As `Pool.open_put`, with `writer` on the reserved slots. `heads`: keys of the chain before `keys`.
+
+        Raises OrderUnknown for an order that was released already.
         """
-        if owner in self._gone or Owner(owner.order_id, "") in self._gone:
-            raise OrderUnknown(f"order {owner.order_id} was released before it was opened")
+        self._require_wanted(owner)
         with self._lock:
             hold = self._pool.open_put(owner, keys, blocks, expires_ns=self._expiry())
+            hold.heads = list(heads)
             self._pool.open_writer(owner, writer, deadline_ns=self._writer_deadline())
             self._announce(self._pool.take_changes())
             return hold
 
     def share(self, owner: Owner, to: Owner) -> Hold:
-        if to in self._gone:
-            raise OrderUnknown(f"order {to.order_id} was released before it was opened")
+        self._require_wanted(to)
         with self._lock:
             return self._pool.share(owner, to, expires_ns=self._expiry())
 
     def lease(self, owner: Owner, keys: Sequence[bytes], first_block: int) -> tuple[Hold, list[int]]:
         """The hold, and the checksums of its blocks."""
+        self._require_wanted(owner)
         with self._lock:
             hold = self._pool.lease(owner, keys, first_block=first_block, expires_ns=self._expiry())
             return hold, [self._pool.slots[slot].checksum for slot in hold.slots]
@@ -140,6 +143,10 @@ class Book:
     def check(self) -> None:
         with self._lock:
             self._pool.check()
+
+    def _require_wanted(self, owner: Owner) -> None:
+        if owner in self._gone or Owner(owner.order_id, "") in self._gone:
+            raise OrderUnknown(f"order {owner.order_id} was released before it was opened")
 
     # --- Gate: from transport threads ----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import TypeVar
 
 from halfmoon.bus import errors as bus_errors
@@ -20,20 +21,25 @@ from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as say
 from halfmoon.schemas import subjects
 from halfmoon.schemas.types import Message
-from halfmoon.store.errors import AgentUnreachable, BlockMissing, from_code
+from halfmoon.store.errors import AgentUnreachable, BlockMissing, NotAttached, from_code
 from halfmoon.store.segment import Geometry, PoolView, SegmentError
 
 M = TypeVar("M")
 ATTACH_S = 30.0
 ASK_S = 5.0
 WATCH_S = 0.25
+#: An order for which nothing was done for so long is not kept alive any more: somebody forgot it.
+KEEP_S = 600.0
 #: A push message stays far below the bus's limit.
 PUSHES_PER_MESSAGE = 256
 
 
 class StoreClient:
-    """Errors are those of `halfmoon.store.errors`. One client for each worker; used from one event loop (`push`
-    from any thread).
+    """Errors are those of `halfmoon.store.errors`. One for each worker, used from one event loop
+    (`push` from any thread).
+
+    When the agent restarts, its memory is another: orders of the old one end with errors, and the same view shows the
+    new memory once they are released. `restarted` are called before (a decode worker forgets its slots there).
     """
 
     def __init__(self, bus: Bus, *, node_id: str, worker_id: str) -> None:
@@ -46,38 +52,50 @@ class StoreClient:
         self._loop_thread = 0
         self._outbox: deque[say.PushLayer] = deque()
         self._pushes: Counter[str] = Counter()
+        #: Open orders, and when something was last done for each.
+        self._orders: dict[str, float] = {}
         self._sending: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
+        self.restarted: list[Callable[[], None]] = []
 
     @property
     def view(self) -> PoolView:
         assert self._view is not None, "attach first"
         return self._view
 
+    # --- attach --------------------------------------------------------------------------------------------------
+
     async def attach(self, *, timeout_s: float = ATTACH_S) -> PoolView:
-        """Maps the node's pool; waits for the agent. Called again, or after the agent restarted, the same view
-        shows the new memory. Raises AgentUnreachable, or LayoutMismatch by way of the agent.
-        """
+        """Maps the node's pool; waits for the agent. Raises AgentUnreachable."""
         async with self._lock:
             self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
             until = time.monotonic() + timeout_s
             pause_s = 0.02
             while True:
                 try:
-                    return await self._attach_once()
+                    view = await self._attach_once()
+                    break
                 except (bus_errors.BusError, SegmentError) as problem:
                     if time.monotonic() + pause_s > until:
                         raise AgentUnreachable(f"store agent of node {self._node_id}: {problem}") from None
                 await asyncio.sleep(pause_s)
                 pause_s = min(0.5, pause_s * 2)
+            if self._keeping is None:
+                self._keeping = asyncio.create_task(self._keep())
+            return view
 
     async def _attach_once(self) -> PoolView:
-        request = say.Attach(worker_id=self._worker_id)
         subject = subjects.store(self._node_id, "attach")
+        request = say.Attach(worker_id=self._worker_id)
         attached = await self._bus.request(subject, request, say.Attached, timeout_s=2.0)
-        known = self._attached
-        if self._view is not None and known is not None and known.incarnation == attached.incarnation:
-            return self._view
+        if self._attached is None or self._attached.incarnation != attached.incarnation:
+            await self._map(attached)
+        request = say.Attach(worker_id=self._worker_id, mapped=attached.incarnation)
+        await self._bus.request(subject, request, say.Attached, timeout_s=2.0)
+        return self.view
+
+    async def _map(self, attached: say.Attached) -> None:
         geometry = Geometry.of(attached.layout, attached.slots)
         view = await asyncio.to_thread(PoolView.attach, attached.segment, geometry, populate=True)
         if not view.alive():
@@ -86,21 +104,52 @@ class StoreClient:
         if self._view is None:
             self._view = view
         else:
+            for callback in self.restarted:
+                callback()
             self._view.remap(view)
         self._attached = attached
-        return self._view
+
+    async def _keep(self) -> None:
+        """Keeps open orders alive while they wait, and maps the memory of a restarted agent when none is open."""
+        kept = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if not self.view.alive() and not self._orders:
+                with contextlib.suppress(AgentUnreachable):
+                    await self.attach(timeout_s=2.0)
+            assert self._attached is not None
+            now = time.monotonic()
+            if now - kept < self._attached.lease_ttl_ns / 4e9:
+                continue
+            kept = now
+            orders = [order_id for order_id, at in self._orders.items() if now - at < KEEP_S]
+            if orders:
+                with contextlib.suppress(Exception):  # tried again at the next turn
+                    keep = say.KeepOrders(worker_id=self._worker_id, order_ids=orders)
+                    await self._bus.publish(subjects.store(self._node_id, "keep"), keep)
 
     # --- put and fetch -------------------------------------------------------------------------------------------
 
-    async def open_put(self, order_id: str, block_keys: bytes, *, blocks: int) -> say.PutOpened:
-        """Leases what is here, reserves slots for the rest. Raises StoreFull, AgentUnreachable.
+    async def open_put(self, order_id: str, block_keys: bytes, *, blocks: int, head_keys: bytes = b"") -> say.PutOpened:
+        """Leases what is here, reserves slots for the rest. `head_keys`: of the chain before, when it is not whole.
 
-        When the agent has restarted since `attach`, the view shows its new memory when this returns.
+        Raises StoreFull, AgentUnreachable; NotAttached after a restart while older orders are still open.
         """
-        request = say.OpenPut(order_id=order_id, worker_id=self._worker_id, block_keys=block_keys, blocks=blocks)
-        opened = await self._ask("open_put", request, say.PutOpened)
-        if self._attached is None or self._attached.incarnation != opened.incarnation:
-            await self.attach()
+        request = say.OpenPut(
+            order_id=order_id,
+            worker_id=self._worker_id,
+            block_keys=block_keys,
+            blocks=blocks,
+            head_keys=head_keys,
+        )
+        try:
+            opened = await self._ask("open_put", request, say.PutOpened)
+        except NotAttached:
+            if self._orders:
+                raise
+            await self.attach(timeout_s=ASK_S)
+            opened = await self._ask("open_put", request, say.PutOpened)
+        self._orders[order_id] = time.monotonic()
         self._pushes[order_id] = 0
         return opened
 
@@ -151,6 +200,8 @@ class StoreClient:
 
     def _push(self, layer_push: say.PushLayer) -> None:
         self._pushes[layer_push.order_id] += 1
+        if layer_push.order_id in self._orders:
+            self._orders[layer_push.order_id] = time.monotonic()
         self._outbox.append(layer_push)
         if self._sending is None or self._sending.done():
             self._sending = asyncio.ensure_future(self._send())
@@ -177,6 +228,7 @@ class StoreClient:
         of an open push. Idempotent; an agent that is gone has released everything already.
         """
         self._pushes.pop(order_id, None)
+        self._orders.pop(order_id, None)
         request = say.ReleaseBlocks(order_id=order_id, worker_id=self._worker_id)
         with contextlib.suppress(AgentUnreachable):
             await self._ask("release", request, say.Done)
@@ -187,6 +239,10 @@ class StoreClient:
 
     async def close(self) -> None:
         """Lets go of the mapping. Orders must have been released."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+            self._keeping = None
         if self._sending is not None:
             await asyncio.shield(self._sending)
         if self._view is not None:

@@ -4,6 +4,7 @@
     ├── StoreFull            no room, even after evicting all that may be evicted
     ├── OrderUnknown         never opened here, expired, or released
     ├── BlockMissing         a miss: the holder answers, but has not (all of) these blocks
+    ├── NotAttached          the worker has not mapped the memory of this incarnation of its agent
     ├── LayoutMismatch       the two sides do not agree on what a block is
     ├── AgentUnreachable     the node's own store agent does not answer
     └── TransferError        bytes did not arrive
@@ -44,6 +45,10 @@ class BlockMissing(StoreError):
         self.held = held
 
 
+class NotAttached(StoreError):
+    code = "not_attached"
+
+
 class LayoutMismatch(StoreError):
     code = "layout_mismatch"
 
@@ -78,6 +83,7 @@ _BY_CODE: dict[str, type[StoreError]] = {
         StoreFull,
         OrderUnknown,
         BlockMissing,
+        NotAttached,
         LayoutMismatch,
         AgentUnreachable,
         TransferError,

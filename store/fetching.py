@@ -47,10 +47,9 @@ class Source:
     checksums: list[int]
 
 
-async def lease_at(peers: Peers, wanted: FetchBlocks, hold: Hold, *, node_id: str) -> Source | int:
+async def lease_at(peers: Peers, wanted: FetchBlocks, hold: Hold, *, party: str) -> Source | int:
     """Leases the blocks at their source. An int: a miss, it has only so many of them. Raises StoreError."""
     peer = await peers.get(wanted.source_node_id)
-    party = f"{node_id}-{next(_numbers)}"
     keys = join_keys(hold.keys[: wanted.first_block + wanted.blocks])
     request = LeaseBlocks(order_id=wanted.order_id, party=party, block_keys=keys, first_block=wanted.first_block)
     leased = await peers.ask(peer.node_id, "lease", request, Leased)
@@ -97,15 +96,19 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
     """
     started_ns = time.monotonic_ns()
     hold = agent.book.hold(owner)
-    writer = f"fetch-{next(_numbers)}"
+    number = next(_numbers)
+    writer = f"fetch-{number}"
+    end = EndLease(order_id=request.order_id, party=f"{agent.config.node_id}-{agent.incarnation}-{number}")
     agent.book.open_writer(owner, writer, started_ns + agent.config.lease_ttl_ns)
-    source: Source | None = None
+    asked = False
     moved = 0
     try:
         wanted = await _copy_local(agent, owner, hold, request)
         if wanted:
-            found = await lease_at(agent.peers, request, hold, node_id=agent.config.node_id)
+            asked = True
+            found = await lease_at(agent.peers, request, hold, party=end.party)
             if isinstance(found, int):
+                asked = False
                 agent.counters["fetch_misses"] += 1
                 return Fetched(bytes=0, elapsed_ns=time.monotonic_ns() - started_ns, blocks=0, missing=True, held=found)
             source = found
@@ -123,9 +126,8 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
         raise
     finally:
         agent.book.close_writer(owner, writer)
-        if source is not None:
-            end = EndLease(order_id=request.order_id, party=source.party)
-            agent.spawn(agent.peers.tell(source.peer.node_id, "end_lease", end))
+        if asked:  # answered or not: a lease whose answer is still on the way must end too
+            agent.spawn(agent.peers.tell(request.source_node_id, "end_lease", end))
     agent.counters["fetched_bytes"] += moved
     return Fetched(bytes=moved, elapsed_ns=time.monotonic_ns() - started_ns, blocks=request.blocks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from halfmoon.schemas.keys import join_keys, split_keys
 from halfmoon.schemas.types import Message
 from halfmoon.store import serve_peers as peers
 from halfmoon.store.book import WORKER
-from halfmoon.store.errors import OrderUnknown, PeerUnreachable, StoreError
+from halfmoon.store.errors import OrderUnknown, StoreError, TransferError
 from halfmoon.store.fetching import fetch_blocks
 from halfmoon.store.pool import Hold, Owner
 from halfmoon.store.pushing import Push
@@ -45,7 +46,8 @@ async def serve_all(agent: StoreAgent) -> list[Subscription]:
     ]
     node_id = agent.config.node_id
     subscriptions = [
-        await agent.bus.subscribe(subjects.store(node_id, "push"), say.PushLayers, functools.partial(push, agent))
+        await agent.bus.subscribe(subjects.store(node_id, "push"), say.PushLayers, functools.partial(push, agent)),
+        await agent.bus.subscribe(subjects.store(node_id, "keep"), say.KeepOrders, functools.partial(keep, agent)),
     ]
     for verb, kind, answer in verbs:
         handler = functools.partial(_answer, agent, answer)
@@ -70,6 +72,8 @@ async def _answer(
 
 async def attach(agent: StoreAgent, request: say.Attach) -> say.Attached:
     me = agent.hello()
+    if request.mapped == agent.incarnation:
+        agent.attached.add(request.worker_id)
     return say.Attached(
         node_id=me.node_id,
         incarnation=me.incarnation,
@@ -85,8 +89,10 @@ async def open_put(agent: StoreAgent, request: say.OpenPut) -> say.PutOpened:
     keys = split_keys(request.block_keys)
     if request.blocks < len(keys):
         raise ValueError(f"blocks: {request.blocks} is less than the number of keys, {len(keys)}")
+    agent.require_attached(request.worker_id)
     owner = Owner(request.order_id, request.worker_id)
-    hold = agent.book.open_put(owner, keys, request.blocks, writer=WORKER)
+    heads = split_keys(request.head_keys)
+    hold = agent.book.open_put(owner, keys, request.blocks, writer=WORKER, heads=heads)
     return say.PutOpened(
         slots=hold.slots,
         present=hold.present,
@@ -124,6 +130,7 @@ async def _open_push(agent: StoreAgent, owner: Owner, request: say.OpenPush) -> 
     config = agent.config
     peer = reserved = transport = None
     if request.target_node_id == config.node_id:
+        agent.require_attached(request.decode_worker_id)
         agent.book.share(owner, Owner(request.order_id, request.decode_worker_id))
     else:
         reserve = say.ReserveBlocks(
@@ -146,7 +153,8 @@ async def _open_push(agent: StoreAgent, owner: Owner, request: say.OpenPush) -> 
         except BaseException as problem:
             if isinstance(problem, StoreError):
                 agent.failed(request.target_node_id, problem)
-            if peer is not None and not isinstance(problem, PeerUnreachable | OrderUnknown):
+            if peer is not None and (isinstance(problem, TransferError) or not isinstance(problem, StoreError)):
+                # No answer, or nobody to hear it any more: the reservation may be there all the same.
                 agent.spawn(agent.peers.tell(peer.node_id, "drop", drop))
             raise
 
@@ -186,6 +194,13 @@ def push(agent: StoreAgent, request: say.PushLayers) -> None:
             running.fail(problem)
             continue
         running.push(layer)
+
+
+def keep(agent: StoreAgent, request: say.KeepOrders) -> None:
+    """No answer: an order that is gone says so at its next request."""
+    for order_id in request.order_ids:
+        with contextlib.suppress(OrderUnknown):
+            agent.book.hold(Owner(order_id, request.worker_id))
 
 
 async def close_push(agent: StoreAgent, request: say.ClosePush) -> say.Pushed:

@@ -41,6 +41,7 @@ async def reserve(agent: StoreAgent, request: say.ReserveBlocks) -> say.Reserved
     keys = split_keys(request.block_keys)
     if request.blocks < len(keys):
         raise ValueError(f"blocks: {request.blocks} is less than the number of keys, {len(keys)}")
+    agent.require_attached(request.decode_worker_id)
     writer = _writer(request.order_id, request.writer_node_id)
     hold = agent.book.open_put(writer, keys, request.blocks, writer=writer.party)
     try:

@@ -1,4 +1,4 @@
-"""A store agent in a process of its own: `python node_process.py URL CLUSTER NODE TRANSPORT ENCRYPTION`; prints "ready"."""
+"""A store agent in a process of its own: `python node_process.py URL CLUSTER NODE …`; prints "ready"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from store_harness import Cluster  # noqa: E402
+from store_harness import Cluster
 
 
 async def main(url: str, cluster: str, node_id: str, transport: str, encryption: str, slots: str, layers: str) -> None:

@@ -45,11 +45,11 @@ class Cluster:
         self.name = f"t{uuid.uuid4().hex[:8]}"
         self.agents: dict[str, StoreAgent] = {}
         self.heard: dict[str, list[KvMessage]] = {}
-        self._stack = stack
+        self.stack = stack
 
     async def bus(self, name: str) -> Bus:
         bus = await Bus.connect(BusConfig(url=self.url), name=name)
-        self._stack.push_async_callback(bus.close)
+        self.stack.push_async_callback(bus.close)
         return bus
 
     def config(self, node_id: str, **changes: Any) -> StoreConfig:
@@ -66,7 +66,7 @@ class Cluster:
         agent = StoreAgent(await self.bus(node_id), self.config(node_id, **changes))
         await agent.start()
         self.agents[node_id] = agent
-        self._stack.push_async_callback(self._finish, agent)
+        self.stack.push_async_callback(self._finish, agent)
         return agent
 
     async def _finish(self, agent: StoreAgent) -> None:
@@ -80,7 +80,7 @@ class Cluster:
         await bus.subscribe(kv_for(worker_id), KvMessage, heard.append)
         client = StoreClient(bus, node_id=node_id, worker_id=worker_id)
         await client.attach()
-        self._stack.push_async_callback(client.close)
+        self.stack.push_async_callback(client.close)
         return client
 
 
