@@ -16,15 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import nats
 import orjson
 
 from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.bus.errors import PeerUnreachable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import decode
 from halfmoon.schemas.decisions import Ordered
 from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.kv import KvMessage
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from halfmoon.schemas.store import StoreStatus, StoreStatusRequest
 
 START_S = 180.0
@@ -86,6 +89,19 @@ class Cluster:
                     if message.pending == 0 or message.seq >= last:
                         return found
             return found
+        finally:
+            await bus.close()
+
+    async def status(self) -> dict[str, Any]:
+        """`nodes` as the first conductor knows them; {"nodes": []} while none answers."""
+        bus = await Bus.connect(BusConfig(url=self.nats), name="status")
+        try:
+            answer = await bus.request(
+                subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=2
+            )
+            return {"nodes": [msgspec.to_builtins(node) for node in answer.nodes], "index_blocks": answer.index_blocks}
+        except PeerUnreachable:
+            return {"nodes": []}
         finally:
             await bus.close()
 

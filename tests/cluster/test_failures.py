@@ -1,0 +1,200 @@
+"""`kill -9` of real processes under a real request: the same text after a pause, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import nats
+import orjson
+import pytest
+
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import StartDecode, StartPrefill
+from halfmoon.schemas.events import RequestArrived
+from tests.cluster.harness import Cluster, running
+from tests.cluster.prompts import prompt
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("failures")) as one:
+        yield one
+
+
+@pytest.fixture
+async def nc(cluster: Cluster) -> AsyncIterator[nats.NATS]:
+    connection = await cluster.connect()
+    yield connection
+    await connection.close()
+
+
+async def whole(cluster: Cluster) -> None:
+    """Waits until every process is there (again), by the conductor's word."""
+    async with asyncio.timeout(60):
+        while True:
+            state = await cluster.status()
+            roles = sorted(node["role"] for node in state["nodes"] if node["state"] == "ready")
+            if roles == ["decode"] * 2 + ["frontend"] + ["prefill"] * 2 + ["store"] * 4:
+                return
+            await asyncio.sleep(0.2)
+
+
+async def nothing_held(cluster: Cluster) -> None:
+    """No lease, no reservation, no push anywhere."""
+    held: dict[str, Any] = {}
+    for _ in range(60):
+        held = {
+            node: (s.holds, s.slots_reserved, s.slots_leased, s.slots_condemned, s.pushes_open)
+            for node, s in (await cluster.stores()).items()
+        }
+        if all(some == (0, 0, 0, 0, 0) for some in held.values()):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(held)
+
+
+def fields(length: int, tokens: int, salt: str) -> dict[str, Any]:
+    return {
+        "prompt": prompt(length),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logits_digest": True,
+        "cache_salt": salt,
+    }
+
+
+async def order_of(cluster: Cluster, kind: type, arrived_after: int) -> Any:
+    """The first order of `kind` for a request that arrived after this place in the log."""
+    async with asyncio.timeout(20):
+        while True:
+            arrived = {
+                s.event.request_id for s in await cluster.events(arrived_after) if isinstance(s.event, RequestArrived)
+            }
+            for ordered in await cluster.decisions():
+                if isinstance(ordered.decision, kind) and ordered.decision.request_id in arrived:
+                    return ordered.decision
+            await asyncio.sleep(0.02)
+
+
+async def last_seq(cluster: Cluster) -> int:
+    events = await cluster.events()
+    return events[-1].seq
+
+
+def same(answer: dict[str, Any], undisturbed: dict[str, Any]) -> None:
+    assert answer["token_ids"] == undisturbed["token_ids"]
+    assert answer["finish_reason"] == undisturbed["finish_reason"] == "length"
+    assert answer["text"] == undisturbed["text"]
+
+
+async def test_a_prefill_worker_dies_while_it_computes(cluster: Cluster, nc: nats.NATS) -> None:
+    undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))
+    await whole(cluster)
+    before = await last_seq(cluster)
+    asked = asyncio.ensure_future(cluster.generate(nc, **fields(1000, 8, "prefill dies")))
+    order = await order_of(cluster, StartPrefill, before)
+    await asyncio.sleep(0.7)  # some chunks are done and pushed, others are not
+    cluster.kill(order.worker_id)
+    answer = await asked
+    same(answer, undisturbed)
+    assert answer["logits_digests"] == undisturbed["logits_digests"]
+    placements = [
+        o.decision
+        for o in await cluster.decisions()
+        if isinstance(o.decision, StartPrefill) and o.decision.request_id == order.request_id
+    ]
+    assert len(placements) == 2
+    assert placements[1].worker_id != order.worker_id
+    await whole(cluster)
+    await nothing_held(cluster)
+
+
+async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster, nc: nats.NATS) -> None:
+    tokens = 40
+    undisturbed = await cluster.generate(nc, **fields(300, tokens, "calm"))
+    await whole(cluster)
+    before = await last_seq(cluster)
+    inbox = nc.new_inbox()
+    chunks: list[dict[str, Any]] = []
+    done = asyncio.Event()
+
+    async def receive(message: Any) -> None:
+        chunks.append(orjson.loads(message.data))
+        if chunks[-1].get("done") or "error" in chunks[-1]:
+            done.set()
+
+    await nc.subscribe(inbox, cb=receive)
+    body = orjson.dumps({**fields(300, tokens, "decode dies"), "stream": True})
+    await nc.publish(f"{subjects.API}.generate", body, reply=inbox)
+    order = await order_of(cluster, StartDecode, before)
+    async with asyncio.timeout(30):
+        while len(chunks) < 8:
+            await asyncio.sleep(0.01)
+    cluster.kill(order.worker_id)
+    async with asyncio.timeout(60):
+        await done.wait()
+    assert "error" not in chunks[-1], chunks[-1]
+    same(chunks[-1], undisturbed)
+    streamed = "".join(chunk.get("text", "") for chunk in chunks[:-1])
+    assert streamed == undisturbed["text"]  # nothing twice, nothing missing
+    orders = [
+        o.decision
+        for o in await cluster.decisions()
+        if isinstance(o.decision, StartDecode) and o.decision.request_id == order.request_id
+    ]
+    assert [o.placement for o in orders] == [1, 2]
+    assert orders[1].worker_id != order.worker_id
+    await whole(cluster)
+    await nothing_held(cluster)
+
+
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+async def test_a_store_agent_dies_under_a_request(cluster: Cluster, nc: nats.NATS, half: str) -> None:
+    undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))
+    await whole(cluster)
+    before = await last_seq(cluster)
+    asked = asyncio.ensure_future(cluster.generate(nc, **fields(1000, 8, f"store of {half} dies")))
+    order = await order_of(cluster, StartPrefill, before)
+    await asyncio.sleep(0.5)
+    node = order.worker_id if half == "prefill" else order.decode_node_id
+    indexed = (await cluster.status())["index_blocks"]
+    cluster.kill(f"store-{node}")
+    answer = await asked
+    same(answer, undisturbed)
+    await whole(cluster)
+    assert 0 < (await cluster.status())["index_blocks"] <= indexed + 8
+    again = await cluster.generate(nc, **fields(1000, 8, "calm"))
+    same(again, undisturbed)
+    await nothing_held(cluster)
+
+
+async def test_a_conductor_dies_and_the_next_one_goes_on(cluster: Cluster, nc: nats.NATS) -> None:
+    undisturbed = await cluster.generate(nc, **fields(600, 16, "calm"))
+    asked = asyncio.ensure_future(cluster.generate(nc, **fields(600, 16, "conductor dies")))
+    await asyncio.sleep(0.3)
+    cluster.kill("conductor-0")
+    late = asyncio.ensure_future(cluster.generate(nc, **fields(600, 16, "asked while there is none")))
+    same(await asked, undisturbed)
+    same(await late, undisturbed)
+    await whole(cluster)
+    await nothing_held(cluster)
+
+
+async def test_a_stopped_worker_is_lost_and_its_late_words_change_nothing(cluster: Cluster, nc: nats.NATS) -> None:
+    undisturbed = await cluster.generate(nc, **fields(300, 24, "calm"))
+    await whole(cluster)
+    before = await last_seq(cluster)
+    asked = asyncio.ensure_future(cluster.generate(nc, **fields(300, 24, "decode stops")))
+    order = await order_of(cluster, StartDecode, before)
+    await asyncio.sleep(1.0)
+    pid = cluster.kill(order.worker_id, signal.SIGSTOP)
+    answer = await asked
+    cluster.kill(order.worker_id, signal.SIGCONT)
+    assert pid == cluster.pid(order.worker_id)
+    same(answer, undisturbed)
+    await whole(cluster)
+    await nothing_held(cluster)
