@@ -19,8 +19,6 @@ from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from halfmoon.workers.frontend_config import FrontendConfig
 
-#: The name that every conductor answers to, beside its own.
-CONDUCTORS = "conductors"
 #: After the first answer the others have this long.
 GATHER_S = 0.05
 ANSWER_S = 0.5
@@ -65,7 +63,7 @@ class ClusterStatus:
         inbox = nc.new_inbox()
         subscription = await nc.subscribe(inbox, cb=receive)
         try:
-            await nc.publish(subjects.status(CONDUCTORS), encode(StatusRequest()), reply=inbox)
+            await nc.publish(subjects.status(subjects.CONDUCTORS), encode(StatusRequest()), reply=inbox)
             async with asyncio.timeout(ANSWER_S):
                 await first.wait()
             if answers:

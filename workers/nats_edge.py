@@ -26,7 +26,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError, Ask, CancelBody, TokenizeBody, chat_ask, completion_ask, decode_body
 from halfmoon.workers.cluster_status import ClusterStatus
 from halfmoon.workers.nats_listener import NatsListener
-from halfmoon.workers.nats_service import Endpoint, MicroService
+from halfmoon.workers.nats_service import Endpoint, MicroService, settled
 from halfmoon.workers.open_request import OpenRequest
 from halfmoon.workers.prompts import INLINE_CHARACTERS_MAX
 from halfmoon.workers.request_registry import RequestRegistry
@@ -80,7 +80,7 @@ class NatsEdge:
         await self._service.add("status", f"{api}.status", self._show_status)
         await self._service.add("tokenize", f"{api}.tokenize", self._tokenize)
         await self._service.start()
-        await self._nc.flush()  # from here on the server knows that we serve
+        await settled(self._nc)
 
     async def stop_taking(self) -> None:
         await self._service.stop_taking()

@@ -22,6 +22,16 @@ from nats.micro.service import EndpointInfo, EndpointStats, ServiceInfo, Service
 QUEUE_GROUP = "q"
 
 
+async def settled(nc: Client) -> None:
+    """The server has taken in everything that was sent before.
+
+    nats-py's `flush` alone does not say so: its PING overtakes commands that are still in the client's buffer. After the
+    first flush the buffer was written, so the second PING is behind it.
+    """
+    await nc.flush()
+    await nc.flush()
+
+
 class Endpoint:
     """One subject. `finished` is to be called once for each request, when its last answer is out."""
 
@@ -88,6 +98,10 @@ class MicroService:
         """No new requests; those that arrived already are still given to their handlers."""
         if self._nc.is_closed:
             return
+        for endpoint in self.endpoints:
+            if endpoint.subscription is not None:
+                await self._nc._send_unsubscribe(endpoint.subscription._id)
+        await settled(self._nc)
         for endpoint in self.endpoints:
             if endpoint.subscription is not None:
                 await endpoint.subscription.drain()  # type: ignore[no-untyped-call]

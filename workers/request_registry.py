@@ -62,7 +62,6 @@ class RequestRegistry:
         reader = await self.bus.open_decisions(frontend_id)
         await self.bus.serve(subjects.take(frontend_id), TakeRequest, self.take)
         await self.bus.subscribe(subjects.tokens(frontend_id), TokensSampled, self.on_tokens)
-        await self.bus.nc.flush()  # workers may call as soon as the log names us
         await self.bus.append(
             FrontendJoined(frontend_id=frontend_id, incarnation=self._incarnation), source_id=frontend_id
         )

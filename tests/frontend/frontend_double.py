@@ -96,7 +96,7 @@ class Double:
     async def _follow(self, after: int) -> None:
         async for stamped in self.bus.events(after=after):
             self.events.append(stamped.event)
-            if isinstance(stamped.event, RequestArrived):
+            if isinstance(stamped.event, RequestArrived) and stamped.event.frontend_id == self.frontend_id:
                 self._spawn(self.script(self, stamped.seq, stamped.event))
 
     def _on_resend(self, request: ResendRequest) -> ResendReply:

@@ -206,3 +206,26 @@ def test_commands_without_a_cluster_say_so(server_url: str, capsys: pytest.Captu
     for url, words in ((server_url, "no frontend answers"), ("nats://127.0.0.1:1", "no NATS server")):
         assert asyncio.run(generate.run(parser.parse_args(["generate", "x", "--nats", url]))) == 1
         assert words in capsys.readouterr().err
+
+
+def test_no_request_is_lost_while_a_frontend_stops(run: Any, server_url: str, tokenizer: Any) -> None:
+    """Its queue group's other member takes what it does not."""
+    from frontend_double import cluster as make
+
+    async def scenario(first: Any) -> None:
+        answers = []
+
+        async def ask_on(number: int) -> None:
+            for _ in range(40):
+                answers.append(await first.ask("generate", {"prompt": [number], "max_tokens": 2}))
+
+        async with make(server_url, tokenizer) as second:
+            asking = [asyncio.ensure_future(ask_on(number)) for number in range(8)]
+            await asyncio.sleep(0.1)
+            await second.frontend.stop()
+            await asyncio.gather(*asking)
+        assert len(answers) == 320
+        refused = [body["error"]["code"] for _, body in answers if "error" in body]
+        assert set(refused) <= {"stopping"}
+
+    run(scenario)
