@@ -25,8 +25,8 @@ QUEUE_GROUP = "q"
 async def settled(nc: Client) -> None:
     """The server has taken in everything that was sent before.
 
-    nats-py's `flush` alone does not say so: its PING overtakes commands that are still in the client's buffer. After the
-    first flush the buffer was written, so the second PING is behind it.
+    nats-py's `flush` alone does not say so: its PING overtakes commands that are still in the client's buffer. After
+    the first flush the buffer was written, so the second PING is behind it.
     """
     await nc.flush()
     await nc.flush()
