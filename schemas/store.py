@@ -34,6 +34,8 @@ class Attach(Message, frozen=True):
 
     worker_id: Id
     mapped: str = ""
+    #: Differs between two processes that bear the same name, one after the other.
+    process: str = ""
 
 
 class Attached(Message, frozen=True):

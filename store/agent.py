@@ -83,6 +83,8 @@ class StoreAgent:
         self.executor = ThreadPoolExecutor(config.threads + 2, thread_name_prefix=f"store-{config.node_id}")
         #: Workers that have this incarnation's memory mapped; nothing is opened for others.
         self.attached: set[str] = set()
+        #: The last process seen of each worker.
+        self._processes: dict[str, str] = {}
         self._segment: Segment | None = None
         self._shm: ShmTransport | None = None
         self._tcp: TcpTransport | None = None
@@ -99,6 +101,7 @@ class StoreAgent:
         name = segment_name(config.cluster, config.node_id)
         self._segment = await asyncio.to_thread(Segment.create, name, config.geometry)
         try:
+            await asyncio.to_thread(self.view.touch)  # the kernel clears the pages now, not under the first transfer
             self._shm = ShmTransport(self.view, self.executor)
             if config.port >= 0:
                 self._tcp = TcpTransport(
@@ -219,6 +222,16 @@ class StoreAgent:
 
     def pushes_open(self) -> int:
         return sum(work.push is not None and not work.push.finished for work in self._work.values())
+
+    async def know_process(self, worker_id: str, process: str) -> None:
+        """A worker of that name is there. An earlier process of the same name is dead and will neither read nor write:
+        whatever it held is free at once."""
+        known = self._processes.get(worker_id)
+        self._processes[worker_id] = process
+        if known is not None and known != process:
+            self.attached.discard(worker_id)
+            for owner in self.book.party(worker_id):
+                await self.release(owner)
 
     def require_attached(self, worker_id: str) -> None:
         """Raises NotAttached: the worker would write to, or read, the memory of an agent that is gone."""

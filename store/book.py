@@ -125,6 +125,11 @@ class Book:
                 self._pool.release(owner)
         self._gone[Owner(order_id, "")] = self._expiry()
 
+    def party(self, party: str) -> list[Owner]:
+        """Owners of that party which hold something, or may still write."""
+        with self._lock:
+            return self._pool.party(party)
+
     def owners(self, order_id: str) -> list[Owner]:
         return self._pool.owners(order_id)
 

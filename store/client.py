@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -46,6 +47,7 @@ class StoreClient:
         self._bus = bus
         self._node_id = node_id
         self._worker_id = worker_id
+        self._process = uuid.uuid4().hex
         self._view: PoolView | None = None
         self._attached: say.Attached | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,20 +89,21 @@ class StoreClient:
 
     async def _attach_once(self) -> PoolView:
         subject = subjects.store(self._node_id, "attach")
-        request = say.Attach(worker_id=self._worker_id)
+        request = say.Attach(worker_id=self._worker_id, process=self._process)
         attached = await self._bus.request(subject, request, say.Attached, timeout_s=2.0)
         if self._attached is None or self._attached.incarnation != attached.incarnation:
             await self._map(attached)
-        request = say.Attach(worker_id=self._worker_id, mapped=attached.incarnation)
+        request = say.Attach(worker_id=self._worker_id, mapped=attached.incarnation, process=self._process)
         await self._bus.request(subject, request, say.Attached, timeout_s=2.0)
         return self.view
 
     async def _map(self, attached: say.Attached) -> None:
         geometry = Geometry.of(attached.layout, attached.slots)
-        view = await asyncio.to_thread(PoolView.attach, attached.segment, geometry, populate=True)
+        view = PoolView.attach(attached.segment, geometry)
         if not view.alive():
             view.close()
             raise SegmentError(f"segment {attached.segment} is stale")
+        await asyncio.to_thread(view.touch)
         if self._view is None:
             self._view = view
         else:

@@ -227,6 +227,11 @@ class Pool:
     def owners(self, order_id: str) -> list[Owner]:
         return [owner for owner in self.holds if owner.order_id == order_id]
 
+    def party(self, party: str) -> list[Owner]:
+        """Owners of that party which hold something, or may still write."""
+        found = [*self.holds, *(owner for owner, _ in self.writers)]
+        return sorted({owner for owner in found if owner.party == party})
+
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are committed here. Renews nothing."""
         return [key in self._by_key for key in keys]

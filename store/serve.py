@@ -72,6 +72,7 @@ async def _answer(
 
 async def attach(agent: StoreAgent, request: say.Attach) -> say.Attached:
     me = agent.hello()
+    await agent.know_process(request.worker_id, request.process)
     if request.mapped == agent.incarnation:
         agent.attached.add(request.worker_id)
     return say.Attached(

@@ -47,10 +47,10 @@ async def nothing_held(cluster: Cluster) -> None:
     held: dict[str, Any] = {}
     for _ in range(60):
         held = {
-            node: (s.holds, s.slots_reserved, s.slots_leased, s.pushes_open)
+            node: (s.holds, s.slots_reserved, s.slots_leased, s.slots_condemned, s.pushes_open)
             for node, s in (await cluster.stores()).items()
         }
-        if all(some == (0, 0, 0, 0) for some in held.values()):
+        if all(some == (0, 0, 0, 0, 0) for some in held.values()):
             return
         await asyncio.sleep(0.1)
     raise AssertionError(held)
