@@ -19,7 +19,6 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ import numpy.typing as npt
 from halfmoon.schemas.policy import Layout
 
 SHM = Path("/dev/shm")
-_TABLE_ALIGN = 4096
+PAGE_BYTES = 4096
 
 
 class SegmentError(Exception):
@@ -52,7 +51,7 @@ class Geometry:
 
     @property
     def table_offset(self) -> int:
-        return -(-self.slots * self.block_bytes // _TABLE_ALIGN) * _TABLE_ALIGN
+        return -(-self.slots * self.block_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def file_bytes(self) -> int:
@@ -83,11 +82,8 @@ class PoolView:
         self.sums: npt.NDArray[np.uint64] = table.reshape(at.slots, at.layers)
 
     @classmethod
-    def attach(cls, name: str, geometry: Geometry, *, populate: bool = False) -> PoolView:
-        """Maps an agent's segment, read and write. Raises SegmentError.
-
-        `populate` takes the page faults now (tens of ms a GiB) and not in the first copies.
-        """
+    def attach(cls, name: str, geometry: Geometry) -> PoolView:
+        """Maps an agent's segment, read and write. Raises SegmentError."""
         try:
             fd = os.open(SHM / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as problem:
@@ -96,10 +92,19 @@ class PoolView:
             size = os.fstat(fd).st_size
             if size != geometry.file_bytes:
                 raise SegmentError(f"segment {name} has {size} bytes, {geometry.file_bytes} expected")
-            return cls(name, geometry, fd, _mmap(fd, size, populate))
+            return cls(name, geometry, fd, mmap.mmap(fd, size))
         except BaseException:
             os.close(fd)
             raise
+
+    def touch(self) -> None:
+        """Takes the page faults now (some 30 ms a GiB), and not in the first copies. In a thread: numpy lets go of the
+        interpreter lock, which MAP_POPULATE does not."""
+        pages = self.blocks.reshape(-1)[::PAGE_BYTES]
+        for first in range(0, len(pages), 16384):
+            if self._fd < 0:
+                return
+            np.max(pages[first : first + 16384])
 
     def remap(self, other: PoolView) -> None:
         """Makes this view show what `other` maps, which is used up."""
@@ -164,7 +169,7 @@ class Segment:
             os.posix_fallocate(fd, 0, need)
             # An opening of its own: locks belong to openings, and `alive` must not undo ours.
             view_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-            view = PoolView(name, geometry, view_fd, _mmap(view_fd, need, True))
+            view = PoolView(name, geometry, view_fd, mmap.mmap(view_fd, need))
             # It gets its name last, locked and whole. (`src_dir_fd` makes Python follow the link in /proc.)
             os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
             return cls(view, fd)
@@ -224,8 +229,3 @@ def _locked(fd: int) -> bool:
         return True
     fcntl.flock(fd, fcntl.LOCK_UN)
     return False
-
-
-def _mmap(fd: int, size: int, populate: bool) -> mmap.mmap:
-    flags: Any = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-    return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

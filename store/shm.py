@@ -99,6 +99,7 @@ class ShmTransport:
             view = await in_thread(self._executor, lambda: _attach(peer), stop)
             self.forget(peer.node_id)
             self._mapped[peer.node_id] = mapped = _Mapped(peer.incarnation, view)
+            self._executor.submit(view.touch)
             return mapped
 
     def _copy(self, remote: PoolView, items: Sequence[Slice], call: Call, stop: Stop, reading: bool) -> None:
@@ -131,7 +132,7 @@ class ShmTransport:
 
 def _attach(peer: Peer) -> PoolView:
     try:
-        view = PoolView.attach(peer.segment, peer.geometry, populate=True)
+        view = PoolView.attach(peer.segment, peer.geometry)
     except SegmentError as problem:
         raise PeerUnreachable(str(problem)) from None
     if not view.alive():
