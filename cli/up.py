@@ -30,6 +30,8 @@ from halfmoon.store.segment import remove_stale
 
 START_S_MAX = 300.0
 DRAIN_S = 8.0
+#: A process that dies more often before the cluster is ready will not come up.
+START_DEATHS_MAX = 3
 
 
 def add(subparsers: Any) -> None:
@@ -116,6 +118,9 @@ class Cluster:
                 await asyncio.sleep(0.02)
                 if watcher.done():
                     watcher.result()
+                for child in self.supervisor.children.values():
+                    if child.restarts > START_DEATHS_MAX:
+                        raise OptionInvalid(f"{child.name} dies again and again; see {child.log}")
         self.ready = True
 
     async def _start_children(self, layout: Layout) -> set[str]:
