@@ -1,7 +1,7 @@
 """How fast blocks move, against what the machine can do in the same run: one memcpy, a plain socket, bare pyzmq.
 
-`python benchmarks/transfer.py [--json] [--rounds N]`. 64 MiB of block-layers (256 KiB each) between two processes, then single
-4 KiB layers, for the latency. Medians and spread (interquartile) of the rounds, and CPU seconds per GiB of both ends.
+`python benchmarks/transfer.py [--json] [--rounds N]`. 64 MiB of block-layers (256 KiB each) between two processes, then
+single 4 KiB layers, for the latency. Medians and spread (interquartile), and CPU seconds per GiB of both ends.
 """
 
 from __future__ import annotations

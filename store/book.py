@@ -111,9 +111,9 @@ class Book:
         none.
         """
         with self._lock:
-            known = self._pool.release(owner)
             for name in writers:
                 self._pool.close_writer(owner, name)
+            known = self._pool.release(owner)
         if remember and not known:
             self._gone[owner] = self._expiry()
         return known

@@ -265,7 +265,7 @@ class Pool:
         writer = self.writers.pop((owner, name), None)
         if writer is None:
             return
-        for slot in writer.slots:
+        for slot in reversed(writer.slots):
             self.slots[slot].writers -= 1
             self._settle(slot)
 

@@ -24,6 +24,7 @@ from halfmoon.store.errors import (
     AgentUnreachable,
     BytesCorrupted,
     LayoutMismatch,
+    NotAttached,
     OrderUnknown,
     PeerUnreachable,
     StoreError,
@@ -31,6 +32,7 @@ from halfmoon.store.errors import (
     TransferError,
     TransferRefused,
 )
+from halfmoon.store.pool import Owner
 from halfmoon.store.segment import SHM, SegmentError, remove_stale
 
 BIG = layout(layers=16, block_tokens=512, kv_heads=2, head_dim=64)  # 8 MiB a block
@@ -243,6 +245,25 @@ def test_a_decode_worker_that_lets_go_first_leaves_nothing_at_its_node(nats_url:
     tell(nats_url, story)
 
 
+@pytest.mark.parametrize("target", ["n1", "n2"])
+def test_nothing_is_pushed_to_a_worker_that_has_not_mapped_its_node(nats_url: str, target: str) -> None:
+    async def story(here: Cluster) -> None:
+        agents = [await here.agent(n) for n in ("n1", "n2")]
+        one = await here.client("n1", "w1")
+        await one.open_put("o1", keys(1), blocks=2)
+        with pytest.raises(NotAttached):
+            await one.open_push("o1", "r1", target_node_id=target, decode_worker_id="w2")
+        two = await here.client(target, "w2")
+        await one.open_push("o1", "r1", target_node_id=target, decode_worker_id="w2")
+        await one.close_push("o1")
+        await one.release("o1")
+        await two.release("o1")
+        for agent in agents:
+            await empty(agent)
+
+    tell(nats_url, story)
+
+
 def test_slots_that_a_late_worker_may_write_are_not_given_away(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         agent = await here.agent("n1", slots=4)
@@ -291,15 +312,18 @@ def test_the_log_hears_everything_in_order_and_again_when_asked(nats_url: str) -
         one = await here.client("n1", "w1")
         for number in range(0, 12, 2):
             await stored(one, f"o{number}", keys(number, number + 1), seed=number)
-        agent.announcer.flush()
+        owner = Owner("late", "w1")
+        agent.book.open_put(owner, [keys(99)], 1, writer="worker")
+        agent.book.commit(owner, {0: 0})
+        agent.announcer.announce()  # with changes still waiting to be told
         bus = await here.bus("conductor")
         order = Ordered(cause_seq=1, position=0, decision=AnnounceYourself(role="store", target_id="n1"))
         await bus.order(order, target_id="n1")
 
-        async def joined_twice() -> bool:
-            return sum(isinstance(e, StoreJoined) for e in await log(here)) == 2
+        async def asked() -> bool:
+            return sum(isinstance(e, StoreJoined) for e in await log(here)) == 3
 
-        await until(joined_twice)
+        await until(asked)
         assert await agent.bus.flush(2)
         held: set[bytes] = set()
         seen: list[type] = []
@@ -316,7 +340,7 @@ def test_the_log_hears_everything_in_order_and_again_when_asked(nats_url: str) -
                 case StoreInventory():
                     assert held == set(names)
             seen.append(type(event))
-        assert held == {keys(n) for n in (8, 9, 10, 11)}
+        assert held == {keys(n) for n in (8, 10, 11, 99)}
         assert seen.index(StoreInventory) == seen.index(StoreJoined) + 1
 
     tell(nats_url, story)

@@ -62,6 +62,19 @@ def test_the_tail_of_a_chain_goes_before_its_head() -> None:
         assert not pool.probe([key(gone)])[0]
 
 
+def test_the_tail_goes_first_also_when_a_writer_closed_last() -> None:
+    pool = Pool(3)
+    owner = Owner("a", "w")
+    pool.open_put(owner, chain(0, 3), 3, expires_ns=10**9)
+    pool.open_writer(owner, "worker", deadline_ns=10**9)
+    pool.commit(owner, {0: 1, 1: 1, 2: 1})
+    pool.release(owner)
+    assert pool.counts().committed == 3
+    pool.close_writer(owner, "worker")
+    committed(pool, "b", [key(50)])
+    assert pool.probe(chain(0, 3)) == [True, True, False]
+
+
 def test_leasing_a_tail_keeps_its_heads_newer() -> None:
     pool = Pool(4)
     pool.release(committed(pool, "a", chain(0, 3)))

@@ -178,9 +178,9 @@ def test_wrong_sizes_and_wrong_sums() -> None:
         for payload in ([b"x" * 8191], [b"x" * 8193], [], [good, good]):
             _, refusal = await raw.ask(*raw.write(slot=slot), *payload)
             assert isinstance(refusal, wire.Refusal), payload
-        assert two.counters["refused_wrong_size"] + two.counters["refused_corrupted"] == 4
+        assert (two.counters["refused_wrong_size"], two.counters["refused_corrupted"]) == (3, 1)
         _, refusal = await raw.ask(*raw.write(slot=slot), good)
-        assert (refusal.kind, two.counters["refused_corrupted"] >= 1) == ("corrupted", True)
+        assert (refusal.kind, two.counters["refused_corrupted"]) == ("corrupted", 2)
         _, refusal = await raw.ask(*raw.write(slot=slot, sums=[]), good)
         assert "checksums" in refusal.reason
         _, refusal = await raw.ask(*raw.write(slot=slot, layers=5), good)
