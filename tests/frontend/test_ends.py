@@ -163,6 +163,29 @@ def test_a_nats_stream_that_nobody_reads_is_cancelled_within_a_second(run: Any, 
     run(scenario)
 
 
+def test_a_chunk_that_nobody_reads_is_enough_to_notice(run: Any) -> None:
+    """Without the empty chunks in between, which come much too late here."""
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        await double.place(arrived, f"{seq}-0")
+        for index in range(40):
+            await double.deliver(double.delivery(arrived, f"{seq}-0", index, [double.answer_ids[index]]))
+            await asyncio.sleep(0.05)
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        nc = cluster.client.nc
+        subscription = await nc.subscribe(inbox := nc.new_inbox())
+        await nc.publish("halfmoon.v1.generate", orjson.dumps({**BODY, "stream": True}), reply=inbox)
+        await subscription.next_msg(timeout=2)
+        since = time.monotonic()
+        await subscription.unsubscribe()
+        await nc.flush()
+        await cancelled_within_a_second(cluster, since)
+
+    run(scenario, alive_ns=60_000 * MS)
+
+
 def test_a_nats_request_with_an_alive_subject_is_cancelled_when_that_goes_away(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.script = never
