@@ -22,6 +22,11 @@ def event(source_id: str, kind: str) -> str:
     return f"{ROOT}.events.{source_id}.{kind}"
 
 
+def events_of_kind(kind: str) -> str:
+    """Events of one class, whoever sent them."""
+    return f"{ROOT}.events.*.{kind}"
+
+
 def decision(target_id: str, kind: str) -> str:
     return f"{ROOT}.decisions.{target_id}.{kind}"
 

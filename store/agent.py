@@ -21,11 +21,12 @@ from nats.aio.subscription import Subscription
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.reader import StreamReader
+from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, ReleaseOrder
 from halfmoon.schemas.events import Endpoint, StoreJoined, StoreLeft
 from halfmoon.schemas.store import Hello
 from halfmoon.store.announcer import Announcer
-from halfmoon.store.book import WORKER, Book
+from halfmoon.store.book import WORKER, Book, peer_writer
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import (
     BytesCorrupted,
@@ -85,6 +86,8 @@ class StoreAgent:
         self.attached: set[str] = set()
         #: The last process seen of each worker.
         self._processes: dict[str, str] = {}
+        #: The incarnation last seen of each other agent.
+        self._agents: dict[str, str] = {}
         self._segment: Segment | None = None
         self._shm: ShmTransport | None = None
         self._tcp: TcpTransport | None = None
@@ -115,7 +118,11 @@ class StoreAgent:
                 self._tcp.start()
             decisions = await self.bus.open_decisions(config.node_id)
             self.spawn(self._follow(decisions))
-            self._subscriptions = await serve_all(self)
+            joined = subjects.events_of_kind(StoreJoined.__name__)
+            self._subscriptions = [
+                *await serve_all(self),
+                await self.bus.subscribe(joined, StoreJoined, lambda e: self.know_agent(e.node_id, e.incarnation)),
+            ]
             self.announcer.start(self.book, self._joined)
             self.spawn(self._sweep())
         except BaseException:
@@ -232,6 +239,16 @@ class StoreAgent:
             self.attached.discard(worker_id)
             for owner in self.book.party(worker_id):
                 await self.release(owner)
+
+    async def know_agent(self, node_id: str, incarnation: str) -> None:
+        """Another agent is there. What an earlier one of its node reserved here will not be written any more."""
+        known = self._agents.get(node_id)
+        self._agents[node_id] = incarnation
+        if known is not None and known != incarnation:
+            self.peers.forget(node_id)
+            writer = peer_writer(node_id)
+            for owner in self.book.party(writer):
+                self.book.release(owner, writers=[writer])
 
     def require_attached(self, worker_id: str) -> None:
         """Raises NotAttached: the worker would write to, or read, the memory of an agent that is gone."""

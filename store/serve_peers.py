@@ -21,6 +21,7 @@ async def hello(agent: StoreAgent, request: say.Hello) -> say.Hello:
     except TransferRefused:
         agent.counters["refused_hello"] += 1
         raise
+    await agent.know_agent(request.node_id, request.incarnation)
     return agent.hello()
 
 
