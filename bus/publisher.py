@@ -109,7 +109,8 @@ class Publisher:
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far is stored; False when time ran out."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
         return self._empty.is_set()
 
     def resend_all(self) -> None:

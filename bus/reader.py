@@ -10,6 +10,7 @@ timestamp of each message at little cost per message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -80,10 +81,9 @@ class StreamReader:
                 await self._restart()
                 continue
             self._wake.clear()
-            try:
-                await asyncio.wait_for(self._wake.wait(), IDLE_HEARTBEAT_S)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_HEARTBEAT_S):  # wait_for may swallow a cancellation
+                    await self._wake.wait()
 
     async def _restart(self) -> None:
         try:
