@@ -1,7 +1,7 @@
 """What the control plane costs: a cluster whose engine computes nothing, driven over NATS or HTTP.
 
-Latency is request to first token at one request at a time; throughput is whole requests at 32 at a time. Client, frontend,
-nats-server, conductor and four workers share the machine's cores.
+Latency is request to first token at one request at a time; throughput is whole requests at 32 at a time. Client,
+frontend, nats-server, conductor and four workers share the machine's cores.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ async def nats_once(nc: nats.NATS, body: bytes) -> tuple[float, float]:
     return took, took
 
 
-async def measure(addresses: dict[str, Any], how: str, prompt_tokens: int, tokens: int, seconds: float) -> dict[str, Any]:
+async def measure(
+    addresses: dict[str, Any], how: str, prompt_tokens: int, tokens: int, seconds: float
+) -> dict[str, Any]:
     """Latency at one, then throughput at 32."""
     words = WORDS.split()
     prompt = " ".join(words[i % len(words)] for i in range(prompt_tokens))  # a word is a token of this vocabulary

@@ -1,4 +1,4 @@
-"""From model options to the layout that all processes share, and to an engine. Imports torch only to build an engine."""
+"""From model options to the layout that all processes share, and to an engine; only that imports torch."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from halfmoon.bus.connection import Bus
@@ -110,7 +111,7 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("frontend")
     group.add_argument("--http-host", default="127.0.0.1")
     group.add_argument("--http-port", type=int, default=8000, help="0: any free one")
-    group.add_argument("--api-keys-file", default="", metavar="FILE", help="keys that HTTP clients must send, one a line")
+    group.add_argument("--api-keys-file", default="", metavar="FILE", help="keys of HTTP clients, one a line")
     group.add_argument("--open-requests-max", type=int, default=4096)
 
 
@@ -202,7 +203,8 @@ async def run_worker(args: argparse.Namespace) -> int:
     engine = models.build_engine(args, layout, kv_blocks=kv_blocks)
     loaded = loop.time()
     profile = models.measure_profile(engine, layout)
-    say(f"{args.command} worker {worker_id}: loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s")
+    took = f"loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s"
+    say(f"{args.command} worker {worker_id}: {took}")
     bus = await _connect(args, worker_id)
     store = StoreClient(bus, node_id=args.node, worker_id=worker_id) if layout.block_bytes else None
     kind = PrefillWorker if args.command == "prefill" else DecodeWorker
@@ -243,8 +245,8 @@ async def run_frontend(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.load(args.model)
     keys: dict[str, str] = {}
     if args.api_keys_file:
-        with open(args.api_keys_file) as file:
-            keys = {line.strip(): "" for line in file if line.strip()}
+        text = await asyncio.to_thread(Path(args.api_keys_file).read_text)
+        keys = {line.strip(): "" for line in text.splitlines() if line.strip()}
     bus = await _connect(args, args.id)
     config = FrontendConfig(
         frontend_id=args.id,

@@ -40,7 +40,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--decode", type=int, default=2, help="decode nodes")
     parser.add_argument("--conductors", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="HTTP port (default: 8000, or a free one)")
-    parser.add_argument("--nats-port", type=int, default=0, help="of the embedded server (default: 4222, or a free one)")
+    parser.add_argument("--nats-port", type=int, default=0, help="of our nats-server (default: 4222, or a free one)")
     add_model(parser)
     add_worker(parser)
     add_store(parser)
@@ -106,8 +106,7 @@ class Cluster:
             self.say(f"nats-server at {self.server.url}")
         if not args.secret_file:
             args.secret_file = str(self.directory / "secret")
-            with open(args.secret_file, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                file.write(secrets.token_hex(32))
+            _write_secret(Path(args.secret_file))
         self.bus = await Bus.connect(bus_config(args), name="up", limits=StreamLimits(replicas=args.nats_replicas))
         after = await self.bus.last_seq()
         watcher = asyncio.create_task(self._watch(after))
@@ -263,6 +262,12 @@ def _lock(directory: Path, cluster: str) -> IO[str]:
     except OSError:
         raise OptionInvalid(f"a cluster named {cluster!r} runs already; name another with --cluster") from None
     return lock
+
+
+def _write_secret(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
 
 
 def _port_or_free(port: int) -> int:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
@@ -59,6 +60,8 @@ class Work:
 
 
 class StoreAgent:
+    """One a node: owns the pool, moves blocks, answers leases. `start`, then `stop`."""
+
     def __init__(self, bus: Bus, config: StoreConfig) -> None:
         self.bus = bus
         self.config = config
@@ -134,7 +137,7 @@ class StoreAgent:
         if self._segment is None:
             return
         for subscription in self._subscriptions:
-            with contextlib.suppress(Exception):  # the bus may be gone
+            with contextlib.suppress(NatsError):  # the bus may be gone
                 await subscription.unsubscribe()
         for owner in list(self._work):
             await self.end_work(owner, reason)

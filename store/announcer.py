@@ -37,6 +37,8 @@ SUSPECT_AGAIN_NS = 1_000_000_000
 
 
 class Announcer:
+    """Tells the log what the pool holds, in the order in which it happened."""
+
     def __init__(self, bus: Bus, *, node_id: str, incarnation: str, heartbeat_ns: int) -> None:
         self._bus = bus
         self._node_id = node_id

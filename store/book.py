@@ -24,6 +24,8 @@ def peer_writer(node_id: str) -> str:
 
 
 class Book:
+    """See the module. Every method may be called from any thread."""
+
     def __init__(self, pool: Pool, *, ttl_ns: int, grace_ns: int, announce: Callable[[list[Change]], None]) -> None:
         self._pool = pool
         self._lock = threading.Lock()

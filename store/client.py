@@ -17,6 +17,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TypeVar
 
+from nats.errors import Error as NatsError
+
 from halfmoon.bus import errors as bus_errors
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as say
@@ -127,7 +129,7 @@ class StoreClient:
             kept = now
             orders = [order_id for order_id, at in self._orders.items() if now - at < KEEP_S]
             if orders:
-                with contextlib.suppress(Exception):  # tried again at the next turn
+                with contextlib.suppress(NatsError):  # tried again at the next turn
                     keep = say.KeepOrders(worker_id=self._worker_id, order_ids=orders)
                     await self._bus.publish(subjects.store(self._node_id, "keep"), keep)
 
@@ -213,7 +215,7 @@ class StoreClient:
         subject = subjects.store(self._node_id, "push")
         while self._outbox:
             some = [self._outbox.popleft() for _ in range(min(len(self._outbox), PUSHES_PER_MESSAGE))]
-            with contextlib.suppress(Exception):  # a lost push is found by close_push
+            with contextlib.suppress(NatsError):  # a lost push is found by close_push
                 await self._bus.publish(subject, say.PushLayers(worker_id=self._worker_id, pushes=some))
 
     async def close_push(self, order_id: str) -> say.Pushed:

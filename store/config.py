@@ -13,6 +13,8 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
+    """One store agent. Raises ValueError, naming the field, when fields contradict each other."""
+
     #: Names the segments in /dev/shm together with `node_id`, so that two clusters on one machine do not meet.
     cluster: str = "default"
     node_id: str

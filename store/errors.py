@@ -24,14 +24,20 @@ from typing import ClassVar
 
 
 class StoreError(Exception):
+    """Any failure of the store; `code` is what travels."""
+
     code: ClassVar[str] = "store_error"
 
 
 class StoreFull(StoreError):
+    """No room, even after evicting all that may be evicted."""
+
     code = "store_full"
 
 
 class OrderUnknown(StoreError):
+    """Never opened here, expired, or released."""
+
     code = "unknown_order"
 
 
@@ -46,34 +52,50 @@ class BlockMissing(StoreError):
 
 
 class NotAttached(StoreError):
+    """The worker has not mapped the memory of this incarnation."""
+
     code = "not_attached"
 
 
 class LayoutMismatch(StoreError):
+    """The two sides do not agree on what a block is."""
+
     code = "layout_mismatch"
 
 
 class AgentUnreachable(StoreError):
+    """The node's own store agent does not answer."""
+
     code = "agent_unreachable"
 
 
 class TransferError(StoreError):
+    """Bytes did not arrive."""
+
     code = "transfer_failed"
 
 
 class PeerUnreachable(TransferError):
+    """Nobody there: dead, cut off, or never joined."""
+
     code = "peer_unreachable"
 
 
 class TransferRefused(TransferError):
+    """The other side said no, and why."""
+
     code = "transfer_refused"
 
 
 class TransferTimeout(TransferError):
+    """The deadline passed, or nothing moved for too long."""
+
     code = "transfer_timeout"
 
 
 class BytesCorrupted(TransferError):
+    """They arrived, but are not what was committed."""
+
     code = "corrupted"
 
 

@@ -33,6 +33,7 @@ from halfmoon.store.eviction import Eviction, LeastRecentlyUsed
 
 
 class State(Enum):
+    """Of a slot; see the module."""
     FREE = "free"
     RESERVED = "reserved"
     COMMITTED = "committed"
@@ -55,6 +56,8 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class Slot:
+    """One block of memory, and who needs it."""
+
     state: State = State.FREE
     #: b"" for a slot without a key: a partial tail, or a block that another order committed first.
     key: bytes = b""
@@ -78,6 +81,8 @@ class Hold:
 
 @dataclass(slots=True)
 class Writer:
+    """Somebody who may write into reserved slots until a deadline."""
+
     deadline_ns: int
     slots: list[int]
 
@@ -97,6 +102,8 @@ class Counts:
 
 
 class Pool:
+    """See the module. Not thread safe; `Book` is."""
+
     def __init__(self, slots: int, *, eviction: Eviction | None = None) -> None:
         assert slots > 0, slots
         self.slots = [Slot() for _ in range(slots)]

@@ -52,6 +52,8 @@ class Refuse(Exception):
 
 
 class TcpServer:
+    """Serves reads and writes of the pool to authenticated peers, in a thread of its own."""
+
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],

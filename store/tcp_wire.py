@@ -47,29 +47,41 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What every message begins with."""
+
     #: Counts the messages of one direction of a connection, from 1.
     number: int = 0
 
 
 class Greeting(Header, frozen=True, kw_only=True):
+    """A client says who it is."""
+
     nonce: bytes
 
 
 class Challenge(Header, frozen=True, kw_only=True):
+    """The server asks for proof."""
+
     nonce: bytes
     proof: bytes
 
 
 class Answer(Header, frozen=True, kw_only=True):
+    """The proof."""
+
     node_id: str
     proof: bytes
 
 
 class Welcome(Header, frozen=True, kw_only=True):
+    """The server takes the client."""
+
     incarnation: str
 
 
 class Read(Header, frozen=True, kw_only=True):
+    """Asks for block-layers."""
+
     order_id: str
     runs: list[Run]
 

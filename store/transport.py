@@ -149,6 +149,6 @@ async def in_thread(executor: Executor, work: Callable[[], T], stop: Stop) -> T:
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError, TransferError):
                 await asyncio.shield(future)
-        with contextlib.suppress(BaseException):
-            future.result()
+        if not future.cancelled():
+            future.exception()  # looked at: the cancellation says more
         raise

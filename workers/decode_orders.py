@@ -58,6 +58,8 @@ class DecodeOrders(Worker):
         self._wake = asyncio.Event()
         self._times = StepTimes(self.config.profile)
         self._deliveries = Deliveries(self.bus, self.config.worker_id, self.spawn)
+        if self.store is not None:
+            self.store.restarted.append(self._memory_gone)
         self._pool = await self.store.attach() if self.store else None
         self._loading = (
             KvLoading(self.engine, self._pool, self._copies, self.config.layout.layers, self._copied)
@@ -178,6 +180,12 @@ class DecodeOrders(Worker):
     def _kv_here(self, sequence: Sequence) -> bool:
         layers = self.config.layout.layers
         return layers == 0 or sequence.kv_complete(layers)
+
+    def _memory_gone(self) -> None:
+        """The node's store agent restarted: what was on its way through the pool is lost, what runs is not."""
+        for sequence in list(self._waiting.values()):
+            if not self._kv_here(sequence):
+                self._fail(sequence, "the node's store agent restarted", retryable=True)
 
     def _admit(self, sequence: Sequence) -> bool:
         """The double check: would the batch still hold this request's SLO, by what steps take here and now?"""

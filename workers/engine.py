@@ -80,9 +80,10 @@ class Engine:
     ) -> Tensor | None:
         """Computes the KV of tokens ``[start, start + len(token_ids))`` of one sequence, whose earlier KV is cached.
 
-        ``before_layer(i)`` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which needs
-        none of it, runs before); ``after_layer(i)`` is called when layer i of this chunk is. Returns the last token's logits, f32 ``[vocab]``, if wanted. None also when
-        ``should_stop`` said so between two layers: the chunk's KV is then incomplete.
+        ``before_layer(i)`` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which
+        needs none of it, runs before); ``after_layer(i)`` is called when layer i of this chunk is. Returns the last
+        token's logits, f32 ``[vocab]``, if wanted. None also when ``should_stop`` said so between two layers: the
+        chunk's KV is then incomplete.
         """
         count = len(token_ids)
         assert count > 0, "an empty chunk has no last token"

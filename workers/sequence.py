@@ -16,6 +16,8 @@ TBT_WORST_PERCENT = 10
 
 
 class Stage(Enum):
+    """Where a sequence stands."""
+
     WAITING = "waiting"  # for tokens, KV or room
     RUNNING = "running"  # in the batch
     SWAPPED = "swapped"  # preempted: its KV lies in host memory

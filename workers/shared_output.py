@@ -46,7 +46,10 @@ async def share_output(
     with contextlib.suppress(StoreError, BusError):
         try:
             put = await store.open_put(
-                order_id, keys[KEY_BYTES * known :], blocks=len(keys) // KEY_BYTES - known
+                order_id,
+                keys[KEY_BYTES * known :],
+                blocks=len(keys) // KEY_BYTES - known,
+                head_keys=keys[: KEY_BYTES * known],
             )
 
             def copy() -> None:

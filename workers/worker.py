@@ -1,7 +1,7 @@
 """What prefill and decode workers share: joining, heartbeats, orders, tokens from the frontend, leaving.
 
-A worker is one asyncio loop, which obeys and reports, and one compute thread, which owns the engine. Orders come from the
-DECISIONS stream; each is answered by exactly one event, or cancelled.
+A worker is one asyncio loop, which obeys and reports, and one compute thread, which owns the engine. Orders come from
+the DECISIONS stream; each is answered by exactly one event, or cancelled.
 """
 
 from __future__ import annotations

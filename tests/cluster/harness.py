@@ -1,4 +1,4 @@
-"""A real cluster for a test: `halfmoon up` as a child process, its NATS API, its log, its processes, and what it leaves."""
+"""A real cluster for a test: `halfmoon up` as a child process, its API, log, processes, and what it leaves."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ class Cluster:
         role = "store" if name.startswith("store-") else name.rsplit("-", 1)[0]
         for pid in children(self.process.pid):
             words = command_of(pid)
-            if role in words[:5] and any(words[i + 1 : i + 2] == [wanted] for i, w in enumerate(words) if w in ("--id", "--node")):
+            named = [words[i + 1 : i + 2] for i, word in enumerate(words) if word in ("--id", "--node")]
+            if role in words[:5] and [wanted] in named:
                 return pid
         raise AssertionError(f"no process {name} among {[command_of(p) for p in children(self.process.pid)]}")
 

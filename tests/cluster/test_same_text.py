@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.workers.model_files import load_model
 from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.workers.model_files import load_model
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import LENGTHS, MODEL, OUTPUT_TOKENS, prompt
 from tests.cluster.steering import draining, prefill_of
