@@ -21,12 +21,12 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError
 from nats.js.errors import NotFoundError
 
 from halfmoon.bus.errors import BusUnreachable, PeerError, PeerUnreachable
 from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.reader import StreamMessage, StreamReader
+from halfmoon.bus.requests import Requests
 from halfmoon.bus.streams import StreamLimits, ensure_streams
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
@@ -74,6 +74,7 @@ class Bus:
         self.name = name
         self.invalid = 0
         self._publisher = Publisher(nc)
+        self._requests = Requests(nc)
         self._readers: set[StreamReader] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stamp = uuid.uuid4().hex[:12]
@@ -129,6 +130,7 @@ class Bus:
             reason = str(problem) or type(problem).__name__
             raise BusUnreachable(f"JetStream does not answer at {config.url}: {reason}") from None
         await bus._publisher.start()
+        await bus._requests.start()
         return bus
 
     async def close(self, *, flush_s: float = 2.0) -> None:
@@ -333,17 +335,14 @@ class Bus:
     async def request(self, subject: str, message: Message, kind: type[M], *, timeout_s: float) -> M:
         """Ask and wait. Raises PeerUnreachable (nobody there, too late) or PeerError (its own refusal)."""
         try:
-            reply = await self.nc.request(subject, encode(message), timeout=timeout_s)
-        except NoRespondersError:
-            raise PeerUnreachable(f"nobody serves {subject}") from None
-        except (NatsError, TimeoutError) as problem:
-            reason = str(problem) or type(problem).__name__
-            raise PeerUnreachable(f"no answer on {subject} within {timeout_s} s: {reason}") from None
-        if reply.data.startswith(b'{"type":"ProcessError"'):
-            error: ProcessError = decode(reply.data, ProcessError)
+            reply = await self._requests.ask(subject, encode(message), timeout_s=timeout_s)
+        except NatsError as problem:
+            raise PeerUnreachable(f"{subject}: {str(problem) or type(problem).__name__}") from None
+        if reply.startswith(b'{"type":"ProcessError"'):
+            error: ProcessError = decode(reply, ProcessError)
             raise PeerError(error.code, error.message)
         try:
-            return decode(reply.data, kind)
+            return decode(reply, kind)
         except MessageInvalid as problem:
             raise PeerError("invalid_reply", str(problem)) from None
 
