@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -119,8 +120,16 @@ async def _connect(args: argparse.Namespace, name: str) -> Bus:
     return await Bus.connect(bus_config(args), name=name, limits=StreamLimits(replicas=args.nats_replicas))
 
 
+def _settle_memory() -> None:
+    """What was loaded stays: the collector need not look at it again, nor run for every 700 small objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
 async def _until_stopped(*others: asyncio.Future[Any]) -> None:
     """Returns at SIGTERM or SIGINT; raises what one of `others` raised."""
+    _settle_memory()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -10,6 +10,7 @@ Source: Mooncake (FAST'25), section 4 (prefix-hashed block keys).
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,6 +19,8 @@ import xxhash
 from halfmoon.schemas.types import KEY_BYTES, check_whole_keys
 
 TOKEN_ID_MAX = 2**32 - 1
+#: Below this many, struct is faster than numpy.
+_SHORT = 512
 
 
 def root_key(*, model_fingerprint: str, layout: str, dtype: str, tenant_salt: str, cluster_secret: str) -> bytes:
@@ -61,6 +64,11 @@ def iter_hex(keys: bytes) -> Iterator[str]:
 
 def pack_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as little-endian u32. Raises OverflowError unless all are integers in 0..2**32-1."""
+    if isinstance(token_ids, list) and len(token_ids) < _SHORT:
+        try:
+            return struct.pack(f"<{len(token_ids)}I", *token_ids)
+        except struct.error:
+            raise OverflowError(f"token_ids: not all are integers in 0..{TOKEN_ID_MAX}") from None
     ids = np.asarray(token_ids)
     if ids.size == 0:
         return b""
@@ -74,5 +82,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
     """The token ids in `packed`. Raises ValueError when the length is no multiple of 4."""
     if len(packed) % 4:
         raise ValueError(f"token_ids: {len(packed)} bytes is no multiple of 4")
+    if len(packed) < 4 * _SHORT:
+        return list(struct.unpack(f"<{len(packed) // 4}I", packed))
     ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
     return ids
