@@ -64,7 +64,7 @@ def iter_hex(keys: bytes) -> Iterator[str]:
 
 def pack_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as little-endian u32. Raises OverflowError unless all are integers in 0..2**32-1."""
-    if isinstance(token_ids, list) and len(token_ids) < _SHORT:
+    if isinstance(token_ids, list) and len(token_ids) < _SHORT and bool not in set(map(type, token_ids)):
         try:
             return struct.pack(f"<{len(token_ids)}I", *token_ids)
         except struct.error:
