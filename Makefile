@@ -4,7 +4,7 @@
 #   make env                environment only: .venv with exact versions (requirements*.lock); a second time it does nothing
 #   make test [ARGS=...]    environment with tools, then the default tests (pytest ARGS)
 #   make lint               environment with tools, then ruff, and mypy --strict over every package
-#   make bench [ARGS=...]   environment, then `halfmoon bench ARGS`, against a cluster that is up
+#   make bench              environment, then every program in benchmarks/, into results/
 #   make docs               environment, then docs/asyncapi.json anew from the message classes
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
 #
@@ -44,7 +44,8 @@ lint: $(DEV_STAMP)
 	exit $$status
 
 bench: $(RUN_STAMP)
-	@exec $(BIN)/halfmoon bench $(ARGS)
+	@for program in control_plane kv_reuse transfer; do \
+	  echo "== $$program"; $(BIN)/python benchmarks/$$program.py --save $$program || exit 1; done
 
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json
