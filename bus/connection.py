@@ -28,6 +28,7 @@ from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.reader import StreamMessage, StreamReader
 from halfmoon.bus.requests import Requests
 from halfmoon.bus.streams import StreamLimits, ensure_streams
+from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.decisions import Ordered
@@ -75,7 +76,7 @@ class Bus:
         self.invalid = 0
         self._publisher = Publisher(nc)
         self._requests = Requests(nc)
-        self._readers: set[StreamReader] = set()
+        self._readers: set[StreamReader | StreamTail] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stamp = uuid.uuid4().hex[:12]
         self._count = 0
@@ -252,27 +253,27 @@ class Bus:
 
     async def decisions(self, target_id: str) -> AsyncIterator[Ordered]:
         """Decisions for `target_id` from now on, endless, each once and in order."""
-        reader = await self.open_decisions(target_id)
-        async for ordered in self.follow_decisions(reader):
+        tail = await self.open_decisions(target_id)
+        async for ordered in self.follow_decisions(tail):
             yield ordered
 
-    async def open_decisions(self, target_id: str) -> StreamReader:
-        """Position a reader for `follow_decisions`: nothing published after this returns is missed."""
-        return await self._open_new(subjects.DECISIONS_STREAM, subjects.decisions_for(target_id))
+    async def open_decisions(self, target_id: str) -> StreamTail:
+        """For `follow_decisions`: nothing published after this returns is missed."""
+        return await self._open_tail(subjects.DECISIONS_STREAM, subjects.decisions_for(target_id))
 
-    async def _open_new(self, stream: str, subject: str) -> StreamReader:
-        reader = StreamReader(self.nc, stream, filter_subject=subject, new_only=True)
-        self._readers.add(reader)
-        await reader.open()
-        return reader
+    async def _open_tail(self, stream: str, subject: str) -> StreamTail:
+        tail = StreamTail(self.nc, stream, subject)
+        self._readers.add(tail)
+        await tail.open()
+        return tail
 
-    async def follow_decisions(self, reader: StreamReader) -> AsyncIterator[Ordered]:
-        """The decisions that `reader` was opened for."""
+    async def follow_decisions(self, tail: StreamTail) -> AsyncIterator[Ordered]:
+        """The decisions that `tail` was opened for, each once and in order."""
         done = (0, -1)
         try:
-            async for message in reader:
+            async for payload in tail:
                 try:
-                    ordered: Ordered = decode(message.payload, Ordered)
+                    ordered: Ordered = decode(payload, Ordered)
                 except MessageInvalid:
                     self.invalid += 1
                     continue
@@ -280,8 +281,8 @@ class Bus:
                     done = (ordered.cause_seq, ordered.position)
                     yield ordered
         finally:
-            self._readers.discard(reader)
-            await reader.close()
+            self._readers.discard(tail)
+            await tail.close()
 
     async def last_decision(self) -> Ordered | None:
         """The newest decision in the stream, whoever it is for; None when it holds none (any more)."""
@@ -295,21 +296,21 @@ class Bus:
         ordered: Ordered = decode(reply.data or b"", Ordered)
         return ordered
 
-    async def open_kv(self, worker_id: str) -> StreamReader:
-        """Position a reader of KV progress for `follow_kv`: nothing published after this returns is missed."""
-        return await self._open_new(subjects.KV_STREAM, subjects.kv_for(worker_id))
+    async def open_kv(self, worker_id: str) -> StreamTail:
+        """For `follow_kv`: no KV progress published after this returns is missed."""
+        return await self._open_tail(subjects.KV_STREAM, subjects.kv_for(worker_id))
 
-    async def follow_kv(self, reader: StreamReader) -> AsyncIterator[KvMessage]:
-        """The KV progress that `reader` was opened for, in order."""
+    async def follow_kv(self, tail: StreamTail) -> AsyncIterator[KvMessage]:
+        """The KV progress that `tail` was opened for; after a reconnect some of it may come again."""
         try:
-            async for message in reader:
+            async for payload in tail:
                 try:
-                    yield decode(message.payload, KvMessage)
+                    yield decode(payload, KvMessage)
                 except MessageInvalid:
                     self.invalid += 1
         finally:
-            self._readers.discard(reader)
-            await reader.close()
+            self._readers.discard(tail)
+            await tail.close()
 
     # --- core NATS --------------------------------------------------------------------------------------------
 

@@ -40,14 +40,13 @@ class StreamMessage:
 
 
 class StreamReader:
-    """`async for message in StreamReader(...)`: endless. `new_only`: from the stream's end at the time of `open`."""
+    """`async for message in StreamReader(...)`: endless. from after a sequence."""
 
-    def __init__(self, nc: Client, stream: str, *, filter_subject: str, after: int = 0, new_only: bool = False) -> None:
+    def __init__(self, nc: Client, stream: str, *, filter_subject: str, after: int = 0) -> None:
         self._nc = nc
         self._stream = stream
         self._filter = filter_subject
         self.last_seq = after
-        self._new_only = new_only
         self._expected = 1
         self._consumer = ""
         self._sub: Subscription | None = None
@@ -56,6 +55,8 @@ class StreamReader:
         self._heard_at = 0.0
         self._reset = True
         self._closed = False
+        #: Messages that there were to read when the consumer was made.
+        self.pending_at_open = 0
 
     async def open(self) -> None:
         """Nothing published after this returns is missed. Reading opens by itself what was not opened."""
@@ -88,15 +89,11 @@ class StreamReader:
     async def _restart(self) -> None:
         try:
             await self._subscribe()
-        except (NatsError, TimeoutError, _ApiError):
+        except (NatsError, TimeoutError, StreamRefused):
             await asyncio.sleep(0.1)  # server away or stream not ready: keep trying until closed
 
     async def _subscribe(self) -> None:
         await self._drop()
-        if self._new_only:
-            state = await self._api(f"STREAM.INFO.{self._stream}", {})
-            self.last_seq = max(self.last_seq, int(state["state"]["last_seq"]))
-            self._new_only = False
         self._received.clear()
         self._expected = 1
         self._reset = False  # from here on: messages may come before the answer to the request below
@@ -123,6 +120,7 @@ class StreamReader:
             self._reset = True
             raise
         self._consumer = str(answer["name"])
+        self.pending_at_open = int(answer.get("num_pending", 0))
         self._heard_at = time.monotonic()
 
     async def _drop(self) -> None:
@@ -141,7 +139,7 @@ class StreamReader:
         reply = await self._nc.request(f"$JS.API.{verb}", orjson.dumps(request) if request else b"", timeout=5)
         answer: dict[str, Any] = orjson.loads(reply.data)
         if "error" in answer:
-            raise _ApiError(f"{self._stream}: {answer['error'].get('description', 'refused')}")
+            raise StreamRefused(f"{self._stream}: {answer['error'].get('description', 'refused')}")
         return answer
 
     async def _on_message(self, msg: Msg) -> None:
@@ -172,6 +170,6 @@ class StreamReader:
         self._wake.set()
 
 
-class _ApiError(Exception):
+class StreamRefused(Exception):
     """JetStream answered with an error."""
 

@@ -21,7 +21,7 @@ from nats.errors import Error as NatsError
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
-from halfmoon.bus.reader import StreamReader
+from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, ReleaseOrder
 from halfmoon.schemas.events import Endpoint, StoreJoined, StoreLeft
@@ -332,7 +332,7 @@ class StoreAgent:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _follow(self, decisions: StreamReader) -> None:
+    async def _follow(self, decisions: StreamTail) -> None:
         async for ordered in self.bus.follow_decisions(decisions):
             match ordered.decision:
                 case ReleaseOrder(order_id=order_id):

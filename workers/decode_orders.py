@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict, deque
 
 from halfmoon.bus.errors import BusError
-from halfmoon.bus.reader import StreamReader
+from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartDecode
 from halfmoon.schemas.events import DecodeFailed, DecodeRefused, RequestFinished, WorkerHeartbeat
@@ -135,7 +135,7 @@ class DecodeOrders(Worker):
         sequence.taken = True
         self._advance(sequence)
 
-    async def _follow_kv(self, reader: StreamReader) -> None:
+    async def _follow_kv(self, reader: StreamTail) -> None:
         async for message in self.bus.follow_kv(reader):
             sequence = self._open.get(message.order_id)
             if sequence is not None:

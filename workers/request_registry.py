@@ -16,7 +16,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.reader import StreamReader
+from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import CLIENT_GONE, ApiError, Ask
 from halfmoon.schemas.decisions import AnnounceYourself, FailRequest, RejectRequest
@@ -212,7 +212,7 @@ class RequestRegistry:
 
     # --- decisions and time -----------------------------------------------------------------------------------
 
-    async def _follow_decisions(self, reader: StreamReader) -> None:
+    async def _follow_decisions(self, reader: StreamTail) -> None:
         async for ordered in self.bus.follow_decisions(reader):
             decision = ordered.decision
             if isinstance(decision, AnnounceYourself):

@@ -190,3 +190,38 @@ async def test_wrong_credentials_are_refused_and_right_ones_taken(tmp_path: Path
     assert await bus.append(cancelled(1), source_id="f") == 1
     await bus.close()
     server.stop()
+
+
+async def test_decisions_survive_a_killed_server_without_loss_or_swap(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path / "nats")
+    port = int(server.url.rsplit(":", 1)[1])
+    conductor, worker = await connect(server.url, "c"), await connect(server.url, "w")
+    tail = await worker.open_decisions("w1")
+    got: list[int] = []
+
+    async def follow() -> None:
+        async for ordered in worker.follow_decisions(tail):
+            got.append(ordered.cause_seq)
+
+    follower = asyncio.create_task(follow())
+    sent = 0
+    for _round in range(3):
+        for number in range(400):
+            sent += 1
+            order = CancelOrder(order_id=f"{sent}-0", request_id="r", worker_id="w1")
+            conductor.order_soon(Ordered(cause_seq=sent, position=0, decision=order), target_id="w1")
+            conductor.order_soon(Ordered(cause_seq=sent, position=1, decision=order), target_id="other")
+            if number == 200:
+                await asyncio.sleep(0.003)
+                server.process.kill()
+                server.process.wait()
+                server = EmbeddedServer.start(tmp_path / "nats", port=port)
+        assert await conductor.flush(20)
+    async with asyncio.timeout(20):
+        while len(got) < sent:
+            await asyncio.sleep(0.05)
+    assert got == list(range(1, sent + 1))
+    follower.cancel()
+    await conductor.close()
+    await worker.close()
+    server.stop()

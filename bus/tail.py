@@ -1,0 +1,116 @@
+"""Messages of a stream's subject as they are published; what a lost connection swallowed is read from the stream.
+
+A plain subscription delivers sooner than any consumer, because it need not wait for the message to be stored, and costs
+the server nothing more. What it lacks is made up after a reconnect: messages from the last known place of the stream on
+are read again, and only then those that came meanwhile. So nothing is missed; something may come twice. Decisions carry
+an identity that drops repeats, KV progress may be repeated at will.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+
+import orjson
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from halfmoon.bus.reader import StreamReader, StreamRefused
+
+#: How often the place in the stream is noted, which bounds what is read again.
+MARK_S = 5.0
+
+
+class StreamTail:
+    """`open`, then iterate over payloads; endless. `lost_connection` is called by the bus after each reconnect."""
+
+    def __init__(self, nc: Client, stream: str, subject: str) -> None:
+        self._nc = nc
+        self._stream = stream
+        self._subject = subject
+        self._mark = 0
+        self._received: deque[bytes] = deque()
+        self._held: deque[bytes] | None = None
+        self._wake = asyncio.Event()
+        self._sub: Subscription | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    async def open(self) -> None:
+        """Nothing published after this returns is missed."""
+        self._sub = await self._nc.subscribe(self._subject, cb=self._on_message)
+        self._mark = await self._last_seq()  # an answered request: the server has the subscription
+        self._tasks = [asyncio.create_task(self._keep_mark())]
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._wake.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._sub is not None and not self._nc.is_closed:
+            with contextlib.suppress(NatsError):
+                await self._sub.unsubscribe()
+
+    def lost_connection(self) -> None:
+        """Hold what comes from now on until what was missed has been read."""
+        if self._held is None:
+            self._held = deque()
+            self._tasks.append(asyncio.create_task(self._catch_up()))
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while not self._closed:
+            while self._received:
+                yield self._received.popleft()
+            self._wake.clear()
+            if not self._received:
+                await self._wake.wait()
+
+    async def _on_message(self, msg: Msg) -> None:
+        (self._received if self._held is None else self._held).append(msg.data)
+        self._wake.set()
+
+    async def _catch_up(self) -> None:
+        while True:
+            try:
+                last = await self._last_seq()
+                if last > self._mark:
+                    await self._read_up_to(last)
+                break
+            except (NatsError, TimeoutError, KeyError, StreamRefused):  # the server is not ready yet
+                await asyncio.sleep(0.1)
+        held, self._held = self._held or deque(), None
+        self._received.extend(held)
+        self._wake.set()
+
+    async def _read_up_to(self, last: int) -> None:
+        reader = StreamReader(self._nc, self._stream, filter_subject=self._subject, after=self._mark)
+        try:
+            await reader.open()
+            if reader.pending_at_open:
+                async for message in reader:
+                    self._received.append(message.payload)
+                    self._wake.set()
+                    if message.pending == 0 or message.seq >= last:
+                        break
+        finally:
+            await reader.close()
+        self._mark = last
+
+    async def _keep_mark(self) -> None:
+        """What the stream held when it was asked had been sent to us before its answer was."""
+        while True:
+            await asyncio.sleep(MARK_S)
+            if self._held is None and self._nc.is_connected:
+                with contextlib.suppress(NatsError, TimeoutError, KeyError):
+                    self._mark = await self._last_seq()
+
+    async def _last_seq(self) -> int:
+        reply = await self._nc.request(f"$JS.API.STREAM.INFO.{self._stream}", b"", timeout=5)
+        return int(orjson.loads(reply.data)["state"]["last_seq"])
