@@ -40,7 +40,7 @@ class StreamMessage:
 
 
 class StreamReader:
-    """`async for message in StreamReader(...)`: endless. from after a sequence."""
+    """`async for message in StreamReader(...)`: endless, from after a sequence on."""
 
     def __init__(self, nc: Client, stream: str, *, filter_subject: str, after: int = 0) -> None:
         self._nc = nc

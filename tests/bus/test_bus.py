@@ -225,3 +225,83 @@ async def test_decisions_survive_a_killed_server_without_loss_or_swap(tmp_path: 
     await conductor.close()
     await worker.close()
     server.stop()
+
+
+class Proxy:
+    """A TCP hop to the nats-server that can be cut."""
+
+    def __init__(self, url: str) -> None:
+        self.target = int(url.rsplit(":", 1)[1])
+        self.writers: list[asyncio.StreamWriter] = []
+        self.cut = False
+
+    async def start(self) -> str:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"nats://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.cut:
+            writer.close()
+            return
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        self.writers += [writer, there_writer]
+        await asyncio.gather(self._pump(reader, there_writer), self._pump(there_reader, writer))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while some := await source.read(65536):
+                sink.write(some)
+        except OSError:
+            return
+        finally:
+            sink.close()
+
+    def drop(self) -> None:
+        self.cut = True
+        for writer in self.writers:
+            writer.close()
+        self.writers.clear()
+
+
+async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(nats_url: str) -> None:
+    proxy = Proxy(nats_url)
+    worker, conductor = await connect(await proxy.start(), "w"), await connect(nats_url, "c")
+    tail = await worker.open_decisions("w1")
+    kv = await worker.open_kv("w1")
+    got: list[int] = []
+    layers: list[int] = []
+
+    async def follow() -> None:
+        async for ordered in worker.follow_decisions(tail):
+            got.append(ordered.cause_seq)
+
+    async def follow_kv() -> None:
+        async for message in worker.follow_kv(kv):
+            assert isinstance(message, KvReady)
+            layers.append(message.layer)
+
+    followers = [asyncio.create_task(follow()), asyncio.create_task(follow_kv())]
+    sent = 0
+    for _round in range(3):
+        for number in range(100):
+            if number == 30:
+                proxy.drop()
+            if number == 70:
+                proxy.cut = False
+                while not worker.nc.is_connected:
+                    await asyncio.sleep(0.01)
+            sent += 1
+            order = CancelOrder(order_id=f"{sent}-0", request_id="r", worker_id="w1")
+            await conductor.order(Ordered(cause_seq=sent, position=0, decision=order), target_id="w1")
+            ready = KvReady(order_id="1-0", request_id="r", layer=sent, first_block=0, blocks=1)
+            await conductor.publish(subjects.kv("w1", "KvReady"), ready)
+    async with asyncio.timeout(20):
+        while len(got) < sent or len(set(layers)) < sent:
+            await asyncio.sleep(0.05)
+    assert got == list(range(1, sent + 1))
+    assert set(layers) == set(range(1, sent + 1))
+    for follower in followers:
+        follower.cancel()
+    await worker.close()
+    await conductor.close()
+    proxy.server.close()
