@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import nats
 import orjson
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -23,7 +22,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
-from halfmoon.bus.errors import BusUnreachable, PeerError, PeerUnreachable
+from halfmoon.bus.errors import BusError, BusUnreachable, PeerError, PeerUnreachable
 from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.reader import StreamMessage, StreamReader
 from halfmoon.bus.requests import Requests
@@ -61,18 +60,28 @@ class BusConfig:
     def tls(self) -> ssl.SSLContext | None:
         if not (self.tls_ca_file or self.tls_cert_file):
             return None
-        context = ssl.create_default_context(cafile=self.tls_ca_file or None)
-        if self.tls_cert_file:
-            context.load_cert_chain(self.tls_cert_file, self.tls_key_file or None)
+        naming = f"TLS authority {self.tls_ca_file}"
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca_file or None)
+            naming = f"TLS certificate {self.tls_cert_file}"
+            if self.tls_cert_file:
+                context.load_cert_chain(self.tls_cert_file, self.tls_key_file or None)
+        except OSError as problem:  # ssl does not say which file
+            raise BusUnreachable(f"{naming}: {problem}") from None
         return context
+
+
+class _Refused(Exception):
+    """The server's, or our own, final word on who the other is: trying again changes nothing."""
 
 
 class Bus:
     """See the module. Made by `Bus.connect`; not to be shared between event loops."""
 
-    def __init__(self, nc: Client, name: str) -> None:
+    def __init__(self, nc: Client, name: str, limits: StreamLimits) -> None:
         self.nc = nc
         self.name = name
+        self._limits = limits
         self.invalid = 0
         self._publisher = Publisher(nc)
         self._requests = Requests(nc)
@@ -88,13 +97,18 @@ class Bus:
     async def connect(cls, config: BusConfig, *, name: str, limits: StreamLimits | None = None) -> Bus:
         """Connect and make sure of the streams. Raises BusUnreachable."""
         box: list[Bus] = []
+        problems: list[Exception] = []
 
         async def reconnected() -> None:
             if box:
                 box[0]._after_reconnect()
 
-        async def quiet(_: Exception) -> None:
-            return  # nats-py logs every failed attempt otherwise; what matters comes back as an exception
+        async def failed(problem: Exception) -> None:
+            """nats-py would log it. Raised here while we connect, it ends the connecting."""
+            if not box:
+                problems[:] = [problem]
+                if isinstance(problem, ssl.SSLCertVerificationError) or "authorization" in str(problem).lower():
+                    raise _Refused
 
         options: dict[str, Any] = {
             "servers": [url.strip() for url in config.url.split(",")],
@@ -107,7 +121,7 @@ class Bus:
             "connect_timeout": 2,
             "pending_size": 64 << 20,
             "reconnected_cb": reconnected,
-            "error_cb": quiet,
+            "error_cb": failed,
             "inbox_prefix": b"_INBOX",
             "user": config.user or None,
             "password": config.password or None,
@@ -117,15 +131,19 @@ class Bus:
         }
         if (tls := config.tls()) is not None:
             options["tls"] = tls
+        nc = Client()
         try:
-            nc = await asyncio.wait_for(nats.connect(**options), config.connect_timeout_s)
-        except (NatsError, OSError, TimeoutError) as problem:
-            reason = str(problem) or type(problem).__name__
+            async with asyncio.timeout(config.connect_timeout_s):
+                await nc.connect(**options)
+        except (NatsError, OSError, TimeoutError, ValueError, _Refused) as problem:
+            await nc.close()
+            cause = problems[-1] if problems else problem
+            reason = str(cause) or type(cause).__name__
             raise BusUnreachable(f"no NATS server takes us at {config.url}: {reason}") from None
-        bus = cls(nc, name)
+        bus = cls(nc, name, limits or StreamLimits())
         box.append(bus)
         try:
-            await ensure_streams(nc, limits or StreamLimits())
+            await ensure_streams(nc, bus._limits)
         except (NatsError, TimeoutError) as problem:
             await nc.close()
             reason = str(problem) or type(problem).__name__
@@ -152,11 +170,20 @@ class Bus:
         await self.nc.close()
 
     def _after_reconnect(self) -> None:
+        self._spawn(self._streams_again())
         self._publisher.resend_all()
         for reader in self._readers:
             reader.lost_connection()
         for callback in self.on_reconnect:
             callback()
+
+    async def _streams_again(self) -> None:
+        """A server that was started again has lost the stream that it kept in memory."""
+        while self.nc.is_connected:
+            with contextlib.suppress(NatsError, TimeoutError, BusError):
+                await ensure_streams(self.nc, self._limits)
+                return
+            await asyncio.sleep(0.1)
 
     # --- the log ----------------------------------------------------------------------------------------------
 

@@ -73,22 +73,22 @@ class EmbeddedServer:
             "max_memory_store: 1073741824 }\n"
             f"{extra_config}\n"
         )
-        log = directory / "nats.log"
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [find_server(), "-c", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                preexec_fn=die_with_parent,
-                start_new_session=True,
-                env={**os.environ, "GOMAXPROCS": os.environ.get("GOMAXPROCS", "2")},
-            )
-        server = cls(process, f"nats://{host}:{port}", directory)
-        server._wait(host, port, log)
+        server = cls(_launch(directory), f"nats://{host}:{port}", directory)
+        server.wait()
         return server
 
-    def _wait(self, host: str, port: int, log: Path) -> None:
+    def launch_again(self) -> None:
+        """After it died: the same address, the same streams (but those in memory). `wait` waits for it.
+
+        To be called on the thread that `start` was called on: the kernel ends the server with that thread.
+        """
+        self.process.wait()
+        self.process = _launch(self.directory)
+
+    def wait(self) -> None:
+        """Until it takes connections. Raises BusUnreachable, with the end of its log."""
+        host, _, digits = self.url.removeprefix("nats://").rpartition(":")
+        port = int(digits)
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -100,8 +100,8 @@ class EmbeddedServer:
             except OSError:
                 time.sleep(0.02)
         self.stop()
-        tail = log.read_text(errors="replace").strip().splitlines()[-3:]
-        raise BusUnreachable(f"nats-server does not start on {host}:{port}: " + " | ".join(tail))
+        tail = (self.directory / "nats.log").read_text(errors="replace").strip().splitlines()[-1:]
+        raise BusUnreachable(f"nats-server does not start on {host}:{port}: " + "".join(tail))
 
     def stop(self) -> None:
         """End it, gently first."""
@@ -112,3 +112,16 @@ class EmbeddedServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.process.wait()
+
+
+def _launch(directory: Path) -> subprocess.Popen[bytes]:
+    with (directory / "nats.log").open("ab") as output:
+        return subprocess.Popen(
+            [find_server(), "-c", str(directory / "nats.conf")],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=die_with_parent,
+            start_new_session=True,
+            env={**os.environ, "GOMAXPROCS": os.environ.get("GOMAXPROCS", "2")},
+        )

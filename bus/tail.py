@@ -33,6 +33,7 @@ class StreamTail:
         self._stream = stream
         self._subject = subject
         self._mark = 0
+        self._created = ""
         self._received: deque[bytes] = deque()
         self._held: deque[bytes] | None = None
         self._wake = asyncio.Event()
@@ -113,4 +114,8 @@ class StreamTail:
 
     async def _last_seq(self) -> int:
         reply = await self._nc.request(f"$JS.API.STREAM.INFO.{self._stream}", b"", timeout=5)
-        return int(orjson.loads(reply.data)["state"]["last_seq"])
+        answer = orjson.loads(reply.data)
+        last = int(answer["state"]["last_seq"])
+        if answer["created"] != self._created:  # kept in memory, lost with the server, made anew: it counts from 1
+            self._created, self._mark = answer["created"], 0
+        return last

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from halfmoon.bus.errors import BusError
 from halfmoon.cli import chat, generate, processes, profile, status, up
 from halfmoon.cli.options import OptionInvalid, parse
+from halfmoon.workers.model_config import ModelError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,15 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args = parse(parser, subparsers.choices, arguments)
         sys.exit(_run(runs[args.command](args)))
-    except (OptionInvalid, BusError, OSError, ValueError) as problem:
-        print(f"halfmoon: {problem}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:
         with contextlib.suppress(OSError):
             sys.stdout.close()
         sys.exit(0)
+    except (OptionInvalid, ModelError, BusError, OSError, ValueError) as problem:
+        print(f"halfmoon: {problem}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _run(work: object) -> int:

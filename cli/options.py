@@ -106,7 +106,7 @@ def parse(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.Argum
         sub = commands[command]
         file = _named_file(argv)
         if file:
-            _apply(sub, _from_toml(file, command, sub), file)
+            _apply(sub, _from_toml(file, command, commands), file)
         environment = {
             key[len(PREFIX) :].lower(): value for key, value in os.environ.items() if key.startswith(PREFIX) and value
         }
@@ -124,23 +124,29 @@ def _named_file(argv: Sequence[str]) -> str:
     return os.environ.get(f"{PREFIX}CONFIG", "")
 
 
-def _from_toml(file: str, command: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+def _from_toml(file: str, command: str, commands: Mapping[str, argparse.ArgumentParser]) -> dict[str, Any]:
+    """What the file says to `command`. A key at its top may be for another command, but must be some command's."""
     try:
         content = tomllib.loads(Path(file).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
         raise OptionInvalid(f"--config {file}: {problem}") from None
-    known = {action.dest for action in parser._actions}
-    values: dict[str, Any] = {}
+    known = {name: {action.dest for action in parser._actions} for name, parser in commands.items()}
+    top: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for key, value in content.items():
-        if isinstance(value, dict):
-            if key == command:
-                for inner, inner_value in value.items():
-                    if inner.replace("-", "_") not in known:
-                        raise OptionInvalid(f"{file}: [{command}] {inner}: there is no such option")
-                    values[inner.replace("-", "_")] = inner_value
-        elif key.replace("-", "_") in known:
-            values.setdefault(key.replace("-", "_"), value)
-    return values
+        dest = key.replace("-", "_")
+        if isinstance(value, dict) and key in commands:
+            for inner, inner_value in value.items():
+                if inner.replace("-", "_") not in known[key]:
+                    raise OptionInvalid(f"--config {file}: [{key}] {inner}: there is no such option")
+                if key == command:
+                    table[inner.replace("-", "_")] = inner_value
+        elif isinstance(value, dict) or not any(dest in options for options in known.values()):
+            what = "command" if isinstance(value, dict) else "option"
+            raise OptionInvalid(f"--config {file}: {key}: there is no such {what}")
+        elif dest in known[command]:
+            top[dest] = value
+    return top | table
 
 
 def _apply(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: str) -> None:

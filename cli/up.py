@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import IO, Any
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer, free_port
+from halfmoon.bus.errors import BusUnreachable
 from halfmoon.bus.streams import StreamLimits
 from halfmoon.cli import model as models
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, add_model, add_secret, bus_config, state_directory
@@ -30,6 +32,8 @@ from halfmoon.store.segment import remove_stale
 
 START_S_MAX = 300.0
 DRAIN_S = 8.0
+#: Between two looks at nats-server, and between two attempts to start it again.
+SERVER_PAUSE_S = 0.1
 #: A process that dies more often before the cluster is ready will not come up.
 START_DEATHS_MAX = 3
 
@@ -58,8 +62,10 @@ class Cluster:
         self.args = args
         self.directory = directory
         self.server: EmbeddedServer | None = None
+        self.server_watcher: asyncio.Task[None] | None = None
         self.bus: Bus | None = None
         self.supervisor = Supervisor(self._on_death, self._on_line)
+        self.http_port = 0
         self.joined: set[str] = set()
         self.ready = False
         self.started_at = time.monotonic()
@@ -93,6 +99,9 @@ class Cluster:
     async def start(self) -> None:
         args = self.args
         layout = models.layout_of(args)
+        self.http_port = _wanted("--port", args.port, args.http_host)
+        if not self.http_port and args.http_port != 8000:
+            self.http_port = _wanted("--http-port", args.http_port, args.http_host)
         removed = remove_stale(args.cluster)
         if removed:
             self.say(f"removed what an earlier cluster left: {', '.join(map(str, removed))}")
@@ -100,8 +109,9 @@ class Cluster:
         (self.directory / "layout.json").write_bytes(_layout_json(layout))
         if not args.nats:
             self._keep_one_old_log()
-            port = args.nats_port or _port_or_free(4222)
+            port = _wanted("--nats-port", args.nats_port, "127.0.0.1") or _port_or_free(4222)
             self.server = EmbeddedServer.start(self.directory / "nats", port=port)
+            self.server_watcher = asyncio.create_task(self._keep_server(self.server))
             args.nats = self.server.url
             self.say(f"nats-server at {self.server.url}")
         if not args.secret_file:
@@ -135,7 +145,7 @@ class Cluster:
                 names.add(f"store-{node}")
             await self._child(node, role, ["--node", node, "--id", node, *_worker_flags(args)])
             names.add(node)
-        http_port = args.port or (args.http_port if args.http_port != 8000 else _port_or_free(8000))
+        http_port = self.http_port or _port_or_free(8000)
         self.http = f"http://{args.http_host}:{http_port}"
         flags = ["--id", "frontend-0", "--http-host", args.http_host, "--http-port", str(http_port)]
         if args.api_keys_file:
@@ -169,6 +179,19 @@ class Cluster:
                 case _:
                     pass
 
+    async def _keep_server(self, server: EmbeddedServer) -> None:
+        """nats-server dies: it is started again at the same address, and everybody reconnects by himself."""
+        while True:
+            await asyncio.sleep(SERVER_PAUSE_S)
+            if (status := server.process.poll()) is not None:
+                how = signal.Signals(-status).name if status < 0 else f"status {status}"
+                self.say(f"nats-server died ({how}); it is started again. Its output: {server.directory / 'nats.log'}")
+                server.launch_again()
+                try:
+                    await asyncio.to_thread(server.wait)
+                except BusUnreachable as problem:
+                    self.say(str(problem))
+
     def _keep_one_old_log(self) -> None:
         """The log of the last cluster stays readable until the one after the next start."""
         current, previous = self.directory / "nats", self.directory / "nats-previous"
@@ -186,6 +209,9 @@ class Cluster:
             await self.supervisor.stop([n for n in names if roles[n] in group], within_s=DRAIN_S + 2)
         if self.bus is not None:
             await self.bus.close()
+        if self.server_watcher is not None:
+            self.server_watcher.cancel()
+            await asyncio.wait([self.server_watcher])
 
     def kill(self) -> None:
         self.supervisor.kill()
@@ -202,9 +228,12 @@ async def run(args: argparse.Namespace) -> int:
     for option in ("prefill", "decode", "conductors"):
         if getattr(args, option) < 1:
             raise OptionInvalid(f"--{option}: at least 1")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", args.cluster):
+        raise OptionInvalid(f"--cluster {args.cluster}: letters, digits, - and _, at most 64")
     directory = state_directory(args.cluster)
     directory.mkdir(parents=True, exist_ok=True)
     lock = _lock(directory, args.cluster)
+    (directory / "cluster.json").unlink(missing_ok=True)  # of one that was killed
     cluster = Cluster(args, directory)
     stop = asyncio.Event()
     signals = 0
@@ -238,7 +267,8 @@ async def run(args: argparse.Namespace) -> int:
         finally:
             cluster.clean()
             lock.close()
-        cluster.say("stopped")
+        if cluster.bus is not None:
+            cluster.say("stopped")
 
 
 def _print_addresses(cluster: Cluster, directory: Path) -> None:
@@ -268,6 +298,17 @@ def _write_secret(path: Path) -> None:
     path.unlink(missing_ok=True)
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
+
+
+def _wanted(option: str, port: int, host: str) -> int:
+    """The port, 0 when none was named. Raises OptionInvalid when it cannot be had."""
+    if port:
+        try:
+            with socket.create_server((host, port)):
+                pass
+        except (OSError, OverflowError) as problem:
+            raise OptionInvalid(f"{option} {port}: {getattr(problem, 'strerror', None) or problem}") from None
+    return port
 
 
 def _port_or_free(port: int) -> int:
