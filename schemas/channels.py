@@ -141,6 +141,7 @@ _STORE_VERBS: tuple[tuple[str, type[Message], type[Message] | None], ...] = (
     ("commit", store.CommitBlocks, store.Done),
     ("open_push", store.OpenPush, store.Done),
     ("push", store.PushLayers, None),
+    ("keep", store.KeepOrders, None),
     ("close_push", store.ClosePush, store.Pushed),
     ("release", store.ReleaseBlocks, store.Done),
     ("status", store.StoreStatusRequest, store.StoreStatus),

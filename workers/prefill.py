@@ -15,6 +15,8 @@ import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
@@ -28,10 +30,14 @@ from halfmoon.workers.prefill_job import Job, Stop
 from halfmoon.workers.sampled import next_token
 from halfmoon.workers.worker import Worker
 
+T = TypeVar("T")
+
 log = logging.getLogger("halfmoon.prefill")
 
-STORE_FULL_TRIES = 40
-STORE_FULL_PAUSE_S = 0.25
+#: How long a full store, and one that does not answer, is asked again.
+STORE_FULL_S = 10.0
+STORE_BACK_S = 3.0
+STORE_PAUSE_S = 0.1
 
 
 class PrefillWorker(Worker):
@@ -123,23 +129,14 @@ class PrefillWorker(Worker):
         return True
 
     async def _open(self, job: Job) -> None:
-        assert self.store is not None
+        store = self.store
+        assert store is not None
         layout = self.config.layout
         started_ns = time.monotonic_ns()
-        for _ in range(STORE_FULL_TRIES):
-            try:
-                put = await self.store.open_put(
-                    job.order_id, job.reply.block_keys, blocks=layout.blocks(job.order.prompt_tokens)
-                )
-                break
-            except StoreFull:  # everything is leased just now: wait for others to finish
-                if job.cancelled:
-                    raise Stop("cancelled", retryable=False) from None
-                await asyncio.sleep(STORE_FULL_PAUSE_S)
-            except (StoreError, BusError) as problem:
-                raise Stop(f"own store: {problem}", retryable=True) from None
-        else:
-            raise Stop("the own store stayed full of leased blocks", retryable=True)
+        blocks = layout.blocks(job.order.prompt_tokens)
+        put = await self._patiently(
+            job, "own store", lambda: store.open_put(job.order_id, job.reply.block_keys, blocks=blocks)
+        )
         job.slots = list(put.slots)
         job.present = set(put.present)
         usable = (job.order.prompt_tokens - 1) // layout.block_tokens  # one token is always computed
@@ -156,6 +153,24 @@ class PrefillWorker(Worker):
         if job.fetched_blocks:
             job.loads = LayerLoads(layout.layers)
             job.fetching = self.spawn(self._fetch(job, job.loads))
+
+    async def _patiently(self, job: Job, where: str, ask: Callable[[], Awaitable[T]]) -> T:
+        """What `ask` gives; asked again while a store is full of leased blocks, or its agent is just coming back.
+
+        Without patience a node that restarts would use up all placements of a request within milliseconds.
+        """
+        full_until = self._loop.time() + STORE_FULL_S
+        back_until = self._loop.time() + STORE_BACK_S
+        while True:
+            try:
+                return await ask()
+            except (StoreError, BusError) as problem:
+                until = full_until if isinstance(problem, StoreFull) else back_until
+                if job.cancelled:
+                    raise Stop("cancelled", retryable=False) from None
+                if self._loop.time() > until:
+                    raise Stop(f"{where}: {problem}", retryable=True) from None
+            await asyncio.sleep(STORE_PAUSE_S)
 
     async def _fetch(self, job: Job, loads: LayerLoads) -> None:
         assert self.store is not None
@@ -195,16 +210,17 @@ class PrefillWorker(Worker):
             raise Stop("cancelled", retryable=False)
         order = job.order
         layout = self.config.layout
-        if self.store is not None:
-            try:
-                await self.store.open_push(
+        if (store := self.store) is not None:
+            await self._patiently(
+                job,
+                f"decode node {order.decode_node_id}",
+                lambda: store.open_push(
                     order.order_id,
                     order.request_id,
                     target_node_id=order.decode_node_id,
                     decode_worker_id=order.decode_worker_id,
-                )
-            except (StoreError, BusError) as problem:
-                raise Stop(f"decode node {order.decode_node_id}: {problem}", retryable=True) from None
+                ),
+            )
         started_ns = time.monotonic_ns()
         table = self.engine.allocator.allocate(layout.blocks(order.prompt_tokens))
         try:
