@@ -15,8 +15,6 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
@@ -24,20 +22,14 @@ from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, 
 from halfmoon.schemas.events import PrefillFailed, PrefillFinished, WorkerHeartbeat
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import KvLoaded, PrefillResult
-from halfmoon.store.errors import StoreError, StoreFull
+from halfmoon.store.errors import StoreError
 from halfmoon.workers.layer_loads import LayerLoads, LoadFailed
-from halfmoon.workers.prefill_job import Job, Stop
+from halfmoon.workers.prefill_job import Job, Stop, patiently
 from halfmoon.workers.sampled import next_token
 from halfmoon.workers.worker import Worker
 
-T = TypeVar("T")
-
 log = logging.getLogger("halfmoon.prefill")
 
-#: How long a full store, and one that does not answer, is asked again.
-STORE_FULL_S = 10.0
-STORE_BACK_S = 3.0
-STORE_PAUSE_S = 0.1
 
 
 class PrefillWorker(Worker):
@@ -134,7 +126,7 @@ class PrefillWorker(Worker):
         layout = self.config.layout
         started_ns = time.monotonic_ns()
         blocks = layout.blocks(job.order.prompt_tokens)
-        put = await self._patiently(
+        put = await patiently(
             job, "own store", lambda: store.open_put(job.order_id, job.reply.block_keys, blocks=blocks)
         )
         job.slots = list(put.slots)
@@ -153,24 +145,6 @@ class PrefillWorker(Worker):
         if job.fetched_blocks:
             job.loads = LayerLoads(layout.layers)
             job.fetching = self.spawn(self._fetch(job, job.loads))
-
-    async def _patiently(self, job: Job, where: str, ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` gives; asked again while a store is full of leased blocks, or its agent is just coming back.
-
-        Without patience a node that restarts would use up all placements of a request within milliseconds.
-        """
-        full_until = self._loop.time() + STORE_FULL_S
-        back_until = self._loop.time() + STORE_BACK_S
-        while True:
-            try:
-                return await ask()
-            except (StoreError, BusError) as problem:
-                until = full_until if isinstance(problem, StoreFull) else back_until
-                if job.cancelled:
-                    raise Stop("cancelled", retryable=False) from None
-                if self._loop.time() > until:
-                    raise Stop(f"{where}: {problem}", retryable=True) from None
-            await asyncio.sleep(STORE_PAUSE_S)
 
     async def _fetch(self, job: Job, loads: LayerLoads) -> None:
         assert self.store is not None
@@ -211,7 +185,7 @@ class PrefillWorker(Worker):
         order = job.order
         layout = self.config.layout
         if (store := self.store) is not None:
-            await self._patiently(
+            await patiently(
                 job,
                 f"decode node {order.decode_node_id}",
                 lambda: store.open_push(

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+from halfmoon.bus.errors import BusError
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.tokens import TakeReply
+from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.workers.layer_loads import LayerLoads
+
+T = TypeVar("T")
+
+#: How long a full store, and one that does not answer, is asked again.
+STORE_FULL_S = 10.0
+STORE_BACK_S = 3.0
+STORE_PAUSE_S = 0.1
 
 
 class Job:
@@ -42,3 +53,23 @@ class Stop(Exception):
     def __init__(self, reason: str, *, retryable: bool) -> None:
         super().__init__(reason)
         self.retryable = retryable
+
+
+async def patiently(job: Job, where: str, ask: Callable[[], Awaitable[T]]) -> T:
+    """What `ask` gives; asked again while a store is full of leased blocks, or its agent is just coming back.
+
+    Without patience a node that restarts would use up all placements of a request within milliseconds.
+    """
+    loop = asyncio.get_running_loop()
+    full_until = loop.time() + STORE_FULL_S
+    back_until = loop.time() + STORE_BACK_S
+    while True:
+        try:
+            return await ask()
+        except (StoreError, BusError) as problem:
+            until = full_until if isinstance(problem, StoreFull) else back_until
+            if job.cancelled:
+                raise Stop("cancelled", retryable=False) from None
+            if loop.time() > until:
+                raise Stop(f"{where}: {problem}", retryable=True) from None
+        await asyncio.sleep(STORE_PAUSE_S)
