@@ -36,6 +36,7 @@ from halfmoon.conductor.cost import (
 )
 from halfmoon.conductor.index import BlockIndex, IndexImage
 from halfmoon.conductor.invariants import check
+from halfmoon.conductor.losses import compare_orders
 from halfmoon.conductor.placement import Candidate, DecodeCandidate, candidates, decode_candidates, match
 from halfmoon.conductor.state import Decisions, Order, State
 from halfmoon.schemas.decisions import Decision
@@ -70,7 +71,7 @@ from halfmoon.schemas.events import (
 )
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 1
+SNAPSHOT_VERSION = 2
 
 
 class SnapshotInvalid(ValueError):
@@ -317,6 +318,8 @@ def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> N
         worker.cost = refit_decode(
             worker.fit, worker.cost, event.step_sequences, event.step_context_tokens, event.step_ns
         )
+    if worker is not None:
+        compare_orders(state, worker, event, out)
 
 
 def _request_finished(state: State, event: RequestFinished) -> None:
@@ -348,9 +351,8 @@ def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: Decisio
     request = state.requests[order.request_id]
     orders.withdraw(state, order, out, prefill_runs=not prefill, decode_runs=prefill)
     if event.retryable:
-        if event.worker_id not in request.avoid:
-            request.avoid.append(event.worker_id)
-        orders.place(state, request, out)
+        orders.avoid(request, event.worker_id)
+        orders.place(state, request, event.reason, out)
     else:
         orders.fail(state, request, event.reason, out)
 
@@ -363,9 +365,8 @@ def _decode_refused(state: State, event: DecodeRefused, out: Decisions) -> None:
     request = state.requests[order.request_id]
     orders.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
     if request.placements > 1:  # its client may have tokens already
-        if event.worker_id not in request.avoid:
-            request.avoid.append(event.worker_id)
-        orders.place(state, request, out)
+        orders.avoid(request, event.worker_id)
+        orders.place(state, request, event.reason, out)
     else:
         orders.reject_placed(state, request, "decode_refused", event.reason, event.predicted_tbt_ns, out)
 

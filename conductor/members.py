@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Literal
 
 from halfmoon.conductor.cost import decode_fit, prefill_fit
-from halfmoon.conductor.orders import arm, end, place, place_parked, withdraw
+from halfmoon.conductor.losses import lose_orders
+from halfmoon.conductor.orders import arm, end, place_parked, withdraw
 from halfmoon.conductor.state import Decisions, Frontend, State, Store, Worker
 from halfmoon.schemas.decisions import AnnounceYourself
 from halfmoon.schemas.events import (
@@ -38,7 +39,8 @@ def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
             _carry_over(known, worker)
             state.workers[event.worker_id] = worker
             if known.asked:
-                _lose_orders(state, event.worker_id, list(worker.orders), out, told=True)
+                dropped = f"worker {event.worker_id} dropped its orders"
+                lose_orders(state, event.worker_id, list(worker.orders), dropped, out, told=True)
             place_parked(state, out)
             return
         _forget_timer(state, known.role, event.worker_id, known.incarnation)
@@ -46,7 +48,7 @@ def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
     state.workers[event.worker_id] = worker
     state.workers = dict(sorted(state.workers.items()))
     _arm_loss(state, event.role, event.worker_id, event.incarnation, state.at_ns, out)
-    _lose_orders(state, event.worker_id, orphans, out)
+    lose_orders(state, event.worker_id, orphans, _was_lost(event.worker_id), out)
     place_parked(state, out)
 
 
@@ -114,7 +116,7 @@ def worker_left(state: State, worker_id: str, incarnation: str, out: Decisions) 
     orphans = _orphans(state, worker_id)
     del state.workers[worker_id]
     _forget_timer(state, worker.role, worker_id, worker.incarnation)
-    _lose_orders(state, worker_id, orphans, out)
+    lose_orders(state, worker_id, orphans, _was_lost(worker_id), out)
 
 
 def _orphans(state: State, worker_id: str) -> list[str]:
@@ -122,24 +124,8 @@ def _orphans(state: State, worker_id: str) -> list[str]:
     return list(worker.orders) if worker is not None else []
 
 
-def _lose_orders(state: State, worker_id: str, order_ids: list[str], out: Decisions, *, told: bool = False) -> None:
-    """The worker's halves of these orders are gone. All are taken back before any is placed: none counts as load.
-
-    `told`: the worker is there and may have taken some of them since it dropped all, so it is told of each.
-    """
-    requests = []
-    for order_id in order_ids:
-        order = state.orders[order_id]
-        requests.append(state.requests[order.request_id])
-        withdraw(
-            state,
-            order,
-            out,
-            prefill_runs=told or order.prefill_id != worker_id,
-            decode_runs=told or order.decode_id != worker_id,
-        )
-    for request in requests:
-        place(state, request, out)
+def _was_lost(worker_id: str) -> str:
+    return f"worker {worker_id} was lost"
 
 
 # --- store agents ---------------------------------------------------------------------------------------------------

@@ -34,10 +34,11 @@ def accept_or_reject(state: State, event: RequestArrived, out: Decisions) -> Non
         _order(state, request, verdict, out)
 
 
-def place(state: State, request: Request, out: Decisions) -> None:
-    """A request that was accepted and has no order: placed once more, parked, or failed after too many."""
+def place(state: State, request: Request, lost: str, out: Decisions) -> None:
+    """A request that was accepted and has no order any more (`lost` says why): placed, parked, or failed for good."""
     if request.placements >= state.policy.placements_max:
-        fail(state, request, f"placed {request.placements} times, and each time lost", out)
+        message = f"placed {request.placements} times, and each time lost; last: {lost or 'no reason was given'}"
+        fail(state, request, message, out)
         return
     placement = place_again(state, request, state.at_ns, _draw(state))
     if placement is None:
@@ -46,8 +47,14 @@ def place(state: State, request: Request, out: Decisions) -> None:
         _order(state, request, placement, out)
 
 
+def avoid(request: Request, worker_id: str) -> None:
+    """The worker failed it: taken again only when there is no other."""
+    if worker_id not in request.avoid:
+        request.avoid.append(worker_id)
+
+
 def place_parked(state: State, out: Decisions) -> None:
-    """A worker has come: those that wait are placed, oldest first, as long as that is possible."""
+    """A worker takes orders that did not: those that wait are placed, oldest first, as long as that is possible."""
     for request_id in list(state.parked):
         request = state.requests[request_id]
         placement = place_again(state, request, state.at_ns, _draw(state))
@@ -208,6 +215,7 @@ def _order(state: State, request: Request, placement: Placement, out: Decisions)
         decode_id=decode.worker_id,
         decode_node_id=decode.node_id,
         placed_ns=now_ns,
+        placed_seq=state.seq,
         predicted=predicted,
         prefill_end_ns=now_ns + prefill.ttft_ns,
         decode_ns=placement.decode_ns,

@@ -59,6 +59,9 @@ class Worker(msgspec.Struct, kw_only=True):
     queued: int = 0
     running: int = 0
     kv_blocks_used: int = 0
+    #: Orders that its last heartbeat did not list though it must know them, and listed though we do not: since when.
+    unlisted_ns: dict[str, int] = {}
+    stray_ns: dict[str, int] = {}
 
 
 class Store(msgspec.Struct, kw_only=True):
@@ -107,6 +110,8 @@ class Order(msgspec.Struct, kw_only=True):
     #: "prefill" until the prefill worker has answered.
     phase: Literal["prefill", "decode"] = "prefill"
     placed_ns: int
+    #: Sequence of the event that caused it.
+    placed_seq: int
     predicted: Prediction
     #: When prefill is to end, and (once it has) when it did.
     prefill_end_ns: int

@@ -79,11 +79,14 @@ class StartDecode(Message, frozen=True):
 
 
 class CancelOrder(Message, frozen=True):
-    """To a prefill or decode worker: stop the order, release what it holds. No answer."""
+    """To a prefill or decode worker: stop the order, release what it holds. No answer.
+
+    `request_id` is "" when the worker listed an order that the conductor does not know any more.
+    """
 
     order_id: Id
-    request_id: Id
     worker_id: Id
+    request_id: str = ""
 
 
 class ReleaseOrder(Message, frozen=True):

@@ -20,6 +20,7 @@ from halfmoon.schemas.types import (
     Message,
     Ns,
     Part,
+    Seq,
     Text,
     Tokens,
     check_whole_keys,
@@ -88,7 +89,10 @@ class WorkerJoined(Message, frozen=True):
 
 
 class WorkerHeartbeat(Message, frozen=True):
-    """Sent every `heartbeat_ns`. The step figures are means since the last one; 0 when no step was made."""
+    """Sent every `heartbeat_ns`. The step figures are means since the last one; 0 when no step was made.
+
+    `orders` and `obeyed_seq` are told together: an order that the worker must have had and does not list is lost.
+    """
 
     worker_id: Id
     incarnation: Id
@@ -99,6 +103,10 @@ class WorkerHeartbeat(Message, frozen=True):
     step_ns: Ns = 0
     step_sequences: Count = 0
     step_context_tokens: Count = 0
+    #: Orders that were taken and neither answered nor cancelled; None: not told.
+    orders: list[Id] | None = None
+    #: `cause_seq` of the newest decision that the worker has obeyed, of whatever kind; 0: none yet.
+    obeyed_seq: Seq = 0
 
 
 class WorkerDraining(Message, frozen=True):

@@ -95,13 +95,17 @@ def finished(order_id: str, request_id: str = "r1", worker_id: str = "d0", **fie
 
 
 class Script:
-    """A core under invariants, a sequence and a clock. `at` and `after` move the clock; events happen at it."""
+    """A core under invariants, a sequence and a clock. `after_ns` moves the clock; events happen at it.
 
-    def __init__(self, *events: Event, **policy: Any) -> None:
+    A node's store agent joins just before the node's first worker does (`stores`), an event of its own.
+    """
+
+    def __init__(self, *events: Event, stores: bool = True, **policy: Any) -> None:
         self.core = Core(checked=True)
         self.now_ns = 1_000 * S
         self.log: list[Stamped] = []
         self.decided: list[list[Decision]] = []
+        self.nodes: list[str] | None = [] if stores else None
         self(ClusterConfigured(code_version="t", log_version=1, policy=Policy(**policy)))
         for event in events:
             self(event)
@@ -109,6 +113,9 @@ class Script:
     def __call__(self, event: Event, after_ns: int = 0) -> list[Decision]:
         """The decisions on `event`."""
         self.now_ns += after_ns
+        if isinstance(event, WorkerJoined) and self.nodes is not None and event.node_id not in self.nodes:
+            self.nodes.append(event.node_id)
+            self(store(event.node_id.removeprefix("n-")))
         stamped = Stamped(seq=self.core.seq + 1, at_ns=self.now_ns, event=event)
         decisions = self.core.step(stamped)
         self.log.append(stamped)
@@ -123,6 +130,4 @@ class Script:
 
 def pair(**policy: Any) -> Script:
     """One prefill and one decode worker with their stores, and a frontend."""
-    return Script(
-        prefill(), store("p0"), decode(), store("d0"), FrontendJoined(frontend_id="f1", incarnation="i1"), **policy
-    )
+    return Script(prefill(), decode(), FrontendJoined(frontend_id="f1", incarnation="i1"), **policy)

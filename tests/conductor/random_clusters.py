@@ -1,4 +1,5 @@
-"""A cluster of make-believe around one core: workers that answer, fail, die and return, events that come late or twice.
+"""A cluster of make-believe around one core: workers that answer, fail, die and return, and forget orders; events that
+come late or twice; a conductor that is away for a while.
 
 Everything is drawn from the seed, the configuration too. Run as a program it prints a digest of every decision and of
 the state, so that two interpreters can be compared.
@@ -10,6 +11,7 @@ import hashlib
 import heapq
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -74,6 +76,7 @@ class Process:
         self.incarnation = 0
         #: Workers: orders in hand. Stores: runs of blocks (chain, blocks). Frontends: open requests.
         self.orders: dict[str, Any] = {}
+        self.obeyed_seq = 0
         self.chains: dict[int, int] = {}
         self.open: dict[str, RequestArrived] = {}
 
@@ -85,7 +88,8 @@ class Process:
 class Cluster:
     """Call `run`; then `log` and `decided` hold what happened."""
 
-    def __init__(self, seed: int, *, checked: bool = True) -> None:
+    def __init__(self, seed: int, *, checked: bool = True, forgetful: bool = True) -> None:
+        self.forgetful = forgetful
         self.draw = random.Random(seed)
         draw = self.draw
         self.core = Core(checked=checked)
@@ -105,6 +109,8 @@ class Cluster:
         for number in range(draw.randrange(1, 3)):
             self.processes[f"f{number}"] = Process("frontend", f"f{number}")
         self._waiting: list[tuple[int, int, Any]] = []
+        #: Until when no conductor publishes what it decides.
+        self._away_until_ns = 0
         self._count = 0
         self._requests = 0
         self._prefilled: dict[str, bool] = {}
@@ -169,14 +175,18 @@ class Cluster:
         self.log.append(stamped)
         self.decided.append(decisions)
         for decision in decisions:
-            self.receive(decision)
+            if self.now_ns <= self._away_until_ns:
+                delay_ns = self._away_until_ns - self.now_ns
+                self.later(delay_ns, partial(self.receive, decision, stamped.seq))
+            else:
+                self.receive(decision, stamped.seq)
 
     # --- processes --------------------------------------------------------------------------------------------
 
     def start(self, process: Process) -> None:
         process.alive = True
         process.incarnation += 1
-        process.orders, process.chains = {}, {}
+        process.orders, process.chains, process.obeyed_seq = {}, {}, 0
         self.announce(process)
         self.beat(process, process.incarnation)
 
@@ -239,6 +249,8 @@ class Cluster:
                         step_ns=steps * self.draw.randrange(50 * MS),
                         step_sequences=len(process.orders),
                         step_context_tokens=1_000 * len(process.orders),
+                        orders=list(process.orders),
+                        obeyed_seq=process.obeyed_seq,
                     )
                 )
         self.later(1 * S, lambda: self.beat(process, incarnation))
@@ -262,7 +274,7 @@ class Cluster:
             return
         draw = self.draw
         process = draw.choice(list(self.processes.values()))
-        match draw.randrange(8):
+        match draw.randrange(9):
             case 0 | 1 | 2 if process.alive:
                 self.die(process, noticed=draw.random() < 0.5)
             case 3 if process.role == "store":
@@ -276,6 +288,8 @@ class Cluster:
                 self.now_ns += draw.randrange(20 * S)  # the bus was away
             case 7:
                 self.nonsense()
+            case 8 if draw.random() < 0.3:
+                self._away_until_ns = max(self._away_until_ns, self.now_ns + draw.randrange(20 * S))
         self.later(draw.randrange(3 * S), self.fault)
 
     def nonsense(self) -> None:
@@ -320,7 +334,10 @@ class Cluster:
         if frontend.open.pop(request_id, None) is not None:
             self.say(RequestCancelled(request_id=request_id))
 
-    def receive(self, decision: Decision) -> None:
+    def receive(self, decision: Decision, seq: int) -> None:
+        if isinstance(decision, StartPrefill | StartDecode | CancelOrder):
+            process = self.processes[decision.worker_id]
+            process.obeyed_seq = seq
         match decision:
             case SetTimer():
                 self.later(max(0, decision.at_ns - self.now_ns), TimerFired(key=decision.key, at_ns=decision.at_ns))
@@ -328,17 +345,16 @@ class Cluster:
                 assert decision.order_id not in self.order_ids, ("ordered twice", decision)
                 self.order_ids[decision.order_id] = True
                 self.told.setdefault(decision.request_id, []).append("placed")
-                process = self.processes[decision.worker_id]
                 if process.alive:
                     process.orders[decision.order_id] = decision
                     self.later(self.draw.randrange(300 * MS), lambda: self.end_prefill(process, decision))
             case StartDecode():
-                process = self.processes[decision.worker_id]
                 if process.alive:
                     process.orders[decision.order_id] = decision
                     self.later(self.draw.randrange(2 * S), lambda: self.end_decode(process, decision))
             case CancelOrder():
-                self.processes[decision.worker_id].orders.pop(decision.order_id, None)
+                if not self.forgets():
+                    process.orders.pop(decision.order_id, None)
             case AnnounceYourself():
                 process = self.processes[decision.target_id]
                 if process.alive:
@@ -349,10 +365,16 @@ class Cluster:
             case ReleaseOrder():
                 pass
 
+    def forgets(self) -> bool:
+        """Whether a worker loses this order from its memory, or this cancellation."""
+        return self.faults and self.forgetful and self.draw.random() < 0.05
+
     def end_prefill(self, process: Process, order: StartPrefill) -> None:
         if not process.alive or process.orders.get(order.order_id) is not order:
             return
         del process.orders[order.order_id]
+        if self.forgets():
+            return
         answer = {"order_id": order.order_id, "request_id": order.request_id, "worker_id": order.worker_id}
         if self.faults and self.draw.random() < 0.05:
             self.say(PrefillFailed(**answer, reason="x", retryable=self.draw.random() < 0.8))
@@ -394,6 +416,8 @@ class Cluster:
             self.later(100 * MS, lambda: self.end_decode(process, order))  # waits, until it is cancelled
             return
         del process.orders[order.order_id]
+        if self.forgets():
+            return
         if self.faults and self.draw.random() < 0.05:
             self.say(DecodeFailed(**answer, reason="x", retryable=self.draw.random() < 0.8))
         elif self.faults and self.draw.random() < 0.05:

@@ -135,7 +135,7 @@ def test_early_feels_decode_only_when_it_has_begun() -> None:
     # Two fit a step of 125 ms. Five are taken, because none is in decode: this is the fault of this admission.
     assert [verdict(script, f"r{n}") for n in range(5)] == [""] * 5
     for number in range(2):
-        script(prefilled(f"{4 + number}-1", f"r{number}"), after_ns=110 * MS)
+        script(prefilled(f"{6 + number}-1", f"r{number}"), after_ns=110 * MS)
     assert verdict(script, "late") == "tbt_slo"
 
 
@@ -147,8 +147,8 @@ def test_predicted_counts_those_whose_prefill_ends_before_this_one() -> None:
 def test_predicted_forgets_those_whose_decode_will_be_over() -> None:
     script = pool(admission="predicted", tbt_slo_ns=125 * MS)
     assert verdict(script, "seen", max_tokens=100) == ""
-    script(prefilled("4-1", "seen"), after_ns=110 * MS)
-    script(finished("4-1", "seen", completion_tokens=10, decode_ns=150 * MS), after_ns=150 * MS)
+    script(prefilled("6-1", "seen"), after_ns=110 * MS)
+    script(finished("6-1", "seen", completion_tokens=10, decode_ns=150 * MS), after_ns=150 * MS)
     # Decodes of this class last 150 ms: when the third prefill ends, 330 ms from now, the first two's are over at 260
     # and 370.
     assert [verdict(script, f"r{n}", max_tokens=100) for n in range(3)] == ["", "", ""]
@@ -178,7 +178,7 @@ def test_no_room_is_what_will_be_when_prefill_ends() -> None:
         assert [verdict(script, f"r{n}", max_tokens=100) for n in range(3)] == expected, admission
     script = Script(prefill(), small, admission="early", **QUIET)
     assert verdict(script, "r0", max_tokens=100) == ""
-    script(prefilled("4-1", "r0"), after_ns=110 * MS)
+    script(prefilled("6-1", "r0"), after_ns=110 * MS)
     refused = script.orders(arrived("r1", max_tokens=100))[0]
     assert isinstance(refused, RejectRequest)
     assert (refused.reason, refused.retry_after_ns) == ("no_room", 100 * 110 * MS)
@@ -216,7 +216,7 @@ def test_the_mean_over_the_pool_refuses_when_one_worker_is_far_behind() -> None:
     # A step of d1 takes 1 s with one sequence. (1,000 + 0) / 2 is over 400 ms, though d0 alone would be fine.
     script = Script(prefill(), decode(1, profile=CostProfile(decode_base_ns=1 * S)), admission="early", **QUIET)
     assert verdict(script, "a", tbt_slo_ns=2 * S) == ""
-    script(prefilled("4-1", "a"), after_ns=110 * MS)
+    script(prefilled("6-1", "a"), after_ns=110 * MS)
     script(decode(0, profile=STEPS))
     assert verdict(script, "b", tbt_slo_ns=400 * MS) == "tbt_slo"
     assert verdict(script, "c", tbt_slo_ns=500 * MS) == ""

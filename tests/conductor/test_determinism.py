@@ -13,7 +13,8 @@ from random_clusters import Cluster, digest
 
 from halfmoon.conductor.machine import Core, SnapshotInvalid
 from halfmoon.schemas.codec import decode, encode
-from halfmoon.schemas.events import Event, Stamped
+from halfmoon.schemas.decisions import ReleaseOrder
+from halfmoon.schemas.events import Event, Stamped, WorkerHeartbeat
 
 SEEDS = range(10)
 
@@ -29,8 +30,9 @@ def test_after_the_faults_have_stopped_every_accepted_request_ends(seed: int) ->
     assert [key for key in state.timers if not key.startswith("lost:")] == []
     for worker in state.workers.values():
         assert (worker.orders, worker.reserved_ns, worker.reserved_blocks) == ({}, 0, 0)
-    for frontend in cluster.processes.values():
-        assert frontend.open == {}, "a client that was told nothing"
+    for process in cluster.processes.values():
+        assert process.open == {}, "a client that was told nothing"
+        assert process.orders == {}, "a worker that goes on for nobody"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -41,6 +43,18 @@ def test_nothing_is_decided_on_a_request_after_its_end(seed: int) -> None:
         ends = [word for word in told if word in ("RejectRequest", "FailRequest")]
         if ends and "finished" not in told:
             assert told.index(ends[0]) == len(told) - 1, (request_id, told)
+
+
+@pytest.mark.parametrize("forgetful", [True, False])
+def test_orders_are_missed_where_workers_forget_them_and_nowhere_else(forgetful: bool) -> None:
+    missed = 0
+    for seed in SEEDS:
+        cluster = Cluster(4_000 + seed, checked=False, forgetful=forgetful)
+        cluster.run(chaos_s=30, calm_s=0)
+        for stamped, decisions in zip(cluster.log, cluster.decided, strict=True):
+            if isinstance(stamped.event, WorkerHeartbeat):
+                missed += sum(isinstance(decision, ReleaseOrder) for decision in decisions)
+    assert (missed > 0) == forgetful
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from conductor_scripts import MS, S, Script, arrived, decode, keys, pair, prefill, prefilled, store, stored
+from conductor_scripts import MS, S, Script, arrived, decode, finished, keys, pair, prefill, prefilled, store, stored
 
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
     CancelOrder,
     Decision,
     FailRequest,
+    RejectRequest,
     ReleaseOrder,
     SetTimer,
     StartDecode,
@@ -19,10 +20,12 @@ from halfmoon.schemas.decisions import (
 from halfmoon.schemas.events import (
     BlocksEvicted,
     BlocksStored,
+    DecodeFailed,
     Event,
     FrontendHeartbeat,
     FrontendJoined,
     FrontendLeft,
+    PrefillFailed,
     RequestCancelled,
     StoreHeartbeat,
     StoreInventory,
@@ -60,14 +63,14 @@ def crowd(**policy: Any) -> Script:
     """Two of each worker, with stores."""
     script = Script(**policy)
     for number in (0, 1):
-        for event in (prefill(number), store(f"p{number}"), decode(number), store(f"d{number}")):
-            script(event)
+        script(prefill(number))
+        script(decode(number))
     script(FrontendJoined(frontend_id="f1", incarnation="i1"))
     return script
 
 
 def test_each_process_that_joins_gets_one_timer() -> None:
-    script = Script()
+    script = Script(stores=False)
     due = script.now_ns + 4 * S
     assert script(prefill()) == [SetTimer(key="lost:prefill:p0:i1", at_ns=due)]
     assert script(decode()) == [SetTimer(key="lost:decode:d0:i1", at_ns=due)]
@@ -263,6 +266,55 @@ def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has() -> None:
     assert script.core.state.orders["11-1"].phase == "decode"
 
 
+def test_a_worker_that_no_longer_drains_takes_orders_and_what_is_parked() -> None:
+    script = pair(heartbeat_ns=100 * S)
+    script(WorkerDraining(worker_id="p0", incarnation="i1"))
+    assert kinds(script(arrived("r0"))) == ["RejectRequest"]
+    assert script(WorkerDraining(worker_id="p0", incarnation="i1", draining=False)) == []
+    assert placed(script) == ("p0", "d0")
+    script(WorkerDraining(worker_id="d0", incarnation="i1"))
+    failed = DecodeFailed(order_id="10-1", request_id="r1", worker_id="d0", reason="broke")
+    assert kinds(script.orders(failed)) == ["CancelOrder", "ReleaseOrder", "ReleaseOrder"]
+    assert script(WorkerDraining(worker_id="d0", incarnation="i0", draining=False)) == []
+    again = script(WorkerDraining(worker_id="d0", incarnation="i1", draining=False), after_ns=1 * S)
+    assert kinds(again) == ["StartPrefill", "StartDecode"]
+    assert script.core.state.parked == {}
+
+
+def test_a_worker_whose_store_left_takes_nothing_new_until_it_is_back_and_finishes_what_it_has() -> None:
+    script = crowd()
+    assert placed(script, "r0") == ("p0", "d0")
+    assert script(StoreLeft(node_id="n-p0")) == []
+    assert script(StoreLeft(node_id="n-d0")) == []
+    assert [placed(script, f"x{n}") for n in range(3)] == [("p1", "d1")] * 3
+    assert script(prefilled("11-1", "r0", "p0")) == []
+    assert script(finished("11-1", "r0", "d0")) == []
+    assert script.core.state.counters.finished == 1
+    script(store("p0", "i2"))
+    assert placed(script, "y0") == ("p0", "d1")
+    script(store("d0", "i2"))
+    assert placed(script, "y1") == ("p0", "d0")
+
+
+def test_without_any_store_left_there_is_no_worker_for_a_new_request() -> None:
+    script = pair()
+    script(StoreLeft(node_id="n-d0"))
+    refused = script(arrived())[0]
+    assert isinstance(refused, RejectRequest)
+    assert (refused.reason, refused.message) == ("no_worker", "no decode worker is there")
+
+
+def test_a_request_that_waits_is_placed_when_the_store_agent_is_back() -> None:
+    script = pair(heartbeat_ns=100 * S)
+    placed(script)
+    script(StoreLeft(node_id="n-p0"))
+    failed = PrefillFailed(order_id="7-1", request_id="r1", worker_id="p0", reason="its store agent is gone")
+    assert kinds(script(failed)) == ["CancelOrder", "ReleaseOrder", "SetTimer"]
+    assert script(beat("p0"), after_ns=1 * S) == []
+    assert kinds(script(store("p0", "i2"))) == ["SetTimer", "StartPrefill", "StartDecode"]
+    assert script.core.state.parked == {}
+
+
 def test_an_inventory_in_parts_rebuilds_the_index() -> None:
     script = pair()
     chain = keys(6)
@@ -294,7 +346,7 @@ def test_without_a_worker_an_accepted_request_waits_for_one() -> None:
         SetTimer(key="unplaced:r1:1", at_ns=script.now_ns + 30 * S),
     ]
     assert kinds(script.orders(prefill(7), after_ns=10 * S)) == ["StartPrefill", "StartDecode"]
-    assert script.core.state.orders["9-1"].predicted.ttft_ns == 10 * S + 110 * MS  # counted from its arrival
+    assert script.core.state.orders["10-1"].predicted.ttft_ns == 10 * S + 110 * MS  # counted from its arrival
     assert script(TimerFired(key="unplaced:r1:1", at_ns=1_030 * S), after_ns=20 * S) == []
 
 
@@ -324,7 +376,9 @@ def test_a_request_is_not_placed_for_ever() -> None:
     script(WorkerLeft(worker_id="p0"))
     ended = script.orders(WorkerLeft(worker_id="p1"))
     assert kinds(ended) == ["CancelOrder", "ReleaseOrder", "ReleaseOrder", "FailRequest"]
-    assert ended[-1] == FailRequest(request_id="r1", frontend_id="f1", message="placed 2 times, and each time lost")
+    assert ended[-1] == FailRequest(
+        request_id="r1", frontend_id="f1", message="placed 2 times, and each time lost; last: worker p1 was lost"
+    )
 
 
 def test_a_frontend_that_leaves_has_its_requests_cancelled() -> None:

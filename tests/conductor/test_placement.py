@@ -25,8 +25,8 @@ def pool(**policy: Any) -> Script:
     """Two prefill workers and two decode workers, each with its store."""
     script = Script(**policy)
     for number in (0, 1):
-        for event in (prefill(number), store(f"p{number}"), decode(number), store(f"d{number}")):
-            script(event)
+        script(prefill(number))
+        script(decode(number))
     return script
 
 
@@ -129,9 +129,7 @@ def test_a_fetch_may_end_where_its_first_layer_is_still_hidden_by_the_queue() ->
     # A block takes 20 ms by this link (2 ms its first layer) and 1 ms to compute, beside 1 s in any case. Ten blocks'
     # first layers are there when the queue of 20 ms ends: 20 + 1,040; all forty would be 80 + 1,010.
     profile = CostProfile(prefill_base_ns=1 * S, prefill_per_token_ps=10_000_000)
-    script = Script(
-        prefill(0), store("p0"), prefill(1, profile=profile), store("p1"), link_bytes_s=5_000_000, link_latency_ns=0
-    )
+    script = Script(prefill(0), prefill(1, profile=profile), link_bytes_s=5_000_000, link_latency_ns=0)
     script(stored("p0", keys(40)))
     worker = script.core.state.workers["p1"]
     worker.orders["x"] = worker.reserved_ns = 20 * MS
@@ -167,7 +165,6 @@ def test_transfers_share_the_bandwidth_of_their_source() -> None:
 def test_the_source_is_the_one_with_the_fastest_link_then_the_smallest_id() -> None:
     script = pool()
     script(prefill(2))
-    script(store("p2"))
     script(stored("p0", keys(5)))
     script(stored("d0", keys(5)))
     assert costs(script, arrived())[1][-1] == [fetch("d0", 0, 5)]  # n-d0 before n-p0
@@ -193,11 +190,20 @@ def test_a_suspected_store_is_not_read_from_for_a_while() -> None:
     assert [c[-2:] for c in costs(script, arrived())] == [(500, []), (500, [fetch("p0", 0, 5)])]
 
 
-def test_the_blocks_of_a_store_that_left_are_gone_and_its_worker_is_still_used() -> None:
+def test_the_blocks_of_a_store_that_left_are_gone_and_its_worker_is_passed_over() -> None:
     script = pool()
     script(stored("p0", keys(5)))
     script(StoreLeft(node_id="n-p0"))
-    assert chosen(script, arrived()) == ("p0", "d0", 0, [])
+    assert [candidate.worker_id for candidate in found(script, arrived())] == ["p1"]
+    assert chosen(script, arrived("r1")) == ("p1", "d0", 0, [])
+    script(store("p0", "i2"))
+    assert chosen(script, arrived("r2")) == ("p0", "d1", 0, [])
+
+
+def test_a_worker_without_blocks_needs_no_store() -> None:
+    null = {"layout": NULL_LAYOUT}
+    script = Script(prefill(**null), decode(**null), stores=False)
+    assert chosen(script, arrived(block_keys=b"")) == ("p0", "d0", 0, [])
 
 
 def test_workers_on_one_node_share_its_blocks() -> None:
@@ -231,7 +237,7 @@ def test_blocks_on_a_slow_ssd_are_computed_again() -> None:
 
 
 def test_without_blocks_nothing_is_matched_or_moved() -> None:
-    script = Script(prefill(layout=NULL_LAYOUT), store("p0"), decode(layout=NULL_LAYOUT))
+    script = Script(prefill(layout=NULL_LAYOUT), decode(layout=NULL_LAYOUT))
     script(stored("p0", keys(5)))
     assert costs(script, arrived()) == [("p0", 0, 0, 110_000, 110_000, 0, [])]
 
@@ -334,7 +340,6 @@ def test_the_chosen_cut_is_the_best_of_all(seed: int) -> None:
         count = draw.randrange(1, 5)
         for number in range(count):
             script(prefill(number, profile=profile))
-            script(store(f"p{number}"))
             script(stored(f"p{number}", keys(draw.choice([0, draw.randrange(50), 50]))))
         state = script.core.state
         for number in range(count):

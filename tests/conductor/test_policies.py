@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, get_args
 
 import pytest
-from conductor_scripts import MS, Script, arrived, decode, keys, prefill, prefilled, store, stored
+from conductor_scripts import MS, Script, arrived, decode, keys, prefill, prefilled, stored
 
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import CostProfile, PolicyChanged
@@ -17,10 +17,8 @@ def pool(name: PolicyName, **policy: Any) -> Script:
     script = Script(name=name, heartbeat_ns=10**12, admission="none", **policy)
     for number in range(3):
         script(prefill(number))
-        script(store(f"p{number}"))
     for number in range(2):
         script(decode(number))
-        script(store(f"d{number}"))
     return script
 
 

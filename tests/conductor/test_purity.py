@@ -115,6 +115,7 @@ def test_the_core_consists_of_these_modules() -> None:
         "fetching",
         "index",
         "invariants",
+        "losses",
         "machine",
         "members",
         "orders",

@@ -16,14 +16,16 @@ from conductor_scripts import (
     pair,
     prefill,
     prefilled,
-    store,
     stored,
 )
 
 from halfmoon.conductor.cost import Answers, Link
 from halfmoon.conductor.state import FINISHED_MAX
+from halfmoon.schemas.codec import decode as decode_message
+from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import (
     CancelOrder,
+    Decision,
     FailRequest,
     Fetch,
     Prediction,
@@ -48,8 +50,8 @@ def crowd(**policy: Any) -> Script:
     """Two of each worker, with stores."""
     script = Script(heartbeat_ns=100 * S, **policy)
     for number in (0, 1):
-        for event in (prefill(number), store(f"p{number}"), decode(number), store(f"d{number}")):
-            script(event)
+        script(prefill(number))
+        script(decode(number))
     return script
 
 
@@ -182,6 +184,19 @@ def test_a_failed_prefill_is_placed_again_elsewhere() -> None:
     again = script(failed("prefill", "11-1", "p1"))[3]
     assert isinstance(again, StartPrefill)
     assert again.worker_id == "p0"
+
+
+@pytest.mark.parametrize(("reason", "said"), [("broke", "broke"), ("", "no reason was given"), ("x" * 512, "x" * 470)])
+def test_a_request_that_was_placed_too_often_fails_with_the_last_reason(reason: str, said: str) -> None:
+    script = crowd(placements_max=2)
+    script(arrived())
+    script(failed("decode", "10-1", "d0"))
+    last = PrefillFailed(order_id="11-1", request_id="r1", worker_id="p0", reason=reason)
+    failure = script(last)[-1]
+    assert failure == FailRequest(
+        request_id="r1", frontend_id="f1", message=f"placed 2 times, and each time lost; last: {said}"
+    )
+    assert decode_message(encode(failure), Decision) == failure  # of no more than 512 characters
 
 
 def test_a_failed_decode_stops_its_prefill_and_is_placed_again() -> None:
