@@ -16,7 +16,8 @@ import orjson
 import uvloop
 from clusters import cluster, finish, parser, spread
 
-from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
 from halfmoon.schemas.events import DecodeStarted, PrefillFinished, WorkerDraining, WorkerJoined
 
 PROMPT_TOKENS, SHARED_TOKENS = 2000, 1900

@@ -12,7 +12,6 @@ import inspect
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -22,6 +21,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
+from halfmoon.bus.config import BusConfig
 from halfmoon.bus.errors import BusError, BusUnreachable, PeerError, PeerUnreachable
 from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.reader import StreamMessage, StreamReader
@@ -39,36 +39,6 @@ from halfmoon.schemas.types import Message
 M = TypeVar("M")
 Handler = Callable[[Any], "Awaitable[None] | None"]
 Answerer = Callable[[Any], "Awaitable[Message] | Message"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BusConfig:
-    """How to reach the NATS server or cluster, and as whom."""
-
-    #: One address or several, separated by commas.
-    url: str = "nats://127.0.0.1:4222"
-    user: str = ""
-    password: str = ""
-    token: str = ""
-    nkey_seed_file: str = ""
-    credentials_file: str = ""
-    tls_ca_file: str = ""
-    tls_cert_file: str = ""
-    tls_key_file: str = ""
-    connect_timeout_s: float = 10.0
-
-    def tls(self) -> ssl.SSLContext | None:
-        if not (self.tls_ca_file or self.tls_cert_file):
-            return None
-        naming = f"TLS authority {self.tls_ca_file}"
-        try:
-            context = ssl.create_default_context(cafile=self.tls_ca_file or None)
-            naming = f"TLS certificate {self.tls_cert_file}"
-            if self.tls_cert_file:
-                context.load_cert_chain(self.tls_cert_file, self.tls_key_file or None)
-        except OSError as problem:  # ssl does not say which file
-            raise BusUnreachable(f"{naming}: {problem}") from None
-        return context
 
 
 class _Refused(Exception):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfmoon.bus.connection import BusConfig
+from halfmoon.bus.config import BusConfig
 
 PREFIX = "HALFMOON_"
 DEFAULT_NATS = "nats://127.0.0.1:4222"

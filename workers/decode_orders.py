@@ -97,6 +97,8 @@ class DecodeOrders(Worker):
             step_ns=step_ns,
             step_sequences=sequences,
             step_context_tokens=context,
+            orders=list(self._open),
+            obeyed_seq=self.obeyed_seq,
         )
 
     def orders_open(self) -> int:

@@ -78,6 +78,8 @@ class PrefillWorker(Worker):
             queued=len(self._queue),
             running=len(self._jobs) - len(self._queue),
             kv_blocks_used=self.config.kv_blocks - engine.allocator.free_blocks,
+            orders=list(self._jobs),
+            obeyed_seq=self.obeyed_seq,
         )
 
     def orders_open(self) -> int:

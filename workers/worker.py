@@ -63,6 +63,8 @@ class Worker:
         self.config = config
         self.incarnation = uuid.uuid4().hex[:16]
         self.draining = False
+        #: Cause of the newest decision that was obeyed; heartbeats tell it beside the open orders.
+        self.obeyed_seq = 0
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -131,6 +133,7 @@ class Worker:
     async def _obey_all(self, reader: Any) -> None:
         async for ordered in self.bus.follow_decisions(reader):
             self.obey(ordered.decision)
+            self.obeyed_seq = ordered.cause_seq
 
     # --- for the subclasses -----------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.errors import BusUnreachable, LogMoved, PeerError, PeerUnreachable
 from halfmoon.schemas import subjects

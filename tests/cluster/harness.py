@@ -20,7 +20,8 @@ import msgspec
 import nats
 import orjson
 
-from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerUnreachable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import decode

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from conductor_scripts import MS, S, arrived, decode, finished, keys, prefill, prefilled, store, stored
 
-from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.conductor import live
 from halfmoon.conductor.machine import Core

@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Decision, Ordered
 from halfmoon.schemas.events import Event, RequestArrived

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from halfmoon.bus.connection import Bus, BusConfig
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.subjects import kv_for
