@@ -123,5 +123,5 @@ def _launch(directory: Path) -> subprocess.Popen[bytes]:
             stderr=output,
             preexec_fn=die_with_parent,
             start_new_session=True,
-            env={**os.environ, "GOMAXPROCS": os.environ.get("GOMAXPROCS", "2")},
+            env={"GOGC": "400", "GOMAXPROCS": "2", **os.environ},
         )
