@@ -44,7 +44,7 @@ lint: $(DEV_STAMP)
 	exit $$status
 
 bench: $(RUN_STAMP)
-	@for program in control_plane kv_reuse transfer; do \
+	@for program in control_plane kv_reuse numerics transfer; do \
 	  echo "== $$program"; $(BIN)/python benchmarks/$$program.py --save $$program || exit 1; done
 
 docs: $(RUN_STAMP)

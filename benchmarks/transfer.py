@@ -6,9 +6,7 @@ single 4 KiB layers, for the latency. Medians and spread (interquartile), and CP
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import resource
@@ -23,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+from clusters import finish, parser
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello
@@ -246,10 +245,9 @@ def memcpy(rounds: int) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--rounds", type=int, default=20, help="of 64 MiB each")
-    args = parser.parse_args()
+    options = parser(__doc__ or "")
+    options.add_argument("--rounds", type=int, default=20, help="of 64 MiB each")
+    args = options.parse_args()
     found: dict[str, Measured] = {
         "memcpy": memcpy(args.rounds),
         "socket": plain("socket", args.rounds),
@@ -259,12 +257,11 @@ def main() -> None:
         for name, measured in asyncio.run(ours(kind, args.rounds, False)).items():
             found[f"{kind}_{name}"] = measured
         found[f"{kind}_get_4kib"] = asyncio.run(ours(kind, 500, True))["read"]
-    if args.json:
-        print(json.dumps(found))
-        return
-    print(f"{'':22}{'MiB/s':>10}{'median ms':>12}{'iqr ms':>10}{'CPU s/GiB':>11}")
+    lines = [f"{'':22}{'MiB/s':>10}{'median ms':>12}{'iqr ms':>10}{'CPU s/GiB':>11}"]
     for name, row in found.items():
-        print(f"{name:22}" + "".join(f"{value:>{w}}" for value, w in zip(row.values(), (10, 12, 10, 11), strict=True)))
+        cells = zip(row.values(), (10, 12, 10, 11), strict=True)
+        lines.append(f"{name:22}" + "".join(f"{value:>{width}}" for value, width in cells))
+    finish(args, dict(found), lines)
 
 
 if __name__ == "__main__":

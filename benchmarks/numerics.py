@@ -1,0 +1,86 @@
+"""What exact numerics cost: prefill and decode of the built-in model, exact against fast, in turn, on one thread."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from clusters import finish, parser, spread
+
+from halfmoon.workers.engine import Engine
+from halfmoon.workers.model_files import load_model
+
+BLOCK_TOKENS, PROMPT_TOKENS, CONTEXT_TOKENS, FAST_CHUNK_TOKENS = 256, 2048, 1000, 1024
+
+
+def prefill_ms(engine: Engine) -> float:
+    table = engine.allocator.allocate(PROMPT_TOKENS // BLOCK_TOKENS)
+    step = BLOCK_TOKENS if engine.exact else FAST_CHUNK_TOKENS
+    ids = [(i * 7919) % 49000 for i in range(PROMPT_TOKENS)]
+    started = time.perf_counter()
+    for at in range(0, PROMPT_TOKENS, step):
+        engine.prefill_chunk(ids[at : at + step], at, table, want_logits=at + step == PROMPT_TOKENS)
+    took = time.perf_counter() - started
+    engine.allocator.free(table)
+    return took * 1000
+
+
+def decode_ms(engine: Engine, batch: int, steps: int) -> float:
+    """Mean of `steps` steps."""
+    blocks = (CONTEXT_TOKENS + steps) // BLOCK_TOKENS + 1
+    tables = [engine.allocator.allocate(blocks) for _ in range(batch)]
+    started = time.perf_counter()
+    for step in range(steps):
+        engine.decode([5] * batch, [CONTEXT_TOKENS + step] * batch, tables)
+    took = (time.perf_counter() - started) / steps
+    for table in tables:
+        engine.allocator.free(table)
+    return took * 1000
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--steps", type=int, default=8)
+    args = options.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model("smollm2-135m-instruct", dtype=dtype)
+        engines = {
+            name: Engine(model, num_blocks=64, block_tokens=BLOCK_TOKENS, exact=name == "exact")
+            for name in ("exact", "fast")
+        }
+        for engine in engines.values():  # KV that was never written reads falsely fast
+            engine.cache.k.normal_()
+            engine.cache.v.normal_()
+        work = {
+            "prefill of 2048 tokens": prefill_ms,
+            "decode step, batch 1": lambda engine: decode_ms(engine, 1, args.steps),
+            "decode step, batch 8": lambda engine: decode_ms(engine, 8, args.steps),
+        }
+        for name, measure in work.items():
+            pairs = [{kind: measure(engine) for kind, engine in engines.items()} for _ in range(args.rounds)]
+            rows.append(
+                {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "what": name,
+                    "exact_ms": spread([pair["exact"] for pair in pairs]),
+                    "fast_ms": spread([pair["fast"] for pair in pairs]),
+                    "ratio": spread([pair["exact"] / pair["fast"] for pair in pairs]),
+                }
+            )
+    lines = [
+        f"{row['dtype']:>9} {row['what']:<24} exact {row['exact_ms']['p50']:8.1f} ms, "
+        f"fast {row['fast_ms']['p50']:8.1f} ms, ratio {row['ratio']['p50']:.2f} ({row['ratio']['min']:.2f} to {row['ratio']['max']:.2f})"
+        for row in rows
+    ]
+    finish(args, {"rows": rows}, lines)
+
+
+if __name__ == "__main__":
+    main()
