@@ -76,7 +76,8 @@ def main() -> None:
             )
     lines = [
         f"{row['dtype']:>9} {row['what']:<24} exact {row['exact_ms']['p50']:8.1f} ms, "
-        f"fast {row['fast_ms']['p50']:8.1f} ms, ratio {row['ratio']['p50']:.2f} ({row['ratio']['min']:.2f} to {row['ratio']['max']:.2f})"
+        f"fast {row['fast_ms']['p50']:8.1f} ms, ratio {row['ratio']['p50']:.2f} "
+        f"({row['ratio']['min']:.2f} to {row['ratio']['max']:.2f})"
         for row in rows
     ]
     finish(args, {"rows": rows}, lines)
