@@ -77,6 +77,10 @@ class Cluster:
             for _, at_ns, payload in await self._stream(subjects.KV_STREAM, subjects.KV_ALL, 0)
         ]
 
+    async def raw(self, stream: str) -> list[tuple[int, int, bytes]]:
+        """(sequence, server time in ns, bytes) of everything that a stream holds."""
+        return await self._stream(stream, ">", 0)
+
     async def _stream(self, stream: str, subject: str, after: int) -> list[tuple[int, int, bytes]]:
         bus = await Bus.connect(BusConfig(url=self.nats), name="reader")
         try:

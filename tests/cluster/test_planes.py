@@ -1,0 +1,82 @@
+"""KV never touches NATS, the log holds no prompt, and it tells the whole life of a request."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import StartDecode, StartPrefill
+from halfmoon.schemas.events import BlocksStored, DecodeStarted, PrefillFinished, RequestArrived, RequestFinished
+from halfmoon.schemas.keys import pack_tokens
+from halfmoon.schemas.kv import KvReady, PrefillResult, TransferOpened
+from halfmoon.workers.tokenizer import Tokenizer
+from tests.cluster.harness import running
+from tests.cluster.prompts import MODEL, prompt
+from tests.cluster.steering import prefill_of
+
+LAYERS, BLOCK_TOKENS, KV_BYTES_A_TOKEN = 30, 256, 46_080
+TOKENS = 2000
+
+
+async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.TempPathFactory) -> None:
+    text = Tokenizer.load(MODEL).decode(prompt(TOKENS))
+    with running(tmp_path_factory.mktemp("planes"), "--prefill", "1", "--decode", "1", "--dtype", "float32") as cluster:
+        nc = await cluster.connect()
+        on_nats = 0
+
+        async def tap(message: Any) -> None:
+            nonlocal on_nats
+            on_nats += len(message.data)
+
+        await nc.subscribe(">", cb=tap)
+        before = (await cluster.events())[-1].seq
+        on_nats = 0
+        answer = await cluster.generate(nc, prompt=text, max_tokens=4, temperature=0, ignore_eos=True)
+        went = await prefill_of(cluster, answer["id"])
+        seen = on_nats
+        tokens = answer["usage"]["prompt_tokens"]
+        blocks = -(-tokens // BLOCK_TOKENS)
+        assert went.pushed_bytes == blocks * BLOCK_TOKENS * KV_BYTES_A_TOKEN
+        print(f"{tokens} tokens: {went.pushed_bytes} bytes of KV on the data plane, {seen} bytes on NATS")
+        assert 0 < seen < went.pushed_bytes / 200
+
+        events = [s.event for s in await cluster.events(before)]
+        kinds = [type(e) for e in events if getattr(e, "request_id", "") == answer["id"]]
+        assert sorted(kinds, key=lambda k: k.__name__) == [
+            DecodeStarted,
+            PrefillFinished,
+            RequestArrived,
+            RequestFinished,
+        ]
+        assert kinds[0] is RequestArrived
+        stored = {e.node_id for e in events if isinstance(e, BlocksStored)}
+        assert stored == {"prefill-0", "decode-0"}
+        orders = [o.decision for o in await cluster.decisions() if isinstance(o.decision, StartPrefill | StartDecode)]
+        assert [type(o) for o in orders] == [StartPrefill, StartDecode]
+        assert {o.order_id for o in orders} == {went.order_id}
+        progress = [message for _, message in await cluster.kv()]
+        ready = [m for m in progress if isinstance(m, KvReady)]
+        covered = {(m.layer, b) for m in ready for b in range(m.first_block, m.first_block + m.blocks)}
+        assert covered == {(layer, block) for layer in range(LAYERS) for block in range(blocks)}
+        assert [type(m) for m in progress if not isinstance(m, KvReady)] == [TransferOpened, PrefillResult]
+
+        ids = Tokenizer.load(MODEL).encode(text)
+        secrets = [
+            text[40:90].encode(),
+            base64.b64encode(pack_tokens(ids[30:60])),
+            ", ".join(map(str, ids[30:40])).encode(),
+            ",".join(map(str, ids[30:40])).encode(),
+        ]
+        for stream in (subjects.EVENTS_STREAM, subjects.DECISIONS_STREAM, subjects.KV_STREAM):
+            everything = b"\n".join(payload for _, _, payload in await cluster.raw(stream))
+            assert everything
+            assert not [secret for secret in secrets if secret in everything]
+        await nc.close()
+        left = cluster.directory
+    stored_files = [path for path in Path(left, "nats").rglob("*") if path.is_file()]
+    assert stored_files
+    assert not [path for path in stored_files if secrets[0] in path.read_bytes()]
