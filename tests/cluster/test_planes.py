@@ -22,6 +22,10 @@ LAYERS, BLOCK_TOKENS, KV_BYTES_A_TOKEN = 30, 256, 46_080
 TOKENS = 2000
 
 
+def files_with(directory: Path, needle: bytes) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and needle in path.read_bytes()]
+
+
 async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.TempPathFactory) -> None:
     text = Tokenizer.load(MODEL).decode(prompt(TOKENS))
     with running(tmp_path_factory.mktemp("planes"), "--prefill", "1", "--decode", "1", "--dtype", "float32") as cluster:
@@ -76,7 +80,6 @@ async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.T
             assert everything
             assert not [secret for secret in secrets if secret in everything]
         await nc.close()
-        left = cluster.directory
-    stored_files = [path for path in Path(left, "nats").rglob("*") if path.is_file()]
-    assert stored_files
-    assert not [path for path in stored_files if secrets[0] in path.read_bytes()]
+        left = cluster.directory / "nats"
+    assert files_with(left, b"RequestArrived")
+    assert not files_with(left, secrets[0])
