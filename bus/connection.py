@@ -20,6 +20,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
+from nkeys import NkeysError
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.errors import BusError, BusUnreachable, PeerError, PeerUnreachable
@@ -39,6 +40,12 @@ from halfmoon.schemas.types import Message
 M = TypeVar("M")
 Handler = Callable[[Any], "Awaitable[None] | None"]
 Answerer = Callable[[Any], "Awaitable[Message] | Message"]
+
+
+#: For closing a connection that was refused.
+CLOSE_S = 0.2
+#: A certificate that is not trusted; a file of ours that cannot be read.
+_FINAL = (ssl.SSLCertVerificationError, FileNotFoundError, PermissionError)
 
 
 class _Refused(Exception):
@@ -77,7 +84,7 @@ class Bus:
             """nats-py would log it. Raised here while we connect, it ends the connecting."""
             if not box:
                 problems[:] = [problem]
-                if isinstance(problem, ssl.SSLCertVerificationError) or "authorization" in str(problem).lower():
+                if isinstance(problem, _FINAL) or "authorization" in str(problem).lower():
                     raise _Refused
 
         options: dict[str, Any] = {
@@ -105,9 +112,12 @@ class Bus:
         try:
             async with asyncio.timeout(config.connect_timeout_s):
                 await nc.connect(**options)
-        except (NatsError, OSError, TimeoutError, ValueError, _Refused) as problem:
-            await nc.close()
+        except (NatsError, NkeysError, OSError, TimeoutError, ValueError, _Refused) as problem:
             cause = problems[-1] if problems else problem
+            if problems:  # else it got nowhere, and has nothing to close
+                with contextlib.suppress(TimeoutError, OSError, NatsError):
+                    async with asyncio.timeout(CLOSE_S):  # after a TLS handshake that failed it never returns
+                        await nc.close()
             reason = str(cause) or type(cause).__name__
             raise BusUnreachable(f"no NATS server takes us at {config.url}: {reason}") from None
         bus = cls(nc, name, limits or StreamLimits())

@@ -200,7 +200,8 @@ def start(state: Path, *flags: str, name: str = "") -> Cluster:
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError, json.JSONDecodeError):
             addresses = json.loads((directory / "cluster.json").read_text())
-            return Cluster(process, name, addresses["nats"], addresses["http"], directory, environment)
+            if addresses["pid"] == process.pid:  # not those of a cluster of this name that was killed
+                return Cluster(process, name, addresses["nats"], addresses["http"], directory, environment)
         time.sleep(0.05)
     process.kill()
     raise AssertionError(f"the cluster did not start:\n{output.read_text()[-4000:]}")

@@ -1,0 +1,276 @@
+"""`halfmoon up` from start to end: what stops it, what dies under it, what it leaves, what it says to wrong options."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from halfmoon.bus.embedded import EmbeddedServer, free_port
+from halfmoon.cli.main import main
+from tests.cluster.harness import Cluster, children, command_of, running, start
+from tests.cluster.prompts import prompt
+
+#: One node of each role, nothing computed.
+SMALL = ("--prefill", "1", "--decode", "1")
+NULL = (*SMALL, "--engine", "null")
+#: The null engine gives some 15,000 tokens a second.
+LONG = 20_000
+
+
+def said(cluster: Cluster) -> str:
+    return (cluster.directory.parents[1] / f"{cluster.name}.out").read_text()
+
+
+def sockets(state: Path) -> list[str]:
+    return [str(path) for path in state.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+
+
+def nothing_left(cluster: Cluster) -> None:
+    assert cluster.left_behind() == []
+    assert sockets(cluster.directory.parents[1]) == []
+    assert [p.name for p in Path("/tmp").glob(f"*{cluster.name}*") if stat.S_ISSOCK(p.lstat().st_mode)] == []
+    assert not (cluster.directory / "cluster.json").exists()
+    assert not (cluster.directory / "secret").exists()
+
+
+def eventually(what: Callable[[], bool], within_s: float = 5.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+async def ask(cluster: Cluster, tokens: int, **fields: Any) -> dict[str, Any]:
+    """One answer over HTTP: its client loses nothing when nats-server dies."""
+    body = {"prompt": "Once", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=40)) as http,
+        http.post(f"{cluster.http}/v1/completions", json=body) as response,
+    ):
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        assert answer["usage"]["completion_tokens"] == tokens
+        return answer
+
+
+def nats_server_of(cluster: Cluster) -> int:
+    return next(pid for pid in children(cluster.process.pid) if command_of(pid)[0].endswith("nats-server"))
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """Starts clusters; those that a failed test left running are killed at its end."""
+    started: list[Cluster] = []
+
+    def begin(*flags: str, name: str = "") -> Cluster:
+        started.append(start(tmp_path, *flags, name=name))
+        return started[-1]
+
+    yield begin
+    for cluster in started:
+        if cluster.process.poll() is None:
+            cluster.process.kill()
+            cluster.process.wait()
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+async def test_ctrl_c_lets_an_open_request_finish_and_leaves_nothing(begun: Callable[..., Cluster]) -> None:
+    cluster = begun(*NULL)
+    asked = asyncio.ensure_future(ask(cluster, LONG))
+    await asyncio.sleep(0.4)
+    assert not asked.done()
+    cluster.process.send_signal(signal.SIGINT)
+    await asked
+    assert await asyncio.to_thread(cluster.stop) == 0
+    nothing_left(cluster)
+    assert "Traceback" not in said(cluster)
+
+
+async def test_a_second_ctrl_c_stops_at_once(begun: Callable[..., Cluster]) -> None:
+    cluster = begun(*NULL)
+    asked = asyncio.ensure_future(ask(cluster, 6 * LONG))
+    await asyncio.sleep(0.3)
+    cluster.process.send_signal(signal.SIGINT)
+    await asyncio.sleep(0.5)
+    assert cluster.process.poll() is None  # it drains
+    assert not asked.done()
+    started = time.monotonic()
+    assert await asyncio.to_thread(cluster.stop) == 0
+    assert time.monotonic() - started < 2.0
+    with pytest.raises(aiohttp.ClientError):
+        await asked
+    nothing_left(cluster)
+
+
+# --- kill -9 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["conductor-0", "prefill-0", "decode-0", "frontend-0", "nats-server"])
+def test_a_process_is_killed_and_the_cluster_stopped_before_it_is_back(
+    begun: Callable[..., Cluster], victim: str
+) -> None:
+    cluster = begun(*NULL)
+    os.kill(nats_server_of(cluster) if victim == "nats-server" else cluster.pid(victim), signal.SIGKILL)
+    time.sleep(0.05)
+    assert cluster.stop() == 0
+    nothing_left(cluster)
+    assert "Traceback" not in said(cluster)
+
+
+async def test_kill_9_of_up_takes_the_children_along_and_the_next_up_removes_the_segments(
+    begun: Callable[..., Cluster],
+) -> None:
+    first = begun(*SMALL, "--pool-mib", "128")
+    below = children(first.process.pid)
+    assert len(below) == 7  # nats-server, conductor, two stores, two workers, frontend
+    first.process.kill()
+    first.process.wait()
+    eventually(lambda: not any(command_of(pid) not in ([], [""]) for pid in below))
+    segments = [f"/dev/shm/halfmoon-{first.name}-{node}" for node in ("decode-0", "prefill-0")]
+    assert sorted(first.left_behind()) == segments
+    second = begun(*SMALL, "--pool-mib", "128", name=first.name)
+    assert f"removed what an earlier cluster left: {', '.join(Path(s).name for s in segments)}" in said(second)
+    await ask(second, 3, prompt=prompt(600))
+    store = second.kill("store-decode-0")  # and while it is away, the end
+    eventually(lambda: command_of(store) in ([], [""]))
+    assert segments[0] in second.left_behind()
+    assert await asyncio.to_thread(second.stop) == 0
+    nothing_left(second)
+    third = begun(*NULL, name=first.name)
+    await ask(third, 3)
+    assert third.stop() == 0
+    nothing_left(third)
+
+
+async def test_nats_server_is_started_again_under_open_requests(begun: Callable[..., Cluster]) -> None:
+    cluster = begun(*NULL)
+    before = asyncio.ensure_future(ask(cluster, LONG))
+    await asyncio.sleep(0.4)
+    assert not before.done()
+    old = nats_server_of(cluster)
+    os.kill(old, signal.SIGKILL)
+    during = asyncio.ensure_future(ask(cluster, 5))
+    await asyncio.gather(before, during)
+    await ask(cluster, 5)
+    assert nats_server_of(cluster) != old
+    nc = await cluster.connect()  # the same address
+    await cluster.generate(nc, prompt="after", max_tokens=3, timeout=10)
+    await nc.close()
+    assert "nats-server died (SIGKILL); it is started again" in said(cluster)
+    assert await asyncio.to_thread(cluster.stop) == 0
+    nothing_left(cluster)
+
+
+# --- a server of the user's, options from three places --------------------------------------------------------------
+
+
+async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flag before environment before file; a table before the top of the file."""
+    port = free_port()
+    file = tmp_path / "halfmoon.toml"
+    file.write_text(
+        f"prefill = 4\nkv-blocks = 77\nnode = 'of another command'\n"
+        f"[up]\ndecode = 3\nprefill = 3\nport = {port}\nengine = 'torch'\n[store]\npool-mib = 9\n"
+    )
+    monkeypatch.setenv("HALFMOON_DECODE", "2")
+    monkeypatch.setenv("HALFMOON_ENGINE", "null")
+    monkeypatch.setenv("HALFMOON_PREFILL", "2")
+    authorization = 'authorization { token: "full-moon" }'
+    server = EmbeddedServer.start(tmp_path / "mine", extra_config=authorization)
+    try:
+        flags = ("--prefill", "1", "--nats", server.url, "--nats-token", "full-moon")
+        with running(tmp_path, *flags, "--config", str(file)) as cluster:
+            assert cluster.nats == server.url
+            assert cluster.http == f"http://127.0.0.1:{port}"  # the file's
+            assert cluster.names("prefill") == ["prefill-0"]  # the flag's
+            assert cluster.names("decode") == ["decode-0", "decode-1"]  # the environment's
+            assert cluster.names("store") == []  # the environment's engine
+            assert "77" in command_of(cluster.pid("decode-0"))  # the top of the file
+            await ask(cluster, 3)
+        assert server.process.poll() is None  # not ours to stop
+        nothing_left(cluster)
+    finally:
+        server.stop()
+
+
+# --- what cannot be -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What `halfmoon up` says on standard error; it must be one line, and status 1."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def ask_for(*flags: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(["up", *flags])
+        out, err = capsys.readouterr()
+        assert (end.value.code, len(err.splitlines()), out) == (1, 1, ""), err
+        assert err.startswith("halfmoon: ")
+        return err.rstrip()
+
+    return ask_for
+
+
+def test_a_second_cluster_of_the_same_name_is_refused(begun: Callable[..., Cluster]) -> None:
+    """By a process of its own: nothing of Python's is on standard error."""
+    cluster = begun(*NULL)
+    again = [sys.executable, "-m", "halfmoon.cli.main", "up", *NULL, "--cluster", cluster.name]
+    second = subprocess.run(again, env=cluster.environment, capture_output=True, text=True, timeout=20)
+    line = f"halfmoon: a cluster named '{cluster.name}' runs already; name another with --cluster\n"
+    assert (second.returncode, second.stdout, second.stderr) == (1, "", line)
+    assert (cluster.directory / "cluster.json").exists()  # the first one's, untouched
+    assert cluster.stop() == 0
+
+
+def test_options_that_mean_nothing_are_one_line_that_names_them(
+    refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "wrong.toml"
+
+    def config(text: str) -> str:
+        file.write_text(text)
+        return refusal("--config", str(file))
+
+    assert "no model '/no/such.gguf'" in refusal("--model", "/no/such.gguf")
+    assert "--block-tokens 7: 16 to 512" in refusal("--block-tokens", "7")
+    assert "--prefill: at least 1" in refusal("--prefill", "0")
+    assert "--cluster ../x: letters" in refusal("--cluster", "../x")
+    assert f"--config {file}: prefil: there is no such option" in config("prefil = 3\n")
+    assert f"--config {file}: [up] prefil: there is no such option" in config("[up]\nprefil = 3\n")
+    assert f"--config {file}: upp: there is no such command" in config("[upp]\nprefill = 3\n")
+    assert f"{file}: --prefill: invalid" in config("prefill = 'many'\n")
+    assert f"--config {file}: " in config("[up\n")
+    monkeypatch.setenv("HALFMOON_ENGINE", "steam")
+    assert "environment: --engine: 'steam' is none of" in refusal()
+    monkeypatch.setenv("HALFMOON_PREFILL", "many")
+    monkeypatch.delenv("HALFMOON_ENGINE")
+    assert "environment: --prefill: invalid" in refusal()
+
+
+def test_a_port_that_is_taken_is_named(refusal: Callable[..., str]) -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"--port {port}: Address already in use" in refusal(*NULL, "--port", port)
+        assert f"--http-port {port}: Address already in use" in refusal(*NULL, "--http-port", port)
+        assert f"--nats-port {port}: Address already in use" in refusal(*NULL, "--nats-port", port)
+    assert "--nats-port 99999: " in refusal(*NULL, "--nats-port", "99999")
