@@ -186,8 +186,8 @@ async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
     port = free_port()
     file = tmp_path / "halfmoon.toml"
     file.write_text(
-        f"prefill = 4\nkv-blocks = 77\nnode = 'of another command'\n"
-        f"[up]\ndecode = 3\nprefill = 3\nport = {port}\nengine = 'torch'\n[store]\npool-mib = 9\n"
+        "prefill = 4\nkv-blocks = 77\nbatch-max = 5\nnode = 'of another command'\n"
+        f"[up]\nbatch-max = 6\ndecode = 3\nprefill = 3\nport = {port}\nengine = 'torch'\n[store]\npool-mib = 9\n"
     )
     monkeypatch.setenv("HALFMOON_DECODE", "2")
     monkeypatch.setenv("HALFMOON_ENGINE", "null")
@@ -202,7 +202,9 @@ async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
             assert cluster.names("prefill") == ["prefill-0"]  # the flag's
             assert cluster.names("decode") == ["decode-0", "decode-1"]  # the environment's
             assert cluster.names("store") == []  # the environment's engine
-            assert "77" in command_of(cluster.pid("decode-0"))  # the top of the file
+            words = command_of(cluster.pid("decode-0"))
+            assert words[words.index("--kv-blocks") + 1] == "77"  # the top of the file
+            assert words[words.index("--batch-max") + 1] == "6"  # its table
             await ask(cluster, 3)
         assert server.process.poll() is None  # not ours to stop
         nothing_left(cluster)
