@@ -75,7 +75,7 @@ class PrefillWorker(Worker):
         return WorkerHeartbeat(
             worker_id=self.config.worker_id,
             incarnation=self.incarnation,
-            queued=len(self._queue),
+            queued=sum(not job.cancelled for job in self._queue),
             running=len(self._jobs) - len(self._queue),
             kv_blocks_used=self.config.kv_blocks - engine.allocator.free_blocks,
             orders=list(self._jobs),
