@@ -212,11 +212,6 @@ class Bus:
         state = (await self._stream_info(stream))["state"]
         return int(state["last_seq"])
 
-    async def first_seq(self, stream: str = subjects.EVENTS_STREAM) -> int:
-        """The oldest sequence that the stream still holds."""
-        state = (await self._stream_info(stream))["state"]
-        return int(state["first_seq"])
-
     async def _stream_info(self, stream: str) -> dict[str, Any]:
         try:
             reply = await self.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=5)
@@ -257,12 +252,6 @@ class Bus:
             message_id=ordered.message_id,
             done=done,
         )
-
-    async def decisions(self, target_id: str) -> AsyncIterator[Ordered]:
-        """Decisions for `target_id` from now on, endless, each once and in order."""
-        tail = await self.open_decisions(target_id)
-        async for ordered in self.follow_decisions(tail):
-            yield ordered
 
     async def open_decisions(self, target_id: str) -> StreamTail:
         """For `follow_decisions`: nothing published after this returns is missed."""

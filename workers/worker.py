@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class WorkerConfig:
     chunk_tokens: int = 1024
 
 
-class Worker:
+class Worker(ABC):
     """Base of `PrefillWorker` and `DecodeWorker`."""
 
     role: Role
@@ -137,22 +138,25 @@ class Worker:
 
     # --- for the subclasses -----------------------------------------------------------------------------------
 
+    @abstractmethod
     async def prepare(self) -> None:
         """Whatever must stand before the first order."""
 
+    @abstractmethod
     def obey(self, decision: Decision) -> None:
-        raise NotImplementedError
+        """Begin, or end, what the decision says; returns at once."""
 
+    @abstractmethod
     def heartbeat(self) -> WorkerHeartbeat:
-        raise NotImplementedError
+        """How the worker is, and which orders it has open."""
 
+    @abstractmethod
     def orders_open(self) -> int:
         """Orders not yet answered."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def release_all(self) -> None:
         """Give back whatever open orders hold in the stores."""
-        raise NotImplementedError
 
     # --- helpers ----------------------------------------------------------------------------------------------
 
