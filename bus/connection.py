@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
@@ -212,6 +212,12 @@ class Bus:
         state = (await self._stream_info(stream))["state"]
         return int(state["last_seq"])
 
+    async def held(self, stream: str) -> tuple[int, int]:
+        """First and last sequence that the stream holds; the first is the greater when it holds nothing."""
+        state = (await self._stream_info(stream))["state"]
+        last = int(state["last_seq"])
+        return (int(state["first_seq"]) if state["messages"] else last + 1), last
+
     async def _stream_info(self, stream: str) -> dict[str, Any]:
         try:
             reply = await self.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=5)
@@ -222,7 +228,7 @@ class Bus:
             raise PeerError("stream", f"{stream}: {answer['error'].get('description', 'refused')}")
         return answer
 
-    async def read(self, stream: str, subject: str, *, after: int = 0) -> AsyncIterator[StreamMessage]:
+    async def read(self, stream: str, subject: str, *, after: int = 0) -> AsyncGenerator[StreamMessage, None]:
         """Messages of `stream` that match `subject`, in order, endless."""
         reader = StreamReader(self.nc, stream, filter_subject=subject, after=after)
         self._readers.add(reader)

@@ -1,0 +1,93 @@
+"""`halfmoon events`: a cluster's event log, to a file (`save`), as it grows (`tail`), or out of a file (`show`)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusUnreachable
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, state_directory
+from halfmoon.conductor.replay.logfile import LogFile
+from halfmoon.conductor.replay.saving import follow, save
+from halfmoon.conductor.replay.stopped import served
+from halfmoon.conductor.replay.wording import described
+
+Subparsers = Any
+
+
+def add(subparsers: Subparsers) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser("events", help="the event log: save, tail, show")
+    parser.add_argument("action", choices=("save", "tail", "show"))
+    parser.add_argument("file", nargs="?", default="", metavar="FILE", help="JSON Lines; compressed when named .zst")
+    parser.add_argument("--store", metavar="DIR", default="", help="save: of a stopped cluster, where its streams are")
+    parser.add_argument("--cluster", default="local", help="name of the cluster, for the file")
+    parser.add_argument("--from", dest="from_seq", type=int, default=0, metavar="SEQ", help="show: from this event on")
+    parser.add_argument("--json", action="store_true")
+    add_bus(parser)
+    add_config(parser)
+    return parser
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Exit status 0; errors as one line by `main`."""
+    if args.action == "tail":
+        return await _tail(args)
+    if not args.file:
+        raise OptionInvalid(f"events {args.action}: name a FILE")
+    if args.action == "show":
+        return _show(args)
+    async with _bus(args) as bus:
+        events, decisions = await save(bus, Path(args.file), cluster=args.cluster, told=_progress(args))
+    if args.json:
+        print(msgspec.json.encode({"events": events, "decisions": decisions}).decode())
+    else:
+        print(f"{args.file}: {events:,} events, {decisions:,} decisions")
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _bus(args: argparse.Namespace) -> AsyncIterator[Bus]:
+    """Of the cluster that runs, or of a server started for the one that does not."""
+    with contextlib.ExitStack() as stack:
+        config = bus_config(args)
+        if args.store:
+            config = type(config)(url=stack.enter_context(served(Path(args.store))))
+        try:
+            bus = await Bus.connect(config, name="events")
+        except BusUnreachable as problem:
+            kept = state_directory(args.cluster) / "nats"
+            hint = f"; if the cluster is stopped: --store {kept}" if kept.exists() and not args.store else ""
+            raise BusUnreachable(f"{problem}{hint}") from None
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+
+def _progress(args: argparse.Namespace) -> Any:
+    if args.json or not sys.stderr.isatty():
+        return None
+    return lambda seq, last: print(f"\r{seq:,} of {last:,} events", end="", file=sys.stderr, flush=True)
+
+
+async def _tail(args: argparse.Namespace) -> int:
+    async with _bus(args) as bus:
+        async for line in follow(bus):
+            print(msgspec.json.encode(line).decode() if args.json else described(line), flush=True)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    seq = 0
+    for line in LogFile(Path(args.file)).lines():
+        seq = getattr(line, "seq", seq)
+        if seq >= args.from_seq:
+            print(msgspec.json.encode(line).decode() if args.json else described(line))
+    return 0

@@ -1,0 +1,1 @@
+"""A recorded log: saved to a file, stepped over again and compared, explained, drawn."""

@@ -1,0 +1,190 @@
+"""A log in a file: JSON Lines, compressed by zstandard when its name ends in `.zst`.
+
+The first line is the header, the last one counts the others: a file that was cut off is noticed. In between stand, in
+the order in which a conductor meets them, events (with sequence and server time), decisions behind the event that
+caused them, and what is kept of KV progress. What is written is what `halfmoon.schemas` knows: a field that it does not
+know never reaches the file, so there is neither text nor token in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import zstandard
+
+from halfmoon.schemas.decisions import Decision
+from halfmoon.schemas.events import Event
+from halfmoon.schemas.kv import KvLoaded, KvReady, TransferFailed
+
+#: Version of the lines, not of the messages in them.
+FORMAT = 1
+ZSTD_LEVEL = 9
+#: KV progress that is kept; `PrefillResult` holds the first token, `TransferOpened` says nothing that replay shows.
+Progress = KvReady | KvLoaded | TransferFailed
+
+
+class LogFileInvalid(ValueError):
+    """Not a saved log, a damaged one, or one of a version that this halfmoon does not read; the text names the line."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="header"):
+    """The first line. `code_version` and `log_version` are those that the log began under ("", 0: not in the file)."""
+
+    format: int
+    #: halfmoon that wrote the file.
+    saved_by: str
+    cluster: str = ""
+    code_version: str = ""
+    log_version: int = 0
+    first_seq: int = 0
+    last_seq: int = 0
+
+
+class EventLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="event"):
+    """An event with its place and time in the log, both given by the stream."""
+
+    seq: int
+    at_ns: int
+    event: Event
+
+
+class InvalidLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="invalid"):
+    """A message that was no event: conductors passed over it. What it held is not kept."""
+
+    seq: int
+    at_ns: int
+
+
+class DecisionLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="decision"):
+    """A recorded decision; `at_ns` is when it was stored."""
+
+    cause_seq: int
+    position: int
+    at_ns: int
+    decision: Decision
+
+
+class ProgressLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="progress"):
+    """KV progress at the server's time."""
+
+    at_ns: int
+    progress: Progress
+
+
+class SnapshotLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="snapshot"):
+    """State of a conductor after `seq`; stands before the events of a log whose head is gone."""
+
+    seq: int
+    snapshot: bytes
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="end"):
+    """The last line: how many of each there are."""
+
+    events: int
+    decisions: int
+
+
+Line = EventLine | InvalidLine | DecisionLine | ProgressLine | SnapshotLine
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Header | Line | End] = msgspec.json.Decoder(Header | Line | End)
+
+
+class LogWriter:
+    """A context: the file has its name only when all was written."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.events = self.decisions = 0
+        self._path = path
+        self._partial = path.with_name(path.name + ".partial")
+        self._file: IO[bytes] = self._partial.open("wb")
+        self._out: IO[bytes] = self._file
+        if path.suffix == ".zst":
+            compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
+            self._out = compressor.stream_writer(self._file, closefd=False)
+        self._write(header)
+
+    def write(self, line: Line) -> None:
+        self.events += isinstance(line, EventLine | InvalidLine)
+        self.decisions += isinstance(line, DecisionLine)
+        self._write(line)
+
+    def _write(self, line: Header | Line | End) -> None:
+        self._out.write(_encoder.encode(line) + b"\n")
+
+    def __enter__(self) -> LogWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._write(End(events=self.events, decisions=self.decisions))
+        if self._out is not self._file:
+            self._out.close()
+        self._file.close()
+        if kind is None:
+            os.replace(self._partial, self._path)
+        else:
+            self._partial.unlink(missing_ok=True)
+
+
+class LogFile:
+    """A saved log to read, as often as wanted. Raises LogFileInvalid and OSError, here and while reading."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._opened() as lines:
+            first = self._decoded(next(lines, b""), 1)
+        if not isinstance(first, Header):
+            raise LogFileInvalid(f"{path}: not a saved log: its first line is no header")
+        if first.format != FORMAT:
+            raise LogFileInvalid(
+                f"{path}: of format {first.format}, saved by halfmoon {first.saved_by}; this one reads format {FORMAT}"
+            )
+        self.header = first
+
+    def lines(self) -> Iterator[Line]:
+        """All but the header and the end, in order."""
+        events = decisions = 0
+        number = 1
+        with self._opened() as lines:
+            next(lines)
+            for raw in lines:
+                number += 1
+                line = self._decoded(raw, number)
+                if isinstance(line, EventLine):
+                    events += 1
+                elif isinstance(line, DecisionLine):
+                    decisions += 1
+                elif isinstance(line, InvalidLine):
+                    events += 1
+                elif isinstance(line, End):
+                    if (line.events, line.decisions) != (events, decisions) or next(lines, b""):
+                        raise LogFileInvalid(f"{self.path}: line {number}: lines are missing or too many")
+                    return
+                elif isinstance(line, Header):
+                    raise LogFileInvalid(f"{self.path}: line {number}: a second header")
+                yield line
+        raise LogFileInvalid(f"{self.path}: cut off after line {number}")
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Iterator[bytes]]:
+        with self.path.open("rb") as file:
+            plain: Any = file
+            if self.path.suffix == ".zst":
+                plain = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file), 1 << 20)
+            try:
+                yield iter(plain)
+            except zstandard.ZstdError as problem:
+                raise LogFileInvalid(f"{self.path}: {problem}") from None
+
+    def _decoded(self, raw: bytes, number: int) -> Header | Line | End:
+        try:
+            return _decoder.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            raise LogFileInvalid(f"{self.path}: line {number}: {problem}") from None

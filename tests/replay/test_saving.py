@@ -1,0 +1,153 @@
+"""From the streams of a real nats-server to a file, live and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from conductor_scripts import MS, arrived, decode, finished, keys, prefill, prefilled, store, stored
+
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.conductor import live
+from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, InvalidLine, Line, LogFile, ProgressLine
+from halfmoon.conductor.replay.saving import LogEmpty, follow, save
+from halfmoon.conductor.replay.stopped import NoLog, served
+from halfmoon.conductor.replay.verify import verify
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import StartDecode, StartPrefill
+from halfmoon.schemas.events import ClusterConfigured, FrontendJoined
+from halfmoon.schemas.kv import KvReady, PrefillResult
+from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.sampling import SampledToken
+
+pytestmark = pytest.mark.timeout(60)
+
+FRONTEND = FrontendJoined(frontend_id="f1", incarnation="i1")
+EVENTS = [prefill(), store("p0"), decode(), store("d0"), FRONTEND, arrived("r1", tokens=300)]
+ORDER = "7-1"
+ANSWERS = [prefilled(ORDER), stored("p0", keys(3)), finished(ORDER)]
+READY = KvReady(order_id=ORDER, request_id="r1", layer=1, first_block=0, blocks=3, moved_bytes=5)
+
+
+async def connect(url: str) -> Bus:
+    return await Bus.connect(BusConfig(url=url), name="test")
+
+
+async def conducted(url: str) -> None:
+    """A conductor decides on a request, whose workers answer; in between there is a message that is no event."""
+    bus = await connect(url)
+    conductor = asyncio.create_task(live.run(bus, conductor_id="c1", policy=Policy(heartbeat_ns=100 * MS)))
+    while await bus.last_seq() == 0:
+        await asyncio.sleep(0.01)
+    for event in EVENTS:
+        await bus.append(event, source_id="x")
+    while await bus.last_seq(subjects.DECISIONS_STREAM) < 2:
+        await asyncio.sleep(0.01)
+    await bus.nc.jetstream().publish(subjects.event("x", "Nonsense"), b'{"type":"Nonsense","text":"a secret"}')
+    first = PrefillResult(
+        order_id=ORDER,
+        request_id="r1",
+        first=SampledToken(token_id=4711),
+        queue_ns=0,
+        transfer_ns=0,
+        compute_ns=1,
+        cached_tokens=0,
+        finished_at_ns=1,
+    )
+    for message in (READY, first):
+        await bus.publish(subjects.kv("d0", type(message).__name__), message)
+    while await bus.last_seq(subjects.KV_STREAM) < 2:
+        await asyncio.sleep(0.01)
+    for event in ANSWERS:
+        await bus.append(event, source_id="x")
+    conductor.cancel()
+    await asyncio.wait([conductor])
+    await bus.close()
+
+
+async def save_from(url: str, path: Path) -> tuple[int, int]:
+    bus = await connect(url)
+    try:
+        return await save(bus, path, cluster="c")
+    finally:
+        await bus.close()
+
+
+def events_in(lines: list[Line]) -> list[object]:
+    return [line.event for line in lines if isinstance(line, EventLine)]
+
+
+async def test_events_decisions_and_kv_progress_are_saved_in_the_order_of_the_log(
+    nats_url: str, tmp_path: Path
+) -> None:
+    await conducted(nats_url)
+    path = tmp_path / "log.jsonl"
+    assert await save_from(nats_url, path) == (11, 2)
+    log = LogFile(path)
+    lines = list(log.lines())
+    assert (log.header.cluster, log.header.first_seq, log.header.last_seq) == ("c", 1, 11)
+    assert (log.header.log_version, log.header.code_version) == (live.LOG_VERSION, live.CODE_VERSION)
+    first, *rest = events_in(lines)
+    assert isinstance(first, ClusterConfigured)
+    assert rest == [*EVENTS, *ANSWERS]
+    assert [type(line) for line in lines[6:]] == [
+        *(EventLine, DecisionLine, DecisionLine, InvalidLine, ProgressLine),
+        *(EventLine, EventLine, EventLine),
+    ]
+    decisions = [line for line in lines if isinstance(line, DecisionLine)]
+    assert [(line.cause_seq, line.position, type(line.decision)) for line in decisions] == [
+        (7, 0, StartPrefill),
+        (7, 1, StartDecode),
+    ]
+    assert [line.progress for line in lines if isinstance(line, ProgressLine)] == [READY]
+    assert b"4711" not in path.read_bytes()
+    assert b"secret" not in path.read_bytes()
+    verdict = verify(log, checked=True)
+    assert (verdict.identical, verdict.events, verdict.decisions) == (True, 11, 2)
+
+
+async def test_a_stopped_server_is_started_on_its_streams_and_gives_the_same_file(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path / "nats")
+    await conducted(server.url)
+    await save_from(server.url, tmp_path / "live.jsonl")
+    server.stop()
+    configuration = (tmp_path / "nats" / "nats.conf").read_text()
+    for directory in (tmp_path, tmp_path / "nats", tmp_path / "nats" / "jetstream"):
+        with served(directory) as url:
+            await save_from(url, tmp_path / "stopped.jsonl")
+        live_lines = list(LogFile(tmp_path / "live.jsonl").lines())
+        stopped = list(LogFile(tmp_path / "stopped.jsonl").lines())
+        # KV progress is kept in memory.
+        assert stopped == [line for line in live_lines if not isinstance(line, ProgressLine)]
+    assert (tmp_path / "nats" / "nats.conf").read_text() == configuration
+
+
+def test_a_directory_without_a_log_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(NoLog, match="there is no event log in it"), served(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_empty_log_is_said_to_be_empty(nats_url: str, tmp_path: Path) -> None:
+    with pytest.raises(LogEmpty, match="the event log is empty"):
+        await save_from(nats_url, tmp_path / "log.jsonl")
+    assert os.listdir(tmp_path) == ["nats"]
+
+
+async def test_a_tail_shows_what_is_new(nats_url: str) -> None:
+    bus = await connect(nats_url)
+    await bus.append(EVENTS[0], source_id="x")
+    tail = follow(bus)
+    first = asyncio.ensure_future(anext(tail))
+    while bus.nc.stats["in_msgs"] < 6:  # until both readers are there
+        await asyncio.sleep(0.01)
+    await bus.append(EVENTS[1], source_id="x")
+    line = await asyncio.wait_for(first, 10)
+    assert isinstance(line, EventLine)
+    assert (line.seq, line.event) == (2, EVENTS[1])
+    await tail.aclose()
+    await bus.close()
