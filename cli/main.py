@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from halfmoon.bus.errors import BusError
-from halfmoon.cli import chat, events, generate, processes, profile, replay, status, up
+from halfmoon.cli import chat, events, generate, processes, profile, replay, simulate, status, up
 from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.workers.model_config import ModelError
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = {}
     for name, module in (
         *(("up", up), ("generate", generate), ("chat", chat), ("status", status), ("profile", profile)),
-        *(("events", events), ("replay", replay)),
+        *(("events", events), ("replay", replay), ("simulate", simulate)),
     ):
         module.add(subparsers)
         runs[name] = module.run

@@ -1,0 +1,43 @@
+"""Simulated time: what happens, in the order of its time; of equal times in the order in which it was asked for."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+
+class Clock:
+    """`at` and `after` book a call, `run` makes them. ns, from 0."""
+
+    def __init__(self, seed: int = 0, noise_percent: int = 0) -> None:
+        self.now_ns = 0
+        self._booked: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]] = []
+        self._count = 0
+        self._draw = random.Random(seed)
+        self._noise = noise_percent / 100
+
+    def at(self, at_ns: int, call: Callable[..., Any], *args: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._booked, (max(at_ns, self.now_ns), self._count, call, args))
+
+    def after(self, delay_ns: int, call: Callable[..., Any], *args: Any) -> None:
+        self.at(self.now_ns + delay_ns, call, *args)
+
+    def step(self) -> bool:
+        """Make the next call; False when nothing is booked."""
+        if not self._booked:
+            return False
+        self.now_ns, _, call, args = heapq.heappop(self._booked)
+        call(*args)
+        return True
+
+    @property
+    def calls(self) -> int:
+        """How many were booked so far."""
+        return self._count
+
+    def jitter(self) -> float:
+        """A factor around 1 by which the next computation is slower or faster than its profile says."""
+        return 1.0 + self._noise * (2.0 * self._draw.random() - 1.0) if self._noise else 1.0

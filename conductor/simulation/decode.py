@@ -1,0 +1,218 @@
+"""A simulated decode worker: what `halfmoon.workers.decode` does to time.
+
+An order waits for its first token (then the worker checks the SLO once more) and for its KV, then joins the batch
+between two steps, when there is room for all that it will grow to. So nothing is ever swapped out, which the real
+worker does where a growing batch needs more room than there is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from halfmoon.conductor.simulation.batch import Steps, tbt_ns
+from halfmoon.schemas.decisions import StartDecode
+from halfmoon.schemas.events import DecodeRefused, DecodeStarted, RequestFinished, WorkerHeartbeat
+
+if TYPE_CHECKING:
+    from halfmoon.conductor.simulation.world import World
+
+
+class Sequence:
+    """One order in hand."""
+
+    __slots__ = ("blocks", "first_ns", "joined", "joined_ns", "kv_there", "order", "output_tokens", "second_ns")
+
+    def __init__(self, order: StartDecode, output_tokens: int, blocks: int) -> None:
+        self.order, self.output_tokens, self.blocks = order, output_tokens, blocks
+        self.kv_there = False
+        self.first_ns = self.joined_ns = self.second_ns = -1
+        #: Steps that the worker had made when it joined.
+        self.joined = 0
+
+
+class DecodeWorker:
+    """Answers every StartDecode by RequestFinished or DecodeRefused, unless it is cancelled."""
+
+    def __init__(self, world: World, worker_id: str, kv_blocks: int) -> None:
+        self.world, self.worker_id = world, worker_id
+        self.steps = Steps(world.profile.cost)
+        self.open: dict[str, Sequence] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.batch: dict[str, Sequence] = {}
+        self.blocks_free = kv_blocks
+        self.epoch = 0
+        self.obeyed_seq = 0
+        self.busy_ns = 0
+        # Since the last heartbeat.
+        self._made = 0
+        self._step_ns = self._sequence_steps = self._context_steps = 0
+
+    def heartbeat(self) -> WorkerHeartbeat:
+        steps, self._made = self._made, 0
+        took_ns, self._step_ns = self._step_ns, 0
+        sequences, self._sequence_steps = self._sequence_steps, 0
+        context, self._context_steps = self._context_steps, 0
+        return WorkerHeartbeat(
+            worker_id=self.worker_id,
+            incarnation="i1",
+            queued=len(self.waiting),
+            running=len(self.batch),
+            steps=steps,
+            step_ns=took_ns // steps if steps else 0,
+            step_sequences=sequences // steps if steps else 0,
+            step_context_tokens=context // steps if steps else 0,
+            orders=list(self.open),
+            obeyed_seq=self.obeyed_seq,
+        )
+
+    def begin(self, order: StartDecode) -> None:
+        world = self.world
+        output = world.outcomes[order.request_id].output_tokens
+        blocks = -(-(order.prompt_tokens + output) // world.block_tokens)
+        self.open[order.order_id] = Sequence(order, output, blocks)
+
+    def cancel(self, order_id: str) -> None:
+        sequence = self.open.pop(order_id, None)
+        if sequence is None:
+            return
+        if order_id in self.batch:
+            self._stop_run(self.world.clock.now_ns, order_id)
+            self._begin_run()
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def first_token(self, order_id: str) -> None:
+        """Prefill is done: the double check, then the client has its first token."""
+        sequence = self.open.get(order_id)
+        if sequence is None:
+            return
+        world, order, steps = self.world, sequence.order, self.steps
+        outcome = world.outcomes[order.request_id]
+        step_ns = int(steps.step_ns(steps.sequences + 1, steps.context_tokens + order.prompt_tokens))
+        if order.placement == 1 and order.tbt_slo_ns and step_ns > order.tbt_slo_ns:
+            del self.open[order_id]
+            outcome.wasted = True
+            world.say(
+                DecodeRefused(
+                    order_id=order_id,
+                    request_id=order.request_id,
+                    worker_id=self.worker_id,
+                    reason=f"a step would take {step_ns // 1_000_000} ms, over the SLO",
+                    predicted_tbt_ns=step_ns,
+                )
+            )
+            return
+        sequence.first_ns = world.clock.now_ns
+        outcome.first_token_ns = sequence.first_ns
+        if sequence.output_tokens == 1:
+            self._finish(sequence, 0)
+        elif sequence.kv_there:
+            self._ready(sequence)
+
+    def kv_there(self, order_id: str) -> None:
+        sequence = self.open.get(order_id)
+        if sequence is None:
+            return
+        sequence.kv_there = True
+        if sequence.first_ns >= 0:
+            self._ready(sequence)
+
+    # --- the batch ----------------------------------------------------------------------------------------------
+
+    def _ready(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        if not self.batch:
+            self._begin_run()
+        elif self._fits(sequence) and self.waiting[0] is sequence:
+            self._book(self.steps.steps_until(self.world.clock.now_ns))
+
+    def _fits(self, sequence: Sequence) -> bool:
+        return len(self.batch) < self.world.profile.batch_max and sequence.blocks <= self.blocks_free
+
+    def _begin_run(self) -> None:
+        """Whoever waits and fits joins; the next run begins now."""
+        now_ns = self.world.clock.now_ns
+        while self.waiting and self._fits(self.waiting[0]):
+            self._join(self.waiting.popleft(), now_ns)
+        self.epoch += 1
+        if self.batch:
+            self.steps.begin_run(now_ns, self.world.clock.jitter())
+            self._book(self.steps.steps_to_end())
+
+    def _book(self, steps: int) -> None:
+        """The run ends after `steps`, or before when a sequence ends."""
+        steps = min(steps, self.steps.steps_to_end())
+        self.epoch += 1
+        self.world.clock.at(self.steps.since_ns + self.steps.run_ns(steps), self._run_over, steps, self.epoch)
+
+    def _join(self, sequence: Sequence, now_ns: int) -> None:
+        order = sequence.order
+        sequence.joined_ns, sequence.joined = now_ns, self.steps.made
+        self.blocks_free -= sequence.blocks
+        self.batch[order.order_id] = sequence
+        self.steps.join(order.order_id, order.prompt_tokens + 1, sequence.output_tokens - 1)
+        self.world.say(
+            DecodeStarted(
+                order_id=order.order_id,
+                request_id=order.request_id,
+                worker_id=self.worker_id,
+                wait_ns=now_ns - sequence.first_ns,
+            )
+        )
+
+    def _run_over(self, steps: int, epoch: int) -> None:
+        if epoch != self.epoch:
+            return
+        for order_id in self._advance(steps):
+            sequence = self.batch[order_id]
+            decode_ns = self.world.clock.now_ns - sequence.joined_ns
+            intervals = self.steps.intervals(sequence.joined)
+            # The second token waited for the KV and for the step before.
+            length, count = intervals[0]
+            intervals[0] = (length, count - 1)
+            intervals.append((length + sequence.joined_ns - sequence.first_ns, 1))
+            self._leave(sequence)
+            self.world.outcomes[sequence.order.request_id].tbt_ns = tbt_ns(intervals)
+            self._finish(sequence, decode_ns)
+        self._begin_run()
+
+    def _advance(self, steps: int) -> list[str]:
+        self._made += steps
+        took_ns = self.steps.run_ns(steps)
+        self._step_ns += took_ns
+        self.busy_ns += took_ns
+        self._sequence_steps += steps * self.steps.sequences
+        self._context_steps += steps * (self.steps.context_tokens + self.steps.sequences * (steps - 1) // 2)
+        return self.steps.advance(steps)
+
+    def _stop_run(self, now_ns: int, order_id: str) -> None:
+        """The run ends for one that is cancelled. The step under way counts as made, unless it is somebody's last."""
+        self._advance(min(self.steps.steps_until(now_ns), self.steps.steps_to_end() - 1))
+        self._leave(self.batch[order_id])
+
+    def _leave(self, sequence: Sequence) -> None:
+        order = sequence.order
+        del self.batch[order.order_id]
+        self.blocks_free += sequence.blocks
+        context = order.prompt_tokens + 1 + self.steps.made - sequence.joined
+        self.steps.leave(order.order_id, context)
+
+    def _finish(self, sequence: Sequence, decode_ns: int) -> None:
+        order = sequence.order
+        self.open.pop(order.order_id, None)
+        outcome = self.world.outcomes[order.request_id]
+        outcome.tbt_ns = max(outcome.tbt_ns, 0)
+        self.world.say(
+            RequestFinished(
+                order_id=order.order_id,
+                request_id=order.request_id,
+                worker_id=self.worker_id,
+                finish_reason="length",
+                completion_tokens=sequence.output_tokens,
+                ttft_ns=outcome.ttft_ns,
+                tbt_ns=outcome.tbt_ns,
+                decode_ns=decode_ns,
+            )
+        )
+        self.world.ended(order.request_id, "finished")

@@ -1,0 +1,75 @@
+"""A node's pool of KV blocks: whole blocks by key, held blocks stay, the longest unused goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class Pool:
+    """`hold` and `release` as a store agent's leases; `commit` makes blocks readable. Sizes are blocks."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        #: Readable and held by nobody, the longest unused first; and held, with by how many.
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self._held: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._idle) + len(self._held)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._held or key in self._idle
+
+    def run(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys` from the first are here without a gap."""
+        held, idle = self._held, self._idle
+        for place, key in enumerate(keys):
+            if key not in held and key not in idle:
+                return place
+        return len(keys)
+
+    def hold(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Keep those of `keys` that are here until `release`; which they are."""
+        here = []
+        for key in keys:
+            if key in self._held:
+                self._held[key] += 1
+            elif key in self._idle:
+                del self._idle[key]
+                self._held[key] = 1
+            else:
+                continue
+            here.append(key)
+        return here
+
+    def release(self, keys: Sequence[bytes], *, cold: Sequence[bytes] = ()) -> None:
+        """What nobody holds any more is idle, as if used now, the last of a chain first.
+
+        Those in `cold` go before all others.
+        """
+        first = dict.fromkeys(cold)
+        for key in reversed(keys):
+            holders = self._held[key] - 1
+            if holders:
+                self._held[key] = holders
+                continue
+            del self._held[key]
+            self._idle[key] = None
+            if key in first:
+                self._idle.move_to_end(key, last=False)
+
+    def commit(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Make blocks readable, held once for the caller. (Added, evicted for them); what finds no room is left out."""
+        added: list[bytes] = []
+        evicted: list[bytes] = []
+        for key in keys:
+            if key in self._held or key in self._idle:
+                continue
+            if len(self) >= self.slots:
+                if not self._idle:
+                    break
+                evicted.append(self._idle.popitem(last=False)[0])
+            self._held[key] = 1
+            added.append(key)
+        return added, evicted

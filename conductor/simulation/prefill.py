@@ -1,0 +1,263 @@
+"""A simulated prefill worker: what `halfmoon.workers.prefill` does to time, memory and links.
+
+One order computes at a time, in the order of arrival. The next few have their blocks held and fetched meanwhile.
+Loading overlaps with computing layer by layer, and so does pushing to the decode node: only the last layer's transfer
+comes after the end of computing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from halfmoon.conductor.cost import prefill_ns
+from halfmoon.conductor.simulation.links import SECOND_NS, Transfer
+from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
+
+if TYPE_CHECKING:
+    from halfmoon.conductor.simulation.nodes import Node
+    from halfmoon.conductor.simulation.world import World
+
+
+class Job:
+    """One order in hand."""
+
+    __slots__ = (
+        "arrived_ns",
+        "cancelled",
+        "compute_ns",
+        "computed",
+        "fetch_from",
+        "fetch_held",
+        "fetch_ns",
+        "fetched",
+        "fetching",
+        "held",
+        "keys",
+        "layer_there",
+        "loaded",
+        "local",
+        "order",
+        "prepared",
+        "push_missing",
+        "pushing",
+        "started_ns",
+        "target_held",
+    )
+
+    def __init__(self, order: StartPrefill, keys: list[bytes], now_ns: int) -> None:
+        self.order, self.keys, self.arrived_ns = order, keys, now_ns
+        self.prepared = self.cancelled = self.computed = False
+        #: Blocks used: from the node itself, from another.
+        self.local = self.fetched = 0
+        self.fetch_from: Node | None = None
+        self.fetching: Transfer | None = None
+        self.pushing: Transfer | None = None
+        self.held: list[bytes] = []
+        self.fetch_held: list[bytes] = []
+        self.target_held: list[bytes] = []
+        #: The first layer, and all, of what is fetched are here.
+        self.layer_there = self.loaded = True
+        self.started_ns = self.compute_ns = self.fetch_ns = self.push_missing = 0
+
+
+class PrefillWorker:
+    """Answers every StartPrefill by one PrefillFinished, unless it is cancelled."""
+
+    def __init__(self, world: World, worker_id: str, node: Node) -> None:
+        self.world, self.worker_id, self.node = world, worker_id, node
+        self.queue: deque[Job] = deque()
+        self.jobs: dict[str, Job] = {}
+        self.running: Job | None = None
+        self.obeyed_seq = 0
+        self.compute_ns = 0
+
+    def heartbeat(self) -> WorkerHeartbeat:
+        return WorkerHeartbeat(
+            worker_id=self.worker_id,
+            incarnation="i1",
+            queued=len(self.queue),
+            running=len(self.jobs) - len(self.queue),
+            orders=list(self.jobs),
+            obeyed_seq=self.obeyed_seq,
+        )
+
+    def begin(self, order: StartPrefill) -> None:
+        job = Job(order, self.world.keys(order.request_id), self.world.clock.now_ns)
+        self.jobs[order.order_id] = job
+        self.queue.append(job)
+        self._prepare_some()
+        self._next()
+
+    def cancel(self, order_id: str) -> None:
+        job = self.jobs.pop(order_id, None)
+        if job is None:
+            return
+        job.cancelled = True
+        for transfer in (job.fetching, job.pushing):
+            if transfer is not None:
+                self.world.network.stop(transfer)
+        if job in self.queue:
+            self.queue.remove(job)
+        self._let_go(job)
+        if self.running is job:
+            self.running = None
+            self._next()
+
+    # --- before -------------------------------------------------------------------------------------------------
+
+    def _prepare_some(self) -> None:
+        prepared_max = self.world.profile.prepared_max
+        for place, job in enumerate(self.queue):
+            if place >= prepared_max:
+                break
+            if not job.prepared:
+                job.prepared = True
+                self._prepare(job)
+
+    def _prepare(self, job: Job) -> None:
+        """Hold what is here, fetch what the order says and its holder still has."""
+        world, order = self.world, job.order
+        usable = (order.prompt_tokens - 1) // world.block_tokens  # one token is always computed
+        job.held = self.node.pool.hold(job.keys)
+        here = dict.fromkeys(job.held)
+        while job.local < usable and job.local < len(job.keys) and job.keys[job.local] in here:
+            job.local += 1
+        for fetch in order.fetches:
+            first = max(fetch.first_block, job.local)
+            blocks = min(fetch.first_block + fetch.blocks, usable) - first
+            if blocks > 0 and first == job.local:
+                self._fetch(job, world.nodes[fetch.node_id], job.keys[first : first + blocks])
+                break
+
+    def _fetch(self, job: Job, source: Node, keys: list[bytes]) -> None:
+        world = self.world
+        if source.pool.run(keys) < len(keys):
+            world.failed_fetches += 1
+            return  # gone meanwhile: computed instead
+        job.fetch_from, job.fetched = source, len(keys)
+        job.fetch_held = source.pool.hold(keys)
+        job.layer_there = job.loaded = False
+        begun_ns = world.clock.now_ns
+        whole = len(keys) * world.block_bytes
+        layer = whole // world.profile.layers
+
+        def first_layer_here() -> None:
+            job.layer_there = True
+            self._next()
+
+        def all_here() -> None:
+            job.loaded = True
+            job.fetch_ns = world.clock.now_ns - begun_ns
+            source.pool.release(job.fetch_held)
+            job.fetch_held = []
+            self._computed(job)
+
+        job.fetching = world.network.send(
+            source.node_id, self.node.node_id, (layer, first_layer_here), (whole - layer, all_here)
+        )
+
+    # --- computing ----------------------------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        if self.running is not None or not self.queue or not self.queue[0].layer_there:
+            return
+        job = self.running = self.queue.popleft()
+        self._prepare_some()
+        world, order = self.world, job.order
+        now_ns = job.started_ns = world.clock.now_ns
+        used = (job.local + job.fetched) * world.block_tokens
+        job.compute_ns = int(prefill_ns(world.profile.cost, order.prompt_tokens, used) * world.clock.jitter())
+        # What is cached is loaded from the pool, layer by layer, while layers are computed.
+        load_ns = used * world.profile.token_bytes * SECOND_NS // world.profile.load_bytes_s
+        job.compute_ns = max(job.compute_ns, load_ns)
+        self._open_push(job)
+        world.clock.at(now_ns + job.compute_ns, self._time_over, job)
+
+    def _time_over(self, job: Job) -> None:
+        if not job.cancelled:
+            job.computed = True
+            self._computed(job)
+
+    def _computed(self, job: Job) -> None:
+        """Both computing and the fetch are over (the last layer's blocks may have come after its time)."""
+        if job.cancelled or not job.computed or not job.loaded or self.running is not job:
+            return
+        world, order = self.world, job.order
+        self.running = None
+        job.compute_ns = world.clock.now_ns - job.started_ns
+        self.compute_ns += job.compute_ns
+        cold = job.keys[job.local : job.local + job.fetched] if world.replicas_go_first else []
+        self.node.commit(job.keys, job.held, cold=cold)
+        job.held = []
+        outcome = world.outcomes[order.request_id]
+        outcome.queue_ns = job.started_ns - job.arrived_ns
+        outcome.compute_ns += job.compute_ns
+        outcome.local_tokens = job.local * world.block_tokens
+        outcome.fetched_tokens = job.fetched * world.block_tokens
+        world.decode_workers[order.decode_worker_id].first_token(order.order_id)
+        self._close_push(job)
+        self._next()
+
+    # --- pushing ------------------------------------------------------------------------------------------------
+
+    def _open_push(self, job: Job) -> None:
+        """All layers but the last go while computing."""
+        world, order = self.world, job.order
+        target = world.nodes[order.decode_node_id]
+        job.target_held = target.pool.hold(job.keys)
+        blocks = -(-order.prompt_tokens // world.block_tokens) - len(job.target_held)
+        job.push_missing = blocks * world.block_bytes
+        early = job.push_missing - job.push_missing // world.profile.layers
+
+        def early_there() -> None:
+            job.pushing = None
+            self._close_push(job)
+
+        if early:
+            job.pushing = world.network.send(self.node.node_id, target.node_id, (early, early_there))
+
+    def _close_push(self, job: Job) -> None:
+        if job.cancelled or job.pushing is not None or not job.computed or self.running is job:
+            return
+        world, order = self.world, job.order
+        last = job.push_missing // world.profile.layers
+        if not last:
+            self._finish(job)
+            return
+        job.pushing = world.network.send(self.node.node_id, order.decode_node_id, (last, lambda: self._finish(job)))
+
+    def _finish(self, job: Job) -> None:
+        world, order = self.world, job.order
+        if self.jobs.pop(order.order_id, None) is None:
+            return
+        world.nodes[order.decode_node_id].commit(job.keys, job.target_held)
+        job.target_held = []
+        world.pushed_bytes += job.push_missing
+        fetched_bytes = job.fetched * world.block_bytes
+        world.fetched_bytes += fetched_bytes
+        world.say(
+            PrefillFinished(
+                order_id=order.order_id,
+                request_id=order.request_id,
+                worker_id=self.worker_id,
+                queue_ns=job.started_ns - job.arrived_ns,
+                transfer_ns=job.fetch_ns,
+                compute_ns=job.compute_ns,
+                cached_local_tokens=job.local * world.block_tokens,
+                cached_fetched_tokens=job.fetched * world.block_tokens,
+                fetched_bytes=fetched_bytes,
+                fetch_node_id=job.fetch_from.node_id if job.fetch_from is not None else "",
+                fetch_ns=job.fetch_ns,
+                pushed_bytes=job.push_missing,
+            )
+        )
+        world.decode_workers[order.decode_worker_id].kv_there(order.order_id)
+
+    def _let_go(self, job: Job) -> None:
+        self.node.pool.release(job.held)
+        if job.fetch_from is not None:
+            job.fetch_from.pool.release(job.fetch_held)
+        self.world.nodes[job.order.decode_node_id].pool.release(job.target_held)
+        job.held, job.fetch_held, job.target_held = [], [], []

@@ -1,0 +1,144 @@
+"""What a simulation showed, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.world import LoadSample
+
+MS_NS = 1_000_000
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request must hold to count, ns: both."""
+
+    ttft_ns: int = 30_000_000_000
+    tbt_ns: int = 1_000_000_000
+
+    def held(self, outcome: Outcome) -> bool:
+        return outcome.end == "finished" and outcome.ttft_ns <= self.ttft_ns and outcome.tbt_ns <= self.tbt_ns
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of times, in ms."""
+
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """See `halfmoon simulate --help`. `digest` names every decision in order; `wall_s` alone differs between runs."""
+
+    system: str
+    policy: str
+    admission: str
+    profile: str
+    prefill: int
+    decode: int
+    speed: float
+    seed: int
+    #: False: interrupted, the figures are of what had happened.
+    complete: bool = True
+    requests: int = 0
+    completed: int = 0
+    failed: int = 0
+    #: Neither ended nor refused when the run was interrupted.
+    open: int = 0
+    rejected: dict[str, int] = {}
+    wasted_prefills: int = 0
+    ttft_ms: Spread = Spread()
+    tbt_ms: Spread = Spread()
+    #: Share of all prompt tokens that need not be computed, and where they were.
+    token_reuse: float = 0.0
+    hits_by_source: dict[str, float] = {}
+    #: Share of requests that held both objectives, and those a second.
+    effective_capacity: float = 0.0
+    goodput_s: float = 0.0
+    duration_s: float = 0.0
+    prefill_gpu_s: float = 0.0
+    decode_gpu_s: float = 0.0
+    prefill_busy: float = 0.0
+    bytes_moved: int = 0
+    bytes_fetched: int = 0
+    bytes_pushed: int = 0
+    failed_fetches: int = 0
+    #: Predicted over what came, of placed requests: share that it was off by, p50 and p90; and the signed mean.
+    ttft_error: dict[str, float] = {}
+    tbt_error: dict[str, float] = {}
+    slo: Slo = Slo()
+    events: int = 0
+    digest: str = ""
+    wall_s: float = 0.0
+    load: list[LoadSample] = []
+
+    def plain(self, *, load: bool = True) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        if not load:
+            del values["load"]
+        return values
+
+
+def spread(values: Sequence[int]) -> Spread:
+    """Of ns, in ms. The p-th percentile is the smallest value that p % are not above."""
+    if not values:
+        return Spread()
+    ordered = sorted(values)
+    at = [ordered[max(0, -(-len(ordered) * percent // 100) - 1)] for percent in (50, 90, 99)]
+    mean = sum(ordered) / len(ordered)
+    return Spread(*(round(value / MS_NS, 3) for value in (mean, *at)))
+
+
+def error(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Of (predicted, came): how far off, as a share of what came."""
+    off = sorted(abs(predicted - came) / came for predicted, came in pairs if came > 0)
+    if not off:
+        return {}
+    bias = sum(predicted for predicted, came in pairs if came > 0) / sum(came for _, came in pairs if came > 0) - 1
+    return {
+        "p50": round(off[len(off) // 2], 4),
+        "p90": round(off[len(off) * 9 // 10], 4),
+        "bias_of_sum": round(bias, 4),
+        "n": len(off),
+    }
+
+
+def summarise(report: Report, outcomes: Mapping[str, Outcome], end_ns: int) -> Report:
+    """`report` with all that requests tell filled in."""
+    every = list(outcomes.values())
+    finished = [outcome for outcome in every if outcome.end == "finished"]
+    rejected: dict[str, int] = {}
+    for outcome in every:
+        if outcome.end not in ("", "finished", "failed"):
+            rejected[outcome.end] = rejected.get(outcome.end, 0) + 1
+    computed = [outcome for outcome in every if outcome.compute_ns]
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in computed) or 1
+    local = sum(outcome.local_tokens for outcome in computed) / prompt_tokens
+    fetched = sum(outcome.fetched_tokens for outcome in computed) / prompt_tokens
+    first_ns = every[0].arrived_ns if every else 0
+    duration_s = max(end_ns - first_ns, 1) / 1e9
+    held = sum(report.slo.held(outcome) for outcome in every)
+    report.requests = len(every)
+    report.completed = len(finished)
+    report.failed = sum(outcome.end == "failed" for outcome in every)
+    report.open = sum(outcome.end == "" for outcome in every)
+    report.rejected = dict(sorted(rejected.items()))
+    report.wasted_prefills = sum(outcome.wasted for outcome in every)
+    report.ttft_ms = spread([outcome.ttft_ns for outcome in finished])
+    report.tbt_ms = spread([outcome.tbt_ns for outcome in finished if outcome.output_tokens > 1])
+    report.token_reuse = round(local + fetched, 6)
+    report.hits_by_source = {"local": round(local, 6), "fetched": round(fetched, 6)}
+    report.effective_capacity = round(held / max(1, len(every)), 6)
+    report.goodput_s = round(held / duration_s, 6)
+    report.duration_s = round(duration_s, 3)
+    report.ttft_error = error([(o.predicted_ttft_ns, o.ttft_ns) for o in finished if o.predicted_ttft_ns >= 0])
+    report.tbt_error = error(
+        [(o.predicted_tbt_ns, o.tbt_ns) for o in finished if o.predicted_tbt_ns >= 0 and o.output_tokens > 1]
+    )
+    return report

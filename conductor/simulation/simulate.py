@@ -1,0 +1,77 @@
+"""`simulate`: arrivals, a cluster, a policy and a profile in; a report out. The same in, the same out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.profiles import Profile
+from halfmoon.conductor.simulation.report import Report, Slo, summarise
+from halfmoon.conductor.simulation.trace import Arrival, faster
+from halfmoon.conductor.simulation.world import Cluster, World
+from halfmoon.schemas.policy import Policy
+
+#: How many times load is looked at during the arrivals.
+SAMPLES = 600
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    cluster: Cluster,
+    policy: Policy,
+    profile: Profile,
+    *,
+    seed: int = 0,
+    speed: float = 1.0,
+    noise_percent: int = 0,
+    slo: Slo | None = None,
+    progress: Callable[[int], None] | None = None,
+    outcomes: dict[str, Outcome] | None = None,
+) -> Report:
+    """Disaggregated serving under the core: `arrivals` (by time) `speed` times as fast.
+
+    `seed` draws the `random` policy's choices and, with `noise_percent`, how much computations differ from the profile.
+    `slo` is what is counted (default: the policy's). `outcomes` is filled with what became of each request. Raises
+    ConfigurationImpossible.
+    """
+    began = time.perf_counter()
+    slo = slo or Slo(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
+    if policy.admission == "none":
+        # "Everything is queued": the decode worker's double check is part of refusing.
+        policy = msgspec.structs.replace(policy, tbt_slo_ns=0)
+    world = World(cluster, msgspec.structs.replace(policy, seed=seed), profile, seed=seed, noise_percent=noise_percent)
+    if outcomes is not None:
+        world.outcomes = outcomes
+    paced = faster(arrivals, speed)
+    sample_ns = max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, 1_000_000) if paced else 1
+    complete = world.run(paced, sample_ns=sample_ns, progress=progress)
+    end_ns = world.clock.now_ns
+    prefill_ns = sum(worker.compute_ns for worker in world.prefill_workers.values())
+    report = Report(
+        system="halfmoon",
+        policy=policy.name,
+        admission=policy.admission,
+        profile=profile.name,
+        prefill=cluster.prefill,
+        decode=cluster.decode,
+        speed=speed,
+        seed=seed,
+        complete=complete,
+        slo=slo,
+        prefill_gpu_s=round(prefill_ns / 1e9, 6),
+        decode_gpu_s=round(sum(worker.busy_ns for worker in world.decode_workers.values()) / 1e9, 6),
+        bytes_moved=world.network.bytes_moved,
+        bytes_fetched=world.fetched_bytes,
+        bytes_pushed=world.pushed_bytes,
+        failed_fetches=world.failed_fetches,
+        events=world.events,
+        digest=world.digest(),
+        load=world.samples,
+    )
+    summarise(report, world.outcomes, end_ns)
+    report.prefill_busy = round(report.prefill_gpu_s / report.duration_s / cluster.prefill, 6)
+    report.wall_s = round(time.perf_counter() - began, 3)
+    return report

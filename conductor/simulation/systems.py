@@ -1,0 +1,45 @@
+"""Every system that can be simulated, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.profiles import Profile
+from halfmoon.conductor.simulation.report import Report, Slo
+from halfmoon.conductor.simulation.simulate import simulate
+from halfmoon.conductor.simulation.trace import Arrival
+from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.schemas.policy import Policy
+
+SYSTEMS = ("halfmoon",)
+
+
+def run_system(
+    system: str,
+    arrivals: Sequence[Arrival],
+    cluster: Cluster,
+    policy: Policy,
+    profile: Profile,
+    *,
+    seed: int = 0,
+    speed: float = 1.0,
+    noise_percent: int = 0,
+    slo: Slo | None = None,
+    progress: Callable[[int], None] | None = None,
+    outcomes: dict[str, Outcome] | None = None,
+) -> Report:
+    """As `simulate`, for the system of this name."""
+    assert system == "halfmoon", system
+    return simulate(
+        arrivals,
+        cluster,
+        policy,
+        profile,
+        seed=seed,
+        speed=speed,
+        noise_percent=noise_percent,
+        slo=slo,
+        progress=progress,
+        outcomes=outcomes,
+    )

@@ -1,0 +1,217 @@
+"""Traces: requests with their times, lengths and blocks, as JSON Lines.
+
+The form is Mooncake's: `{"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [...]}`; an id names a
+block of 512 tokens and all before it, and the last one may be a partial block. Two more are read: without `hash_ids`
+(nothing is shared), and with `session_id`, where a turn begins with all that the session has said so far.
+
+Source: Mooncake (FAST'25), section 4, for the form and for the conversation trace.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import zstandard
+
+MS_NS = 1_000_000
+#: Tokens of a block that an id names, in Mooncake's traces.
+TRACE_BLOCK_TOKENS = 512
+#: No prompt is longer: a length beyond is taken for a fault of the file.
+TOKENS_MAX = 10_000_000
+#: The limit on answers that requests without one are sent with; the longest of Mooncake's traces has 2,000 tokens.
+MAX_TOKENS = 2_048
+
+
+class TraceInvalid(ValueError):
+    """A trace that cannot be replayed; the text names file and line."""
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, from whatever source: what the conductor is told, and how long the answer will be.
+
+    `max_tokens` is the limit that the conductor sees; it is not told `output_tokens`.
+    """
+
+    at_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int = MAX_TOKENS
+    #: 16-byte keys of the prompt's whole blocks, concatenated.
+    block_keys: bytes = b""
+    priority: int = 0
+    tenant: str = ""
+    #: 0: by the policy.
+    ttft_slo_ns: int = 0
+    tbt_slo_ns: int = 0
+
+
+class _Row(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] | None = None
+    session_id: str | int | None = None
+    priority: int = 0
+
+
+_decoder = msgspec.json.Decoder(_Row)
+
+
+def read_trace(path: str | Path, *, block_tokens: int = TRACE_BLOCK_TOKENS) -> list[Arrival]:
+    """The requests of a file (`.gz` and `.zst` by its name), with keys for blocks of `block_tokens`.
+
+    `block_tokens` must divide 512 where the trace names blocks. Raises TraceInvalid for what is malformed or out of
+    order, OSError for a file that cannot be read.
+    """
+    with _open(Path(path)) as file:
+        return list(parse(file, str(path), block_tokens))
+
+
+def _open(path: Path) -> BinaryIO | io.BufferedReader:
+    raw = path.open("rb")
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
+    if path.suffix == ".zst":
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, closefd=True))
+    return raw
+
+
+def parse(lines: Iterable[bytes], name: str, block_tokens: int) -> Iterator[Arrival]:
+    """The requests in `lines`; `name` is for messages."""
+    if TRACE_BLOCK_TOKENS % block_tokens:
+        raise TraceInvalid(f"{name}: blocks of {TRACE_BLOCK_TOKENS} tokens cannot be cut into {block_tokens}")
+    last_ms, number, found = 0.0, 0, False
+    sessions: dict[str, tuple[int, int]] = {}
+    numbered = enumerate(lines, 1)
+    while True:
+        try:
+            number, line = next(numbered, (0, b""))
+        except (OSError, EOFError, zstandard.ZstdError) as problem:
+            raise TraceInvalid(f"{name}: after line {number}: {problem}") from None
+        if not number:
+            break
+        if not line.strip():
+            continue
+        row = _row(line, name, number)
+        if row.timestamp < last_ms:
+            raise TraceInvalid(f"{name}:{number}: timestamp {row.timestamp:g} is before {last_ms:g}: not in order")
+        last_ms, found = row.timestamp, True
+        yield Arrival(
+            at_ns=int(row.timestamp * MS_NS),
+            prompt_tokens=row.input_length,
+            output_tokens=row.output_length,
+            max_tokens=max(MAX_TOKENS, row.output_length),
+            block_keys=_keys(row, number, block_tokens, sessions),
+            priority=row.priority,
+        )
+    if not found:
+        raise TraceInvalid(f"{name}: holds no request")
+
+
+def _row(line: bytes, name: str, number: int) -> _Row:
+    try:
+        row = _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise TraceInvalid(f"{name}:{number}: {problem}") from None
+    for field, value, least, most in (
+        ("timestamp", row.timestamp, 0, 10**14),
+        ("input_length", row.input_length, 1, TOKENS_MAX),
+        ("output_length", row.output_length, 1, TOKENS_MAX),
+        ("priority", row.priority, -1_000, 1_000),
+    ):
+        if not least <= value <= most:
+            raise TraceInvalid(f"{name}:{number}: {field} {value:g} is not within {least} to {most}")
+    if row.hash_ids is not None:
+        needed = -(-row.input_length // TRACE_BLOCK_TOKENS)
+        if len(row.hash_ids) != needed:
+            raise TraceInvalid(
+                f"{name}:{number}: hash_ids names {len(row.hash_ids)} blocks, {row.input_length} tokens are {needed}"
+            )
+        if any(not 0 <= block < 2**63 for block in row.hash_ids):
+            raise TraceInvalid(f"{name}:{number}: hash_ids: ids are integers from 0 to 2^63 - 1")
+    return row
+
+
+def _keys(row: _Row, number: int, block_tokens: int, sessions: dict[str, tuple[int, int]]) -> bytes:
+    """Keys need not be hashes here, only names: 8 bytes of the id (or session), 8 of the place."""
+    whole = row.input_length // block_tokens
+    if row.hash_ids is not None:
+        parts = TRACE_BLOCK_TOKENS // block_tokens
+        if parts == 1:
+            return b"".join([block.to_bytes(16, "big") for block in row.hash_ids[:whole]])
+        return b"".join(
+            [
+                row.hash_ids[place // parts].to_bytes(8, "big") + (place % parts).to_bytes(8, "big")
+                for place in range(whole)
+            ]
+        )
+    if row.session_id is None:
+        return _chain(2 * number, whole)
+    # A turn repeats what was said as far as it is that long, and adds to it. A shorter prompt begins a new text.
+    text, said = sessions.get(str(row.session_id), (2 * number + 1, 0))
+    if row.input_length < said:
+        text = 2 * number + 1
+    sessions[str(row.session_id)] = (text, row.input_length + row.output_length)
+    return _chain(text, whole)
+
+
+def _chain(name: int, blocks: int) -> bytes:
+    return b"".join([name.to_bytes(8, "little") + place.to_bytes(8, "big") for place in range(blocks)])
+
+
+def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
+    """The same requests, `speed` times as fast."""
+    if speed == 1.0:
+        return list(arrivals)
+    return [msgspec.structs.replace(arrival, at_ns=int(arrival.at_ns / speed)) for arrival in arrivals]
+
+
+def reuse(path: str | Path, pool_tokens: int = 0) -> float:
+    """Share of all prompt tokens that one cache would hold, of `pool_tokens` under LRU, or of any size (0).
+
+    Counted as the papers' figures are: by ids, a partial last block like a whole one.
+    """
+    capacity = pool_tokens // TRACE_BLOCK_TOKENS
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = total = 0
+    with _open(Path(path)) as file:
+        for number, line in enumerate(file, 1):
+            row = _row(line, str(path), number)
+            ids = row.hash_ids or []
+            run = 0
+            while run < len(ids) and ids[run] in cache:
+                run += 1
+            hits += min(run * TRACE_BLOCK_TOKENS, row.input_length)
+            total += row.input_length
+            for block in reversed(ids):
+                cache[block] = None
+                cache.move_to_end(block)
+            while capacity and len(cache) > capacity:
+                cache.popitem(last=False)
+    return hits / total
+
+
+def copies(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
+    """`count` requests: the trace beside itself as often as needed, each copy with texts of its own.
+
+    Its rate grows with the number of copies; copy k comes k milliseconds later.
+    """
+    rounds = -(-count // len(arrivals))
+    made: list[Any] = []
+    for place, arrival in enumerate(arrivals):
+        for copy in range(rounds):
+            keys = arrival.block_keys
+            if copy:
+                mark = copy.to_bytes(4, "big")
+                keys = b"".join([mark + keys[at + 4 : at + 16] for at in range(0, len(keys), 16)])
+            made.append((arrival.at_ns + copy * MS_NS, place, copy, arrival, keys))
+    made.sort(key=lambda one: one[:3])
+    return [
+        msgspec.structs.replace(arrival, at_ns=at_ns, block_keys=keys) for at_ns, _, _, arrival, keys in made[:count]
+    ]

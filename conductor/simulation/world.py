@@ -1,0 +1,337 @@
+"""The core in a simulated world: what it decides is done by simulated workers, and what they say is its next event.
+
+The core is the one that runs live, unchanged; its shell here is `say` (append to the log) and `_do` (decisions to those
+who obey them), both without delay: the bus takes about a millisecond, which is left out. Every process heartbeats, as
+they do, every ten simulated seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from halfmoon.conductor.invariants import check
+from halfmoon.conductor.machine import Core
+from halfmoon.conductor.placement import queue_ns
+from halfmoon.conductor.simulation.clock import Clock
+from halfmoon.conductor.simulation.decode import DecodeWorker
+from halfmoon.conductor.simulation.links import Network
+from halfmoon.conductor.simulation.nodes import Node
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.prefill import PrefillWorker
+from halfmoon.conductor.simulation.profiles import Profile
+from halfmoon.conductor.simulation.trace import Arrival
+from halfmoon.schemas.decisions import (
+    AnnounceYourself,
+    CancelOrder,
+    Decision,
+    FailRequest,
+    RejectRequest,
+    ReleaseOrder,
+    SetTimer,
+    StartDecode,
+    StartPrefill,
+)
+from halfmoon.schemas.events import (
+    ClusterConfigured,
+    Event,
+    FrontendHeartbeat,
+    FrontendJoined,
+    RequestArrived,
+    Stamped,
+    StoreHeartbeat,
+    StoreJoined,
+    TimerFired,
+    WorkerJoined,
+)
+from halfmoon.schemas.policy import SECOND_NS, Policy
+from halfmoon.schemas.types import KEY_BYTES
+
+HEARTBEAT_NS = 10 * SECOND_NS
+LOST_AFTER_NS = 4 * HEARTBEAT_NS
+#: The invariants are looked at once in so many events (their cost grows with the state).
+CHECK_EVERY = 5_000
+
+
+class ConfigurationImpossible(ValueError):
+    """A cluster that cannot be; the text says why."""
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of what. Sizes of -1 are the profile's."""
+
+    prefill: int
+    decode: int
+    block_tokens: int = 512
+    #: Blocks of a prefill node's pool, of a decode node's pool (0: it keeps nothing), of a worker's own cache.
+    pool_blocks: int = -1
+    decode_pool_blocks: int = -1
+    kv_blocks: int = -1
+    #: Of each node's network; 0: the profile's.
+    link_bytes_s: int = 0
+    #: A block that was fetched is, once used, the first to go: it is elsewhere as well.
+    replicas_go_first: bool = False
+    #: Tokens of one iteration of a colocated worker with chunked prefill.
+    chunk_tokens: int = 512
+
+
+class LoadSample(msgspec.Struct):
+    """Both pools at one time: predicted queue over TTFT SLO, step over TBT SLO (means), and sizes."""
+
+    at_ns: int
+    prefill_load: float
+    decode_load: float
+    queued: int
+    running: int
+
+
+class World:
+    """Call `run`; then `outcomes`, `samples` and the counters hold what happened."""
+
+    def __init__(
+        self, cluster: Cluster, policy: Policy, profile: Profile, *, seed: int = 0, noise_percent: int = 0
+    ) -> None:
+        self.profile = profile
+        self.block_tokens = cluster.block_tokens
+        self.layout = profile.layout(cluster.block_tokens)
+        self.block_bytes = self.layout.block_bytes
+        self.replicas_go_first = cluster.replicas_go_first
+        link_bytes_s = cluster.link_bytes_s or profile.link_bytes_s
+        self.policy = msgspec.structs.replace(
+            policy,
+            heartbeat_ns=HEARTBEAT_NS,
+            lost_after_ns=LOST_AFTER_NS,
+            link_bytes_s=link_bytes_s,
+            link_latency_ns=profile.link_latency_ns,
+        )
+        self.clock = Clock(seed, noise_percent)
+        self.network = Network(self.clock, link_bytes_s, profile.link_latency_ns)
+        self.core = Core()
+        self.outcomes: dict[str, Outcome] = {}
+        self.samples: list[LoadSample] = []
+        self.failed_fetches = self.fetched_bytes = self.pushed_bytes = 0
+        self.timers_set = 0
+        self._arrivals: dict[str, Arrival] = {}
+        self._keys: dict[str, list[bytes]] = {}
+        self._digest = blake2b(digest_size=16)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._events = self._checked = 0
+        self.open = 0
+        self.nodes: dict[str, Node] = {}
+        self.prefill_workers: dict[str, PrefillWorker] = {}
+        self.decode_workers: dict[str, DecodeWorker] = {}
+        self._build(cluster)
+
+    def _build(self, cluster: Cluster) -> None:
+        for name in ("prefill", "decode"):
+            if getattr(cluster, name) < 1:
+                raise ConfigurationImpossible(f"{name}: at least one worker is needed")
+        block_bytes = self.block_bytes
+        kv_blocks = cluster.kv_blocks if cluster.kv_blocks >= 0 else self.profile.kv_bytes // block_bytes
+        pool = cluster.pool_blocks if cluster.pool_blocks >= 0 else self.profile.pool_bytes // block_bytes
+        decode_pool = cluster.decode_pool_blocks if cluster.decode_pool_blocks >= 0 else pool
+        if kv_blocks < 1:
+            raise ConfigurationImpossible(f"a worker's own cache holds no block of {self.block_tokens} tokens")
+        self.say(ClusterConfigured(code_version="simulation", log_version=1, policy=self.policy))
+        self.say(FrontendJoined(frontend_id="frontend", incarnation="i1"))
+        self._beat(lambda: FrontendHeartbeat(frontend_id="frontend", incarnation="i1", open_requests=self.open), 0, 1)
+        number, processes = 0, 2 * (cluster.prefill + cluster.decode)
+        for role, count, slots in (("prefill", cluster.prefill, pool), ("decode", cluster.decode, decode_pool)):
+            width = len(str(count - 1))
+            for place in range(count):
+                worker_id = f"{role}-{place:0{width}}"
+                node_id = f"node-{worker_id}"
+                node = self.nodes[node_id] = Node(self, node_id, slots)
+                worker: PrefillWorker | DecodeWorker
+                if role == "prefill":
+                    worker = self.prefill_workers[worker_id] = PrefillWorker(self, worker_id, node)
+                else:
+                    worker = self.decode_workers[worker_id] = DecodeWorker(self, worker_id, kv_blocks)
+                self.say(
+                    StoreJoined(
+                        node_id=node_id,
+                        incarnation="i1",
+                        host=node_id,
+                        layout=self.layout,
+                        slots=slots,
+                        endpoints=[],
+                    )
+                )
+                self.say(
+                    WorkerJoined(
+                        worker_id=worker_id,
+                        role=role,  # type: ignore[arg-type]
+                        node_id=node_id,
+                        incarnation="i1",
+                        layout=self.layout,
+                        kv_blocks=kv_blocks,
+                        context_tokens_max=self.profile.context_tokens_max,
+                        batch_max=self.profile.batch_max,
+                        profile=self.profile.cost,
+                    )
+                )
+                self._beat(lambda node=node: self._store_heartbeat(node), number, processes)  # type: ignore[misc]
+                self._beat(worker.heartbeat, number + 1, processes)
+                number += 2
+
+    # --- the log --------------------------------------------------------------------------------------------------
+
+    def say(self, event: Event) -> None:
+        """`event` is next in the log, at this time; not before what now runs is done."""
+        self.clock.at(self.clock.now_ns, self._append, event)
+
+    def _append(self, event: Event) -> None:
+        self._events += 1
+        decisions = self.core.step(Stamped(seq=self._events, at_ns=self.clock.now_ns, event=event))
+        if decisions:
+            self._digest.update(self._encode(decisions))
+            for decision in decisions:
+                self._do(decision)
+        if self._events - self._checked >= CHECK_EVERY:
+            self._checked = self._events
+            check(self.core.state)
+
+    def _do(self, decision: Decision) -> None:
+        match decision:
+            case StartPrefill():
+                outcome = self.outcomes[decision.request_id]
+                outcome.prefill_id, outcome.decode_id = decision.worker_id, decision.decode_worker_id
+                outcome.predicted_ttft_ns = decision.predicted.ttft_ns
+                outcome.predicted_tbt_ns = decision.predicted.tbt_ns
+                prefill = self.prefill_workers[decision.worker_id]
+                prefill.obeyed_seq = self._events
+                prefill.begin(decision)
+            case StartDecode():
+                decode = self.decode_workers[decision.worker_id]
+                decode.obeyed_seq = self._events
+                decode.begin(decision)
+            case RejectRequest():
+                self.ended(decision.request_id, decision.reason)
+            case FailRequest():
+                self.ended(decision.request_id, "failed")
+            case CancelOrder():
+                worker = self.prefill_workers.get(decision.worker_id) or self.decode_workers[decision.worker_id]
+                worker.obeyed_seq = self._events
+                worker.cancel(decision.order_id)
+            case SetTimer():
+                self.timers_set += 1
+                self.clock.at(decision.at_ns, self._append, TimerFired(key=decision.key, at_ns=decision.at_ns))
+            case ReleaseOrder():
+                pass  # the worker let go of it
+            case AnnounceYourself():
+                raise AssertionError(("a simulated process was forgotten", decision))
+
+    @property
+    def events(self) -> int:
+        """How many are in the log."""
+        return self._events
+
+    def digest(self) -> str:
+        """Of every decision, in order."""
+        return self._digest.hexdigest()
+
+    def _beat(self, heartbeat: Callable[[], Event], number: int, of: int) -> None:
+        """Every HEARTBEAT_NS, spread over the time between."""
+
+        def beat() -> None:
+            self._append(heartbeat())
+            self.clock.after(HEARTBEAT_NS, beat)
+
+        self.clock.after(HEARTBEAT_NS + HEARTBEAT_NS * number // of, beat)
+
+    def _store_heartbeat(self, node: Node) -> StoreHeartbeat:
+        return StoreHeartbeat(node_id=node.node_id, incarnation="i1", slots_used=len(node.pool))
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def keys(self, request_id: str) -> list[bytes]:
+        """Keys of the prompt's whole blocks."""
+        found = self._keys.get(request_id)
+        if found is None:
+            block_keys = self._arrivals[request_id].block_keys
+            found = [block_keys[at : at + KEY_BYTES] for at in range(0, len(block_keys), KEY_BYTES)]
+            self._keys[request_id] = found
+        return found
+
+    def ended(self, request_id: str, end: str) -> None:
+        outcome = self.outcomes[request_id]
+        outcome.end, outcome.ended_ns = end, self.clock.now_ns
+        self.open -= 1
+        self._keys.pop(request_id, None)
+        self._arrivals.pop(request_id, None)
+
+    def _arrive(self, arrivals: Sequence[Arrival], place: int) -> None:
+        arrival = arrivals[place]
+        request_id = f"r{place}"
+        self.open += 1
+        self._arrivals[request_id] = arrival
+        self.outcomes[request_id] = Outcome(
+            arrived_ns=self.clock.now_ns,
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=arrival.output_tokens,
+        )
+        if place + 1 < len(arrivals):
+            self.clock.at(arrivals[place + 1].at_ns, self._arrive, arrivals, place + 1)
+        self._append(
+            RequestArrived(
+                request_id=request_id,
+                frontend_id="frontend",
+                prompt_tokens=arrival.prompt_tokens,
+                max_tokens=max(arrival.max_tokens, arrival.output_tokens),
+                block_keys=arrival.block_keys,
+                ttft_slo_ns=arrival.ttft_slo_ns,
+                tbt_slo_ns=arrival.tbt_slo_ns,
+                tenant=arrival.tenant,
+                priority=arrival.priority,
+            )
+        )
+
+    # --- running --------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        arrivals: Sequence[Arrival],
+        *,
+        sample_ns: int,
+        progress: Callable[[int], None] | None = None,
+    ) -> bool:
+        """Until every request has ended; False when it was interrupted before (what happened so far is kept)."""
+        if not arrivals:
+            return True
+        self.clock.at(arrivals[0].at_ns, self._arrive, arrivals, 0)
+        self.clock.at(arrivals[0].at_ns, self._sample, sample_ns)
+        step, outcomes, wanted = self.clock.step, self.outcomes, len(arrivals)
+        told = 0
+        try:
+            while self.open or len(outcomes) < wanted:
+                step()
+                if progress is not None and len(outcomes) - told >= 100:
+                    told = len(outcomes)
+                    progress(told)
+        except KeyboardInterrupt:
+            return False
+        check(self.core.state)
+        return True
+
+    def _sample(self, sample_ns: int) -> None:
+        """Predicted queue of prefill and present step of decode, over their SLOs."""
+        workers = self.core.state.workers
+        now_ns = self.clock.now_ns
+        queued = sum(queue_ns(workers[worker_id], now_ns) for worker_id in self.prefill_workers)
+        steps = 0.0
+        for decode in self.decode_workers.values():
+            if decode.batch:
+                steps += decode.steps.step_ns(decode.steps.sequences, decode.steps.context_tokens)
+        policy = self.policy
+        self.samples.append(
+            LoadSample(
+                at_ns=now_ns,
+                prefill_load=queued / len(self.prefill_workers) / max(1, policy.ttft_slo_ns),
+                decode_load=steps / len(self.decode_workers) / max(1, policy.tbt_slo_ns),
+                queued=sum(len(worker.jobs) for worker in self.prefill_workers.values()),
+                running=sum(len(worker.batch) for worker in self.decode_workers.values()),
+            )
+        )
+        self.clock.after(sample_ns, self._sample, sample_ns)
