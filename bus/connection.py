@@ -31,7 +31,7 @@ from halfmoon.bus.streams import StreamLimits, ensure_streams
 from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
-from halfmoon.schemas.decisions import Ordered
+from halfmoon.schemas.decisions import Ordered, StartPrefill
 from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.tokens import ProcessError
@@ -100,6 +100,7 @@ class Bus:
             "reconnected_cb": reconnected,
             "error_cb": failed,
             "inbox_prefix": b"_INBOX",
+            "skip_subject_validation": True,  # ours are made of checked ids; a client's reply came from the server
             "user": config.user or None,
             "password": config.password or None,
             "token": config.token or None,
@@ -252,8 +253,10 @@ class Bus:
         self._submit_order(ordered, target_id, None)
 
     def _submit_order(self, ordered: Ordered, target_id: str, done: asyncio.Future[int] | None) -> None:
+        decision = ordered.decision
+        frontend_id = decision.frontend_id if isinstance(decision, StartPrefill) else ""
         self._publisher.submit(
-            subjects.decision(target_id, type(ordered.decision).__name__),
+            subjects.decision(target_id, type(decision).__name__, frontend_id),
             encode(ordered),
             message_id=ordered.message_id,
             done=done,
@@ -319,6 +322,14 @@ class Bus:
     async def publish(self, subject: str, message: Message) -> None:
         """At most once, not acknowledged."""
         await self.nc.publish(subject, encode(message))
+
+    def publish_soon(self, subject: str, message: Message) -> None:
+        """At most once, not acknowledged, in its turn."""
+        self._publisher.post(subject, encode(message))
+
+    def post(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        """Any payload, as `publish_soon`."""
+        self._publisher.post(subject, payload, reply, headers)
 
     async def subscribe(self, subject: str, kind: Any, handler: Handler, *, queue: str = "") -> Subscription:
         """`handler(message)` for each, in order; what is no `kind` is dropped and counted."""

@@ -40,15 +40,27 @@ class _Ack(msgspec.Struct):
 _decode_ack = msgspec.json.Decoder(_Ack).decode
 
 
-class _Pending:
-    __slots__ = ("done", "headers", "payload", "sent_at", "subject")
+#: In place of a number: a message that nobody acknowledges.
+_POSTED = -1
+
+
+class _Outgoing:
+    __slots__ = ("done", "headers", "number", "payload", "reply", "sent_at", "subject")
 
     def __init__(
-        self, subject: str, payload: bytes, headers: dict[str, str], done: asyncio.Future[int] | None
+        self,
+        subject: str,
+        payload: bytes,
+        reply: str,
+        headers: dict[str, str] | None,
+        number: int = _POSTED,
+        done: asyncio.Future[int] | None = None,
     ) -> None:
         self.subject = subject
         self.payload = payload
+        self.reply = reply
         self.headers = headers
+        self.number = number
         self.done = done
         self.sent_at = 0.0
 
@@ -60,8 +72,8 @@ class Publisher:
         self._nc = nc
         self._prefix = nc.new_inbox()
         self._next = 0
-        self._queue: deque[int] = deque()
-        self._pending: dict[int, _Pending] = {}
+        self._queue: deque[_Outgoing] = deque()
+        self._pending: dict[int, _Outgoing] = {}
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -101,21 +113,30 @@ class Publisher:
             headers["Nats-Expected-Last-Sequence"] = str(expected_last_seq)
         number = self._next
         self._next += 1
-        self._pending[number] = _Pending(subject, payload, headers, done)
-        self._queue.append(number)
+        item = _Outgoing(subject, payload, f"{self._prefix}.{number}", headers, number, done)
+        self._pending[number] = item
+        self._queue.append(item)
         self._wake.set()
         self._empty.clear()
 
+    def post(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        """Queue one message that nobody acknowledges: sent at most once."""
+        self._queue.append(_Outgoing(subject, payload, reply, headers))
+        self._wake.set()
+
     async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything submitted so far is stored; False when time ran out."""
+        """Wait until everything submitted so far is stored, and posts have left; False when time ran out."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
+                while self._queue:
+                    await asyncio.sleep(0)
         return self._empty.is_set()
 
     def resend_all(self) -> None:
         """After a reconnect: everything unacknowledged again, in order."""
-        self._queue = deque(self._pending)
+        posted = [item for item in self._queue if item.number == _POSTED]
+        self._queue = deque([*self._pending.values(), *posted])
         if self._queue:
             self._wake.set()
 
@@ -124,16 +145,14 @@ class Publisher:
             await self._wake.wait()
             self._wake.clear()
             while self._queue:
-                number = self._queue.popleft()
-                item = self._pending.get(number)
-                if item is None:
-                    continue
-                item.sent_at = time.monotonic()
+                item = self._queue.popleft()
+                if item.number != _POSTED:
+                    if item.number not in self._pending:
+                        continue
+                    item.sent_at = time.monotonic()
                 try:
-                    await self._nc.publish(
-                        item.subject, item.payload, reply=f"{self._prefix}.{number}", headers=item.headers
-                    )
-                except OutboundBufferLimitError:  # reconnecting: _watch or the reconnect sends it again
+                    await self._nc.publish(item.subject, item.payload, reply=item.reply, headers=item.headers)
+                except OutboundBufferLimitError:  # reconnecting: what must be stored is sent again afterwards
                     continue
                 except ConnectionClosedError:
                     return

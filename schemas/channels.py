@@ -91,7 +91,9 @@ _PROCESSES: tuple[Channel, ...] = (
         address=subjects.decision("{target_id}", "{type}"),
         summary=f"Orders of the conductor, stored in the {subjects.DECISIONS_STREAM} stream, each inside `Ordered`.",
         action="send",
-        messages=tuple(kind for kind in decisions.DECISION_TYPES if kind is not decisions.SetTimer),
+        messages=tuple(
+            kind for kind in decisions.DECISION_TYPES if kind not in (decisions.SetTimer, decisions.StartPrefill)
+        ),
     ),
     Channel(
         name="kv",
@@ -101,9 +103,23 @@ _PROCESSES: tuple[Channel, ...] = (
         messages=kv.KV_TYPES,
     ),
     Channel(
+        name="placements",
+        address=subjects.decision("{target_id}", decisions.StartPrefill.__name__, "{frontend_id}"),
+        summary="A placement, inside `Ordered`, as the prefill worker and the request's frontend hear it.",
+        action="send",
+        messages=(decisions.StartPrefill,),
+    ),
+    Channel(
+        name="give",
+        address=subjects.give("{worker_id}"),
+        summary="A frontend gives both workers of a placement the request's tokens.",
+        action="send",
+        messages=(tokens.TokensGiven,),
+    ),
+    Channel(
         name="take",
         address=subjects.take("{frontend_id}"),
-        summary="A worker asks the frontend for a request's tokens.",
+        summary="A worker that was given no tokens asks the frontend for them.",
         action="receive",
         messages=(tokens.TakeRequest,),
         replies=(tokens.TakeReply, *_REFUSAL),

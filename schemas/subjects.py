@@ -27,12 +27,19 @@ def events_of_kind(kind: str) -> str:
     return f"{ROOT}.events.*.{kind}"
 
 
-def decision(target_id: str, kind: str) -> str:
-    return f"{ROOT}.decisions.{target_id}.{kind}"
+def decision(target_id: str, kind: str, frontend_id: str = "") -> str:
+    """`frontend_id`: of a placement (StartPrefill), so that the frontend hears of it too."""
+    subject = f"{ROOT}.decisions.{target_id}.{kind}"
+    return f"{subject}.{frontend_id}" if frontend_id else subject
 
 
 def decisions_for(target_id: str) -> str:
     return f"{ROOT}.decisions.{target_id}.>"
+
+
+def placements_for(frontend_id: str) -> str:
+    """Where the requests of a frontend were placed, whichever worker it was."""
+    return f"{ROOT}.decisions.*.StartPrefill.{frontend_id}"
 
 
 def kv(worker_id: str, kind: str) -> str:
@@ -45,6 +52,10 @@ def kv_for(worker_id: str) -> str:
 
 def take(frontend_id: str) -> str:
     return f"{ROOT}.take.{frontend_id}"
+
+
+def give(worker_id: str) -> str:
+    return f"{ROOT}.give.{worker_id}"
 
 
 def tokens(frontend_id: str) -> str:

@@ -1,8 +1,9 @@
 """Between frontend and workers, beside the log: token ids and sampled tokens. Core NATS, never stored.
 
-`halfmoon.take.<frontend_id>` (request/reply): a worker takes a request's tokens. `halfmoon.tokens.<frontend_id>`
-(publish): a decode worker delivers, one message a step for all of the frontend's sequences.
-`halfmoon.resend.<worker_id>` (request/reply): the frontend missed some.
+`halfmoon.give.<worker_id>` (publish): a frontend, which hears where its requests are placed, gives their tokens.
+`halfmoon.take.<frontend_id>` (request/reply): a worker that was given none asks for them.
+`halfmoon.tokens.<frontend_id>` (publish): a decode worker delivers, one message a step for all of the frontend's
+sequences. `halfmoon.resend.<worker_id>` (request/reply): the frontend missed some.
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ class TakeReply(Message, frozen=True):
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)
+
+
+class TokensGiven(Message, frozen=True):
+    """What the worker of an order would have asked for."""
+
+    order_id: Id
+    taken: TakeReply
 
 
 class Timing(Part, frozen=True):

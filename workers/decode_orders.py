@@ -57,7 +57,7 @@ class DecodeOrders(Worker):
         self._early: OrderedDict[str, list[KvMessage]] = OrderedDict()
         self._wake = asyncio.Event()
         self._times = StepTimes(self.config.profile)
-        self._deliveries = Deliveries(self.bus, self.config.worker_id, self.spawn)
+        self._deliveries = Deliveries(self.bus, self.config.worker_id)
         if self.store is not None:
             self.store.restarted.append(self._memory_gone)
         self._pool = await self.store.attach() if self.store else None
@@ -121,7 +121,7 @@ class DecodeOrders(Worker):
 
     async def _take(self, sequence: Sequence) -> None:
         order = sequence.order
-        reply = await self.take(order.frontend_id, order.request_id, order.order_id, "decode")
+        reply = await self.inbox.take(order.frontend_id, order.request_id, order.order_id, "decode")
         if sequence.stage is Stage.ENDED:
             return
         if reply.gone:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
-
-from nats.errors import Error as NatsError
+from collections.abc import Iterable
 
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
@@ -16,12 +12,11 @@ from halfmoon.workers.sequence import Sequence
 
 
 class Deliveries:
-    """Of one decode worker. `spawn` runs a coroutine in the worker's care."""
+    """Of one decode worker. What is lost in a reconnect the frontend asks for again."""
 
-    def __init__(self, bus: Bus, worker_id: str, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    def __init__(self, bus: Bus, worker_id: str) -> None:
         self._bus = bus
         self._worker_id = worker_id
-        self._spawn = spawn
 
     def send(self, fresh: Iterable[tuple[Sequence, int]]) -> None:
         """Tokens of each sequence from the given index on."""
@@ -30,7 +25,7 @@ class Deliveries:
             by_frontend[sequence.order.frontend_id].append(sequence.delivery(index, self._worker_id))
         for frontend_id, deliveries in by_frontend.items():
             message = TokensSampled(worker_id=self._worker_id, deliveries=deliveries)
-            self._spawn(self._publish(subjects.tokens(frontend_id), message))
+            self._bus.publish_soon(subjects.tokens(frontend_id), message)
 
     def again(self, request: ResendRequest, sequence: Sequence | None) -> ResendReply:
         """What the frontend missed of `sequence`; None: the worker knows no such order."""
@@ -39,7 +34,3 @@ class Deliveries:
         if len(sequence.output) <= request.index and not sequence.finish_reason:
             return ResendReply(known=True)
         return ResendReply(known=True, delivery=sequence.delivery(request.index, self._worker_id))
-
-    async def _publish(self, subject: str, message: TokensSampled) -> None:
-        with contextlib.suppress(NatsError):  # lost in a reconnect: the frontend asks again
-            await self._bus.publish(subject, message)

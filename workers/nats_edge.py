@@ -13,7 +13,6 @@ import contextlib
 import logging
 import re
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -60,16 +59,14 @@ class NatsEdge:
             version=VERSION,
             description=f"{registry.config.model}, served from separate prefill and decode pools",
         )
-        self._outbox: deque[tuple[str, bytes, str, Headers | None]] = deque()
-        self._wake = asyncio.Event()
         self._probe_prefix = self._nc.new_inbox()
         self._listeners: dict[str, NatsListener] = {}
         self._others: list[Subscription] = []
         self.payload_bytes_max = self._nc.max_payload
-        self._running: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._running = [asyncio.create_task(self._send()), asyncio.create_task(self._watch())]
+        self._watching = asyncio.create_task(self._watch())
         self._others.append(await self._nc.subscribe(f"{self._probe_prefix}.*", cb=self._on_probe))
         self._others.append(await self._nc.subscribe(CANCEL_ALL, cb=self._cancel_for_another))
         api = subjects.API
@@ -90,12 +87,9 @@ class NatsEdge:
         for subscription in self._others:
             if not self._nc.is_closed:
                 await subscription.unsubscribe()
-        deadline = time.monotonic() + 1.0
-        while self._outbox and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
 
     # --- generating -------------------------------------------------------------------------------------------
 
@@ -141,9 +135,8 @@ class NatsEdge:
     # --- sending ----------------------------------------------------------------------------------------------
 
     def send(self, subject: str, payload: bytes, reply: str = "", headers: Headers | None = None) -> None:
-        """In order, soon."""
-        self._outbox.append((subject, payload, reply, headers))
-        self._wake.set()
+        """In order, soon; lost in a long loss of the connection: then the client asks again."""
+        self.registry.bus.post(subject, payload, reply, headers)
 
     def probe(self, request: OpenRequest) -> str:
         """The reply subject that tells us when nobody listens."""
@@ -158,18 +151,6 @@ class NatsEdge:
         message = re.sub(r"[^\x20-\x7e]", "?", error.message)[:512]
         headers = {ERROR_CODE_HEADER: str(error.status), ERROR_HEADER: message, **error.retry_headers()}
         self.send(reply, error.body(), headers=headers)
-
-    async def _send(self) -> None:
-        """The one place that publishes: listeners are called from callbacks that cannot wait."""
-        outbox, publish = self._outbox, self._nc.publish
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while outbox:
-                subject, payload, reply, headers = outbox[0]
-                with contextlib.suppress(NatsError):  # a long loss of the connection: the client asks again
-                    await publish(subject, payload, reply=reply, headers=headers)
-                outbox.popleft()
 
     # --- is anybody there? ------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class PrefillWorker(Worker):
     async def _prepare(self, job: Job) -> bool:
         """Tokens, slots, fetches under way. False when the order has been answered already."""
         order = job.order
-        job.reply = await self.take(order.frontend_id, order.request_id, order.order_id, "prefill")
+        job.reply = await self.inbox.take(order.frontend_id, order.request_id, order.order_id, "prefill")
         if job.reply.gone:
             self._fail(job, Stop("the frontend no longer wants it", retryable=False))
             return False
@@ -219,7 +219,10 @@ class PrefillWorker(Worker):
             finished_at_ns=finished_ns,
         )
         await self.bus.publish(subjects.kv(order.decode_worker_id, PrefillResult.__name__), result)
-        self.spawn(self._close(job, result))
+        if self.store is None:
+            self._finish(job, result, 0, 0)
+        else:
+            self.spawn(self._close(job, result))
 
     async def _compute_all(self, job: Job, table: list[int]) -> object:
         """Logits of the last token. A fetch that fails on the way costs a restart from what is here, nothing else."""
@@ -328,14 +331,17 @@ class PrefillWorker(Worker):
     # --- ending -----------------------------------------------------------------------------------------------
 
     async def _close(self, job: Job, result: PrefillResult) -> None:
-        pushed_bytes = push_ns = 0
-        if self.store is not None:
-            try:
-                pushed = await self.store.close_push(job.order_id)
-            except (StoreError, BusError) as problem:
-                self._fail(job, Stop(f"push to {job.order.decode_node_id}: {problem}", retryable=True))
-                return
-            pushed_bytes, push_ns = pushed.bytes, pushed.elapsed_ns
+        assert self.store is not None
+        try:
+            pushed = await self.store.close_push(job.order_id)
+        except (StoreError, BusError) as problem:
+            self._fail(job, Stop(f"push to {job.order.decode_node_id}: {problem}", retryable=True))
+            return
+        if job.order_id in self._jobs:
+            self._finish(job, result, pushed.bytes, pushed.elapsed_ns)
+            await self._release(job)
+
+    def _finish(self, job: Job, result: PrefillResult, pushed_bytes: int, push_ns: int) -> None:
         if self._jobs.pop(job.order_id, None) is None:
             return
         self.report(
@@ -355,7 +361,6 @@ class PrefillWorker(Worker):
                 push_ns=push_ns,
             )
         )
-        await self._release(job)
 
     def _fail(self, job: Job, stop: Stop) -> None:
         if self._jobs.pop(job.order_id, None) is None:

@@ -19,13 +19,14 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import CLIENT_GONE, ApiError, Ask
-from halfmoon.schemas.decisions import AnnounceYourself, FailRequest, RejectRequest
+from halfmoon.schemas.codec import encode
+from halfmoon.schemas.decisions import AnnounceYourself, FailRequest, Ordered, RejectRequest, StartPrefill
 from halfmoon.schemas.events import FrontendHeartbeat, FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensSampled
+from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers.frontend_config import SECOND_NS, FrontendConfig
 from halfmoon.workers.metrics import FrontendMetrics
-from halfmoon.workers.open_request import Listener, OpenRequest, Progress
+from halfmoon.workers.open_request import Listener, OpenRequest, Progress, order_rank
 from halfmoon.workers.prompts import PromptReader
 from halfmoon.workers.rejections import rejection
 from halfmoon.workers.resends import Resends
@@ -61,6 +62,7 @@ class RequestRegistry:
         frontend_id = self.config.frontend_id
         reader = await self.bus.open_decisions(frontend_id)
         await self.bus.serve(subjects.take(frontend_id), TakeRequest, self.take)
+        await self.bus.subscribe(subjects.placements_for(frontend_id), Ordered, self._on_placed)
         await self.bus.subscribe(subjects.tokens(frontend_id), TokensSampled, self.on_tokens)
         await self.bus.append(
             FrontendJoined(frontend_id=frontend_id, incarnation=self._incarnation), source_id=frontend_id
@@ -180,7 +182,22 @@ class RequestRegistry:
             RequestCancelled(request_id=request.request_id, reason=reason), source_id=self.config.frontend_id
         )
 
-    # --- tokens, from the workers -----------------------------------------------------------------------------
+    # --- tokens, to the workers and from them -----------------------------------------------------------------
+
+    def _on_placed(self, ordered: Ordered) -> None:
+        """Give both workers the tokens before they ask."""
+        order = ordered.decision
+        if not isinstance(order, StartPrefill):
+            return
+        request = self.requests.get(order.request_id)
+        if request is None or order_rank(order.order_id) <= request.order_rank:
+            return  # not wanted any more; or another conductor's copy
+        ask = TakeRequest(
+            request_id=order.request_id, order_id=order.order_id, worker_id=order.decode_worker_id, role="decode"
+        )
+        given = encode(TokensGiven(order_id=order.order_id, taken=self.take(ask)))
+        for worker_id in (order.worker_id, order.decode_worker_id):
+            self.bus.post(subjects.give(worker_id), given)
 
     def take(self, message: TakeRequest) -> TakeReply:
         request = self.requests.get(message.request_id)

@@ -12,22 +12,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import PeerError, PeerUnreachable
-from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import CostProfile, Role, WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from halfmoon.schemas.policy import SECOND_NS, Layout
-from halfmoon.schemas.tokens import TakeReply, TakeRequest
 from halfmoon.schemas.types import Message
 from halfmoon.store.client import StoreClient
+from halfmoon.workers.token_inbox import TokenInbox
 
 T = TypeVar("T")
-
-TAKE_TIMEOUT_S = 2.0
-TAKE_TRIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +58,7 @@ class Worker(ABC):
         self.store = store
         self.config = config
         self.incarnation = uuid.uuid4().hex[:16]
+        self.inbox = TokenInbox(bus, config.worker_id)
         self.draining = False
         #: Cause of the newest decision that was obeyed; heartbeats tell it beside the open orders.
         self.obeyed_seq = 0
@@ -79,6 +75,7 @@ class Worker(ABC):
     async def start(self) -> None:
         """Listen for orders, then join; the first order may come at once."""
         reader = await self.bus.open_decisions(self.config.worker_id)
+        await self.inbox.open()
         await self.prepare()
         self.spawn(self._obey_all(reader))
         self.announce()
@@ -179,19 +176,3 @@ class Worker(ABC):
 
     def report(self, event: Message) -> None:
         self.bus.append_soon(event, source_id=self.config.worker_id)  # type: ignore[arg-type]
-
-    async def take(
-        self, frontend_id: str, request_id: str, order_id: str, role: Literal["prefill", "decode"]
-    ) -> TakeReply:
-        """The request's tokens. A frontend that does not answer counts as one that no longer wants them."""
-        ask = TakeRequest(request_id=request_id, order_id=order_id, worker_id=self.config.worker_id, role=role)
-        for _ in range(TAKE_TRIES):
-            try:
-                return await self.bus.request(
-                    subjects.take(frontend_id), ask, TakeReply, timeout_s=TAKE_TIMEOUT_S
-                )
-            except PeerError:
-                break
-            except PeerUnreachable:
-                await asyncio.sleep(0.2)
-        return TakeReply(gone=True)

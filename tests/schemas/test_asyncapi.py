@@ -113,7 +113,7 @@ def test_every_channel_but_replies_has_an_operation(doc: dict[str, Any]) -> None
 
 
 def test_a_decision_travels_in_its_envelope(doc: dict[str, Any]) -> None:
-    sent = set(doc["channels"]["decisions"]["messages"])
+    sent = {name for channel in ("decisions", "placements") for name in doc["channels"][channel]["messages"]}
     assert sent == {kind.__name__ for kind in DECISION_TYPES} - {SetTimer.__name__}
     for name in sent:
         envelope, inside = doc["components"]["messages"][name]["payload"]["allOf"]

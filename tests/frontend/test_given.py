@@ -1,0 +1,116 @@
+"""The frontend hears where its requests are placed and gives both workers the tokens before they ask."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import Ordered, StartPrefill
+from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.keys import unpack_tokens
+from halfmoon.schemas.tokens import TakeReply, TokensGiven
+from halfmoon.workers.token_inbox import GIVE_S, TokenInbox
+
+BODY = {"prompt": "Once upon a time", "max_tokens": 5}
+
+
+def placement(arrived: RequestArrived, order_id: str) -> StartPrefill:
+    return StartPrefill(
+        order_id=order_id,
+        request_id=arrived.request_id,
+        frontend_id=arrived.frontend_id,
+        worker_id="p1",
+        decode_worker_id="d1",
+        decode_node_id="n2",
+        prompt_tokens=arrived.prompt_tokens,
+    )
+
+
+async def place(double: Any, arrived: RequestArrived, seq: int) -> None:
+    ordered = Ordered(cause_seq=seq, position=0, decision=placement(arrived, f"{seq}-0"))
+    await double.bus.order(ordered, target_id="p1")
+
+
+def test_both_workers_of_a_placement_are_given_the_tokens_once(run: Any) -> None:
+    given: list[tuple[str, TokensGiven]] = []
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        for worker_id in ("p1", "d1"):
+            await double.bus.subscribe(
+                subjects.give(worker_id), TokensGiven, lambda m, w=worker_id: given.append((w, m))
+            )
+        await double.bus.last_seq()  # an answered request: the server has the subscriptions
+        await place(double, arrived, seq)
+        await place(double, arrived, seq)  # another conductor's copy
+        while len(given) < 2:
+            await asyncio.sleep(0.005)
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:5], "length"))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        status, _, answer = await cluster.post("/v1/completions", BODY)
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == 5
+        assert sorted(worker_id for worker_id, _ in given) == ["d1", "p1"]
+        (arrived,) = await cluster.double.wait_for(RequestArrived)
+        for _, message in given:
+            assert len(unpack_tokens(message.taken.token_ids)) == arrived.prompt_tokens
+            assert message.taken.max_tokens == 5
+            assert not message.taken.gone
+
+    run(scenario)
+
+
+def test_after_a_second_placement_the_first_is_given_nothing_more(run: Any) -> None:
+    given: list[TokensGiven] = []
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        await double.bus.subscribe(subjects.give("p1"), TokensGiven, given.append)
+        await double.bus.last_seq()
+        await place(double, arrived, seq + 7)
+        while not given:
+            await asyncio.sleep(0.005)
+        await place(double, arrived, seq)  # older
+        await place(double, arrived, seq + 8)
+        while len(given) < 2:
+            await asyncio.sleep(0.005)
+        assert [message.order_id for message in given] == [f"{seq + 7}-0", f"{seq + 8}-0"]
+        assert (await double.take(arrived, f"{seq + 7}-0", "prefill", "p1")).gone
+        await double.deliver(double.delivery(arrived, f"{seq + 8}-0", 0, double.answer_ids[:5], "length"))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        status, _, _ = await cluster.post("/v1/completions", BODY)
+        assert status == 200
+        assert len(given) == 2
+
+    run(scenario)
+
+
+def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        bus = cluster.double.bus
+        loop = asyncio.get_running_loop()
+        inbox = TokenInbox(bus, "p9")
+        await inbox.open()
+        await bus.last_seq()
+        early = TakeReply(token_ids=b"\1\0\0\0", max_tokens=1)
+        late = TakeReply(token_ids=b"\2\0\0\0", max_tokens=2)
+        await cluster.client.publish(subjects.give("p9"), TokensGiven(order_id="1-0", taken=early))
+        await asyncio.sleep(0.05)
+        assert await inbox.take("nobody", "r1", "1-0", "prefill") == early
+        taking = asyncio.create_task(inbox.take("nobody", "r2", "2-0", "prefill"))
+        await asyncio.sleep(0.05)
+        await cluster.client.publish(subjects.give("p9"), TokensGiven(order_id="2-0", taken=late))
+        assert await taking == late
+
+        asked = TakeReply(token_ids=b"\3\0\0\0", max_tokens=3)
+        await cluster.client.serve(subjects.take("f9"), object, lambda _: asked)
+        await cluster.client.last_seq()
+        started = loop.time()
+        assert await inbox.take("f9", "r3", "3-0", "prefill") == asked
+        assert loop.time() - started >= GIVE_S * 0.9
+        assert (await inbox.take("nobody", "r4", "4-0", "decode")).gone
+
+    run(scenario)

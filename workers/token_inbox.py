@@ -1,0 +1,77 @@
+"""The tokens of a worker's orders: given by the frontend as soon as it hears of the placement, or asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Literal
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import PeerError, PeerUnreachable
+from halfmoon.schemas import subjects
+from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven
+
+#: What was not given by then is asked for: a message of core NATS may be lost.
+GIVE_S = 0.25
+#: Tokens may overtake the order that they belong to (another stream): so many orders' are kept.
+EARLY_ORDERS_MAX = 256
+TAKE_TIMEOUT_S = 2.0
+TAKE_TRIES = 4
+TAKE_PAUSE_S = 0.2
+
+
+class TokenInbox:
+    """Of one worker. `open` before the first order."""
+
+    def __init__(self, bus: Bus, worker_id: str) -> None:
+        self._bus = bus
+        self._worker_id = worker_id
+        self._early: OrderedDict[str, TakeReply] = OrderedDict()
+        self._awaited: dict[str, asyncio.Future[TakeReply | None]] = {}
+
+    async def open(self) -> None:
+        await self._bus.subscribe(subjects.give(self._worker_id), TokensGiven, self._on_given)
+
+    async def take(
+        self, frontend_id: str, request_id: str, order_id: str, role: Literal["prefill", "decode"]
+    ) -> TakeReply:
+        """The request's tokens. A frontend that does not answer counts as one that no longer wants them."""
+        given = self._early.pop(order_id, None) or await self._wait(order_id)
+        if given is not None:
+            return given
+        ask = TakeRequest(request_id=request_id, order_id=order_id, worker_id=self._worker_id, role=role)
+        for _ in range(TAKE_TRIES):
+            try:
+                return await self._bus.request(
+                    subjects.take(frontend_id), ask, TakeReply, timeout_s=TAKE_TIMEOUT_S
+                )
+            except PeerError:
+                break
+            except PeerUnreachable:
+                await asyncio.sleep(TAKE_PAUSE_S)
+        return TakeReply(gone=True)
+
+    async def _wait(self, order_id: str) -> TakeReply | None:
+        loop = asyncio.get_running_loop()
+        awaited: asyncio.Future[TakeReply | None] = loop.create_future()
+        self._awaited[order_id] = awaited
+        timer = loop.call_later(GIVE_S, _settle, awaited, None)
+        try:
+            return await awaited
+        finally:
+            timer.cancel()
+            del self._awaited[order_id]
+
+    def _on_given(self, message: TokensGiven) -> None:
+        awaited = self._awaited.get(message.order_id)
+        if awaited is not None:
+            _settle(awaited, message.taken)
+            return
+        self._early[message.order_id] = message.taken
+        while len(self._early) > EARLY_ORDERS_MAX:
+            self._early.popitem(last=False)
+
+
+def _settle(awaited: asyncio.Future[TakeReply | None], taken: TakeReply | None) -> None:
+    if not awaited.done():
+        awaited.set_result(taken)
