@@ -1,4 +1,4 @@
-"""`halfmoon replay`: the core over a recorded log; what it decides against what was decided."""
+"""`halfmoon replay`: the core over a recorded log; what it decides against what was decided, why, and in pictures."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from typing import Any
 
 import msgspec
 
-from halfmoon.cli.options import add_config
+from halfmoon.cli.options import OptionInvalid, add_config
+from halfmoon.conductor.replay import statetext
+from halfmoon.conductor.replay.explaining import explained
+from halfmoon.conductor.replay.lives import lives
 from halfmoon.conductor.replay.logfile import LogFile
-from halfmoon.conductor.replay.verify import Divergence, Verdict, verify
+from halfmoon.conductor.replay.verify import Divergence, Replay, Verdict, verify
 from halfmoon.conductor.replay.wording import message
 
 Subparsers = Any
 
 
 def add(subparsers: Subparsers) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser("replay", help="step over a saved log, and compare")
+    parser: argparse.ArgumentParser = subparsers.add_parser("replay", help="step over a saved log; compare, explain")
     parser.add_argument("file", metavar="FILE", help="as `halfmoon events save` wrote it")
+    parser.add_argument("--until", type=int, metavar="SEQ", help="stop after this event")
+    parser.add_argument("--state", action="store_true", help="the conductor's whole state, at the end or at --until")
+    parser.add_argument("--explain", default="", metavar="REQUEST", help="each candidate, and what then happened")
     parser.add_argument("--json", action="store_true")
     add_config(parser)
     return parser
@@ -27,9 +33,32 @@ def add(subparsers: Subparsers) -> argparse.ArgumentParser:
 async def run(args: argparse.Namespace) -> int:
     """Exit status 0; 1 when a decision differs."""
     log = LogFile(Path(args.file))
-    verdict = verify(log)
+    if args.until is not None and args.until < log.header.first_seq:
+        raise OptionInvalid(f"--until {args.until}: the log begins at {log.header.first_seq}")
+    if args.state:
+        return _state(args, log)
+    if args.explain:
+        return _explain(args, log)
+    verdict = verify(log, until=args.until)
     print(msgspec.json.encode(verdict).decode() if args.json else describe(verdict))
     return 0 if verdict.identical else 1
+
+
+def _state(args: argparse.Namespace, log: LogFile) -> int:
+    replay = Replay(log, until=args.until)
+    for _ in replay:
+        pass
+    core = replay.core
+    print(msgspec.json.encode(statetext.plain(core)).decode() if args.json else statetext.described(core))
+    return 0
+
+
+def _explain(args: argparse.Namespace, log: LogFile) -> int:
+    life = lives(Replay(log, until=args.until, watched=args.explain)).of.get(args.explain)
+    if life is None:
+        raise OptionInvalid(f"--explain {args.explain}: no such request in {args.file}")
+    print(msgspec.json.encode(life).decode() if args.json else explained(life))
+    return 0
 
 
 def describe(verdict: Verdict) -> str:

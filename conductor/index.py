@@ -125,6 +125,22 @@ class BlockIndex:
         mask = self._dram.get(key, 0) | self._ssd.get(key, 0)
         return sorted(node for slot, node in enumerate(self._slots) if mask >> slot & 1)
 
+    def holdings(self) -> dict[str, dict[bytes, list[str]]]:
+        """Every block of each tier, with the nodes that hold it; for people."""
+        return {
+            tier: {key: [at for bit, at in enumerate(self._slots) if mask >> bit & 1] for key, mask in own.items()}
+            for tier, own in (("dram", self._dram), ("ssd", self._ssd))
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Blocks that each node holds, those of both tiers counted twice; for people."""
+        found = dict.fromkeys(self.node_ids, 0)
+        for held in self.holdings().values():
+            for nodes in held.values():
+                for node in nodes:
+                    found[node] += 1
+        return found
+
     @property
     def blocks(self) -> int:
         """Distinct blocks (one in both tiers counts twice)."""

@@ -23,21 +23,20 @@ from typing import Any, assert_never
 import msgspec
 
 from halfmoon.conductor import members, orders
-from halfmoon.conductor.admission import Placement, Refusal, decide
+from halfmoon.conductor.admission import decide
 from halfmoon.conductor.cost import (
     Answers,
     Link,
     answer_class,
-    expected_tokens,
     learn_answer,
     measured_link,
     refit_decode,
     refit_prefill,
 )
+from halfmoon.conductor.explanation import Explanation, explain
 from halfmoon.conductor.index import BlockIndex, IndexImage
 from halfmoon.conductor.invariants import check
 from halfmoon.conductor.losses import compare_orders
-from halfmoon.conductor.placement import Candidate, DecodeCandidate, candidates, decode_candidates, match
 from halfmoon.conductor.state import Decisions, Order, State
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import (
@@ -78,15 +77,6 @@ class SnapshotInvalid(ValueError):
     """Not a snapshot of this version of the core."""
 
 
-class Explanation(msgspec.Struct, kw_only=True):
-    """All that a decision on a request would rest on, at one place of the log."""
-
-    prefix_blocks: dict[str, int]
-    prefill: list[Candidate]
-    decode: list[DecodeCandidate]
-    verdict: Placement | Refusal
-
-
 class _Snapshot(msgspec.Struct, array_like=True):
     version: int
     state: State
@@ -98,6 +88,9 @@ class Core:
     def __init__(self, *, checked: bool = False) -> None:
         self.state = State(index=BlockIndex())
         self.checked = checked
+        #: A request ("*": all of them) whose placements are explained, and what the last step noted of them.
+        self.watched = ""
+        self.notes: list[Explanation] = []
 
     @property
     def seq(self) -> int:
@@ -118,8 +111,9 @@ class Core:
         state.at_ns = max(state.at_ns, stamped.at_ns)
         state.orders_now = 0
         state.timers_in_row = state.timers_in_row + 1 if isinstance(stamped.event, TimerFired) else 0
-        out: Decisions = []
+        out = Decisions(self.watched)
         _apply(state, stamped.event, out)
+        self.notes = out.notes
         if self.checked:
             check(state)
         return out
@@ -127,18 +121,11 @@ class Core:
     def explain(self, request: RequestArrived, at_ns: int) -> Explanation:
         """What `request` would find now; changes nothing.
 
-        In replay, ask just before stepping over its arrival. `random` draws by the place in the log: here, the next
-        one.
+        `random` draws by the place in the log: here, the next one. What it did find is noted when it is `watched`.
         """
         state = self.state
-        matched = match(state, request, at_ns)
-        tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
-        return Explanation(
-            prefix_blocks=dict(sorted(matched.held.items())),
-            prefill=candidates(state, request, matched, at_ns),
-            decode=decode_candidates(state, request, matched, tokens),
-            verdict=decide(state, request, at_ns, f"{state.seq + 1}:0"),
-        )
+        verdict = decide(state, request, at_ns, f"{state.seq + 1}:0")
+        return explain(state, request, at_ns, verdict, seq=state.seq + 1)
 
     def digest(self) -> str:
         """Names the whole state; equal for equal logs, whatever the process."""

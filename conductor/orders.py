@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from halfmoon.conductor.admission import Placement, Refusal, decide, place_again, slo_ns
+from halfmoon.conductor.explanation import explain
 from halfmoon.conductor.state import FINISHED_MAX, Decisions, Order, Request, State
 from halfmoon.schemas.decisions import (
     CancelOrder,
@@ -26,6 +27,8 @@ def accept_or_reject(state: State, event: RequestArrived, out: Decisions) -> Non
     """A request that was never seen: placed, or refused with a reason."""
     state.counters.arrived += 1
     verdict = decide(state, event, state.at_ns, _draw(state))
+    if out.watches(event.request_id):
+        out.notes.append(explain(state, event, state.at_ns, verdict, seq=state.seq))
     if isinstance(verdict, Refusal):
         reject(state, event, verdict, out)
     else:
@@ -41,6 +44,7 @@ def place(state: State, request: Request, lost: str, out: Decisions) -> None:
         fail(state, request, message, out)
         return
     placement = place_again(state, request, state.at_ns, _draw(state))
+    _note(state, request, placement, lost, out)
     if placement is None:
         park(state, request, out)
     else:
@@ -59,8 +63,15 @@ def place_parked(state: State, out: Decisions) -> None:
         request = state.requests[request_id]
         placement = place_again(state, request, state.at_ns, _draw(state))
         if placement is not None:
+            _note(state, request, placement, "it waited for a worker", out)
             unpark(state, request)
             _order(state, request, placement, out)
+
+
+def _note(state: State, request: Request, placement: Placement | None, lost: str, out: Decisions) -> None:
+    if out.watches(request.event.request_id):
+        avoided = request.avoid
+        out.notes.append(explain(state, request.event, state.at_ns, placement, seq=state.seq, avoid=avoided, lost=lost))
 
 
 def park(state: State, request: Request, out: Decisions) -> None:

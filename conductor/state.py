@@ -6,7 +6,7 @@ the log, sizes are tokens, blocks or bytes as named.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -15,6 +15,9 @@ from halfmoon.conductor.index import BlockIndex
 from halfmoon.schemas.decisions import Decision, Prediction
 from halfmoon.schemas.events import CostProfile, RequestArrived, Role
 from halfmoon.schemas.policy import Layout, Policy
+
+if TYPE_CHECKING:
+    from halfmoon.conductor.explanation import Explanation
 
 #: How many ended requests are remembered, so that a repeated `RequestArrived` starts nothing.
 FINISHED_MAX = 16_384
@@ -183,5 +186,14 @@ class State(msgspec.Struct, kw_only=True):
     counters: Counters = msgspec.field(default_factory=Counters)
 
 
-#: What a step collects.
-Decisions = list[Decision]
+class Decisions(list[Decision]):
+    """What a step collects; of requests that are `watched` ("*": of all) also the grounds."""
+
+    __slots__ = ("notes", "watched")
+
+    def __init__(self, watched: str = "") -> None:
+        self.watched = watched
+        self.notes: list[Explanation] = []
+
+    def watches(self, request_id: str) -> bool:
+        return self.watched != "" and self.watched in (request_id, "*")

@@ -63,11 +63,12 @@ class Replay:
     """Iterating steps a core over a log: each line with what the core decides on it (nothing but for an event).
 
     Raises LogFileInvalid: see `LogFile`, a gap, a beginning that is missing, messages of another version. `checked`
-    runs the invariants after every step; `until` is the last event.
+    runs the invariants after every step; `until` is the last event; `watched`: see `Core.watched`.
     """
 
-    def __init__(self, log: LogFile, *, checked: bool = False, until: int | None = None) -> None:
+    def __init__(self, log: LogFile, *, checked: bool = False, until: int | None = None, watched: str = "") -> None:
         self.core = Core(checked=checked)
+        self.core.watched = watched
         self._log = log
         self._checked = checked
         self._until = until
@@ -103,7 +104,9 @@ class Replay:
 
     def _restore(self, line: SnapshotLine) -> None:
         try:
+            watched = self.core.watched
             self.core = Core.restore(line.snapshot, checked=self._checked)
+            self.core.watched = watched
         except SnapshotInvalid as problem:
             raise LogFileInvalid(
                 f"{self._log.path}: its snapshot cannot be read ({problem}); it was saved by halfmoon "
@@ -117,10 +120,10 @@ def _advice(seq: int) -> str:
     return "; its head is gone, and it holds no snapshot" if seq == 0 else ""
 
 
-def verify(log: LogFile, *, checked: bool = False) -> Verdict:
-    """Replay all of `log`, or up to the first divergence."""
+def verify(log: LogFile, *, checked: bool = False, until: int | None = None) -> Verdict:
+    """Replay `log` up to its end, event `until`, or the first divergence."""
     started_s = time.monotonic()
-    replay = Replay(log, checked=checked)
+    replay = Replay(log, checked=checked, until=until)
     digest = hashlib.blake2b(digest_size=16)
     #: Computed and not met yet; what was met, for the case that it comes again.
     open_: dict[Identity, Decision] = {}

@@ -112,6 +112,7 @@ def test_the_core_consists_of_these_modules() -> None:
     assert [path.stem for path in core_files()] == [
         "admission",
         "cost",
+        "explanation",
         "fetching",
         "index",
         "invariants",

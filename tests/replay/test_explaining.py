@@ -1,0 +1,131 @@
+"""Lives and their grounds: what is explained is what was decided, and what happened stands beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from conductor_scripts import MS, Script, arrived, decode, finished, keys, prefill, prefilled, stored
+from recorded import HEADER, lines_of, saved
+
+from halfmoon.conductor.admission import Placement, Refusal
+from halfmoon.conductor.replay.explaining import explained
+from halfmoon.conductor.replay.lives import Lives, lives
+from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFile
+from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
+from halfmoon.conductor.replay.verify import Replay
+from halfmoon.schemas.decisions import RejectRequest, SetTimer, StartPrefill
+from halfmoon.schemas.events import FrontendJoined, WorkerDraining, WorkerLeft
+
+STORIES = Path(__file__).parent / "stories"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(tmp_path: Path, seed: int) -> None:
+    log = saved(tmp_path / "log.jsonl", lines_of(seed))
+    replay = Replay(log, watched="*")
+    explained_seqs = decided = 0
+    for line, decisions in replay:
+        if not isinstance(line, EventLine):
+            continue
+        notes = {note.request_id: note for note in replay.core.notes}
+        for decision in decisions:
+            if isinstance(decision, StartPrefill | RejectRequest) and decision.request_id in notes:
+                why = notes.pop(decision.request_id)
+                decided += 1
+                assert (why.seq, why.at_ns) == (line.seq, replay.core.state.at_ns)
+                if isinstance(decision, StartPrefill):
+                    assert isinstance(why.verdict, Placement)
+                    chosen, other = why.verdict.prefill, why.verdict.decode
+                    assert (chosen.worker_id, other.worker_id) == (decision.worker_id, decision.decode_worker_id)
+                    assert decision.fetches == chosen.fetches
+                    assert chosen in why.prefill
+                    assert other in why.decode
+                    assert decision.predicted.prefill_ns == chosen.prefill_ns
+                    reasons = prefill_reasons(why, chosen.worker_id)
+                    assert list(sorted(reasons)) == [c.worker_id for c in why.prefill]
+                    assert all(reasons.values())
+                    assert all(decode_reasons(why, other.worker_id).values())
+                else:
+                    assert isinstance(why.verdict, Refusal)
+                    assert (why.verdict.reason, why.verdict.message) == (decision.reason, decision.message)
+            elif isinstance(decision, StartPrefill):
+                raise AssertionError(("not explained", decision))
+        explained_seqs += len(notes)
+        assert all(note.verdict is None for note in notes.values()), "those that wait"
+    assert decided > 30
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lives_end_as_the_core_counts_them(tmp_path: Path, seed: int) -> None:
+    log = saved(tmp_path / "log.jsonl", lines_of(seed, chaos_s=20, calm_s=5))
+    replay = Replay(log)
+    found = lives(replay)
+    counters, state = replay.core.state.counters, replay.core.state
+    endings = [life.ending for life in found.of.values()]
+    assert len(endings) > 50
+    assert endings.count("finished") == counters.finished
+    assert endings.count("rejected") == sum(counters.rejected.values())
+    assert endings.count("failed") == counters.failed
+    assert [key for key, life in found.of.items() if life.ending == "open"] == list(state.requests)
+    assert sum(len(life.placed) for life in found.of.values()) == counters.placed
+    for life in found.of.values():
+        for placed in life.placed:
+            is_open = placed.order.order_id in state.orders
+            assert is_open == (placed.end_ns == 0)
+            assert bool(placed.lost) == (not is_open and placed.finished is None)
+
+
+def story(tmp_path: Path, script: Script, *, request_id: str = "r1") -> str:
+    lines: list[Line] = []
+    for stamped, decisions in zip(script.log, script.decided, strict=True):
+        lines.append(EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=stamped.event))
+        lines += [
+            DecisionLine(cause_seq=stamped.seq, position=position, at_ns=stamped.at_ns, decision=decision)
+            for position, decision in enumerate(decisions)
+            if not isinstance(decision, SetTimer)
+        ]
+    return explained(told(saved(tmp_path / "log.jsonl", lines, HEADER), request_id).of[request_id]) + "\n"
+
+
+def told(log: LogFile, request_id: str) -> Lives:
+    return lives(Replay(log, watched=request_id))
+
+
+def test_a_request_that_was_placed_twice_is_told_whole(tmp_path: Path) -> None:
+    script = Script(
+        *(prefill(0), prefill(1), prefill(2), decode(0), FrontendJoined(frontend_id="f1", incarnation="i1")),
+    )
+    script(stored("p1", keys(5)))
+    script(WorkerDraining(worker_id="p2", incarnation="i1"))
+    script(arrived("r1", tokens=1_000))
+    script(WorkerLeft(worker_id="p1"), 20 * MS)
+    order = f"{script.core.seq}-1"
+    happened = {
+        "queue_ns": 1 * MS,
+        "transfer_ns": 2 * MS,
+        "compute_ns": 90 * MS,
+        "pushed_bytes": 700,
+        "push_ns": 3 * MS,
+    }
+    script(prefilled(order, worker_id="p0", cached_local_tokens=100, **happened), 95 * MS)
+    script(finished(order, ttft_ns=93 * MS, tbt_ns=12 * MS), 900 * MS)
+    assert story(tmp_path, script) == (STORIES / "placed_twice.txt").read_text()
+
+
+def test_a_refused_request_says_what_each_candidate_would_have_taken(tmp_path: Path) -> None:
+    script = Script(
+        *(prefill(0), decode(0), FrontendJoined(frontend_id="f1", incarnation="i1")),
+        ttft_slo_ns=50 * MS,
+    )
+    script(arrived("r1", tokens=1_000))
+    assert story(tmp_path, script) == (STORIES / "refused.txt").read_text()
+
+
+def test_watching_changes_neither_decisions_nor_state(tmp_path: Path) -> None:
+    log = saved(tmp_path / "log.jsonl", lines_of(11))
+    one, other = Replay(log), Replay(log, watched="*")
+    assert [decisions for _, decisions in one] == [decisions for _, decisions in other]
+    assert one.core.digest() == other.core.digest()
+    assert msgspec.to_builtins(one.core.notes) == []
