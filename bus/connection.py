@@ -198,6 +198,10 @@ class Bus:
         """Wait until everything appended and ordered so far is stored; False when time ran out."""
         return await self._publisher.flush(timeout_s)
 
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until what was appended and ordered before this call is stored; False when time ran out."""
+        return await self._publisher.settle(timeout_s)
+
     async def events(self, *, after: int = 0) -> AsyncIterator[Stamped]:
         """The log from sequence `after + 1` on, endless, each event once and in order."""
         async for message in self.read(subjects.EVENTS_STREAM, subjects.EVENTS_ALL, after=after):
@@ -219,12 +223,17 @@ class Bus:
         last = int(state["last_seq"])
         return (int(state["first_seq"]) if state["messages"] else last + 1), last
 
-    async def _stream_info(self, stream: str) -> dict[str, Any]:
+    async def js_api(self, verb: str, question: bytes = b"") -> dict[str, Any]:
+        """JetStream's answer, an error of its own included. Raises PeerUnreachable."""
         try:
-            reply = await self.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=5)
+            reply = await self.nc.request(f"$JS.API.{verb}", question, timeout=5)
         except (NatsError, TimeoutError) as problem:
             raise PeerUnreachable(f"JetStream does not answer: {problem}") from None
         answer: dict[str, Any] = orjson.loads(reply.data)
+        return answer
+
+    async def _stream_info(self, stream: str) -> dict[str, Any]:
+        answer = await self.js_api(f"STREAM.INFO.{stream}")
         if "error" in answer:
             raise PeerError("stream", f"{stream}: {answer['error'].get('description', 'refused')}")
         return answer

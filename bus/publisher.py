@@ -21,6 +21,7 @@ from halfmoon.bus.errors import BusError, BusOverloaded, LogMoved
 
 UNACKED_MAX = 100_000
 RESEND_AFTER_S = 1.0
+SETTLE_PAUSE_S = 0.02
 WRONG_LAST_SEQUENCE = 10071
 
 
@@ -132,6 +133,18 @@ class Publisher:
                 while self._queue:
                     await asyncio.sleep(0)
         return self._empty.is_set()
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until what was submitted before this call is stored, whatever is submitted meanwhile; False: not yet."""
+        mark = self._next
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._oldest() < mark:
+                    await asyncio.sleep(SETTLE_PAUSE_S)
+        return self._oldest() >= mark
+
+    def _oldest(self) -> int:
+        return next(iter(self._pending), self._next)
 
     def resend_all(self) -> None:
         """After a reconnect: everything unacknowledged again, in order."""

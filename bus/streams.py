@@ -1,4 +1,4 @@
-"""The three streams, made or brought up to date by whoever connects first."""
+"""The four streams, made or brought up to date by whoever connects first."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ class StreamLimits:
     #: KV progress is of use only while the transfer runs.
     kv_bytes_max: int = 64 << 20
     kv_age_ns_max: int = 120 * SECOND_NS
+    #: Some snapshots of the conductors' state; a new one replaces the oldest.
+    snapshot_bytes_max: int = 1 << 30
     #: Within this time a message id is stored once.
     duplicate_window_ns: int = 120 * SECOND_NS
 
 
 async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
-    """Create EVENTS, DECISIONS and KV where they are missing; leave existing ones as the operator set them.
+    """Create EVENTS, DECISIONS, KV and SNAPSHOTS where they are missing; leave existing ones as the operator set them.
 
     Raises BusError when JetStream refuses (not enabled, no permission, too few servers for the replicas).
     """
@@ -38,6 +40,13 @@ async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
         (subjects.EVENTS_STREAM, subjects.EVENTS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
         (subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
         (subjects.KV_STREAM, subjects.KV_ALL, "memory", limits.kv_bytes_max, limits.kv_age_ns_max),
+        (
+            subjects.SNAPSHOTS_STREAM,
+            subjects.SNAPSHOTS_ALL,
+            "file",
+            limits.snapshot_bytes_max,
+            limits.log_age_ns_max,
+        ),
     ):
         config = {
             "name": name,
@@ -49,6 +58,8 @@ async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
             "max_bytes": bytes_max,
             "max_age": age_ns_max,
             "max_msgs": -1,
+            # Conductors that write the same snapshot write the same parts: one of each stays.
+            "max_msgs_per_subject": 1 if name == subjects.SNAPSHOTS_STREAM else -1,
             "max_consumers": -1,
             "duplicate_window": min(limits.duplicate_window_ns, age_ns_max),
         }

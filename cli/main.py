@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from halfmoon.bus.errors import BusError
-from halfmoon.cli import chat, events, generate, processes, profile, replay, simulate, status, up
+from halfmoon.cli import chat, events, generate, policy, processes, profile, replay, simulate, status, up
 from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.workers.model_config import ModelError
 
@@ -26,12 +26,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"halfmoon {importlib.metadata.version('halfmoon')}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     runs = {}
-    for name, module in (
-        *(("up", up), ("generate", generate), ("chat", chat), ("status", status), ("profile", profile)),
-        *(("events", events), ("replay", replay), ("simulate", simulate)),
-    ):
+    for module in (up, generate, chat, status, events, replay, simulate, policy, profile):
         module.add(subparsers)
-        runs[name] = module.run
+        runs[module.__name__.rpartition(".")[2]] = module.run
     runs.update(processes.add(subparsers))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:

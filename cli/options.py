@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.bus.config import BusConfig
+from halfmoon.bus.streams import SECOND_NS, StreamLimits
 
 PREFIX = "HALFMOON_"
 DEFAULT_NATS = "nats://127.0.0.1:4222"
@@ -41,6 +42,8 @@ def add_bus(parser: argparse.ArgumentParser, *, default: str = DEFAULT_NATS) -> 
     group.add_argument("--nats-cert", metavar="FILE", default="", help="TLS: our certificate")
     group.add_argument("--nats-key", metavar="FILE", default="", help="TLS: its key")
     group.add_argument("--nats-replicas", type=int, default=1, help="copies of each stream (3 on a cluster of 3)")
+    group.add_argument("--log-mib-max", type=int, default=8192, help="size of the log, where it is made")
+    group.add_argument("--log-hours-max", type=int, default=168, help="age of the log, where it is made")
 
 
 def bus_config(args: argparse.Namespace) -> BusConfig:
@@ -54,6 +57,18 @@ def bus_config(args: argparse.Namespace) -> BusConfig:
         tls_ca_file=args.nats_ca,
         tls_cert_file=args.nats_cert,
         tls_key_file=args.nats_key,
+    )
+
+
+def stream_limits(args: argparse.Namespace) -> StreamLimits:
+    """Of streams that are made anew. Raises OptionInvalid."""
+    for option in ("nats_replicas", "log_mib_max", "log_hours_max"):
+        if getattr(args, option) < 1:
+            raise OptionInvalid(f"--{option.replace('_', '-')}: at least 1")
+    return StreamLimits(
+        replicas=args.nats_replicas,
+        log_bytes_max=args.log_mib_max << 20,
+        log_age_ns_max=args.log_hours_max * 3600 * SECOND_NS,
     )
 
 

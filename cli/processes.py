@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import os
 import signal
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.streams import StreamLimits
 from halfmoon.cli import model as models
-from halfmoon.cli.options import add_bus, add_config, add_model, add_secret, bus_config, secret
+from halfmoon.cli.options import add_bus, add_config, add_model, add_secret, bus_config, secret, stream_limits
 from halfmoon.schemas.policy import SECOND_NS, Policy
 
 Subparsers = Any
@@ -117,7 +115,7 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
 
 
 async def _connect(args: argparse.Namespace, name: str) -> Bus:
-    return await Bus.connect(bus_config(args), name=name, limits=StreamLimits(replicas=args.nats_replicas))
+    return await Bus.connect(bus_config(args), name=name, limits=stream_limits(args))
 
 
 def _settle_memory() -> None:
@@ -143,16 +141,20 @@ async def _until_stopped(*others: asyncio.Future[Any]) -> None:
 
 async def run_conductor(args: argparse.Namespace) -> int:
     from halfmoon.conductor import live
+    from halfmoon.conductor.beginning import LogUnreadable
+    from halfmoon.conductor.digests import Diverged
 
     bus = await _connect(args, args.id)
     task = asyncio.ensure_future(live.run(bus, conductor_id=args.id, policy=policy_of(args)))
     say(f"conductor {args.id} follows the log")
     try:
         await _until_stopped(task)
+    except (LogUnreadable, Diverged) as problem:
+        say(f"halfmoon: error: {problem}")
+        return 1
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)
         await bus.close()
     return 0
 

@@ -21,9 +21,17 @@ from typing import IO, Any
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer, free_port
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.bus.streams import StreamLimits
 from halfmoon.cli import model as models
-from halfmoon.cli.options import OptionInvalid, add_bus, add_config, add_model, add_secret, bus_config, state_directory
+from halfmoon.cli.options import (
+    OptionInvalid,
+    add_bus,
+    add_config,
+    add_model,
+    add_secret,
+    bus_config,
+    state_directory,
+    stream_limits,
+)
 from halfmoon.cli.processes import add_frontend, add_policy, add_store, add_worker, say
 from halfmoon.cli.supervisor import Child, Supervisor
 from halfmoon.schemas.events import FrontendJoined, FrontendLeft, StoreJoined, StoreLeft, WorkerJoined, WorkerLeft
@@ -76,7 +84,7 @@ class Cluster:
         say(f"[{time.monotonic() - self.started_at:5.1f}s] {text}")
 
     def _on_line(self, child: Child, line: str) -> None:
-        if not self.ready or "rror" in line or "arning" in line:
+        if not self.ready or "error" in line.lower() or "warning" in line.lower():
             self.say(line if child.name in line else f"{child.name}: {line}")
 
     def _on_death(self, child: Child, status: int) -> None:
@@ -117,7 +125,7 @@ class Cluster:
         if not args.secret_file:
             args.secret_file = str(self.directory / "secret")
             _write_secret(Path(args.secret_file))
-        self.bus = await Bus.connect(bus_config(args), name="up", limits=StreamLimits(replicas=args.nats_replicas))
+        self.bus = await Bus.connect(bus_config(args), name="up", limits=stream_limits(args))
         after = await self.bus.last_seq()
         watcher = asyncio.create_task(self._watch(after))
         expected = await self._start_children(layout)
@@ -159,7 +167,9 @@ class Cluster:
         for flag in ("user", "password", "token", "nkey_file", "credentials", "ca", "cert", "key"):
             if value := getattr(args, f"nats_{flag}"):
                 common += [f"--nats-{flag.replace('_', '-')}", value]
-        common += ["--nats-replicas", str(args.nats_replicas), "--drain-s", str(DRAIN_S)]
+        for flag in ("nats_replicas", "log_mib_max", "log_hours_max"):
+            common += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
+        common += ["--drain-s", str(DRAIN_S)]
         if command != "conductor":
             common += ["--layout-file", str(self.directory / "layout.json"), "--model", args.model]
             common += ["--engine", args.engine, "--device", args.device, "--block-tokens", str(args.block_tokens)]

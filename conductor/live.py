@@ -19,11 +19,14 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import Callable
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import BusError, BusOverloaded, LogMoved
+from halfmoon.bus.errors import BusError, BusOverloaded
+from halfmoon.conductor.beginning import TURN_EVENTS, check_gap, check_version, first_core
 from halfmoon.conductor.clusterview import conductor_status
+from halfmoon.conductor.digests import Digests
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.timers import Timers
 from halfmoon.schemas import subjects
@@ -39,23 +42,14 @@ from halfmoon.schemas.decisions import (
     StartDecode,
     StartPrefill,
 )
-from halfmoon.schemas.events import ClusterConfigured, Stamped, TimerFired
+from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested, TimerFired
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
 log = logging.getLogger(__name__)
 
-CODE_VERSION = "0.1.0"
-#: Meaning of the events; a log of another version is not ours to read.
-LOG_VERSION = 1
-#: While catching up, give other tasks a turn after so many events.
-TURN_EVENTS = 256
 TIMER_RETRY_S = 0.5
 OVERLOAD_WAIT_S = 1.0
-
-
-class LogUnreadable(Exception):
-    """The log was begun under another meaning of its events."""
 
 
 def target(decision: Decision) -> str:
@@ -76,8 +70,9 @@ def target(decision: Decision) -> str:
 class Shell:
     """One conductor on one bus."""
 
-    def __init__(self, bus: Bus, core: Core, *, conductor_id: str) -> None:
+    def __init__(self, bus: Bus, core: Core, *, conductor_id: str, after: int | None = None) -> None:
         self.core = core
+        self._after = core.seq if after is None else after
         self.caught_up = asyncio.Event()
         self._bus = bus
         self._conductor_id = conductor_id
@@ -87,48 +82,52 @@ class Shell:
         self._heard: tuple[int, int] | None = None
         #: Identity of the newest decision that was stored before we started.
         self._published = (0, -1)
+        self._digests = Digests(bus, core, conductor_id=conductor_id, incarnation=uuid.uuid4().hex[:16])
 
-    async def run(self, policy: Policy, *, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
-        await self._configure(policy)
+    async def run(self, *, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
         last = await self._bus.last_decision()
         if last is not None:
             self._published = (last.cause_seq, last.position)
         for name in (self._conductor_id, subjects.CONDUCTORS):
             await self._bus.serve(subjects.status(name), StatusRequest, self._status)
         timers = asyncio.create_task(self._fire_timers())
+        following = asyncio.create_task(self._follow(after_step))
         try:
-            await self._follow(after_step)
+            done, _ = await asyncio.wait(
+                {following, timers, self._digests.failed}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for future in done:
+                future.result()
         finally:
+            following.cancel()
             timers.cancel()
-            await asyncio.gather(timers, return_exceptions=True)
-
-    async def _configure(self, policy: Policy) -> None:
-        """The first event of a log says under what policy it was made; the first conductor to come writes it."""
-        if await self._bus.last_seq() > 0:
-            return
-        first = ClusterConfigured(code_version=CODE_VERSION, log_version=LOG_VERSION, policy=policy)
-        try:
-            await self._bus.append(first, source_id=self._conductor_id, expected_last_seq=0)
-        except LogMoved:
-            return  # another was first
+            await asyncio.gather(following, timers, return_exceptions=True)
+            await self._digests.stop()
 
     async def _follow(self, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
         goal = await self._bus.last_seq()
-        if self.core.seq >= goal:
+        if self._after >= goal:
             self._catch_up()
         turn = 0
-        async for stamped in self._bus.events(after=self.core.seq):
-            event = stamped.event
-            if isinstance(event, ClusterConfigured) and event.log_version != LOG_VERSION:
-                raise LogUnreadable(f"the log is of version {event.log_version}; this conductor reads {LOG_VERSION}")
+        async for stamped in self._bus.events(after=self._after):
+            event, before = stamped.event, self.core.seq
+            if stamped.seq > before + 1 and before:
+                await check_gap(self._bus, before)
+            if isinstance(event, ClusterConfigured):
+                check_version(event)
             decisions = self.core.step(stamped)
             if isinstance(event, TimerFired):
                 self._timers.fired(event.key, event.at_ns)
+            elif isinstance(event, StateDigested):
+                self._digests.hear(event)
             for position, decision in enumerate(decisions):
                 await self._carry_out(stamped.seq, position, decision)
             self._heard = (self.core.state.at_ns, time.monotonic_ns())
             if stamped.seq >= goal and not self.caught_up.is_set():
                 self._catch_up()
+            every = self.core.state.policy.digest_events
+            if stamped.seq // every > before // every:
+                self._digests.compute(live=self.caught_up.is_set())
             if after_step is not None:
                 after_step(stamped, decisions)
             turn += 1
@@ -193,19 +192,18 @@ async def run(
     *,
     conductor_id: str,
     policy: Policy,
-    snapshot: bytes | None = None,
     checked: bool = False,
     after_step: Callable[[Stamped, list[Decision]], None] | None = None,
     started: Callable[[Shell], None] | None = None,
 ) -> None:
     """Conduct until cancelled, or until the bus is closed.
 
-    `policy` counts only when the log is empty. `snapshot` (of `Core.snapshot`) saves reading the log from its start;
-    `after_step` sees every event with its decisions; `started` is given the shell, to wait for `caught_up` or to take
-    snapshots. Raises `SnapshotInvalid`, `LogUnreadable`, and BusError when the bus does not answer at the start.
+    `policy` counts only when the log is empty. `after_step` sees every event with its decisions; `started` is given the
+    shell, to wait for `caught_up`. Raises LogUnreadable, Diverged (this conductor is to stop deciding), and BusError
+    when the bus does not answer at the start.
     """
-    core = Core(checked=checked) if snapshot is None else Core.restore(snapshot, checked=checked)
-    shell = Shell(bus, core, conductor_id=conductor_id)
+    core, after = await first_core(bus, conductor_id, policy, checked=checked)
+    shell = Shell(bus, core, conductor_id=conductor_id, after=after)
     if started is not None:
         started(shell)
-    await shell.run(policy, after_step=after_step)
+    await shell.run(after_step=after_step)

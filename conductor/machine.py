@@ -57,6 +57,7 @@ from halfmoon.schemas.events import (
     RequestCancelled,
     RequestFinished,
     Stamped,
+    StateDigested,
     StoreHeartbeat,
     StoreInventory,
     StoreJoined,
@@ -70,7 +71,7 @@ from halfmoon.schemas.events import (
 )
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 2
+SNAPSHOT_VERSION = 3
 
 
 class SnapshotInvalid(ValueError):
@@ -104,8 +105,10 @@ class Core:
 
     def step(self, stamped: Stamped) -> list[Decision]:
         """What `stamped` makes necessary, in order."""
+        assert stamped.seq > self.seq, ("the log ran backwards", stamped.seq, self.seq)
+        if isinstance(stamped.event, ClusterConfigured):
+            self.state = State(index=BlockIndex())
         state = self.state
-        assert stamped.seq > state.seq, ("the log ran backwards", stamped.seq, state.seq)
         members.bridge_silence(state, stamped.at_ns)
         state.seq = stamped.seq
         state.at_ns = max(state.at_ns, stamped.at_ns)
@@ -175,7 +178,7 @@ def _apply(state: State, event: Event, out: Decisions) -> None:
                 orders.accept_or_reject(state, event, out)
         case PrefillFinished():
             _prefill_finished(state, event)
-        case DecodeStarted():
+        case DecodeStarted() | StateDigested():
             pass
         case RequestFinished():
             _request_finished(state, event)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from halfmoon.schemas import api, decisions, events, kv, status, store, subjects, tokens
+from halfmoon.schemas import api, decisions, events, kv, snapshots, status, store, subjects, tokens
 from halfmoon.schemas.types import Message
 
 
@@ -115,6 +115,13 @@ _PROCESSES: tuple[Channel, ...] = (
         summary="A frontend gives both workers of a placement the request's tokens.",
         action="send",
         messages=(tokens.TokensGiven,),
+    ),
+    Channel(
+        name="snapshots",
+        address=subjects.snapshot("{seq}", "{digest}", "{part}"),
+        summary=f"A conductor's state, in parts of bytes, in the {subjects.SNAPSHOTS_STREAM} stream; `head` ends it.",
+        action="send",
+        messages=(snapshots.SnapshotHead,),
     ),
     Channel(
         name="take",

@@ -34,7 +34,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class ClusterConfigured(Message, frozen=True):
-    """The first event of a log: under what code and policy it was made. From a conductor that finds the log empty."""
+    """Begins a log: under what code and policy it is made. What was known before it counts no more.
+
+    From a conductor that finds none, and no snapshot: the log is empty, or its head has expired.
+    """
 
     code_version: str
     log_version: int
@@ -52,6 +55,19 @@ class TimerFired(Message, frozen=True):
 
     key: str
     at_ns: Ns
+
+
+class StateDigested(Message, frozen=True):
+    """What a conductor's state after event `at_seq` was, by its digest; all conductors' are equal, or some are ill.
+
+    From every conductor, after each `Policy.digest_events` events. The core passes over it.
+    """
+
+    conductor_id: Id
+    incarnation: Id
+    code_version: Text
+    at_seq: Seq
+    digest: Id
 
 
 # --- workers ----------------------------------------------------------------------------------------------------
@@ -345,6 +361,7 @@ Event = (
     ClusterConfigured
     | PolicyChanged
     | TimerFired
+    | StateDigested
     | WorkerJoined
     | WorkerHeartbeat
     | WorkerDraining

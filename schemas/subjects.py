@@ -11,10 +11,12 @@ API = f"{ROOT}.v1"
 EVENTS_STREAM = "EVENTS"
 DECISIONS_STREAM = "DECISIONS"
 KV_STREAM = "KV"
+SNAPSHOTS_STREAM = "SNAPSHOTS"
 
 EVENTS_ALL = f"{ROOT}.events.>"
 DECISIONS_ALL = f"{ROOT}.decisions.>"
 KV_ALL = f"{ROOT}.kv.>"
+SNAPSHOTS_ALL = f"{ROOT}.snapshots.>"
 
 
 def event(source_id: str, kind: str) -> str:
@@ -48,6 +50,16 @@ def kv(worker_id: str, kind: str) -> str:
 
 def kv_for(worker_id: str) -> str:
     return f"{ROOT}.kv.{worker_id}.>"
+
+
+def snapshot(seq: int | str, digest: str, part: int | str) -> str:
+    """Part of a conductor's state after event `seq`: 0 upwards, and last of all "head"."""
+    return f"{ROOT}.snapshots.{seq}.{digest}.{part}"
+
+
+def snapshot_of(seq: int) -> str:
+    """All parts of what was saved after event `seq`."""
+    return f"{ROOT}.snapshots.{seq}.>"
 
 
 def take(frontend_id: str) -> str:

@@ -15,7 +15,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from halfmoon.conductor.live import LOG_VERSION
+from halfmoon.conductor.beginning import LOG_VERSIONS_READ
 from halfmoon.conductor.machine import Core, SnapshotInvalid
 from halfmoon.conductor.replay.logfile import (
     DecisionLine,
@@ -75,10 +75,10 @@ class Replay:
 
     def __iter__(self) -> Iterator[tuple[Line, list[Decision]]]:
         header, path = self._log.header, self._log.path
-        if header.log_version not in (0, LOG_VERSION):
+        if header.log_version not in (0, *LOG_VERSIONS_READ):
             raise LogFileInvalid(
                 f"{path}: log version {header.log_version}, begun by halfmoon {header.code_version}: replay it with "
-                f"that one; this is {version('halfmoon')} and reads log version {LOG_VERSION}"
+                f"that one; this is {version('halfmoon')} and reads log version {LOG_VERSIONS_READ[-1]} and older"
             )
         seq = 0
         for line in self._log.lines():

@@ -1,0 +1,112 @@
+"""`halfmoon policy`: what policy the conductors go by, and another one from now on.
+
+A change is an event in the log: it is in force from the next event on, for all conductors at once, and in replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+from typing import Any
+
+import msgspec
+import orjson
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import PeerUnreachable
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config
+from halfmoon.schemas import subjects
+from halfmoon.schemas.events import PolicyChanged
+from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
+
+ANSWER_S = 2.0
+IN_FORCE_S = 5.0
+_UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+Subparsers = Any
+
+
+def add(subparsers: Subparsers) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser("policy", help="show or change the conductors' policy")
+    parser.add_argument("action", choices=("show", "set"))
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="for `set`; times also as 500ms or 2s")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    add_bus(parser, default="nats://127.0.0.1:4222")
+    add_config(parser)
+    return parser
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Exit status 0 when the policy shown is in force. Raises OptionInvalid, BusError."""
+    if (args.action == "set") != bool(args.changes):
+        raise OptionInvalid("policy set: KEY=VALUE is missing" if args.action == "set" else "policy show takes no KEY")
+    bus = await Bus.connect(bus_config(args), name="policy")
+    try:
+        policy = (await _status(bus)).policy
+        if args.changes:
+            policy = changed(policy, args.changes)
+            await _put_in_force(bus, policy)
+    finally:
+        await bus.close()
+    values = msgspec.structs.asdict(policy)
+    if args.json:
+        print(orjson.dumps(values).decode())
+    else:
+        for name, value in values.items():
+            print(f"{name:<24} {_for_people(name, value)}")
+    return 0
+
+
+def changed(policy: Policy, changes: list[str]) -> Policy:
+    """`policy` with each KEY=VALUE. Raises OptionInvalid, naming the key."""
+    values = msgspec.structs.asdict(policy)
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals:
+            raise OptionInvalid(f"policy set {change}: not of the form KEY=VALUE")
+        if key not in values:
+            raise OptionInvalid(f"policy set {key}: there is no such key; the keys are {', '.join(values)}")
+        if key == "heartbeat_ns":
+            raise OptionInvalid("policy set heartbeat_ns: it is the processes' own, and stays as it is")
+        try:
+            values[key] = _read(key, text) if isinstance(values[key], int) else text
+            new = msgspec.convert(values, Policy)
+        except ValueError as problem:
+            raise OptionInvalid(f"policy set {change}: {str(problem).partition(' - at ')[0]}") from None
+    if new.lost_after_ns < 2 * new.heartbeat_ns:
+        raise OptionInvalid("policy set lost_after_ns: less than two heartbeats would lose healthy processes")
+    return new
+
+
+def _read(key: str, text: str) -> int:
+    found = re.fullmatch(r"(\d+)(ns|us|ms|s)?", text)
+    if found is None or (found[2] and not key.endswith(("_ns", "_ns_max"))):
+        raise ValueError("Expected a whole number" + (", or one with ns, us, ms or s" if "_ns" in key else ""))
+    return int(found[1]) * _UNITS_NS[found[2] or "ns"]
+
+
+def _for_people(name: str, value: object) -> str:
+    if isinstance(value, int) and name.endswith(("_ns", "_ns_max")):
+        unit = next(unit for unit, ns in reversed(_UNITS_NS.items()) if value % ns == 0)
+        return f"{value // _UNITS_NS[unit]}{unit}"
+    return str(value)
+
+
+async def _put_in_force(bus: Bus, policy: Policy) -> None:
+    seq = await bus.append(PolicyChanged(policy=policy), source_id="operator")
+    try:
+        async with asyncio.timeout(IN_FORCE_S):
+            while (await _status(bus)).seq < seq:
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise OptionInvalid(f"the change is event {seq} of the log; no conductor has read it yet") from None
+
+
+async def _status(bus: Bus) -> ConductorStatus:
+    try:
+        return await bus.request(
+            subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=ANSWER_S
+        )
+    except PeerUnreachable:
+        raise OptionInvalid("no conductor answers") from None

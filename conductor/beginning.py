@@ -1,0 +1,151 @@
+"""Where a conductor begins: at the newest snapshot that it can use, else at the event that began the log.
+
+The log is bounded, so its head may be gone. A snapshot is of use as long as the log still has the event after it.
+`ClusterConfigured` begins a log: the core forgets what it knew before it. Where neither it nor a snapshot is left, a
+conductor that is alone appends another one, and the processes announce themselves again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import orjson
+
+from halfmoon.bus import snapshots
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusError, PeerUnreachable
+from halfmoon.conductor.machine import SNAPSHOT_VERSION, Core, SnapshotInvalid
+from halfmoon.conductor.version import code_version
+from halfmoon.schemas import subjects
+from halfmoon.schemas.events import ClusterConfigured
+from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
+
+log = logging.getLogger(__name__)
+
+#: Meaning of the events; those of older logs are understood too.
+LOG_VERSION = 2
+LOG_VERSIONS_READ = (1, 2)
+#: While reading the log, give other tasks a turn after so many events.
+TURN_EVENTS = 256
+#: How long a running conductor has to say that it is there.
+OTHERS_S = 1.0
+
+
+class LogUnreadable(Exception):
+    """The log was begun under another meaning of its events, or what began it is gone."""
+
+
+def check_version(event: ClusterConfigured) -> None:
+    """Raises LogUnreadable, naming the version that can."""
+    if event.log_version not in LOG_VERSIONS_READ:
+        raise LogUnreadable(
+            f"the log is of version {event.log_version}, begun by halfmoon {event.code_version}, which can read it; "
+            f"this is halfmoon {code_version()}, which reads versions {LOG_VERSIONS_READ[0]} to {LOG_VERSIONS_READ[-1]}"
+        )
+
+
+async def check_gap(bus: Bus, read_seq: int) -> None:
+    """The event after `read_seq` was passed over. Raises LogUnreadable when it had expired (else it was no event)."""
+    first, _ = await bus.held(subjects.EVENTS_STREAM)
+    if first > read_seq + 1:
+        raise LogUnreadable(f"events {read_seq + 1} to {first - 1} expired before they were read")
+
+
+async def first_core(bus: Bus, conductor_id: str, policy: Policy, *, checked: bool = False) -> tuple[Core, int]:
+    """A core, and the sequence after which it reads on. Writes the event that begins a log where there is none.
+
+    Raises LogUnreadable, BusError.
+    """
+    while True:
+        first, last = await bus.held(subjects.EVENTS_STREAM)
+        core = await usable_snapshot(bus, first=first, last=last, checked=checked)
+        if core is not None:
+            return core, core.seq
+        begun = await _begun(bus)
+        if begun:
+            return Core(checked=checked), begun - 1
+        if first > 1 and await _others(bus):
+            raise LogUnreadable(f"the log before event {first} is gone, and other conductors have saved no snapshot")
+        if first > 1:
+            log.warning("the log before event %d is gone, and there is no snapshot: what it said is forgotten", first)
+        event = ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=policy)
+        await bus.append(event, source_id=conductor_id, message_id=f"begin-{first}")  # of several conductors, one
+
+
+async def usable_snapshot(
+    bus: Bus, *, first: int, last: int, before: int | None = None, checked: bool = False
+) -> Core | None:
+    """The newest snapshot from which the log, `first` to `last`, leads on; with `before`, of earlier than that event.
+
+    What is of another version, or broken, is passed over with a word.
+    """
+    for head in await snapshots.heads(bus):
+        if before is not None and head.seq >= before:
+            continue
+        if not first - 1 <= head.seq <= last:
+            continue
+        if head.version != SNAPSHOT_VERSION:
+            log.warning(
+                "the snapshot of event %d is of version %d, by halfmoon %s; this core restores %d: not used",
+                head.seq,
+                head.version,
+                head.code_version,
+                SNAPSHOT_VERSION,
+            )
+            continue
+        try:
+            return Core.restore(await snapshots.read(bus, head), checked=checked)
+        except (SnapshotInvalid, BusError) as problem:
+            log.warning("the snapshot of event %d is not used: %s", head.seq, problem)
+    return None
+
+
+async def digest_at(bus: Bus, seq: int) -> str | None:
+    """The digest of the state after event `seq`, as a fresh core finds it; None when the log does not reach back."""
+    first, last = await bus.held(subjects.EVENTS_STREAM)
+    core = await usable_snapshot(bus, first=first, last=last, before=seq)
+    after = core.seq if core is not None else await _begun(bus) - 1
+    if not 0 <= after < seq:
+        return None
+    core = core or Core()
+    async for stamped in bus.events(after=after):
+        core.step(stamped)
+        if stamped.seq % TURN_EVENTS == 0:
+            await asyncio.sleep(0)
+        if stamped.seq >= seq:
+            break
+    return core.digest()
+
+
+async def leading_snapshot(bus: Bus) -> tuple[int, bytes] | None:
+    """Sequence and bytes of the oldest snapshot from which what is left of the log leads on: most can be replayed.
+
+    None when there is none that can be read.
+    """
+    first, last = await bus.held(subjects.EVENTS_STREAM)
+    for head in reversed(await snapshots.heads(bus)):
+        if head.version == SNAPSHOT_VERSION and first - 1 <= head.seq <= last:
+            with contextlib.suppress(snapshots.SnapshotBroken):
+                return head.seq, await snapshots.read(bus, head)
+    return None
+
+
+async def _begun(bus: Bus) -> int:
+    """Sequence of the newest ClusterConfigured; 0 when the log has none (any more)."""
+    question = orjson.dumps({"last_by_subj": subjects.events_of_kind(ClusterConfigured.__name__)})
+    answer = await bus.js_api(f"STREAM.MSG.GET.{subjects.EVENTS_STREAM}", question)
+    return int(answer["message"]["seq"]) if "message" in answer else 0
+
+
+async def _others(bus: Bus) -> bool:
+    """Whether a conductor answers that has read the log."""
+    try:
+        answer = await bus.request(
+            subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=OTHERS_S
+        )
+    except PeerUnreachable:
+        return False
+    return answer.caught_up

@@ -1,0 +1,115 @@
+"""Conductors on a real nats-server, and what they leave in the streams."""
+
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from conductor_scripts import MS, decode, prefill, store
+
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
+from halfmoon.conductor import live
+from halfmoon.conductor.machine import Core
+from halfmoon.schemas import subjects
+from halfmoon.schemas.codec import decode as read
+from halfmoon.schemas.decisions import Ordered, SetTimer
+from halfmoon.schemas.events import (
+    Event,
+    FrontendJoined,
+    Stamped,
+)
+from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
+
+POLICY = Policy(heartbeat_ns=100 * MS, lost_after_ns=400 * MS)
+CLUSTER: list[Event] = [
+    prefill(),
+    store("p0"),
+    decode(),
+    store("d0"),
+    FrontendJoined(frontend_id="f1", incarnation="i1"),
+]
+
+
+@contextlib.asynccontextmanager
+async def conductor(url: str, conductor_id: str = "c1", policy: Policy = POLICY, **more: Any) -> AsyncIterator[Bus]:
+    """A conductor that has caught up; stopped at the end."""
+    bus = await Bus.connect(BusConfig(url=url), name=conductor_id)
+    shells: list[live.Shell] = []
+    task = asyncio.create_task(
+        live.run(bus, conductor_id=conductor_id, policy=policy, checked=True, started=shells.append, **more)
+    )
+    try:
+        while not shells or not shells[0].caught_up.is_set():
+            if task.done():
+                task.result()
+            await asyncio.sleep(0.005)
+        yield bus
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def client(url: str) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(BusConfig(url=url), name="client")
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def say(bus: Bus, *events: Event) -> int:
+    seq = 0
+    for event in events:
+        seq = await bus.append(event, source_id="x")
+    return seq
+
+
+async def status(bus: Bus, conductor_id: str = "c1") -> ConductorStatus:
+    return await bus.request(subjects.status(conductor_id), StatusRequest(), ConductorStatus, timeout_s=2)
+
+
+async def reach(bus: Bus, seq: int, conductor_id: str = "c1") -> ConductorStatus:
+    while (now := await status(bus, conductor_id)).seq < seq:
+        await asyncio.sleep(0.01)
+    return now
+
+
+async def log_of(bus: Bus) -> list[Stamped]:
+    last, log = await bus.last_seq(), []
+    async for stamped in bus.events():
+        log.append(stamped)
+        if stamped.seq >= last:
+            break
+    return log
+
+
+async def decisions_of(bus: Bus, count: int) -> list[Ordered]:
+    """All that the stream holds; waits until there are `count`."""
+    while await bus.last_seq(subjects.DECISIONS_STREAM) < count:
+        await asyncio.sleep(0.01)
+    last, found = await bus.last_seq(subjects.DECISIONS_STREAM), []
+    async for message in bus.read(subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL):
+        found.append(read(message.payload, Ordered))
+        if message.seq >= last:
+            break
+    return found
+
+
+def replayed(log: list[Stamped]) -> list[Ordered]:
+    """What a core decides on the log, as it is published."""
+    core = Core()
+    return [
+        Ordered(cause_seq=stamped.seq, position=position, decision=decision)
+        for stamped in log
+        for position, decision in enumerate(core.step(stamped))
+        if not isinstance(decision, SetTimer)
+    ]

@@ -1,0 +1,163 @@
+"""Where a conductor begins: snapshots that are of use, logs whose head is gone."""
+
+from __future__ import annotations
+
+import ast
+import logging
+
+import orjson
+import pytest
+from conductor_scripts import S, arrived
+from live_conductors import CLUSTER, client, conductor, decisions_of, log_of, reach, replayed, say, status
+from test_purity import core_files
+
+from halfmoon.bus import snapshots
+from halfmoon.bus.connection import Bus
+from halfmoon.conductor.beginning import LogUnreadable, check_gap, digest_at
+from halfmoon.conductor.machine import SNAPSHOT_VERSION, Core
+from halfmoon.conductor.version import CORE, code_version
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import AnnounceYourself
+from halfmoon.schemas.events import ClusterConfigured, WorkerHeartbeat
+from halfmoon.schemas.policy import Policy
+
+pytestmark = pytest.mark.timeout(30)
+
+QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
+
+
+async def core_at(bus: Bus, seq: int) -> Core:
+    core = Core()
+    for stamped in await log_of(bus):
+        if stamped.seq <= seq:
+            core.step(stamped)
+    return core
+
+
+async def save(bus: Bus, core: Core, *, version: int = SNAPSHOT_VERSION) -> snapshots.SnapshotHead:
+    return await snapshots.save(bus, core.seq, core.snapshot(), version=version, code_version="7")
+
+
+async def expire(bus: Bus, up_to: int) -> None:
+    """The log loses its head, as by size or age."""
+    answer = await bus.js_api(f"STREAM.PURGE.{subjects.EVENTS_STREAM}", orjson.dumps({"seq": up_to + 1}))
+    assert answer["success"]
+
+
+async def first_step(url: str, conductor_id: str = "late") -> int:
+    """The first event that a conductor reads that starts now."""
+    stepped: list[int] = []
+    async with conductor(url, conductor_id, after_step=lambda stamped, _: stepped.append(stamped.seq)):
+        pass
+    return stepped[0]
+
+
+async def test_a_snapshot_of_many_parts_comes_back_as_it_was(nats_url: str) -> None:
+    async with client(nats_url) as bus:
+        snapshot = bytes(range(256)) * (3 * snapshots.PART_BYTES // 256) + b"tail"
+        for _ in range(2):  # as from two conductors
+            head = await snapshots.save(bus, 7, snapshot, version=1, code_version="7")
+        assert (head.parts, head.size_bytes) == (4, len(snapshot))
+        assert await snapshots.heads(bus) == [head]
+        assert await snapshots.read(bus, head) == snapshot
+        subject = subjects.snapshot(7, head.digest, 2)
+        await bus.nc.request(subject, b"other bytes", timeout=5)
+        with pytest.raises(snapshots.SnapshotBroken, match="event 7 has other bytes"):
+            await snapshots.read(bus, head)
+
+
+async def test_snapshots_that_are_broken_or_of_another_version_are_passed_over_with_a_word(
+    nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with client(nats_url) as bus:
+        async with conductor(nats_url, policy=QUIET):
+            last = await say(bus, *CLUSTER, arrived("r1", 100), arrived("r2", 100))
+            expected = await reach(bus, last)
+            await decisions_of(bus, 4)
+        await save(bus, await core_at(bus, 4))
+        foreign = await save(bus, await core_at(bus, 5), version=SNAPSHOT_VERSION + 1)
+        broken = await save(bus, await core_at(bus, 6))
+        await bus.nc.request(subjects.snapshot(6, broken.digest, 0), b"x", timeout=5)
+        with caplog.at_level(logging.WARNING):
+            assert await first_step(nats_url) == 5
+        assert [record.getMessage() for record in caplog.records] == [
+            "the snapshot of event 6 is not used: the snapshot of event 6 has other bytes than were saved",
+            f"the snapshot of event 5 is of version {foreign.version}, by halfmoon 7; "
+            f"this core restores {SNAPSHOT_VERSION}: not used",
+        ]
+        assert await digest_at(bus, last) == expected.digest
+        assert await decisions_of(bus, 4) == replayed(await log_of(bus))
+
+
+async def test_a_log_whose_head_is_gone_is_read_from_the_snapshot_that_leads_into_it(nats_url: str) -> None:
+    async with client(nats_url) as bus:
+        async with conductor(nats_url, policy=QUIET):
+            last = await say(bus, *CLUSTER, arrived("r1", 100), arrived("r2", 100))
+            expected = await reach(bus, last)
+        await save(bus, await core_at(bus, 4))
+        await save(bus, await core_at(bus, 6))
+        await expire(bus, 6)
+        assert await first_step(nats_url) == 7
+        async with conductor(nats_url, "c2"):
+            assert (await reach(bus, last, "c2")).digest == expected.digest
+
+
+async def test_without_head_and_snapshot_a_conductor_that_is_alone_begins_the_log_anew(nats_url: str) -> None:
+    async with client(nats_url) as bus:
+        async with conductor(nats_url, policy=QUIET):
+            last = await say(bus, *CLUSTER)
+            await reach(bus, last)
+        await save(bus, await core_at(bus, 3))
+        await expire(bus, 4)  # what leads from event 3 on is gone
+        other = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S, seed=5)
+        async with conductor(nats_url, "c2", policy=other), conductor(nats_url, "c3", policy=other):
+            begun = [s for s in await log_of(bus) if isinstance(s.event, ClusterConfigured)]
+            assert [(s.seq, s.event) for s in begun] == [
+                (last + 1, ClusterConfigured(code_version=code_version(), log_version=2, policy=other))
+            ]
+            assert (await status(bus, "c2")).nodes == []
+            last = await say(bus, WorkerHeartbeat(worker_id="p0", incarnation="i1"))
+            asked = (await decisions_of(bus, 1))[-1]
+            assert asked.decision == AnnounceYourself(role="prefill", target_id="p0")
+            assert (await reach(bus, last, "c2")).digest == (await reach(bus, last, "c3")).digest
+            # A core that had read it all forgets the same.
+            core = await core_at(bus, last)
+            assert core.digest() == (await status(bus, "c2")).digest
+
+
+async def test_without_head_and_snapshot_a_conductor_does_not_disturb_one_that_runs(nats_url: str) -> None:
+    async with client(nats_url) as bus, conductor(nats_url, policy=QUIET):
+        last = await say(bus, *CLUSTER)
+        await reach(bus, last)
+        core = await core_at(bus, last)
+        await expire(bus, 3)
+        with pytest.raises(LogUnreadable, match="the log before event 4 is gone, and other conductors have saved no"):
+            await first_step(nats_url)
+        assert await digest_at(bus, last) is None
+        await save(bus, core)
+        async with conductor(nats_url, "c2"):
+            last = await say(bus, arrived())
+            assert (await reach(bus, last, "c2")).digest == (await reach(bus, last)).digest
+
+
+async def test_events_that_expired_unread_are_told_from_bytes_that_are_no_event(nats_url: str) -> None:
+    async with client(nats_url) as bus, conductor(nats_url, policy=QUIET):
+        await say(bus, *CLUSTER[:2])
+        await bus.nc.request(subjects.event("x", "WorkerHeartbeat"), b"no event", timeout=5)
+        last = await say(bus, *CLUSTER[2:])
+        assert len((await reach(bus, last)).nodes) == 5
+        await expire(bus, 4)
+        await check_gap(bus, 4)
+        with pytest.raises(LogUnreadable, match="events 3 to 4 expired before they were read"):
+            await check_gap(bus, 2)
+
+
+def test_the_core_of_the_code_version_is_what_the_core_imports() -> None:
+    assert list(CORE["halfmoon.conductor"]) == [path.stem for path in core_files()]
+    imported = {
+        node.module.rpartition(".")[2]
+        for path in core_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfmoon.schemas.")
+    }
+    assert sorted(imported) == list(CORE["halfmoon.schemas"])
