@@ -7,7 +7,7 @@ from pathlib import Path
 
 from random_clusters import Cluster
 
-from halfmoon.conductor.live import LOG_VERSION
+from halfmoon.conductor.beginning import LOG_VERSION
 from halfmoon.conductor.replay.logfile import (
     FORMAT,
     DecisionLine,

@@ -12,11 +12,12 @@ from conductor_scripts import MS, arrived, decode, finished, keys, prefill, pref
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.conductor import live
+from halfmoon.conductor import beginning, live
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, InvalidLine, Line, LogFile, ProgressLine
 from halfmoon.conductor.replay.saving import LogEmpty, follow, save
 from halfmoon.conductor.replay.stopped import NoLog, served
 from halfmoon.conductor.replay.verify import verify
+from halfmoon.conductor.version import code_version
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import ClusterConfigured, FrontendJoined
@@ -90,7 +91,7 @@ async def test_events_decisions_and_kv_progress_are_saved_in_the_order_of_the_lo
     log = LogFile(path)
     lines = list(log.lines())
     assert (log.header.cluster, log.header.first_seq, log.header.last_seq) == ("c", 1, 11)
-    assert (log.header.log_version, log.header.code_version) == (live.LOG_VERSION, live.CODE_VERSION)
+    assert (log.header.log_version, log.header.code_version) == (beginning.LOG_VERSION, code_version())
     first, *rest = events_in(lines)
     assert isinstance(first, ClusterConfigured)
     assert rest == [*EVENTS, *ANSWERS]
