@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
+from typing import Any
 
 from halfmoon.bus.errors import BusUnreachable
 
@@ -23,6 +24,29 @@ class BusConfig:
     tls_cert_file: str = ""
     tls_key_file: str = ""
     connect_timeout_s: float = 10.0
+
+    def options(self) -> dict[str, Any]:
+        """For nats-py's `connect`. Raises BusUnreachable: see `tls`."""
+        options: dict[str, Any] = {
+            "servers": [url.strip() for url in self.url.split(",")],
+            "allow_reconnect": True,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": 0.1,
+            "ping_interval": 5,
+            "max_outstanding_pings": 2,
+            "connect_timeout": 2,
+            "pending_size": 64 << 20,
+            "inbox_prefix": b"_INBOX",
+            "skip_subject_validation": True,  # ours are made of checked ids; a client's reply came from the server
+            "user": self.user or None,
+            "password": self.password or None,
+            "token": self.token or None,
+            "nkeys_seed": self.nkey_seed_file or None,
+            "user_credentials": self.credentials_file or None,
+        }
+        if (tls := self.tls()) is not None:
+            options["tls"] = tls
+        return options
 
     def tls(self) -> ssl.SSLContext | None:
         if not (self.tls_ca_file or self.tls_cert_file):

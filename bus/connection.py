@@ -87,28 +87,7 @@ class Bus:
                 if isinstance(problem, _FINAL) or "authorization" in str(problem).lower():
                     raise _Refused
 
-        options: dict[str, Any] = {
-            "servers": [url.strip() for url in config.url.split(",")],
-            "name": name,
-            "allow_reconnect": True,
-            "max_reconnect_attempts": -1,
-            "reconnect_time_wait": 0.1,
-            "ping_interval": 5,
-            "max_outstanding_pings": 2,
-            "connect_timeout": 2,
-            "pending_size": 64 << 20,
-            "reconnected_cb": reconnected,
-            "error_cb": failed,
-            "inbox_prefix": b"_INBOX",
-            "skip_subject_validation": True,  # ours are made of checked ids; a client's reply came from the server
-            "user": config.user or None,
-            "password": config.password or None,
-            "token": config.token or None,
-            "nkeys_seed": config.nkey_seed_file or None,
-            "user_credentials": config.credentials_file or None,
-        }
-        if (tls := config.tls()) is not None:
-            options["tls"] = tls
+        options = {**config.options(), "name": name, "reconnected_cb": reconnected, "error_cb": failed}
         nc = Client()
         try:
             async with asyncio.timeout(config.connect_timeout_s):
