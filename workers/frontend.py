@@ -33,11 +33,11 @@ class Frontend:
         return int(self.http_url.rpartition(":")[2]) if self.http_url else -1
 
     async def start(self) -> None:
-        """Raises BusError, and OSError when the HTTP port is taken."""
-        await self.registry.start()
+        """Raises BusError, and OSError when the HTTP port is taken: then nobody has heard of this frontend."""
         if self._http is not None:
             await self._http.start()
             self._status.http_url = self._http.url
+        await self.registry.start()
         if self._nats is not None:
             await self._nats.start()
 

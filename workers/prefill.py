@@ -59,13 +59,10 @@ class PrefillWorker(Worker):
                     self._wake.set()
             case CancelOrder():
                 if (known := self._jobs.get(decision.order_id)) is not None:
-                    known.cancelled = True
-                    if known.loads is not None:
-                        known.loads.fail("cancelled")
-                    self._wake.set()
+                    self._cancel(known)
             case AnnounceYourself():
-                for open_job in self._jobs.values():
-                    open_job.cancelled = True
+                for open_job in list(self._jobs.values()):
+                    self._cancel(open_job)
                 self.announce()
             case _:
                 pass  # not for a prefill worker
@@ -75,7 +72,7 @@ class PrefillWorker(Worker):
         return WorkerHeartbeat(
             worker_id=self.config.worker_id,
             incarnation=self.incarnation,
-            queued=sum(not job.cancelled for job in self._queue),
+            queued=len(self._queue),
             running=len(self._jobs) - len(self._queue),
             kv_blocks_used=self.config.kv_blocks - engine.allocator.free_blocks,
             orders=list(self._jobs),
@@ -87,8 +84,18 @@ class PrefillWorker(Worker):
 
     async def release_all(self) -> None:
         for job in list(self._jobs.values()):
-            job.cancelled = True
+            self._cancel(job)
             await self._release(job)
+
+    def _cancel(self, job: Job) -> None:
+        """One that waits is dropped at once; one that runs stops before its next layer."""
+        job.cancelled = True
+        if job.loads is not None:
+            job.loads.fail("cancelled")
+        if job in self._queue:
+            self._queue.remove(job)
+            self._prepare_some()
+            self._fail(job, Stop("cancelled", retryable=False))
 
     def _on_loaded(self, message: KvLoaded) -> None:
         job = self._jobs.get(message.order_id)
@@ -171,10 +178,13 @@ class PrefillWorker(Worker):
             job = self._queue[0]
             self._prepare_some()
             assert job.prepared is not None
-            ready = await job.prepared
+            if not job.prepared.done():
+                await asyncio.wait({job.prepared})
+            if job.cancelled:
+                continue
             self._queue.popleft()
             self._prepare_some()
-            if not ready:
+            if not job.prepared.result():
                 continue
             try:
                 await self._prefill(job)
@@ -378,6 +388,9 @@ class PrefillWorker(Worker):
         self.spawn(self._release(job))
 
     async def _release(self, job: Job) -> None:
+        if job.prepared is not None and not job.prepared.done():
+            job.prepared.cancel()
+            await asyncio.wait({job.prepared})
         if self.store is None:
             return
         if job.fetching is not None and not job.fetching.done():

@@ -46,6 +46,7 @@ class RequestRegistry:
         self.prompts = PromptReader(config, tokenizer, layout)
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
+        self._joined = False
         self.started_at_s = int(time.time())
         self._incarnation = uuid.uuid4().hex[:16]
         self._end_ids = frozenset(tokenizer.eos_ids)
@@ -69,6 +70,7 @@ class RequestRegistry:
         )
         self.spawn(self._follow_decisions(reader))
         self.spawn(self._tick())
+        self._joined = True
 
     async def stop(self) -> None:
         """Finish what is open within `drain_ns_max`, tell the rest why, leave."""
@@ -102,8 +104,9 @@ class RequestRegistry:
 
     def admit(self) -> None:
         """May another request come in? Asked before its body is looked at. Raises ApiError 503 or 429."""
-        if self.draining:
-            raise ApiError(503, "this frontend is stopping", code="stopping", retry_after_ns=SECOND_NS)
+        if self.draining or not self._joined:
+            doing = "stopping" if self.draining else "starting"
+            raise ApiError(503, f"this frontend is {doing}", code=doing, retry_after_ns=SECOND_NS)
         if self.open_requests >= self.config.open_requests_max:
             self.metrics.rejected("queue_full")
             message = f"{self.open_requests} requests are open here already"

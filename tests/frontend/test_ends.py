@@ -9,9 +9,13 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from frontend_double import LAYOUT, MODEL
 
+from halfmoon.schemas.api import ApiError
 from halfmoon.schemas.decisions import FailRequest, Prediction, RejectRequest
-from halfmoon.schemas.events import FrontendLeft, RequestArrived, RequestCancelled
+from halfmoon.schemas.events import FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
+from halfmoon.workers.frontend import Frontend
+from halfmoon.workers.frontend_config import FrontendConfig
 
 BODY = {"prompt": "Once", "max_tokens": 200}
 MS = 1_000_000
@@ -304,3 +308,20 @@ def test_stopping_tells_those_that_cannot_be_finished(run: Any) -> None:
         assert headers["Nats-Service-Error-Code"] == "503"
 
     run(scenario, drain_ns_max=200 * MS)
+
+
+def test_a_frontend_whose_port_is_taken_joins_nothing(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        port = cluster.frontend.http_port
+        config = FrontendConfig(frontend_id="second", model=MODEL, context_tokens=2048, http_port=port)
+        second = Frontend(cluster.client, config, cluster.double.tokenizer, LAYOUT)
+        with pytest.raises(OSError, match=str(port)):
+            await second.start()
+        await cluster.client.flush(1.0)
+        await cluster.double.bus.last_seq()
+        joined = [event.frontend_id for event in cluster.double.events if isinstance(event, FrontendJoined)]
+        assert "second" not in joined
+        with pytest.raises(ApiError, match="starting"):
+            second.registry.admit()
+
+    run(scenario)

@@ -1,0 +1,114 @@
+"""Orders of a prefill worker that are cancelled while they wait for another one. Real nats-server, no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import CancelOrder, StartPrefill
+from halfmoon.schemas.events import CostProfile
+from halfmoon.schemas.keys import pack_tokens
+from halfmoon.schemas.kv import KvMessage, PrefillResult
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.tokens import TakeReply, TokensGiven
+from halfmoon.workers.model_files import load_config
+from halfmoon.workers.null_engine import NullEngine
+from halfmoon.workers.prefill import PrefillWorker
+from halfmoon.workers.worker import WorkerConfig
+
+LAYOUT = Layout(
+    model="null", model_fingerprint="null", layers=0, kv_heads=0, head_dim=0, block_tokens=256, dtype="none"
+)
+TOKENS = [1, 2, 3]
+
+
+def order(number: int) -> StartPrefill:
+    return StartPrefill(
+        order_id=f"{number}-0",
+        request_id=f"r{number}",
+        frontend_id="silent",
+        worker_id="p1",
+        decode_worker_id="d1",
+        decode_node_id="n2",
+        prompt_tokens=len(TOKENS),
+    )
+
+
+class Bench:
+    """One prefill worker, whose frontend is the test: an order waits for as long as its tokens are not given."""
+
+    def __init__(self, bus: Bus, worker: PrefillWorker) -> None:
+        self.bus = bus
+        self.worker = worker
+        self.results: list[str] = []
+
+    async def give(self, number: int) -> None:
+        taken = TakeReply(token_ids=pack_tokens(TOKENS), max_tokens=1)
+        await self.bus.publish(subjects.give("p1"), TokensGiven(order_id=f"{number}-0", taken=taken))
+
+    async def result_of(self, number: int) -> None:
+        async with asyncio.timeout(2):
+            while f"{number}-0" not in self.results:
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    server = EmbeddedServer.start(tmp_path)
+    bus = await Bus.connect(BusConfig(url=server.url), name="test")
+    engine = NullEngine(load_config("smollm2-135m-instruct"), num_blocks=64, block_tokens=256)
+    config = WorkerConfig(
+        worker_id="p1", node_id="n1", layout=LAYOUT, profile=CostProfile(), kv_blocks=64, context_tokens_max=8192
+    )
+    worker = PrefillWorker(bus, engine, None, config)
+    made = Bench(bus, worker)
+
+    def note(message: Any) -> None:
+        if isinstance(message, PrefillResult):
+            made.results.append(message.order_id)
+
+    await bus.subscribe(subjects.kv_for("d1"), KvMessage, note)
+    await bus.serve(subjects.take("silent"), object, lambda _: asyncio.sleep(30))
+    await worker.start()
+    yield made
+    await worker.stop()
+    await bus.close()
+    server.stop()
+
+
+async def test_a_cancelled_order_leaves_the_queue_at_once(bench: Bench) -> None:
+    worker = bench.worker
+    for number in (1, 2, 3):
+        worker.obey(order(number))
+    await asyncio.sleep(0.05)
+    assert worker.heartbeat().orders == ["1-0", "2-0", "3-0"]
+    worker.obey(CancelOrder(order_id="2-0", worker_id="p1"))
+    assert worker.heartbeat().orders == ["1-0", "3-0"]
+    assert worker.heartbeat().queued == 2
+    await bench.give(3)
+    await bench.give(1)
+    await bench.result_of(3)
+    assert bench.results == ["1-0", "3-0"]
+    assert worker.orders_open() == 0
+
+
+async def test_the_first_of_the_queue_is_cancelled_while_it_waits_for_its_tokens(bench: Bench) -> None:
+    worker = bench.worker
+    for number in (1, 2):
+        worker.obey(order(number))
+    await bench.give(2)
+    await asyncio.sleep(0.05)
+    assert bench.results == []  # in the order of arrival
+    worker.obey(CancelOrder(order_id="1-0", worker_id="p1"))
+    await bench.result_of(2)
+    assert bench.results == ["2-0"]
+    assert worker.orders_open() == 0
+    assert not worker.failed.done()
