@@ -1,14 +1,20 @@
 """What the control plane costs: a cluster whose engine computes nothing, driven over NATS or HTTP.
 
 Latency is request to first token at one request at a time; throughput is whole requests at 32 at a time. Client,
-frontend, nats-server, conductor and four workers share the machine's cores.
+frontend, nats-server, conductor and four workers share the machine's cores. Because others may share them too, each
+run is preceded by two yardsticks: a fixed loop on every core at once, and a bare request and reply through the same
+nats-server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import multiprocessing
+import os
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,6 +56,62 @@ class HttpClient:
             first = first or time.perf_counter()
             if size == 0:
                 return first - started, time.perf_counter() - started
+
+
+def spin(_: int = 0) -> float:
+    """Milliseconds of a fixed loop."""
+    started = time.perf_counter()
+    total = 0
+    for number in range(1_000_000):
+        total += number * number
+    return (time.perf_counter() - started) * 1000
+
+
+def spin_all() -> list[float]:
+    """The fixed loop on every core at once, the median of three on each."""
+    cores = os.cpu_count() or 1
+    with multiprocessing.Pool(cores) as pool:
+        rounds = [pool.map(spin, range(cores), chunksize=1) for _ in range(3)]
+    return [round(statistics.median(column), 1) for column in zip(*rounds, strict=True)]
+
+
+def echo(url: str) -> None:
+    """A process that answers every request with itself."""
+
+    async def serve() -> None:
+        nc = await nats.connect(url)
+
+        async def answer(msg: Any) -> None:
+            await nc.publish(msg.reply, msg.data)
+
+        await nc.subscribe("bare.echo", cb=answer)
+        await asyncio.Event().wait()
+
+    uvloop.run(serve())
+
+
+@contextlib.contextmanager
+def echoing(url: str) -> Iterator[None]:
+    process = multiprocessing.Process(target=echo, args=(url,), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.join()
+
+
+async def bare_ms(url: str) -> float:
+    """p50 of a bare request and reply, one at a time."""
+    nc = await nats.connect(url)
+    took = []
+    while len(took) < 500:
+        started = time.perf_counter()
+        with contextlib.suppress(nats.errors.NoRespondersError):  # it is only just starting
+            await nc.request("bare.echo", b"x" * 200, timeout=5)
+            took.append((time.perf_counter() - started) * 1000)
+    await nc.close()
+    return round(statistics.median(took), 3)
 
 
 async def nats_once(nc: nats.NATS, body: bytes) -> tuple[float, float]:
@@ -105,6 +167,7 @@ def main() -> None:
     args_parser = parser(__doc__ or "")
     args_parser.add_argument("--seconds", type=float, default=5.0, help="of each throughput run")
     args_parser.add_argument("--runs", type=int, default=3)
+    args_parser.add_argument("--cases", type=int, default=6, help="only the first so many")
     args = args_parser.parse_args()
     cases = [
         ("nats", 8, 1),
@@ -115,21 +178,32 @@ def main() -> None:
         ("http", 12288, 1),
     ]
     rows: list[dict[str, Any]] = []
-    with cluster("--engine", "null", "--admission", "none") as addresses, asyncio.Runner(
-        loop_factory=uvloop.new_event_loop
-    ) as runner:
-        for case in cases:
-            some = [runner.run(measure(addresses, *case, args.seconds)) for _ in range(args.runs)]
+    with (
+        cluster("--engine", "null", "--admission", "none") as addresses,
+        echoing(addresses["nats"]),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        for case in cases[: args.cases]:
+            some = []
+            for _ in range(args.runs):
+                yardsticks = {"spin_ms": spin_all(), "bare_ms": runner.run(bare_ms(addresses["nats"]))}
+                some.append({**runner.run(measure(addresses, *case, args.seconds)), **yardsticks})
+            yardsticks_all = [{"spin_ms": one["spin_ms"], "bare_ms": one["bare_ms"]} for one in some]
             rates = [one["requests_per_s_at_32"] for one in some]
             row = sorted(some, key=lambda one: one["requests_per_s_at_32"])[len(some) // 2]
             row["requests_per_s_at_32_all"] = rates
             row["first_token_p50_ms_at_1_all"] = [one["first_token_ms_at_1"]["p50"] for one in some]
             row["first_token_p50_ms_at_1"] = statistics.median(row["first_token_p50_ms_at_1_all"])
+            row["first_token_over_bare"] = round(
+                statistics.median(one["first_token_ms_at_1"]["p50"] / one["bare_ms"] for one in some), 2
+            )
+            row["yardsticks_all"] = yardsticks_all
             rows.append(row)
     lines = [
         f"{row['over']:>5} prompt {row['prompt_tokens']:>5} tokens, answer {row['max_tokens']:>2}: "
         f"first token {row['first_token_p50_ms_at_1']:6.2f} ms p50 at one, whole "
-        f"{row['whole_ms_at_1']['p50']:6.2f} ms; {row['requests_per_s_at_32']:7.0f} requests/s at 32"
+        f"{row['whole_ms_at_1']['p50']:6.2f} ms; {row['requests_per_s_at_32']:7.0f} requests/s at 32; "
+        f"{row['first_token_over_bare']:.1f} times a bare request ({row['bare_ms']:.2f} ms)"
         for row in rows
     ]
     finish(args, {"rows": rows}, lines)

@@ -8,74 +8,11 @@ from typing import Any
 
 import orjson
 import pytest
-from frontend_double import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.schemas.api import ApiError, Ask, chat_ask, completion_ask
-
-NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
-    # field: (refused, taken)
-    "max_tokens": ([0, -1, 2**31, 1.5, "5", True, [], {}], [1, 2**31 - 1, None]),
-    "temperature": ([-0.1, 2.1, "1", True, [1]], [0, 0.7, 2, None]),
-    "top_p": ([0, -1, 1.1, "1", False], [0.1, 1, None]),
-    "top_k": ([-2, 2**31, 1.5, "1"], [-1, 0, 40, None]),
-    "min_p": ([-0.1, 1.1, "0"], [0, 0.5, 1, None]),
-    "seed": ([2**63, -(2**63) - 1, 1.5, "1"], [0, -1, 2**63 - 1, None]),
-    "logprobs": ([-1, 21, "5", 1.5, []], [0, 5, 20, True, False, None]),
-    "top_logprobs": ([-1, 21, True, "1"], [0, 20, None]),
-    "presence_penalty": ([-2.1, 2.1, "0"], [-2, 2, None]),
-    "frequency_penalty": ([-2.1, 2.1, "0"], [-2, 2, None]),
-    "repetition_penalty": ([0, 10.1, "1"], [0.1, 10, None]),
-    "min_tokens": ([-1, 2**31, 0.5], [0, 5, None]),
-    "priority": ([-1001, 1001, "high", 0.5], [-1000, 1000, None]),
-    "n": ([0, 2, "1"], [1, None]),
-    "best_of": ([2], [1, None]),
-}
-OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
-    "model": ([5, "m" * 257, []], [MODEL, None]),
-    "stop": (["", [""], ["a"] * 17, "a" * 257, [5], 5, {}], ["a", ["a", "b"], [], None]),
-    "stop_token_ids": ([[-1], ["a"], 5, [2**32], [1] * 65], [[1], None]),
-    "logit_bias": ([{"a": 1}, {"1": 101}, {"1": "x"}, [1], {str(i): 1 for i in range(1025)}], [{"5": -100}, None]),
-    "ignore_eos": ([1, "true"], [True, False, None]),
-    "stream": ([1, "yes"], [False, None]),
-    "stream_options": ([5, {"include_usage": 5}], [{"include_usage": True}, {}, None]),
-    "user": ([5, "u" * 513], ["me", None]),
-    "tenant": ([5, "t" * 129], ["t", None]),
-    "cache_salt": ([5, "s" * 257], ["s", None]),
-    "slo": ([5, {"ttft_ms": 0}, {"tbt_ms": -1}, {"ttft_ms": "1"}, {"tbt_ms": 1e10}], [{"ttft_ms": 1.5}, {}, None]),
-    "request_id": (["", "a b", "a" * 81, "a.b", "a\n", 5], ["a-b_C9", None]),
-    "logits_digest": ([1], [True, None]),
-    "echo": ([True, 0], [False, None]),
-    "suffix": (["x", 5], ["", None]),
-    "tools": ([[{"type": "function"}], 5], [[], None]),
-    "response_format": ([{"type": "json_object"}, 5], [{"type": "text"}, None]),
-}
-FIELDS = {**NUMBERS, **OTHERS}
-PROMPTS: list[tuple[Any, int]] = [
-    (5, 400),
-    (None, 400),
-    ({}, 400),
-    ([1, "a"], 400),
-    ([True], 400),
-    ([-1], 400),
-    ([2**32], 400),
-    ([1.5], 400),
-    ([["a"]], 400),
-    (["a", "b"], 422),
-    ([[1], [2]], 422),
-]
-CHATS: list[Any] = [
-    5,
-    [],
-    [5],
-    [{}],
-    [{"role": "wizard", "content": "x"}],
-    [{"role": "user", "content": 5}],
-    [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-    [{"role": "user", "content": [{"type": 5}]}],
-    [{"role": "user", "content": "x"}] * 4097,
-]
+from tests.api_fields import CHATS, FIELDS, NO_JSON, PROMPTS
 
 
 def refusal(body: Any, read: Any = completion_ask) -> ApiError:
@@ -114,22 +51,7 @@ def test_wrong_messages_are_refused_by_name(messages: Any) -> None:
     assert (error.status, error.param) == (400, "messages")
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"",
-        b"{",
-        b"nonsense",
-        b'{"prompt": "x"',
-        b'{"prompt": "\xff\xfe"}',
-        b'{"prompt": NaN}',
-        b'{"prompt": "a\x00"}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": "a"} {}',
-        b"\xef\xbb\xbf{}",
-        b'{"x":' + b"[" * 50_000,
-    ],
-)
+@pytest.mark.parametrize("payload", NO_JSON)
 def test_what_is_no_json_is_refused_as_such(payload: bytes) -> None:
     error = refusal(payload)
     assert (error.status, error.code) == (400, "invalid_json")
