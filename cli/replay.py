@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from halfmoon.conductor.replay import statetext
 from halfmoon.conductor.replay.explaining import explained
 from halfmoon.conductor.replay.lives import lives
 from halfmoon.conductor.replay.logfile import LogFile
+from halfmoon.conductor.replay.page import page
+from halfmoon.conductor.replay.perfetto import trace
+from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Divergence, Replay, Verdict, verify
 from halfmoon.conductor.replay.wording import message
 
@@ -25,6 +29,10 @@ def add(subparsers: Subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--until", type=int, metavar="SEQ", help="stop after this event")
     parser.add_argument("--state", action="store_true", help="the conductor's whole state, at the end or at --until")
     parser.add_argument("--explain", default="", metavar="REQUEST", help="each candidate, and what then happened")
+    parser.add_argument(
+        "--html", default="", metavar="OUT", help="one page that shows the run, and why, request by request"
+    )
+    parser.add_argument("--perfetto", default="", metavar="OUT", help="a trace for ui.perfetto.dev (.json, .json.gz)")
     parser.add_argument("--json", action="store_true")
     add_config(parser)
     return parser
@@ -39,6 +47,8 @@ async def run(args: argparse.Namespace) -> int:
         return _state(args, log)
     if args.explain:
         return _explain(args, log)
+    if args.html or args.perfetto:
+        return _draw(args, log)
     verdict = verify(log, until=args.until)
     print(msgspec.json.encode(verdict).decode() if args.json else describe(verdict))
     return 0 if verdict.identical else 1
@@ -58,6 +68,26 @@ def _explain(args: argparse.Namespace, log: LogFile) -> int:
     if life is None:
         raise OptionInvalid(f"--explain {args.explain}: no such request in {args.file}")
     print(msgspec.json.encode(life).decode() if args.json else explained(life))
+    return 0
+
+
+def _draw(args: argparse.Namespace, log: LogFile) -> int:
+    run = timeline(Replay(log, until=args.until, watched="*"))
+    written = []
+    if args.html:
+        title = f"halfmoon: {log.header.cluster or log.path.name}"
+        written.append((args.html, page(run, title=title).encode()))
+    if args.perfetto:
+        content = trace(run)
+        compressed = args.perfetto.endswith(".gz")
+        written.append((args.perfetto, gzip.compress(content, 6, mtime=0) if compressed else content))
+    for name, content in written:
+        Path(name).write_bytes(content)
+    sizes = {name: len(content) for name, content in written}
+    if args.json:
+        print(msgspec.json.encode({"requests": len(run.lives), "events": run.events, "written": sizes}).decode())
+    else:
+        print("\n".join(f"{name}: {len(run.lives):,} requests, {size:,} bytes" for name, size in sizes.items()))
     return 0
 
 

@@ -28,33 +28,51 @@ def explained(life: Life) -> str:
 
 
 def _decided(why: Explanation, placed: Placed | None) -> list[str]:
+    prefill_id, decode_id = chosen(why.verdict)
+    lines = [heading(why), verdict_text(why)]
+    lines += ["", *table(prefill_rows(why, prefill_id, placed))]
+    lines += ["", *table(decode_rows(why, decode_id, placed))]
+    told = [f"  {remark}" for remark in remarks(why, placed)]
+    return [*lines, "", *told] if told else lines
+
+
+def heading(why: Explanation) -> str:
+    """Where in the log, and under what rules."""
     again = f" ({why.lost})" if why.lost else ""
-    head = f"event {why.seq}, {clock(why.at_ns)}{again}; policy {why.policy}, admission {why.admission}"
-    lines = [
-        f"{head}; SLO: first token {duration(why.ttft_slo_ns)}, between tokens {duration(why.tbt_slo_ns)}; "
-        f"expected answer: {why.answer_tokens} tokens"
-    ]
-    verdict = why.verdict
-    prefill_id = verdict.prefill.worker_id if isinstance(verdict, Placement) else ""
-    decode_id = verdict.decode.worker_id if isinstance(verdict, Placement) else ""
-    match verdict:
+    return (
+        f"event {why.seq}, {clock(why.at_ns)}{again}; policy {why.policy}, admission {why.admission}; SLO: first token "
+        f"{duration(why.ttft_slo_ns)}, between tokens {duration(why.tbt_slo_ns)}; expected answer: "
+        f"{why.answer_tokens} tokens"
+    )
+
+
+def verdict_text(why: Explanation) -> str:
+    match why.verdict:
         case Placement():
-            lines.append(f"placed on {prefill_id} and {decode_id}")
-        case Refusal():
-            later = f"; come back in {duration(verdict.retry_after_ns)}" if verdict.retry_after_ns else ""
-            lines.append(f"refused, {verdict.reason}: {verdict.message}{later}")
+            prefill_id, decode_id = chosen(why.verdict)
+            return f"placed on {prefill_id} and {decode_id}"
+        case Refusal(reason=reason, message=message, retry_after_ns=later_ns):
+            later = f"; come back in {duration(later_ns)}" if later_ns else ""
+            return f"refused, {reason}: {message}{later}"
         case None:
-            lines.append("no worker could take it: it waits")
-    lines += ["", *table(_prefill_rows(why, prefill_id, placed))]
-    lines += ["", *table(_decode_rows(why, decode_id, placed))]
-    if why.left_out:
-        lines += ["", *(f"  {worker_id}: left out, {reason}" for worker_id, reason in why.left_out.items())]
+            return "no worker could take it: it waits"
+
+
+def chosen(verdict: Placement | Refusal | None) -> tuple[str, str]:
+    """Prefill and decode worker; empty when there are none."""
+    return (verdict.prefill.worker_id, verdict.decode.worker_id) if isinstance(verdict, Placement) else ("", "")
+
+
+def remarks(why: Explanation, placed: Placed | None) -> list[str]:
+    """Workers that could not be chosen, and how the placement came to nothing."""
+    found = [f"{worker_id}: left out, {reason}" for worker_id, reason in why.left_out.items()]
     if placed is not None and placed.lost:
-        lines += ["", f"  given up after {duration(placed.end_ns - placed.at_ns)}: {placed.lost}"]
-    return lines
+        found.append(f"given up after {duration(placed.end_ns - placed.at_ns)}: {placed.lost}")
+    return found
 
 
-def _prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tuple[str, ...]]:
+def prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tuple[str, ...]]:
+    """A heading, a row for each candidate, and below the `chosen` one what happened."""
     reasons = prefill_reasons(why, chosen)
     rows: list[tuple[str, ...]] = [_PREFILL]
     for c in why.prefill:
@@ -73,7 +91,8 @@ def _prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[
         )
         if c.worker_id == chosen and placed is not None and placed.prefilled is not None:
             then = placed.prefilled
-            whole = then.queue_ns + then.transfer_ns + then.compute_ns
+            # Loading overlaps with waiting and computing.
+            whole = placed.finished.ttft_ns if placed.finished else then.queue_ns + then.compute_ns
             cached = then.cached_local_tokens + then.cached_fetched_tokens
             moved = f"{then.cached_fetched_tokens} tokens of {then.fetch_node_id}" if then.fetch_node_id else "-"
             rows.append(
@@ -89,7 +108,7 @@ def _prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[
 
 def fetched(fetches: list[Fetch], sharing: int, from_ssd: bool) -> str:
     """What comes from where."""
-    parts = [f"{fetch.blocks} blocks of {fetch.node_id}" for fetch in fetches]
+    parts = [f"{f.blocks} {'blocks' if f.blocks > 1 else 'block'} of {f.node_id}" for f in fetches]
     if parts and sharing > 1:
         parts.append(f"{sharing} transfers share it")
     if from_ssd:
@@ -97,7 +116,8 @@ def fetched(fetches: list[Fetch], sharing: int, from_ssd: bool) -> str:
     return ", ".join(parts) or "-"
 
 
-def _decode_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tuple[str, ...]]:
+def decode_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tuple[str, ...]]:
+    """As `prefill_rows`."""
     reasons = decode_reasons(why, chosen)
     rows: list[tuple[str, ...]] = [_DECODE]
     for c in why.decode:

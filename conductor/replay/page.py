@@ -1,0 +1,124 @@
+"""One self-contained page that shows a run: template, style, programs and data in one file, nothing from outside.
+
+The data are JSON, compressed, and decompressed by the browser; the explanations apart, since they are looked at one by
+one.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import string
+from importlib.resources import files
+from typing import Any
+
+import orjson
+
+from halfmoon.conductor.admission import Placement
+from halfmoon.conductor.explanation import Explanation
+from halfmoon.conductor.replay import explaining
+from halfmoon.conductor.replay.lives import Life, Placed
+from halfmoon.conductor.replay.timeline import Bar, Timeline
+from halfmoon.conductor.replay.wording import clock, duration
+
+US_NS = 1_000
+
+
+def page(timeline: Timeline, *, title: str, facts: str = "") -> str:
+    """The page, as HTML."""
+    here = files("halfmoon.conductor.replay")
+    read = {name: (here / name).read_text() for name in ("page.html", "page.css", "page.js", "story.js")}
+    return string.Template(read["page.html"]).substitute(
+        title=html.escape(title),
+        css=read["page.css"],
+        js=read["page.js"] + read["story.js"],
+        run=_packed(_run(timeline, facts)),
+        why=_packed([_whys(life) for life in timeline.lives]),
+    )
+
+
+def _packed(value: Any) -> str:
+    return base64.b64encode(gzip.compress(orjson.dumps(value), 6, mtime=0)).decode()
+
+
+def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
+    """What `page.js` knows as RUN; times in microseconds since the first event."""
+    lanes = {lane: number for number, lane in enumerate(timeline.lanes)}
+    lives, start_ns = timeline.lives, timeline.start_ns
+    samples = timeline.samples
+    prefills = [lane for lane, role in timeline.lanes.items() if role == "prefill"]
+    decodes = [lane for lane, role in timeline.lanes.items() if role == "decode"]
+    told = (
+        f"{timeline.model}, policy {timeline.policy.name}, {clock(start_ns)} UTC, "
+        f"{duration(timeline.end_ns - start_ns)}, {len(lives):,} requests, {timeline.events:,} events, "
+        f"{timeline.decisions:,} decisions"
+    )
+    return {
+        "meta": {"facts": f"{told}{facts}", "span": max(1, (timeline.end_ns - start_ns) // US_NS)},
+        "lanes": [{"id": lane, "role": role, "rows": timeline.rows[lane]} for lane, role in timeline.lanes.items()],
+        "requests": {
+            "id": [life.arrived.request_id for life in lives],
+            "seq": [life.seq for life in lives],
+            "at": [(life.arrived_ns - start_ns) // US_NS for life in lives],
+            "end": [(life.end_ns - start_ns) // US_NS if life.end_ns else 0 for life in lives],
+            "ending": [life.ending for life in lives],
+            "prompt": [life.arrived.prompt_tokens for life in lives],
+            "max": [life.arrived.max_tokens for life in lives],
+            "text": [_ending(life) for life in lives],
+        },
+        "prefill": [_bar(bar, lanes) for bar in timeline.prefill],
+        "decode": [_bar(bar, lanes) for bar in timeline.decode],
+        "happenings": [[h.at_ns // US_NS, h.kind, lanes.get(h.lane, -1), h.text] for h in timeline.happenings],
+        "curves": {
+            "t": [sample.at_ns // US_NS for sample in samples],
+            "queue": [[sample.queue_ns.get(lane, 0) // US_NS for sample in samples] for lane in prefills],
+            "sequences": [[sample.sequences.get(lane, 0) for sample in samples] for lane in decodes],
+            "requests": [sample.requests for sample in samples],
+            "blocks": [sample.index_blocks for sample in samples],
+            "prompt": [sample.prompt_tokens for sample in samples],
+            "cached": [sample.cached_tokens for sample in samples],
+        },
+    }
+
+
+def _ending(life: Life) -> str:
+    done = life.finished
+    if done is None:
+        return life.reason
+    return (
+        f"{done.completion_tokens} tokens ({done.finish_reason}), first token {duration(done.ttft_ns)}, "
+        f"between tokens {duration(done.tbt_ns)}"
+    )
+
+
+def _bar(bar: Bar, lanes: dict[str, int]) -> list[Any]:
+    transfer = [at_ns // US_NS for at_ns in bar.transfer] if bar.transfer else 0
+    parts, chunks, marks = ([at_ns // US_NS for at_ns in times] for times in (bar.parts, bar.chunks, bar.marks))
+    return [bar.request, bar.order_id, lanes.get(bar.lane, 0), bar.row, parts, transfer, chunks, marks, bar.lost]
+
+
+def _whys(life: Life) -> list[dict[str, Any]]:
+    orders = {placed.seq: placed for placed in life.placed}
+    return [_why(why, orders.get(why.seq)) for why in life.why]
+
+
+def _why(why: Explanation, placed: Placed | None) -> dict[str, Any]:
+    """One decision as `story.js` shows it: rows are (class, cells), the chosen one `won`, what happened `then`."""
+    chosen_prefill, chosen_decode = explaining.chosen(why.verdict)
+    prefill = explaining.prefill_rows(why, chosen_prefill, placed)[1:]
+    decode = explaining.decode_rows(why, chosen_decode, placed)[1:]
+    return {
+        "head": explaining.heading(why),
+        "verdict": explaining.verdict_text(why),
+        "refused": not isinstance(why.verdict, Placement),
+        "prefill": [_row(row) for row in prefill],
+        "decode": [_row(row) for row in decode],
+        "more": explaining.remarks(why, placed),
+    }
+
+
+def _row(row: tuple[str, ...]) -> tuple[str, list[str]]:
+    happened = row[1].startswith(" ")
+    name = "won" if row[0] else "then" if happened else ""
+    return name, [row[1].strip(), *row[2:]]

@@ -1,0 +1,276 @@
+"""What a picture of a run shows: lanes, bars, marks, curves. Made in one replay; drawn by `page` and by `perfetto`.
+
+Times are ns since the first event. A worker tells how long an order waited and computed, the log when its prefill was
+delivered; so the wait begins with the order, computing follows it, and what is left is the delivery of the last layers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import msgspec
+
+from halfmoon.conductor.machine import Core
+from halfmoon.conductor.placement import queue_ns
+from halfmoon.conductor.replay.lives import Life, Lives, Placed
+from halfmoon.conductor.replay.logfile import DecisionLine, EventLine
+from halfmoon.conductor.replay.verify import Replay
+from halfmoon.conductor.replay.wording import message
+from halfmoon.schemas.events import (
+    ClusterConfigured,
+    Event,
+    FrontendJoined,
+    FrontendLeft,
+    PolicyChanged,
+    StoreJoined,
+    StoreLeft,
+    StoreSuspected,
+    TimerFired,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+)
+from halfmoon.schemas.policy import Policy
+
+#: Points of a curve: at most, and after every other one was dropped.
+SAMPLES_MAX = 1_600
+
+
+class Bar(msgspec.Struct):
+    """One order on one worker; ends of its parts in order of time. Prefill: wait, compute, delivery. Decode: wait for
+    KV, decode."""
+
+    request: int
+    order_id: str
+    lane: str
+    row: int
+    parts: list[int]
+    #: What was loaded from other nodes, or from disk: from, to.
+    transfer: tuple[int, int] | None = None
+    #: Ends of chunks; when KV of a layer became readable.
+    chunks: list[int] = []
+    marks: list[int] = []
+    lost: str = ""
+
+
+class Happening(msgspec.Struct):
+    """Something that came to a process, or to the whole cluster (`lane` "")."""
+
+    at_ns: int
+    kind: str
+    lane: str
+    text: str
+
+
+class Sample(msgspec.Struct):
+    """Load and cache at one time."""
+
+    at_ns: int
+    #: Predicted queue of each prefill worker; sequences and share of KV (in thousandths) of each decode worker.
+    queue_ns: dict[str, int]
+    sequences: dict[str, int]
+    kv_share: dict[str, int]
+    requests: int
+    index_blocks: int
+    #: Since the log began.
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Timeline(msgspec.Struct, kw_only=True):
+    """All that is drawn."""
+
+    start_ns: int
+    end_ns: int
+    events: int
+    decisions: int
+    policy: Policy
+    model: str
+    #: Workers by id: role; prefill before decode.
+    lanes: dict[str, str]
+    rows: dict[str, int]
+    lives: list[Life]
+    prefill: list[Bar]
+    decode: list[Bar]
+    happenings: list[Happening]
+    samples: list[Sample]
+
+
+def timeline(replay: Replay) -> Timeline:
+    """Replays the log of `replay` (watch "*" to have placements explained)."""
+    found = Lives()
+    happenings: list[Happening] = []
+    samples: list[Sample] = []
+    roles: dict[str, str] = {}
+    start_ns = end_ns = step_ns = 0
+    events = decisions_seen = 0
+    policy, model = Policy(), ""
+    for line, decisions in replay:
+        core = replay.core
+        found.see(line, decisions, core)
+        decisions_seen += isinstance(line, DecisionLine)
+        if not isinstance(line, EventLine):
+            continue
+        events += 1
+        start_ns = start_ns or line.at_ns
+        end_ns = max(end_ns, line.at_ns)
+        event = line.event
+        if isinstance(event, WorkerJoined):
+            roles[event.worker_id], model = event.role, event.layout.model
+        elif isinstance(event, ClusterConfigured):
+            policy = event.policy
+        happenings += _happened(event, line.at_ns - start_ns, roles, core)
+        if not samples or line.at_ns - start_ns >= samples[-1].at_ns + step_ns:
+            samples.append(_sample(core, line.at_ns - start_ns))
+            if len(samples) > SAMPLES_MAX:
+                samples = samples[::2]
+                step_ns = max(1, 2 * step_ns, (line.at_ns - start_ns) // SAMPLES_MAX)
+    for worker in replay.core.state.workers.values():
+        roles.setdefault(worker.worker_id, worker.role)
+    lanes = dict(sorted(roles.items(), key=lambda lane: (lane[1] != "prefill", _natural(lane[0]))))
+    lives = list(found.of.values())
+    prefill, decode = _bars(lives, start_ns, end_ns)
+    rows = _stack(prefill) | _stack(decode)
+    return Timeline(
+        start_ns=start_ns,
+        end_ns=end_ns,
+        events=events,
+        decisions=decisions_seen,
+        policy=policy,
+        model=model,
+        lanes=lanes,
+        rows={lane: rows.get(lane, 1) for lane in lanes},
+        lives=lives,
+        prefill=prefill,
+        decode=decode,
+        happenings=happenings,
+        samples=samples,
+    )
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """`decode-10` after `decode-9`."""
+    head = name.rstrip("0123456789")
+    return head, int(name[len(head) :] or 0)
+
+
+def _happened(event: Event, at_ns: int, roles: dict[str, str], core: Core) -> list[Happening]:
+    match event:
+        case WorkerJoined(worker_id=lane):
+            return [Happening(at_ns, "joined", lane, f"{event.role} worker {lane} joined")]
+        case WorkerLeft(worker_id=lane):
+            return [Happening(at_ns, "lost", lane, f"worker {lane} left: {event.reason or 'no reason was given'}")]
+        case WorkerDraining(worker_id=lane):
+            return [Happening(at_ns, "draining", lane, f"worker {lane} {'drains' if event.draining else 'is back'}")]
+        case StoreJoined(node_id=node):
+            return [Happening(at_ns, "joined", _at_node(node, core), f"store agent {node} joined")]
+        case StoreLeft(node_id=node):
+            return [Happening(at_ns, "lost", _at_node(node, core), f"store agent {node} left: {event.reason}")]
+        case StoreSuspected(node_id=node):
+            return [Happening(at_ns, "suspected", _at_node(node, core), f"store agent {node}: {event.reason}")]
+        case FrontendJoined():
+            return [Happening(at_ns, "joined", "", f"frontend {event.frontend_id} joined")]
+        case FrontendLeft():
+            return [Happening(at_ns, "lost", "", f"frontend {event.frontend_id} left: {event.reason}")]
+        case PolicyChanged():
+            return [Happening(at_ns, "policy", "", f"policy: {message(event.policy)}")]
+        case TimerFired() if event.key.startswith("lost:"):
+            _, role, name, _ = event.key.split(":")
+            state = core.state
+            if event.key in state.timers or name in (*state.workers, *state.stores, *state.frontends):
+                return []  # it lives: the timer was set anew, or it is of an earlier incarnation
+            lane = name if name in roles else _at_node(name, core) if role == "store" else ""
+            return [Happening(at_ns, "lost", lane, f"{role} {name} was not heard of any more")]
+        case _:
+            return []
+
+
+def _at_node(node_id: str, core: Core) -> str:
+    return next((w.worker_id for w in core.state.workers.values() if w.node_id == node_id), "")
+
+
+def _sample(core: Core, at_ns: int) -> Sample:
+    state = core.state
+    prefills = [worker for worker in state.workers.values() if worker.role == "prefill"]
+    decodes = [worker for worker in state.workers.values() if worker.role == "decode"]
+    counters = state.counters
+    return Sample(
+        at_ns=at_ns,
+        queue_ns={worker.worker_id: queue_ns(worker, state.at_ns) for worker in prefills},
+        sequences={worker.worker_id: len(worker.orders) for worker in decodes},
+        kv_share={w.worker_id: 1_000 * w.reserved_blocks // max(1, w.kv_blocks) for w in decodes},
+        requests=len(state.requests),
+        index_blocks=state.index.blocks,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_local_tokens + counters.cached_fetched_tokens,
+    )
+
+
+def _bars(lives: list[Life], start_ns: int, end_ns: int) -> tuple[list[Bar], list[Bar]]:
+    prefill, decode = [], []
+    for number, life in enumerate(lives):
+        for placed in life.placed:
+            prefill.append(_prefill_bar(number, placed, start_ns, end_ns))
+            bar = _decode_bar(number, placed, start_ns, end_ns)
+            if bar is not None:
+                decode.append(bar)
+    return prefill, decode
+
+
+def _prefill_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> Bar:
+    begin = placed.at_ns - start_ns
+    bar = Bar(number, placed.order.order_id, placed.order.worker_id, 0, [begin], lost=placed.lost)
+    then = placed.prefilled
+    if then is None:  # lost, open, or done before the log begins
+        bar.parts.append((placed.prefill_end_ns or placed.end_ns or log_end_ns) - start_ns)
+        return bar
+    end = placed.prefill_end_ns - start_ns
+    computed = max(begin, min(end, begin + then.queue_ns + then.compute_ns))
+    computes = max(begin, computed - then.compute_ns)
+    bar.parts += [computes, computed, end]
+    if then.transfer_ns:
+        bar.transfer = (max(begin, computes - then.transfer_ns), max(begin + then.transfer_ns, computes))
+    loaded = [mark.at_ns - start_ns for mark in placed.marks if mark.loaded]
+    if loaded:
+        bar.transfer, bar.marks = (min(begin, loaded[0]), loaded[-1]), loaded
+    ends: dict[int, int] = {}
+    for mark in placed.marks:
+        if not mark.loaded:
+            ends[mark.first_block] = mark.at_ns - start_ns
+    bar.chunks = list(ends.values())[:-1]
+    bar.lost = ""  # the other half was
+    return bar
+
+
+def _decode_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> Bar | None:
+    ready = [mark.at_ns - start_ns for mark in placed.marks if not mark.loaded]
+    begin = min([placed.prefill_end_ns - start_ns, *ready[:1]]) if placed.prefill_end_ns else (ready or [0])[0]
+    if not begin:
+        return None  # it never came to that
+    end = (placed.end_ns or log_end_ns) - start_ns
+    started = placed.decode_start_ns - start_ns if placed.decode_start_ns else end
+    if placed.finished is not None and not placed.decode_start_ns:
+        started = max(begin, end - placed.finished.decode_ns)
+    bar = Bar(number, placed.order.order_id, placed.order.decode_worker_id, 0, [begin, max(begin, started)])
+    bar.parts.append(max(bar.parts[-1], end))
+    bar.marks, bar.lost = ready, placed.lost
+    return bar
+
+
+def _stack(bars: Iterable[Bar]) -> dict[str, int]:
+    """Gives every bar a row in which it meets no other; how many rows each lane has."""
+    free: dict[str, list[int]] = {}
+    running: dict[str, list[tuple[int, int]]] = {}
+    rows: dict[str, int] = {}
+    for bar in sorted(bars, key=lambda bar: bar.parts[0]):
+        ends, lane_free = running.setdefault(bar.lane, []), free.setdefault(bar.lane, [])
+        while ends and ends[0][0] <= bar.parts[0]:
+            heapq.heappush(lane_free, heapq.heappop(ends)[1])
+        if lane_free:
+            bar.row = heapq.heappop(lane_free)
+        else:
+            bar.row = rows.get(bar.lane, 0)
+            rows[bar.lane] = bar.row + 1
+        heapq.heappush(ends, (bar.parts[-1], bar.row))
+    return rows

@@ -1,0 +1,153 @@
+"""The timeline and what is drawn of it: the page holds everything and asks for nothing; the trace keeps its form."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import itertools
+import re
+from collections import defaultdict
+from typing import Any
+
+import orjson
+import pytest
+from recorded import lines_of, saved
+
+from halfmoon.conductor.replay.logfile import Line, ProgressLine
+from halfmoon.conductor.replay.page import page
+from halfmoon.conductor.replay.perfetto import trace
+from halfmoon.conductor.replay.timeline import Timeline, timeline
+from halfmoon.conductor.replay.verify import Replay
+from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.kv import KvLoaded, KvReady
+
+#: Seeds whose clusters lose workers, refuse requests and have real blocks.
+SEEDS = (1, 3, 5)
+
+
+def with_progress(lines: list[Line]) -> list[Line]:
+    """KV progress behind each placement: two chunks of two layers, pushed; two layers, loaded."""
+    found: list[Line] = []
+    for line in lines:
+        found.append(line)
+        decision = getattr(line, "decision", None)
+        if isinstance(decision, StartPrefill):
+            order = {"order_id": decision.order_id, "blocks": 1}
+            for number, (layer, block) in enumerate(itertools.product((0, 1), (0, 1))):
+                ready = KvReady(**order, request_id=decision.request_id, layer=layer, first_block=block)
+                found.append(ProgressLine(at_ns=line.at_ns + 1_000_000 * (1 + number), progress=ready))  # type: ignore[union-attr]
+            loaded = KvLoaded(**order, layer=0, first_block=0)
+            found.append(ProgressLine(at_ns=line.at_ns + 500_000, progress=loaded))  # type: ignore[union-attr]
+    return found
+
+
+@pytest.fixture(scope="module", params=SEEDS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Timeline:
+    log = saved(tmp_path_factory.mktemp("run") / "log.jsonl", with_progress(lines_of(request.param, chaos_s=40)))
+    return timeline(Replay(log, watched="*"))
+
+
+def test_every_placement_has_its_bars_and_no_two_of_a_row_meet(run: Timeline) -> None:
+    placed = [order.order.order_id for life in run.lives for order in life.placed]
+    assert len(placed) > 50
+    assert [bar.order_id for bar in run.prefill] == placed
+    prefilled = {p.order.order_id for life in run.lives for p in life.placed if p.prefilled}
+    assert prefilled <= {bar.order_id for bar in run.decode} <= set(placed)
+    rows: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
+    for bar in [*run.prefill, *run.decode]:
+        assert bar.parts == sorted(bar.parts), bar
+        assert 0 <= bar.row < run.rows[bar.lane]
+        rows[bar.lane, bar.row].append(bar.parts)
+    for parts in rows.values():
+        assert all(one[-1] <= other[0] for one, other in itertools.pairwise(sorted(parts)))
+
+
+def test_bars_say_what_the_workers_said(run: Timeline) -> None:
+    bars = {bar.order_id: bar for bar in run.prefill}
+    compared = 0
+    for life in run.lives:
+        for placed in life.placed:
+            bar, then = bars[placed.order.order_id], placed.prefilled
+            assert bar.parts[0] == placed.at_ns - run.start_ns
+            if then is not None:
+                assert bar.parts[3] == placed.prefill_end_ns - run.start_ns
+                assert bar.parts[2] - bar.parts[1] <= then.compute_ns
+                compared += bar.parts[2] - bar.parts[1] == then.compute_ns
+                assert len(bar.marks) == 1, "loaded"
+                assert len(bar.chunks) == 1, "two chunks"
+    assert compared > 20
+
+
+def test_losses_and_joins_are_marked_on_the_lane_that_they_are_of(run: Timeline) -> None:
+    kinds = {happening.kind for happening in run.happenings}
+    assert {"joined", "lost"} <= kinds
+    for happening in run.happenings:
+        assert happening.lane in run.lanes or happening.lane == ""
+        assert 0 <= happening.at_ns <= run.end_ns - run.start_ns
+    assert any(happening.kind == "lost" and happening.lane for happening in run.happenings)
+
+
+def unpacked(text: str, name: str) -> Any:
+    found = re.search(rf'id="{name}">([^<]*)</script>', text)
+    assert found
+    return orjson.loads(gzip.decompress(base64.b64decode(found[1])))
+
+
+def test_the_page_is_whole_and_needs_nothing_from_outside(run: Timeline) -> None:
+    text = page(run, title="a <run> & more")
+    assert "<title>a &lt;run&gt; &amp; more</title>" in text
+    plain = re.sub(r'<script type="application/octet-stream".*?</script>', "", text, flags=re.DOTALL)
+    assert not re.search(r"https?:|//[a-z0-9.-]+\.[a-z]{2,}|\bsrc=|@import|url\(|<link|\bfetch\(|XMLHttp", plain)
+    data, why = unpacked(text, "run"), unpacked(text, "why")
+    requests = data["requests"]
+    assert requests["id"] == [life.arrived.request_id for life in run.lives]
+    assert {len(column) for column in requests.values()} == {len(run.lives)}
+    assert len(why) == len(run.lives)
+    assert (len(data["prefill"]), len(data["decode"])) == (len(run.prefill), len(run.decode))
+    assert sum(ending == "rejected" for ending in requests["ending"]) > 0
+    for life, notes in zip(run.lives, why, strict=True):
+        assert len(notes) == len(life.why) > 0
+        for note, grounds in zip(notes, life.why, strict=True):
+            candidates = [row for row in note["prefill"] if row[0] != "then"]
+            assert [cells[0] for _, cells in candidates] == [c.worker_id for c in grounds.prefill]
+            assert all(len(cells) == 8 for _, cells in note["prefill"])
+            assert all(len(cells) == 7 for _, cells in note["decode"])
+            assert note["refused"] == (not any(row[0] == "won" for row in note["prefill"]))
+    lanes = range(len(data["lanes"]))
+    assert all(bar[2] in lanes and bar[0] in range(len(run.lives)) for bar in data["prefill"] + data["decode"])
+    curves = data["curves"]
+    assert {len(curves[name]) for name in ("t", "requests", "blocks", "prompt", "cached")} == {len(run.samples)}
+
+
+def test_the_trace_keeps_the_form(run: Timeline) -> None:
+    content = orjson.loads(trace(run))
+    events = content["traceEvents"]
+    threads: dict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert list(processes.values()) == ["cluster", *run.lanes]
+    phases: dict[str, int] = defaultdict(int)
+    for event in events:
+        phases[event["ph"]] += 1
+        assert event["pid"] in processes
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+        if event["ph"] == "C":
+            assert isinstance(event["args"]["value"], int | float)
+    assert phases["b"] == phases["e"] > 0
+    assert phases["s"] == phases["f"] > 0
+    assert phases["i"] > 0
+    for slices in threads.values():
+        open_until: list[float] = []
+        for begin, end, name in slices:  # as they stand in the file: a parent before its children
+            while open_until and open_until[-1] <= begin + 1e-3:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-3, (name, begin, end, open_until)
+            open_until.append(end)
+    named = {name for slices in threads.values() for _, _, name in slices}
+    assert {life.arrived.request_id for life in run.lives if life.placed} <= named
+    assert {"prefill", "delivery", "wait for KV", "decode", "chunk 0", "chunk 1"} <= named
+    starts = {event["id"]: event["ts"] for event in events if event["ph"] == "s"}
+    assert all(starts[event["id"]] <= event["ts"] for event in events if event["ph"] == "f")
