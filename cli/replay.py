@@ -96,8 +96,20 @@ def describe(verdict: Verdict) -> str:
     counts = f"{verdict.events:,} events, {verdict.decisions:,} decisions"
     if verdict.first_divergence is not None:
         return f"{counts}, then they part\n" + _divergence(verdict.first_divergence)
-    late = f"; {verdict.unpublished:,} more were not published yet" if verdict.unpublished else ""
-    return f"{counts}, identical{late} ({verdict.events_per_s:,} events/s)"
+    notes = ""
+    if verdict.unpublished:
+        notes += f"; {verdict.unpublished:,} more were not published yet"
+    if verdict.passed_over:
+        notes += f"; {verdict.passed_over:,} events before the log begins were passed over"
+    if verdict.states:
+        notes += f"; {verdict.states} state digests found again"
+    said = "identical" if verdict.identical else "identical, but states differ"
+    lines = [f"{counts}, {said}{notes} ({verdict.events_per_s:,} events/s)"]
+    lines += [
+        f"  after event {said.at_seq} {said.conductor_id} had the state {said.digest}, replay has another"
+        for said in verdict.states_differ
+    ]
+    return "\n".join(lines)
 
 
 def _divergence(found: Divergence) -> str:

@@ -16,6 +16,7 @@ CORE = {
     "halfmoon.conductor": (
         "admission",
         "cost",
+        "explanation",
         "fetching",
         "index",
         "invariants",

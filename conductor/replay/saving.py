@@ -2,6 +2,7 @@
 
 What is read is fixed first: events up to the last one stored at the start, then decisions up to the last one stored
 after that. So the file holds every decision on its events that had been published by then, and none on a later event.
+Where the head of the log has expired, the file begins with the oldest snapshot from which the rest leads on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.reader import StreamMessage
+from halfmoon.conductor.beginning import leading_snapshot
 from halfmoon.conductor.replay.logfile import (
     DecisionLine,
     EventLine,
@@ -23,6 +25,7 @@ from halfmoon.conductor.replay.logfile import (
     LogWriter,
     Progress,
     ProgressLine,
+    SnapshotLine,
 )
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode
@@ -46,11 +49,13 @@ async def save(
 
     Raises LogEmpty, BusError and OSError.
     """
-    _, last_seq = await bus.held(subjects.EVENTS_STREAM)
+    first_seq, last_seq = await bus.held(subjects.EVENTS_STREAM)
     _, last_decision = await bus.held(subjects.DECISIONS_STREAM)
     _, last_progress = await bus.held(subjects.KV_STREAM)
+    snapshot = await leading_snapshot(bus) if first_seq > 1 else None
+    after = snapshot[0] if snapshot else 0
     async with (
-        contextlib.aclosing(_read(bus, subjects.EVENTS_STREAM, subjects.EVENTS_ALL, last_seq)) as events,
+        contextlib.aclosing(_read(bus, subjects.EVENTS_STREAM, subjects.EVENTS_ALL, last_seq, after)) as events,
         contextlib.aclosing(_read(bus, subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, last_decision)) as decisions,
         contextlib.aclosing(_read(bus, subjects.KV_STREAM, subjects.KV_ALL, last_progress)) as progress,
     ):
@@ -59,6 +64,8 @@ async def save(
             raise LogEmpty("the event log is empty")
         header = _header(event, last_seq, cluster)
         with LogWriter(path, header) as out:
+            if snapshot is not None:
+                out.write(SnapshotLine(seq=after, snapshot=snapshot[1]))
             decision = await _next_decision(decisions)
             moved = await _next_progress(progress)
             while event is not None:
@@ -100,12 +107,12 @@ def _event_line(message: StreamMessage) -> EventLine | InvalidLine:
     return EventLine(seq=message.seq, at_ns=message.at_ns, event=event)
 
 
-async def _read(bus: Bus, stream: str, subject: str, last: int) -> AsyncGenerator[StreamMessage, None]:
-    """What the stream holds up to sequence `last`."""
+async def _read(bus: Bus, stream: str, subject: str, last: int, after: int = 0) -> AsyncGenerator[StreamMessage, None]:
+    """What the stream holds from `after` on up to sequence `last`."""
     first, _ = await bus.held(stream)
-    if first > last:
+    if max(first, after + 1) > last:
         return
-    async with contextlib.aclosing(bus.read(stream, subject)) as messages:
+    async with contextlib.aclosing(bus.read(stream, subject, after=after)) as messages:
         while True:
             try:
                 async with asyncio.timeout(READ_S_MAX):

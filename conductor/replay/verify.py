@@ -26,9 +26,10 @@ from halfmoon.conductor.replay.logfile import (
     LogFileInvalid,
     SnapshotLine,
 )
+from halfmoon.conductor.version import code_version
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import Decision, SetTimer
-from halfmoon.schemas.events import Event, Stamped
+from halfmoon.schemas.events import ClusterConfigured, Event, Stamped, StateDigested
 
 Identity = tuple[int, int]
 
@@ -51,6 +52,11 @@ class Verdict(msgspec.Struct, kw_only=True):
     decisions: int
     #: Computed, and newer than every recorded one.
     unpublished: int
+    #: Events before what begins the log, when its head is gone: not replayed.
+    passed_over: int
+    #: Digests that conductors of this very code said, and found again; those that differ.
+    states: int
+    states_differ: list[StateDigested]
     identical: bool
     first_divergence: Divergence | None
     #: Of every decision that was computed, timers too, in order; of the state after the last event.
@@ -72,6 +78,8 @@ class Replay:
         self._log = log
         self._checked = checked
         self._until = until
+        #: Events at the head of the file that stand before what begins the log.
+        self.passed_over = 0
 
     def __iter__(self) -> Iterator[tuple[Line, list[Decision]]]:
         header, path = self._log.header, self._log.path
@@ -86,8 +94,11 @@ class Replay:
                 case EventLine() | InvalidLine():
                     if self._until is not None and line.seq > self._until:
                         return
-                    if line.seq != seq + 1:
-                        raise LogFileInvalid(f"{path}: events {seq + 1} to {line.seq - 1} are missing" + _advice(seq))
+                    if seq and line.seq != seq + 1:
+                        raise LogFileInvalid(f"{path}: events {seq + 1} to {line.seq - 1} are missing")
+                    if seq == 0 and not self._begins(line):
+                        self.passed_over += 1
+                        continue
                     seq = line.seq
                     if isinstance(line, EventLine):
                         yield line, self.core.step(Stamped(seq=seq, at_ns=line.at_ns, event=line.event))
@@ -100,7 +111,15 @@ class Replay:
                     seq = line.seq
                     yield line, []
                 case _:
-                    yield line, []
+                    if seq:
+                        yield line, []
+        if seq == 0:
+            raise LogFileInvalid(f"{path}: its head is gone, and neither a snapshot nor an event begins what is left")
+
+    @staticmethod
+    def _begins(line: EventLine | InvalidLine) -> bool:
+        """Whether a core that knows nothing may begin here: at the first event of all, or where a log begins anew."""
+        return line.seq == 1 or (isinstance(line, EventLine) and isinstance(line.event, ClusterConfigured))
 
     def _restore(self, line: SnapshotLine) -> None:
         try:
@@ -116,8 +135,30 @@ class Replay:
             raise LogFileInvalid(f"{self._log.path}: its snapshot is of {self.core.seq}, not {line.seq}")
 
 
-def _advice(seq: int) -> str:
-    return "; its head is gone, and it holds no snapshot" if seq == 0 else ""
+class States:
+    """What conductors said of their states, against ours: a stricter look than decisions alone.
+
+    Only of conductors with the same code: another may keep the same in another form.
+    """
+
+    def __init__(self) -> None:
+        self.equal = 0
+        self.differ: list[StateDigested] = []
+        self._ours: dict[int, str] = {}
+        self._before = 0
+
+    def see(self, line: EventLine, core: Core) -> None:
+        """After the core has stepped over `line`."""
+        every = core.state.policy.digest_events
+        if line.seq // every > self._before // every:
+            self._ours[line.seq] = core.digest()
+        self._before = line.seq
+        said = line.event
+        if isinstance(said, StateDigested) and said.code_version == code_version() and said.at_seq in self._ours:
+            if said.digest == self._ours[said.at_seq]:
+                self.equal += 1
+            else:
+                self.differ.append(said)
 
 
 def verify(log: LogFile, *, checked: bool = False, until: int | None = None) -> Verdict:
@@ -130,10 +171,12 @@ def verify(log: LogFile, *, checked: bool = False, until: int | None = None) -> 
     met: dict[Identity, int] = {}
     events = compared = 0
     newest: Identity = (0, -1)
+    states = States()
     divergence: Divergence | None = None
     for line, decisions in replay:
         if isinstance(line, EventLine):
             events += 1
+            states.see(line, replay.core)
             for position, decision in enumerate(decisions):
                 digest.update(encode(decision))
                 if not isinstance(decision, SetTimer):
@@ -165,7 +208,10 @@ def verify(log: LogFile, *, checked: bool = False, until: int | None = None) -> 
         events=events,
         decisions=compared,
         unpublished=sum(identity > newest for identity in open_),
-        identical=divergence is None,
+        passed_over=replay.passed_over,
+        states=states.equal,
+        states_differ=states.differ,
+        identical=divergence is None and not states.differ,
         first_divergence=divergence,
         digest=digest.hexdigest(),
         state_digest=replay.core.digest(),

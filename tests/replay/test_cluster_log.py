@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from halfmoon.bus.embedded import free_port
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.workers.tokenizer import Tokenizer
 from tests.cluster.harness import Cluster, running
@@ -35,7 +36,7 @@ def halfmoon(cluster: Cluster, *words: str) -> tuple[int, str, str]:
 async def test_a_cluster_is_saved_and_replayed_and_its_file_holds_no_text(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    flags = ("--engine", "null", "--prefill", "2", "--decode", "2", "--conductors", "2")
+    flags = ("--engine", "null", "--conductors", "2", "--port", str(free_port()))
     sent = [(f"{SECRET} Number {number}.", prompt(300 + number)) for number in range(20)]
     with running(tmp_path_factory.mktemp("saved"), *flags) as cluster:
         nc = await cluster.connect()

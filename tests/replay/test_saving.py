@@ -6,17 +6,28 @@ import asyncio
 import os
 from pathlib import Path
 
+import orjson
 import pytest
 from conductor_scripts import MS, arrived, decode, finished, keys, prefill, prefilled, store, stored
 
+from halfmoon.bus import snapshots
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.conductor import beginning, live
-from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, InvalidLine, Line, LogFile, ProgressLine
+from halfmoon.conductor.machine import SNAPSHOT_VERSION
+from halfmoon.conductor.replay.logfile import (
+    DecisionLine,
+    EventLine,
+    InvalidLine,
+    Line,
+    LogFile,
+    ProgressLine,
+    SnapshotLine,
+)
 from halfmoon.conductor.replay.saving import LogEmpty, follow, save
 from halfmoon.conductor.replay.stopped import NoLog, served
-from halfmoon.conductor.replay.verify import verify
+from halfmoon.conductor.replay.verify import Replay, verify
 from halfmoon.conductor.version import code_version
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
@@ -125,6 +136,24 @@ async def test_a_stopped_server_is_started_on_its_streams_and_gives_the_same_fil
         # KV progress is kept in memory.
         assert stopped == [line for line in live_lines if not isinstance(line, ProgressLine)]
     assert (tmp_path / "nats" / "nats.conf").read_text() == configuration
+
+
+async def test_where_the_head_has_expired_a_snapshot_begins_the_file(nats_url: str, tmp_path: Path) -> None:
+    await conducted(nats_url)
+    await save_from(nats_url, tmp_path / "whole.jsonl")
+    whole = LogFile(tmp_path / "whole.jsonl")
+    bus = await connect(nats_url)
+    replay = Replay(whole, until=5)
+    assert list(replay)
+    await snapshots.save(bus, 5, replay.core.snapshot(), version=SNAPSHOT_VERSION, code_version="t")
+    await bus.js_api(f"STREAM.PURGE.{subjects.EVENTS_STREAM}", orjson.dumps({"seq": 4}))
+    await bus.close()
+    assert await save_from(nats_url, tmp_path / "rest.jsonl") == (6, 2)
+    rest = LogFile(tmp_path / "rest.jsonl")
+    assert [type(line) for line in rest.lines()][:3] == [SnapshotLine, EventLine, EventLine]
+    verdict = verify(rest)
+    assert (verdict.identical, verdict.events, verdict.decisions, verdict.passed_over) == (True, 6, 2, 0)
+    assert verdict.state_digest == verify(whole).state_digest
 
 
 def test_a_directory_without_a_log_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

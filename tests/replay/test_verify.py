@@ -9,10 +9,18 @@ import pytest
 from recorded import HEADER, decisions_in, lines_of, saved
 
 from halfmoon.conductor.machine import Core
-from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFileInvalid, SnapshotLine
+from halfmoon.conductor.replay.logfile import (
+    DecisionLine,
+    EventLine,
+    InvalidLine,
+    Line,
+    LogFileInvalid,
+    SnapshotLine,
+)
 from halfmoon.conductor.replay.verify import Verdict, verify
+from halfmoon.conductor.version import code_version
 from halfmoon.schemas.decisions import CancelOrder, StartPrefill
-from halfmoon.schemas.events import Stamped
+from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested
 
 CHANGED = CancelOrder(order_id="0-0", worker_id="nobody")
 
@@ -131,10 +139,60 @@ def test_a_log_whose_head_is_gone_replays_from_its_snapshot(tmp_path: Path, line
     assert verdict.identical
     assert verdict.decisions == len(decisions_in(rest)) > 0
     assert verdict.state_digest == judged(tmp_path, lines).state_digest
-    with pytest.raises(LogFileInvalid, match="its head is gone, and it holds no snapshot"):
+    with pytest.raises(
+        LogFileInvalid, match="its head is gone, and neither a snapshot nor an event begins what is left"
+    ):
         judged(tmp_path, rest)
     with pytest.raises(LogFileInvalid, match=r"snapshot cannot be read .* saved by halfmoon t"):
         judged(tmp_path, [SnapshotLine(seq=cut, snapshot=b"nonsense"), *rest])
+
+
+def test_a_log_that_begins_anew_replays_from_there(tmp_path: Path, lines: list[Line]) -> None:
+    cut = next(line.seq for line in lines[len(lines) // 2 :] if isinstance(line, EventLine))
+    old = [line for line in lines if 0 < (getattr(line, "seq", 0) or getattr(line, "cause_seq", 0)) <= cut]
+    place = next(p for p, line in enumerate(old) if p > 20 and isinstance(line, EventLine))
+    headless = old[place:]
+    passed_over = sum(not isinstance(line, DecisionLine) for line in headless)
+    anew = [
+        msgspec.structs.replace(line, seq=line.seq + cut)
+        if isinstance(line, EventLine | InvalidLine)
+        else msgspec.structs.replace(line, cause_seq=line.cause_seq + cut)
+        if isinstance(line, DecisionLine)
+        else line
+        for line in lines_of(4, chaos_s=5, calm_s=0)
+    ]
+    # Orders are named after the event that caused them: only what needs no order is the same there.
+    assert isinstance(anew[0], EventLine)
+    anew = anew[: next(p for p, line in enumerate(anew) if isinstance(line, DecisionLine))]
+    verdict = judged(tmp_path, [*headless, *anew])
+    assert verdict.identical
+    assert (verdict.passed_over, verdict.events) == (passed_over, len(anew))
+
+
+def test_states_that_conductors_of_this_code_said_are_found_again(tmp_path: Path, lines: list[Line]) -> None:
+    core, events = Core(), [line for line in lines if isinstance(line, EventLine)]
+    configured = events[0].event
+    assert isinstance(configured, ClusterConfigured)
+    policy = msgspec.structs.replace(configured.policy, digest_events=100, heartbeat_ns=60_000_000_000)
+    first = msgspec.structs.replace(configured, policy=policy)
+    logged: list[Line] = []
+    for seq, event in enumerate([first, *(line.event for line in events[1:250])], 1):
+        core.step(Stamped(seq=seq, at_ns=events[0].at_ns, event=event))
+        logged.append(EventLine(seq=seq, at_ns=events[0].at_ns, event=event))
+        if seq == 200:
+            ours = core.digest()
+    said = StateDigested(conductor_id="c1", incarnation="i", code_version=code_version(), at_seq=200, digest=ours)
+    strange = msgspec.structs.replace(said, conductor_id="c2", digest="0")
+    others = msgspec.structs.replace(strange, code_version="9.9")
+
+    def with_words(*words: StateDigested) -> Verdict:
+        more = [EventLine(seq=251 + n, at_ns=events[0].at_ns, event=word) for n, word in enumerate(words)]
+        return judged(tmp_path, [*logged, *more])
+
+    verdict = with_words(said, others)
+    assert (verdict.identical, verdict.states, verdict.states_differ) == (True, 1, [])
+    verdict = with_words(said, strange)
+    assert (verdict.identical, verdict.first_divergence, verdict.states_differ) == (False, None, [strange])
 
 
 def test_events_that_are_missing_in_between_are_named(tmp_path: Path, lines: list[Line]) -> None:
