@@ -36,7 +36,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._layout = layout
         self._models = {"", config.model, *config.model_aliases}
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._root = functools.lru_cache(maxsize=4096)(self._root_key)
 
     def close(self) -> None:
