@@ -21,6 +21,21 @@ class Pool:
     def __contains__(self, key: object) -> bool:
         return key in self._held or key in self._idle
 
+    @property
+    def held(self) -> int:
+        """Blocks that somebody holds."""
+        return len(self._held)
+
+    def held_of(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys` somebody holds."""
+        return sum(key in self._held for key in keys)
+
+    def resize(self, slots: int) -> None:
+        """Another size; what no longer fits goes."""
+        self.slots = slots
+        while len(self) > slots and self._idle:
+            self._idle.popitem(last=False)
+
     def run(self, keys: Sequence[bytes]) -> int:
         """How many of `keys` from the first are here without a gap."""
         held, idle = self._held, self._idle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from halfmoon.conductor.simulation.colocated import COLOCATED, simulate_colocated
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Report, Slo
@@ -12,7 +13,7 @@ from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import Cluster
 from halfmoon.schemas.policy import Policy
 
-SYSTEMS = ("halfmoon",)
+SYSTEMS = ("halfmoon", *COLOCATED)
 
 
 def run_system(
@@ -30,7 +31,19 @@ def run_system(
     outcomes: dict[str, Outcome] | None = None,
 ) -> Report:
     """As `simulate`, for the system of this name."""
-    assert system == "halfmoon", system
+    if system in COLOCATED:
+        return simulate_colocated(
+            system,
+            arrivals,
+            cluster,
+            profile,
+            slo=slo or Slo(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
+            seed=seed,
+            speed=speed,
+            noise_percent=noise_percent,
+            progress=progress,
+            outcomes=outcomes,
+        )
     return simulate(
         arrivals,
         cluster,

@@ -1,0 +1,165 @@
+"""Clusters of colocated workers, the papers' baselines, under routers of their own: the core has no such role.
+
+- `vllm`, `vllm-chunked`: the worker with the least prefill work in hand, then the fewest requests.
+- `vllm-prefix`: the earliest first token, its own cache counted (what the papers call local cache-aware).
+- `dynamo`: the published cost of NVIDIA Dynamo's KV router: prefill blocks that are not cached, plus active blocks;
+  workers with chunked prefill and prefix caching.
+
+Nothing is refused but what no worker could ever hold. A worker's prefix cache is its own device memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from halfmoon.conductor.simulation.clock import Clock
+from halfmoon.conductor.simulation.mixed import MixedRequest, MixedWorker
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.profiles import Profile
+from halfmoon.conductor.simulation.report import Report, Slo, summarise
+from halfmoon.conductor.simulation.trace import Arrival, faster
+from halfmoon.conductor.simulation.world import Cluster, ConfigurationImpossible, LoadSample
+from halfmoon.schemas.types import KEY_BYTES
+
+COLOCATED = ("vllm", "vllm-prefix", "vllm-chunked", "dynamo")
+SAMPLES = 600
+
+
+class _Run:
+    """One simulation of colocated workers."""
+
+    def __init__(
+        self, system: str, cluster: Cluster, profile: Profile, slo: Slo, *, seed: int, noise_percent: int
+    ) -> None:
+        workers = cluster.prefill + cluster.decode
+        if workers < 1:
+            raise ConfigurationImpossible(f"{system}: at least one worker is needed")
+        self.system, self.slo = system, slo
+        self.block_tokens = cluster.block_tokens
+        block_bytes = profile.layout(cluster.block_tokens).block_bytes
+        self.kv_blocks = cluster.kv_blocks if cluster.kv_blocks >= 0 else profile.kv_bytes // block_bytes
+        if self.kv_blocks < 1:
+            raise ConfigurationImpossible(f"a worker's own cache holds no block of {self.block_tokens} tokens")
+        self.clock = Clock(seed, noise_percent)
+        self.outcomes: dict[str, Outcome] = {}
+        self.samples: list[LoadSample] = []
+        self.open = self.routed = 0
+        self.digest = blake2b(digest_size=16)
+        self.workers = [
+            MixedWorker(
+                f"worker-{place:0{len(str(workers - 1))}}",
+                self.clock,
+                profile,
+                block_tokens=self.block_tokens,
+                kv_blocks=self.kv_blocks,
+                chunk_tokens=cluster.chunk_tokens if system in ("vllm-chunked", "dynamo") else 0,
+                prefix_caching=system in ("vllm-prefix", "dynamo"),
+                ended=self._ended,
+            )
+            for place in range(workers)
+        ]
+
+    def _ended(self, request: MixedRequest) -> None:
+        self.open -= 1
+
+    def _choose(self, request: MixedRequest) -> MixedWorker:
+        if self.system == "vllm-prefix":
+            return min(self.workers, key=lambda w: (w.queue_ns + w.predicted_ns(request), len(w.batch), w.worker_id))
+        if self.system == "dynamo":
+            return min(
+                self.workers,
+                key=lambda w: (w.prompt_blocks + w.active_blocks - w.cached_blocks(request), w.worker_id),
+            )
+        return min(self.workers, key=lambda w: (w.queue_ns, len(w.batch), w.worker_id))
+
+    def arrive(self, arrivals: Sequence[Arrival], place: int) -> None:
+        arrival, name = arrivals[place], f"r{place}"
+        outcome = self.outcomes[name] = Outcome(
+            arrived_ns=self.clock.now_ns,
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=arrival.output_tokens,
+        )
+        if place + 1 < len(arrivals):
+            self.clock.at(arrivals[place + 1].at_ns, self.arrive, arrivals, place + 1)
+        blocks = -(-(arrival.prompt_tokens + arrival.output_tokens) // self.block_tokens)
+        if blocks > self.kv_blocks:
+            outcome.end, outcome.ended_ns = "too_long", self.clock.now_ns
+            return
+        keys = arrival.block_keys
+        named = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        request = MixedRequest(name, outcome, named, blocks)
+        worker = self._choose(request)
+        outcome.prefill_id = outcome.decode_id = worker.worker_id
+        self.digest.update(f"{name}:{worker.worker_id}\n".encode())
+        self.open += 1
+        worker.begin(request)
+
+    def sample(self, sample_ns: int) -> None:
+        count = len(self.workers)
+        steps = sum(w.steps.step_ns(w.steps.sequences, w.steps.context_tokens) for w in self.workers if w.batch)
+        self.samples.append(
+            LoadSample(
+                at_ns=self.clock.now_ns,
+                prefill_load=sum(w.queue_ns for w in self.workers) / count / self.slo.ttft_ns,
+                decode_load=steps / count / self.slo.tbt_ns,
+                queued=sum(len(w.waiting) + len(w.prefilling) for w in self.workers),
+                running=sum(len(w.batch) for w in self.workers),
+            )
+        )
+        self.clock.after(sample_ns, self.sample, sample_ns)
+
+
+def simulate_colocated(
+    system: str,
+    arrivals: Sequence[Arrival],
+    cluster: Cluster,
+    profile: Profile,
+    *,
+    slo: Slo,
+    seed: int = 0,
+    speed: float = 1.0,
+    noise_percent: int = 0,
+    progress: Callable[[int], None] | None = None,
+    outcomes: dict[str, Outcome] | None = None,
+) -> Report:
+    """As `simulate`, with `cluster.prefill + cluster.decode` workers of `system`. Raises ConfigurationImpossible."""
+    began = time.perf_counter()
+    run = _Run(system, cluster, profile, slo, seed=seed, noise_percent=noise_percent)
+    if outcomes is not None:
+        run.outcomes = outcomes
+    paced = faster(arrivals, speed)
+    complete, told = True, 0
+    if paced:
+        run.clock.at(paced[0].at_ns, run.arrive, paced, 0)
+        run.clock.at(paced[0].at_ns, run.sample, max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, 1_000_000))
+    try:
+        while run.open or len(run.outcomes) < len(paced):
+            run.clock.step()
+            if progress is not None and len(run.outcomes) - told >= 100:
+                told = len(run.outcomes)
+                progress(told)
+    except KeyboardInterrupt:
+        complete = False
+    report = Report(
+        system=system,
+        policy={"vllm-prefix": "local_cache_aware", "dynamo": "dynamo"}.get(system, "least_loaded"),
+        admission="none",
+        profile=profile.name,
+        prefill=cluster.prefill,
+        decode=cluster.decode,
+        speed=speed,
+        seed=seed,
+        complete=complete,
+        slo=slo,
+        prefill_gpu_s=round(sum(w.prefill_ns for w in run.workers) / 1e9, 6),
+        decode_gpu_s=round(sum(w.decode_ns for w in run.workers) / 1e9, 6),
+        events=run.clock.calls,
+        digest=run.digest.hexdigest(),
+        load=run.samples,
+    )
+    summarise(report, run.outcomes, run.clock.now_ns)
+    report.prefill_busy = round(report.prefill_gpu_s / report.duration_s / len(run.workers), 6)
+    report.wall_s = round(time.perf_counter() - began, 3)
+    return report
