@@ -9,7 +9,8 @@
   whose decode will be over.
 
 Priorities scale the limits: 0 is held to its SLO, -1000 refused from half of it on, 1000 taken up to one and a half
-times. So under growing load smaller priorities are refused first.
+times. So under growing load smaller priorities are refused first. Under `predicted` the policy `halfmoon` refuses
+larger prompts first as well (`overload`).
 
 Source: Mooncake (ARXIV), section 7; priorities and retry-after are ours.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import msgspec
 
 from halfmoon.conductor.cost import answer_class, expected_decode_ns, expected_tokens, step_ns
+from halfmoon.conductor.overload import queue_allowed_ns
 from halfmoon.conductor.placement import (
     Candidate,
     DecodeCandidate,
@@ -104,7 +106,11 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
     placement = _placement(state, request, prefill, decode, answer_tokens)
     if admission == "none":
         return placement
-    return _over_slo(state, request, placement, decodes, now_ns) or placement
+    return (
+        _over_slo(state, request, placement, decodes, now_ns)
+        or _too_large_now(state, request, placement, len(prefills))
+        or placement
+    )
 
 
 def place_again(state: State, request: Request, now_ns: int, draw: str) -> Placement | None:
@@ -207,6 +213,24 @@ def _over_slo(
         message=f"predicted time between tokens {tbt_ns // 1_000_000} ms; the limit is {tbt_limit // 1_000_000} ms",
         predicted=msgspec.structs.replace(placement.predicted, tbt_ns=tbt_ns),
         retry_after_ns=_wait_ns(state, worker, decode, tbt_limit, now_ns, context),
+    )
+
+
+def _too_large_now(state: State, request: RequestArrived, placement: Placement, workers: int) -> Refusal | None:
+    """Under overload larger prompts are refused first (ours)."""
+    if state.policy.name != "halfmoon" or state.policy.admission != "predicted":
+        return None
+    limit = limit_ns(slo_ns(state, request)[0], request.priority)
+    prefill = placement.prefill
+    allowed_ns = queue_allowed_ns(state.offered, workers, prefill.prefill_ns, limit)
+    if prefill.queue_ns <= allowed_ns:
+        return None
+    return Refusal(
+        reason="ttft_slo",
+        message=f"overload: a prompt that takes {prefill.prefill_ns // 1_000_000} ms may find "
+        f"{allowed_ns // 1_000_000} ms queued and finds {prefill.queue_ns // 1_000_000} ms",
+        predicted=placement.predicted,
+        retry_after_ns=max(prefill.queue_ns - allowed_ns, RETRY_NS_MIN),
     )
 
 

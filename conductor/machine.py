@@ -71,7 +71,7 @@ from halfmoon.schemas.events import (
 )
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 3
+SNAPSHOT_VERSION = 4
 
 
 class SnapshotInvalid(ValueError):

@@ -9,6 +9,7 @@ import msgspec
 
 from halfmoon.conductor.admission import Placement, Refusal, decide, place_again, slo_ns
 from halfmoon.conductor.explanation import explain
+from halfmoon.conductor.overload import learn_offered
 from halfmoon.conductor.state import FINISHED_MAX, Decisions, Order, Request, State
 from halfmoon.schemas.decisions import (
     CancelOrder,
@@ -27,6 +28,8 @@ def accept_or_reject(state: State, event: RequestArrived, out: Decisions) -> Non
     """A request that was never seen: placed, or refused with a reason."""
     state.counters.arrived += 1
     verdict = decide(state, event, state.at_ns, _draw(state))
+    if verdict.predicted.prefill_ns:
+        learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
     if out.watches(event.request_id):
         out.notes.append(explain(state, event, state.at_ns, verdict, seq=state.seq))
     if isinstance(verdict, Refusal):

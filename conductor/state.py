@@ -12,6 +12,7 @@ import msgspec
 
 from halfmoon.conductor.cost import Answers, Fit, Link
 from halfmoon.conductor.index import BlockIndex
+from halfmoon.conductor.overload import Offered
 from halfmoon.schemas.decisions import Decision, Prediction
 from halfmoon.schemas.events import CostProfile, RequestArrived, Role
 from halfmoon.schemas.policy import Layout, Policy
@@ -183,6 +184,7 @@ class State(msgspec.Struct, kw_only=True):
     answers: dict[int, Answers] = {}
     #: Worker that each pool's round robin chose last.
     round_robin: dict[str, str] = {}
+    offered: Offered = msgspec.field(default_factory=Offered)
     counters: Counters = msgspec.field(default_factory=Counters)
 
 

@@ -24,6 +24,7 @@ CORE = {
         "machine",
         "members",
         "orders",
+        "overload",
         "placement",
         "policy",
         "state",

@@ -224,3 +224,38 @@ def test_the_mean_over_the_pool_refuses_when_one_worker_is_far_behind() -> None:
 
 def test_a_long_prompt_within_its_objectives_is_taken() -> None:
     assert verdict(pair(), "r1", tokens=90_000, max_tokens=100) == ""
+
+
+def overloaded(**policy: Any) -> Script:
+    """Eighty prompts of 110 ms in 80 · 50 ms, and 20 of them in the queue."""
+    script = pool(ttft_slo_ns=10 * S, **policy)
+    order_ids = []
+    for number in range(80):
+        (start, *_) = script.orders(arrived(f"w{number}"), after_ns=50 * MS)
+        assert isinstance(start, StartPrefill), number
+        order_ids.append((start.order_id, f"w{number}"))
+        if number >= 20:
+            script(prefilled(*order_ids[number - 20]))
+    return script
+
+
+def test_under_overload_larger_prompts_are_refused_first() -> None:
+    # The mean takes 110 ms and may find 5 s queued; 20 of them wait, about 2.1 s. So 210 ms may join and 310 may not.
+    for tokens, expected in ((1_000, ""), (2_000, ""), (3_000, "ttft_slo"), (9_000, "ttft_slo")):
+        assert verdict(overloaded(), "x", tokens=tokens) == expected, tokens
+    refused = overloaded().orders(arrived("x", tokens=9_000))[0]
+    assert isinstance(refused, RejectRequest)
+    assert refused.message.startswith("overload: a prompt that takes 910 ms may find")
+    assert refused.retry_after_ns > 1 * S
+
+
+def test_larger_prompts_wait_with_the_rest_where_the_pool_keeps_up() -> None:
+    assert verdict(overloaded(name="mooncake"), "x", tokens=9_000) == ""
+    script = pool(ttft_slo_ns=10 * S)
+    for number in range(80):  # as many at the same time, now and then
+        pause_ns = 60 * S if number % 20 == 0 else 0
+        (start, *_) = script.orders(arrived(f"w{number}"), after_ns=pause_ns)
+        assert isinstance(start, StartPrefill)
+        if number < 60:
+            script(prefilled(start.order_id, f"w{number}"))
+    assert verdict(script, "x", tokens=9_000) == ""

@@ -120,6 +120,7 @@ def test_the_core_consists_of_these_modules() -> None:
         "machine",
         "members",
         "orders",
+        "overload",
         "placement",
         "policy",
         "state",
