@@ -5,6 +5,7 @@
 #   make test [ARGS=...]    environment with tools, then the default tests (pytest ARGS)
 #   make lint               environment with tools, then ruff, and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
+#   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make docs               environment, then docs/asyncapi.json anew from the message classes
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
 #
@@ -13,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test lint bench docs clean clean-env
+.PHONY: help env env-dev up test lint bench golden docs clean clean-env
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,8 +45,11 @@ lint: $(DEV_STAMP)
 	exit $$status
 
 bench: $(RUN_STAMP)
-	@for program in control_plane kv_reuse numerics transfer; do \
+	@for program in control_plane kv_reuse numerics replay transfer; do \
 	  echo "== $$program"; $(BIN)/python benchmarks/$$program.py --save $$program || exit 1; done
+
+golden: $(DEV_STAMP)
+	$(BIN)/python -m tests.replay.record_golden $(ARGS)
 
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json

@@ -194,6 +194,7 @@ function legend() {
   for (const [role, list] of [["prefill", RUN.prefill], ["decode", RUN.decode]])
     for (const [request, order, lane, row, parts, transfer, chunks, marks, lost] of list)
       bars.push({ role, request, order, lane, row, parts, transfer, chunks, marks, lost });
+  bars.sort((one, other) => one.parts[0] - other.parts[0]); // so that a row is drawn from left to right
   let slots = 0;
   for (const lane of lanes) { lane.first = slots; slots += lane.rows; }
   lanes.slots = slots;

@@ -1,0 +1,130 @@
+"""How fast a log replays, and how the page of a run with 10,000 requests loads and redraws in a browser.
+
+The log is that of a simulated cluster (8 prefill, 8 decode workers) under Mooncake's conversation trace, 12,031
+requests: their block keys are as many as in practice. The browser is measured when Playwright and a Chromium are there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from clusters import ROOT, finish, parser
+
+from halfmoon.conductor.replay.logfile import FORMAT, DecisionLine, EventLine, Header, Line, LogFile, LogWriter
+from halfmoon.conductor.replay.page import page
+from halfmoon.conductor.replay.timeline import timeline
+from halfmoon.conductor.replay.verify import Replay, verify
+from halfmoon.conductor.simulation.profiles import load_profile
+from halfmoon.conductor.simulation.trace import faster, read_trace
+from halfmoon.conductor.simulation.world import Cluster, World
+from halfmoon.schemas.decisions import SetTimer
+from halfmoon.schemas.events import Event, Stamped
+from halfmoon.schemas.policy import Policy
+
+TRACE = ROOT / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
+ROUNDS = 5
+
+
+class Recorded(World):
+    """A simulated cluster that keeps its log."""
+
+    lines: list[Line]
+
+    def _append(self, event: Event) -> None:
+        self._events += 1
+        seq, at_ns = self._events, self.clock.now_ns
+        if seq == 1:
+            self.lines = []
+        decisions = self.core.step(Stamped(seq=seq, at_ns=at_ns, event=event))
+        self.lines.append(EventLine(seq=seq, at_ns=at_ns, event=event))
+        for position, decision in enumerate(decisions):
+            if not isinstance(decision, SetTimer):
+                self.lines.append(DecisionLine(cause_seq=seq, position=position, at_ns=at_ns, decision=decision))
+        for decision in decisions:
+            self._do(decision)
+
+
+def record(path: Path, *, speed: float) -> None:
+    policy = Policy(ttft_slo_ns=30_000_000_000, tbt_slo_ns=100_000_000)
+    world = Recorded(Cluster(prefill=8, decode=8), policy, load_profile("a800"))
+    world.run(faster(read_trace(TRACE), speed), sample_ns=10_000_000_000)
+    header = Header(format=FORMAT, saved_by="simulation", cluster="simulated", first_seq=1, last_seq=world.events)
+    with LogWriter(path, header) as out:
+        for line in world.lines:
+            out.write(line)
+
+
+def browser(path: Path) -> dict[str, Any]:
+    """What a headless Chromium takes: until everything is drawn, and for a redraw at several zooms."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return {}
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        return {}
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        tab = chromium.new_page(viewport={"width": 1500, "height": 900})
+        asked: list[str] = []
+        tab.on("request", lambda request: asked.append(request.url))
+        started_s = time.monotonic()
+        tab.goto(path.as_uri())
+        tab.wait_for_function("window.loaded_ms !== undefined", timeout=120_000)
+        load_s = time.monotonic() - started_s
+        redraw_ms = {
+            f"zoom {zoom}": tab.evaluate(
+                "(zoom) => { const s = RUN.meta.span; from = s / 2 - s / zoom / 2; to = s / 2 + s / zoom / 2; draw();"
+                " const a = performance.now(); for (let i = 0; i < 5; i++) { draw(); pen.getImageData(0, 0, 1, 1); }"
+                " return Math.round((performance.now() - a) / 5 * 10) / 10; }",
+                zoom,
+            )
+            for zoom in (1, 4, 16, 64, 256)
+        }
+        started_s = time.monotonic()
+        tab.evaluate("pick(5000)")
+        tab.wait_for_function("window.told === 5000")
+        story_s = time.monotonic() - started_s
+        chromium.close()
+    assert asked == [path.as_uri()], asked
+    return {"load_s": round(load_s, 2), "redraw_ms": redraw_ms, "first_story_s": round(story_s, 2)}
+
+
+def main() -> None:
+    args = parser(__doc__ or "").parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "log.jsonl.zst"
+        record(path, speed=1.5)
+        log = LogFile(path)
+        runs = [verify(log) for _ in range(ROUNDS)]
+        assert all(run.identical for run in runs)
+        started_s = time.monotonic()
+        text = page(timeline(Replay(log, watched="*")), title="benchmark")
+        page_s = time.monotonic() - started_s
+        html = Path(scratch) / "run.html"
+        html.write_text(text)
+        result = {
+            "events": runs[0].events,
+            "decisions": runs[0].decisions,
+            "events_per_s": [run.events_per_s for run in runs],
+            "events_per_s_median": int(statistics.median(run.events_per_s for run in runs)),
+            "file_bytes": path.stat().st_size,
+            "page": {"requests": 12_031, "bytes": len(text.encode()), "made_in_s": round(page_s, 2), **browser(html)},
+        }
+    shown = result["page"]
+    lines = [
+        f"{result['events']:,} events, {result['decisions']:,} decisions, identical; "
+        f"{result['events_per_s_median']:,} events/s (median of {ROUNDS})",
+        f"page: {shown['bytes']:,} bytes, made in {shown['made_in_s']} s",
+        f"browser: loaded in {shown.get('load_s', '(not measured)')} s; redraws in ms: {shown.get('redraw_ms', '-')}",
+    ]
+    finish(args, result, lines)
+
+
+if __name__ == "__main__":
+    main()

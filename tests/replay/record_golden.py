@@ -1,0 +1,107 @@
+"""`make golden`: records the logs in tests/replay/golden anew, by real clusters that lose workers and refuse requests.
+
+To be done when the core is meant to decide otherwise, or when messages change; every commit in between must replay what
+is there. `smollm2` serves the real model from two prefill and two decode nodes under one conductor: conversations that
+share their beginning, so that KV is fetched; requests with an objective that cannot be held; one that is cancelled; a
+decode and a prefill worker that are killed under load. `null` computes nothing, under three conductors of which one is
+killed, at a pace that fills queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from halfmoon.bus.embedded import free_port
+from halfmoon.schemas import subjects
+from tests.cluster.harness import Cluster, running
+from tests.cluster.prompts import prompt
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+async def ask(nc: Any, **fields: Any) -> dict[str, Any]:
+    """One request; the body of its answer, an error too."""
+    reply = await nc.request(f"{subjects.API}.generate", orjson.dumps(fields), timeout=180)
+    return dict(orjson.loads(reply.data))
+
+
+async def smollm2(cluster: Cluster) -> None:
+    nc = await cluster.connect()
+    common = prompt(900)
+    turns = [common[: 520 + 60 * turn] + prompt(100 + turn)[:40] for turn in range(6)]
+    await ask(nc, prompt=turns[0], max_tokens=8)
+    work: list[Awaitable[Any]] = [ask(nc, prompt=turn, max_tokens=24) for turn in turns[1:]]
+    work += [ask(nc, prompt=prompt(length), max_tokens=16) for length in (40, 257, 600)]
+    work += [ask(nc, prompt=prompt(1_500), max_tokens=4, slo={"ttft_ms": 1}) for _ in range(3)]
+    running = asyncio.gather(*work)
+    await asyncio.sleep(2.0)
+    cluster.kill("decode-1")
+    await running
+    again = asyncio.gather(*(ask(nc, prompt=turn, max_tokens=12) for turn in turns[2:]))
+    await asyncio.sleep(0.5)
+    cluster.kill("prefill-0")
+    request = orjson.dumps({"prompt": prompt(800), "max_tokens": 64, "stream": True})
+    inbox = nc.new_inbox()
+    stream = await nc.subscribe(inbox)
+    await nc.publish(f"{subjects.API}.generate", request, reply=inbox)
+    first = orjson.loads((await stream.next_msg(60)).data)
+    await nc.request(f"{subjects.API}.cancel", orjson.dumps({"id": first["id"]}), timeout=10)
+    await again
+    await ask(nc, prompt=turns[3], max_tokens=4)
+    await nc.close()
+
+
+async def null(cluster: Cluster) -> None:
+    nc = await cluster.connect()
+    await asyncio.gather(*(ask(nc, prompt=prompt(20 + number), max_tokens=3) for number in range(40)))
+    long = [ask(nc, prompt=prompt(300), max_tokens=20_000) for _ in range(6)]
+    load = asyncio.gather(*long, *(ask(nc, prompt=prompt(30 + number), max_tokens=4_000) for number in range(40)))
+    await asyncio.sleep(0.2)
+    cluster.kill("conductor-1")
+    cluster.kill("decode-0")
+    await asyncio.sleep(0.2)
+    cluster.kill("prefill-1", signal.SIGKILL)
+    await load
+    await asyncio.gather(*(ask(nc, prompt=prompt(40 + number), max_tokens=2) for number in range(40)))
+    await nc.close()
+
+
+SCENES = {
+    "smollm2": (smollm2, ("--dtype", "float32", "--kv-blocks", "32", "--pool-mib", "512")),
+    "null": (null, ("--engine", "null", "--conductors", "3")),
+}
+
+
+def record(name: str) -> None:
+    scene, flags = SCENES[name]
+    with tempfile.TemporaryDirectory() as state:
+        with running(Path(state) / name, *flags, "--port", str(free_port())) as cluster:
+            asyncio.run(scene(cluster))
+            file = GOLDEN / f"{name}.jsonl.zst"
+            save = [sys.executable, "-m", "halfmoon.cli.main", "events", "save", str(file)]
+            subprocess.run([*save, "--nats", cluster.nats, "--cluster", f"golden-{name}"], check=True)
+        subprocess.run([sys.executable, "-m", "halfmoon.cli.main", "replay", str(file)], check=True)
+
+
+def main() -> None:
+    GOLDEN.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or SCENES:
+        print(f"{name}: recording", flush=True)
+        with contextlib.suppress(OSError):
+            os.nice(5)
+        record(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Logs that real clusters left: every later commit decides as the conductors did that were there.
+
+When the core is meant to decide otherwise: `make golden`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from halfmoon.conductor.replay.explaining import explained
+from halfmoon.conductor.replay.lives import Lives, lives
+from halfmoon.conductor.replay.logfile import EventLine, LogFile, ProgressLine
+from halfmoon.conductor.replay.page import page
+from halfmoon.conductor.replay.perfetto import trace
+from halfmoon.conductor.replay.timeline import timeline
+from halfmoon.conductor.replay.verify import Replay, verify
+from halfmoon.conductor.replay.wording import duration
+
+FILES = sorted((Path(__file__).parent / "golden").glob("*.jsonl.zst"))
+
+
+def lived(name: str) -> Lives:
+    return lives(Replay(golden(name), watched="*"))
+
+
+def golden(name: str) -> LogFile:
+    return LogFile(Path(__file__).parent / "golden" / f"{name}.jsonl.zst")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name.split(".")[0])
+def test_every_decision_of_a_real_run_is_made_again(file: Path) -> None:
+    log = LogFile(file)
+    verdict = verify(log, checked=True)
+    assert verdict.first_divergence is None
+    assert verdict.identical
+    assert verdict.unpublished == 0
+    assert verdict.decisions > 50
+    assert verdict.events == log.header.last_seq > 200
+
+
+def test_there_are_logs() -> None:
+    assert [file.name for file in FILES] == ["null.jsonl.zst", "smollm2.jsonl.zst"]
+
+
+def test_the_real_model_s_run_lost_workers_fetched_refused_and_cancelled() -> None:
+    found = lived("smollm2")
+    endings = Counter(life.ending for life in found.of.values())
+    assert endings["finished"] >= 10
+    assert endings["rejected"] == 3
+    assert endings["cancelled"] == 1
+    placed = [placed for life in found.of.values() for placed in life.placed]
+    assert {placed.lost for placed in placed} >= {"worker decode-1 was lost", "worker prefill-0 was lost"}
+    assert any(p.prefilled and p.prefilled.cached_fetched_tokens for p in placed)
+    assert sum(isinstance(line, ProgressLine) for line in golden("smollm2").lines()) > 500
+
+
+def test_beside_the_predictions_stands_what_the_real_model_did() -> None:
+    told = 0
+    for life in lived("smollm2").of.values():
+        text = explained(life)
+        last = life.placed[-1] if life.placed else None
+        if last is not None and last.finished is not None:
+            assert text.count("happened") >= 2
+            assert f"finished after {duration(life.end_ns - life.arrived_ns)} (" in text
+            told += last.finished.ttft_ns < 3 * last.order.predicted.ttft_ns
+    assert told >= 10
+
+
+def test_the_conductors_of_the_null_run_agreed_through_two_deaths() -> None:
+    found = lived("null")
+    assert {life.ending for life in found.of.values()} == {"finished"}
+    assert Counter(len(life.placed) for life in found.of.values())[1] < len(found.of)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name.split(".")[0])
+def test_it_can_be_drawn(file: Path) -> None:
+    run = timeline(Replay(LogFile(file), watched="*"))
+    assert len(run.lives) == sum(
+        type(line.event).__name__ == "RequestArrived" for line in LogFile(file).lines() if isinstance(line, EventLine)
+    )
+    assert len(page(run, title=file.name)) > 20_000
+    assert len(trace(run)) > 20_000
