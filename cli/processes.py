@@ -89,6 +89,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
 def add_store(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("store")
     group.add_argument("--pool-mib", type=int, default=512, help="size of the node's KV pool in shared memory")
+    group.add_argument("--eviction", choices=("lru", "lfu", "s3fifo"), default="s3fifo", help="which block goes first")
     group.add_argument("--bind", default="127.0.0.1", help="address of the TCP data plane")
     group.add_argument("--data-port", type=int, default=0, help="its port; 0: any free one")
     group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
@@ -175,6 +176,7 @@ async def run_store(args: argparse.Namespace) -> int:
             node_id=args.node,
             layout=layout,
             pool_bytes=args.pool_mib << 20,
+            eviction=args.eviction,
             bind=args.bind,
             port=args.data_port,
             advertise=args.advertise,

@@ -38,6 +38,7 @@ from halfmoon.store.errors import (
     TransferError,
     TransferTimeout,
 )
+from halfmoon.store.eviction import make_eviction
 from halfmoon.store.peers import Peers, sign
 from halfmoon.store.pool import Owner, Pool
 from halfmoon.store.pushing import Push
@@ -71,7 +72,7 @@ class StoreAgent:
             bus, node_id=config.node_id, incarnation=self.incarnation, heartbeat_ns=config.heartbeat_ns
         )
         self.book = Book(
-            Pool(config.slot_count),
+            Pool(config.slot_count, eviction=make_eviction(config.eviction)),
             ttl_ns=config.lease_ttl_ns,
             grace_ns=config.writer_grace_ns,
             announce=self.announcer.add,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halfmoon.schemas.policy import SECOND_NS, Layout
+from halfmoon.store.eviction import EvictionName
 from halfmoon.store.segment import Geometry
 
 MIB = 1024 * 1024
@@ -23,6 +24,8 @@ class StoreConfig:
     slots: int = 0
     #: Size of the pool when `slots` is 0. All of it is taken from /dev/shm at the start.
     pool_bytes: int = 1024 * MIB
+    #: Which block goes when room is needed.
+    eviction: EvictionName = "s3fifo"
     #: Address that the TCP data plane listens on. Never all interfaces unless somebody writes so.
     bind: str = "127.0.0.1"
     #: Port of the TCP data plane; 0: any free one. -1: no TCP at all (a single host).

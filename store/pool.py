@@ -382,7 +382,7 @@ class Pool:
             return
         if slot.state is State.COMMITTED:
             if not slot.writers:
-                self._eviction.add(number)
+                self._eviction.add(number, slot.key)
         elif slot.writers:
             slot.state, slot.key = State.CONDEMNED, b""
         elif slot.state is not State.FREE:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreFull
+from halfmoon.store.eviction import EvictionName, make_eviction
 from halfmoon.store.pool import Owner, Pool, State
 
 SLOTS = 6
@@ -153,10 +154,11 @@ class Books(RuleBasedStateMachine):
     """The pool against dictionaries: what is visible, what is held, and that a put fails only when it must."""
 
     owners = Bundle("owners")
+    policy: EvictionName = "lru"
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = Pool(SLOTS)
+        self.pool = Pool(SLOTS, eviction=make_eviction(self.policy))
         self.now = 0
         self.number = 0
         self.visible: set[bytes] = set()
@@ -277,5 +279,16 @@ class Books(RuleBasedStateMachine):
         )
 
 
+class BooksLfu(Books):
+    policy = "lfu"
+
+
+class BooksS3Fifo(Books):
+    policy = "s3fifo"
+
+
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestBooksLfu = BooksLfu.TestCase
+TestBooksS3Fifo = BooksS3Fifo.TestCase
+for case, examples in ((TestBooks, 60), (TestBooksLfu, 60), (TestBooksS3Fifo, 80)):
+    case.settings = settings(max_examples=examples, stateful_step_count=40, deadline=None)
