@@ -54,7 +54,6 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decode-pool-blocks", type=int, default=-1, help="of a decode node's pool (0: keeps nothing)")
     group.add_argument("--kv-blocks", type=int, default=-1, help="of a worker's own cache")
     group.add_argument("--link-gbit", type=float, default=0.0, help="of a node's network (default: the profile's)")
-    group.add_argument("--replicas-go-first", action="store_true", help="fetched blocks are evicted before others")
     group.add_argument("--chunk-tokens", type=int, default=512, help="vllm-chunked: tokens of one iteration")
     parser.add_argument("--seed", type=int, default=0, help="of the random policy and of the noise")
     parser.add_argument("--noise-percent", type=int, default=0, help="computations differ from the profile by up to")
@@ -76,7 +75,6 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
         decode_pool_blocks=args.decode_pool_blocks,
         kv_blocks=args.kv_blocks,
         link_bytes_s=int(args.link_gbit * 1e9 / 8),
-        replicas_go_first=args.replicas_go_first,
         chunk_tokens=args.chunk_tokens,
     )
 

@@ -47,6 +47,8 @@ class Candidate(msgspec.Struct, kw_only=True):
     prompt_blocks: int
     #: Blocks of this prompt that must be computed.
     uncached_blocks: int
+    #: Price of one more copy of blocks that are elsewhere: time to compute what it displaces, as far as that is reused.
+    copies_ns: int = 0
     #: Out of the choice, because its queue is as long as it may be.
     full: bool = False
 
@@ -143,6 +145,9 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
     # At least one token is computed: the last one's logits are needed.
     blocks_max = (tokens - 1) // worker.block_tokens if worker.block_bytes else 0
     local = min(matched.dram.get(node_id, 0), blocks_max)
+    copies_ns = 0
+    if policy.name == "halfmoon" and matched.sources:
+        copies_ns = _copies_ns(state, worker, min(matched.sources[0][1], blocks_max) - local)
     cached, transfer, source, sharing, ssd = local, 0, "", 1, False
     prefill = prefill_ns(worker.cost, tokens, local * worker.block_tokens)
     ttft = queue + prefill
@@ -178,8 +183,22 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
         pending_blocks=worker.pending_blocks,
         prompt_blocks=worker.prompt_blocks,
         uncached_blocks=-(-tokens // worker.block_tokens) - cached,
+        copies_ns=copies_ns,
         full=len(worker.orders) >= policy.queued_max_per_worker,
     )
+
+
+def _copies_ns(state: State, worker: Worker, blocks: int) -> int:
+    """Price of `blocks` that another node holds and this one will: in a full pool they displace as many others.
+
+    Those would be reused as blocks are on average, each time in place of computing them.
+    """
+    counters = state.counters
+    if blocks <= 0 or not counters.prompt_tokens:
+        return 0
+    reused = counters.cached_local_tokens + counters.cached_fetched_tokens
+    block_ns = worker.cost.prefill_per_token_ps * worker.block_tokens // 1_000
+    return blocks * block_ns * reused // counters.prompt_tokens
 
 
 # --- decode ---------------------------------------------------------------------------------------------------------

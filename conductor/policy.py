@@ -21,7 +21,9 @@ def choose_prefill(state: State, found: Sequence[Candidate], draw: str) -> Candi
     if not found:
         return None
     match state.policy.name:
-        case "halfmoon" | "mooncake" | "local_cache_aware":
+        case "halfmoon":
+            return min(found, key=lambda c: (c.ttft_ns + c.copies_ns, c.transfer_ns, c.orders, c.worker_id))
+        case "mooncake" | "local_cache_aware":
             return min(found, key=lambda c: (c.ttft_ns, c.transfer_ns, c.orders, c.worker_id))
         case "least_loaded":
             return min(found, key=lambda c: (c.queue_ns, c.orders, c.worker_id))

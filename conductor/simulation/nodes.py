@@ -19,7 +19,7 @@ class Node:
         self.world, self.node_id = world, node_id
         self.pool = Pool(slots)
 
-    def commit(self, keys: Sequence[bytes], held: Sequence[bytes], *, cold: Sequence[bytes] = ()) -> None:
+    def commit(self, keys: Sequence[bytes], held: Sequence[bytes]) -> None:
         """The blocks of a prompt are on the node, and no order of it holds them any more (those in `held` were)."""
         added, evicted = self.pool.commit(keys)
         if evicted:
@@ -27,4 +27,4 @@ class Node:
         if added:
             self.world.say(BlocksStored(node_id=self.node_id, incarnation="i1", block_keys=b"".join(added)))
         ours = dict.fromkeys([*held, *added])
-        self.pool.release([key for key in keys if key in ours], cold=cold)
+        self.pool.release([key for key in keys if key in ours])

@@ -58,21 +58,15 @@ class Pool:
             here.append(key)
         return here
 
-    def release(self, keys: Sequence[bytes], *, cold: Sequence[bytes] = ()) -> None:
-        """What nobody holds any more is idle, as if used now, the last of a chain first.
-
-        Those in `cold` go before all others.
-        """
-        first = dict.fromkeys(cold)
+    def release(self, keys: Sequence[bytes]) -> None:
+        """What nobody holds any more is idle, as if used now, the last of a chain first."""
         for key in reversed(keys):
             holders = self._held[key] - 1
             if holders:
                 self._held[key] = holders
-                continue
-            del self._held[key]
-            self._idle[key] = None
-            if key in first:
-                self._idle.move_to_end(key, last=False)
+            else:
+                del self._held[key]
+                self._idle[key] = None
 
     def commit(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
         """Make blocks readable, held once for the caller. (Added, evicted for them); what finds no room is left out."""

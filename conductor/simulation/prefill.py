@@ -188,8 +188,7 @@ class PrefillWorker:
         self.running = None
         job.compute_ns = world.clock.now_ns - job.started_ns
         self.compute_ns += job.compute_ns
-        cold = job.keys[job.local : job.local + job.fetched] if world.replicas_go_first else []
-        self.node.commit(job.keys, job.held, cold=cold)
+        self.node.commit(job.keys, job.held)
         job.held = []
         outcome = world.outcomes[order.request_id]
         outcome.queue_ns = job.started_ns - job.arrived_ns

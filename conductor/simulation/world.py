@@ -71,8 +71,6 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int = -1
     #: Of each node's network; 0: the profile's.
     link_bytes_s: int = 0
-    #: A block that was fetched is, once used, the first to go: it is elsewhere as well.
-    replicas_go_first: bool = False
     #: Tokens of one iteration of a colocated worker with chunked prefill.
     chunk_tokens: int = 512
 
@@ -97,7 +95,6 @@ class World:
         self.block_tokens = cluster.block_tokens
         self.layout = profile.layout(cluster.block_tokens)
         self.block_bytes = self.layout.block_bytes
-        self.replicas_go_first = cluster.replicas_go_first
         link_bytes_s = cluster.link_bytes_s or profile.link_bytes_s
         self.policy = msgspec.structs.replace(
             policy,

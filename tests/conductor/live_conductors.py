@@ -1,6 +1,5 @@
 """Conductors on a real nats-server, and what they leave in the streams."""
 
-
 from __future__ import annotations
 
 import asyncio

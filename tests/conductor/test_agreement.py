@@ -9,9 +9,7 @@ from halfmoon.schemas.events import StateDigested
 
 
 def said(conductor_id: str, digest: str, *, at_seq: int = 100, code: str = "1") -> StateDigested:
-    return StateDigested(
-        conductor_id=conductor_id, incarnation="i1", code_version=code, at_seq=at_seq, digest=digest
-    )
+    return StateDigested(conductor_id=conductor_id, incarnation="i1", code_version=code, at_seq=at_seq, digest=digest)
 
 
 def agreement(*words: StateDigested, code: str = "1") -> Agreement:

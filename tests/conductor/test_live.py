@@ -23,6 +23,7 @@ from halfmoon.schemas.policy import Policy
 
 pytestmark = pytest.mark.timeout(30)
 
+
 async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones_do_not(nats_url: str) -> None:
     other = Policy(name="random")
     async with client(nats_url) as bus, conductor(nats_url), conductor(nats_url, "c2", other):

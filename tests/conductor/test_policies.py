@@ -102,6 +102,19 @@ def test_halfmoon_replicates_a_hot_prefix_by_routing() -> None:
     ]
 
 
+def test_a_copy_has_a_price_where_blocks_are_reused() -> None:
+    """Nine blocks of ten are on p0, which has a short queue: the rest of the pool is idle."""
+    for reused, expected in ((0, "p1"), (900, "p0")):
+        script = pool("halfmoon")
+        script(stored("p0", keys(9)))
+        first = script.orders(arrived("r0", 1_000))[0]
+        assert isinstance(first, StartPrefill)
+        script(prefilled(first.order_id, "r0", "p0", cached_local_tokens=reused))
+        assert placed(script, arrived("r1", 10, block_keys=b""))[0][0] == "p0"
+        # Two blocks of 10 ms each, reused nine times out of ten: the copy would cost 18 ms, the queue costs 11 ms.
+        assert placed(script, arrived("r2", 300, block_keys=keys(3)))[0][0] == expected, reused
+
+
 @pytest.mark.parametrize("name", get_args(PolicyName))
 def test_without_any_profile_every_policy_spreads_the_load(name: PolicyName) -> None:
     script = Script(name=name, seed=3)

@@ -35,10 +35,3 @@ def test_held_blocks_are_not_evicted_and_what_finds_no_room_is_left_out() -> Non
     assert pool.commit(keys("xyz")) == (keys("x"), keys("c"))
     pool.release(keys("ab"))
     assert pool.commit(keys("y")) == (keys("y"), keys("b"))
-
-
-def test_cold_blocks_go_before_all_others() -> None:
-    pool = filled(4, "ab")
-    pool.commit(keys("cd"))
-    pool.release(keys("cd"), cold=keys("d"))
-    assert pool.commit(keys("x")) == (keys("x"), keys("d"))
