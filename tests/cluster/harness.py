@@ -24,7 +24,7 @@ from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerUnreachable
 from halfmoon.schemas import subjects
-from halfmoon.schemas.codec import decode
+from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.decisions import Ordered
 from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.kv import KvMessage
@@ -109,6 +109,19 @@ class Cluster:
             return {"nodes": []}
         finally:
             await bus.close()
+
+    async def conductors(self, nc: nats.NATS) -> list[ConductorStatus]:
+        """What every conductor says that answers within 0.2 s."""
+        inbox = await nc.subscribe(nc.new_inbox())
+        await nc.publish(subjects.status(subjects.CONDUCTORS), encode(StatusRequest()), reply=inbox.subject)
+        found = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                async for message in inbox.messages:
+                    if message.data:
+                        found.append(decode(message.data, ConductorStatus))
+        await inbox.unsubscribe()
+        return [state for state in found if state.caught_up]
 
     async def stores(self) -> dict[str, StoreStatus]:
         """What each store agent says it holds."""
