@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.cli import model as models
 from halfmoon.cli.options import add_bus, add_config, add_model, add_secret, bus_config, secret, stream_limits
 from halfmoon.schemas.policy import SECOND_NS, Policy
@@ -154,8 +155,7 @@ async def run_conductor(args: argparse.Namespace) -> int:
         say(f"halfmoon: error: {problem}")
         return 1
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks([task])
         await bus.close()
     return 0
 

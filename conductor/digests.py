@@ -14,6 +14,7 @@ from typing import Any
 from halfmoon.bus import snapshots
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.conductor.agreement import Agreement, Verdict
 from halfmoon.conductor.beginning import digest_at
 from halfmoon.conductor.machine import SNAPSHOT_VERSION, Core
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 #: How long the others have to say theirs before a difference is judged.
 VOTE_S = 0.5
 #: One snapshot for so many digests, and how many snapshots stay.
-SNAPSHOT_DIGESTS = 4
+SNAPSHOT_DIGESTS = 2
 SNAPSHOTS_KEPT = 3
 SETTLE_S = 30.0
 
@@ -74,9 +75,7 @@ class Digests:
             self._spawn(self._judge(event.at_seq))
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         self.failed.cancel()
 
     async def _judge(self, at_seq: int) -> None:

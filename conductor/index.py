@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import accumulate, repeat
 from operator import and_, or_
-from struct import unpack
+from struct import pack, unpack
 
 import msgspec
 
@@ -17,6 +17,9 @@ from halfmoon.schemas.types import KEY_BYTES
 #: The first chunk of a match, in blocks; each next one is twice as long.
 CHUNK_BLOCKS = 16
 CHUNK_BLOCKS_MAX = 256
+
+
+_STRUCT_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class IndexImage(msgspec.Struct, frozen=True, array_like=True):
@@ -155,14 +158,14 @@ class BlockIndex:
         return sorted(node for node in self._slots if node)
 
     def image(self) -> IndexImage:
-        width = -(-len(self._slots) // 8) or 1
+        width = _mask_bytes(len(self._slots))
         return IndexImage(
             slots=list(self._slots),
             mask_bytes=width,
             dram_keys=b"".join(self._dram),
-            dram_masks=b"".join([mask.to_bytes(width, "little") for mask in self._dram.values()]),
+            dram_masks=_packed(self._dram, width),
             ssd_keys=b"".join(self._ssd),
-            ssd_masks=b"".join([mask.to_bytes(width, "little") for mask in self._ssd.values()]),
+            ssd_masks=_packed(self._ssd, width),
         )
 
     @classmethod
@@ -203,3 +206,15 @@ class BlockIndex:
 def _keys(block_keys: bytes, start: int, stop: int) -> tuple[bytes, ...]:
     count = stop - start
     return unpack(f"{KEY_BYTES}s" * count, block_keys[start * KEY_BYTES : stop * KEY_BYTES])
+
+
+def _mask_bytes(slots: int) -> int:
+    """Of one mask: a size that `struct` knows, as long as there is one."""
+    return next((width for width in _STRUCT_CODES if slots <= 8 * width), -(-slots // 8))
+
+
+def _packed(masks: dict[bytes, int], width: int) -> bytes:
+    code = _STRUCT_CODES.get(width)
+    if code is not None:  # ten times as fast; a digest is made of this
+        return pack(f"<{len(masks)}{code}", *masks.values())
+    return b"".join([mask.to_bytes(width, "little") for mask in masks.values()])

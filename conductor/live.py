@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError, BusOverloaded
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.conductor.beginning import TURN_EVENTS, check_gap, check_version, first_core
 from halfmoon.conductor.clusterview import conductor_status
 from halfmoon.conductor.digests import Digests
@@ -99,9 +100,7 @@ class Shell:
             for future in done:
                 future.result()
         finally:
-            following.cancel()
-            timers.cancel()
-            await asyncio.gather(following, timers, return_exceptions=True)
+            await end_tasks([following, timers])
             await self._digests.stop()
 
     async def _follow(self, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:

@@ -45,7 +45,7 @@ class Policy(Part, frozen=True):
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
     link_latency_ns: Ns = 500_000
     #: Conductors compare their states after every so many events.
-    digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 5_000
+    digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 
 
 class Layout(Part, frozen=True):

@@ -97,3 +97,17 @@ def test_random_histories_match_as_a_plain_model_does() -> None:
                 if run:
                     expected[name] = run
             assert index.match(chain, 60) == expected
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 8, 9, 16, 17, 33, 64, 65, 200])
+def test_an_index_comes_back_from_its_image_as_it_was(nodes: int) -> None:
+    draw = random.Random(nodes)
+    index = BlockIndex()
+    for number in range(nodes):
+        index.join(f"n{number}")
+        index.add(f"n{number}", keys(draw.randrange(1, 30)), draw.choice(["dram", "ssd"]))
+    again = BlockIndex.from_image(index.image())
+    again.check()
+    assert again.image() == index.image()
+    assert again.match(keys(30), 30) == index.match(keys(30), 30)
+    assert len(again.match(keys(30), 30)) == nodes
