@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from conductor_scripts import keys
 
 from halfmoon.conductor.index import BlockIndex
