@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from halfmoon.cli.options import OptionInvalid, add_config
-from halfmoon.conductor.replay import statetext
+from halfmoon.cli.policy import changed
+from halfmoon.conductor.replay import statetext, whatif
 from halfmoon.conductor.replay.explaining import explained
 from halfmoon.conductor.replay.lives import lives
 from halfmoon.conductor.replay.logfile import LogFile
@@ -19,6 +22,7 @@ from halfmoon.conductor.replay.perfetto import trace
 from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Divergence, Replay, Verdict, verify
 from halfmoon.conductor.replay.wording import message
+from halfmoon.schemas.policy import Policy
 
 Subparsers = Any
 
@@ -33,6 +37,7 @@ def add(subparsers: Subparsers) -> argparse.ArgumentParser:
         "--html", default="", metavar="OUT", help="one page that shows the run, and why, request by request"
     )
     parser.add_argument("--perfetto", default="", metavar="OUT", help="a trace for ui.perfetto.dev (.json, .json.gz)")
+    parser.add_argument("--what-if", default="", metavar="POLICY", help="simulate the arrivals under a policy (.toml)")
     parser.add_argument("--json", action="store_true")
     add_config(parser)
     return parser
@@ -47,6 +52,8 @@ async def run(args: argparse.Namespace) -> int:
         return _state(args, log)
     if args.explain:
         return _explain(args, log)
+    if args.what_if:
+        return _what_if(args, log)
     if args.html or args.perfetto:
         return _draw(args, log)
     verdict = verify(log, until=args.until)
@@ -60,19 +67,51 @@ def _state(args: argparse.Namespace, log: LogFile) -> int:
         pass
     core = replay.core
     print(msgspec.json.encode(statetext.plain(core)).decode() if args.json else statetext.described(core))
-    return 0
+    return _warned(replay)
 
 
 def _explain(args: argparse.Namespace, log: LogFile) -> int:
-    life = lives(Replay(log, until=args.until, watched=args.explain)).of.get(args.explain)
+    replay = Replay(log, until=args.until, watched=args.explain)
+    life = lives(replay).of.get(args.explain)
     if life is None:
         raise OptionInvalid(f"--explain {args.explain}: no such request in {args.file}")
     print(msgspec.json.encode(life).decode() if args.json else explained(life))
-    return 0
+    return _warned(replay)
+
+
+def _warned(replay: Replay) -> int:
+    """Exit status; 1, with a word, when the decisions that all of this rests on are not those that were recorded."""
+    parted = replay.compared.divergence
+    if parted is None:
+        return 0
+    where = f"from event {parted.seq} on the recorded decisions are others"
+    print(f"halfmoon: {where}: what is shown after it did not happen so (see halfmoon replay)", file=sys.stderr)
+    return 1
+
+
+def _what_if(args: argparse.Namespace, log: LogFile) -> int:
+    replay = Replay(log, until=args.until)
+    run = whatif.recorded(replay)
+    found = whatif.compare(run, _policy(args.what_if, run.policy))
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        print(whatif.described(found, Path(args.what_if).stem))
+    return _warned(replay)
+
+
+def _policy(file: str, policy: Policy) -> Policy:
+    """`policy` with the keys that the file has, as `halfmoon policy set` takes them."""
+    try:
+        values = tomllib.loads(Path(file).read_text())
+        return changed(policy, [f"{key}={value}" for key, value in values.items()])
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, OptionInvalid) as problem:
+        raise OptionInvalid(f"--what-if {file}: {str(problem).removeprefix('policy set ')}") from None
 
 
 def _draw(args: argparse.Namespace, log: LogFile) -> int:
-    run = timeline(Replay(log, until=args.until, watched="*"))
+    replay = Replay(log, until=args.until, watched="*")
+    run = timeline(replay)
     written = []
     if args.html:
         title = f"halfmoon: {log.header.cluster or log.path.name}"
@@ -88,14 +127,17 @@ def _draw(args: argparse.Namespace, log: LogFile) -> int:
         print(msgspec.json.encode({"requests": len(run.lives), "events": run.events, "written": sizes}).decode())
     else:
         print("\n".join(f"{name}: {len(run.lives):,} requests, {size:,} bytes" for name, size in sizes.items()))
-    return 0
+    return _warned(replay)
 
 
 def describe(verdict: Verdict) -> str:
     """For people."""
     counts = f"{verdict.events:,} events, {verdict.decisions:,} decisions"
     if verdict.first_divergence is not None:
-        return f"{counts}, then they part\n" + _divergence(verdict.first_divergence)
+        told = f"{counts}, then they part\n" + _divergence(verdict.first_divergence)
+        if verdict.log_code != verdict.replay_code:
+            told += f"\nthe log was begun by halfmoon {verdict.log_code or '(unknown)'}, this is {verdict.replay_code}"
+        return told
     notes = ""
     if verdict.unpublished:
         notes += f"; {verdict.unpublished:,} more were not published yet"

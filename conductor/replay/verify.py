@@ -57,6 +57,9 @@ class Verdict(msgspec.Struct, kw_only=True):
     #: Digests that conductors of this very code said, and found again; those that differ.
     states: int
     states_differ: list[StateDigested]
+    #: Which code began the log ("": not in the file), and which this is.
+    log_code: str
+    replay_code: str
     identical: bool
     first_divergence: Divergence | None
     #: Of every decision that was computed, timers too, in order; of the state after the last event.
@@ -80,8 +83,21 @@ class Replay:
         self._until = until
         #: Events at the head of the file that stand before what begins the log.
         self.passed_over = 0
+        #: How the decisions seen so far compare with the recorded ones.
+        self.compared = Compared()
 
     def __iter__(self) -> Iterator[tuple[Line, list[Decision]]]:
+        for line in self._lines():
+            decisions: list[Decision] = []
+            if isinstance(line, EventLine):
+                decisions = self.core.step(Stamped(seq=line.seq, at_ns=line.at_ns, event=line.event))
+            elif isinstance(line, SnapshotLine):
+                self._restore(line)
+            self.compared.see(line, decisions)
+            yield line, decisions
+
+    def _lines(self) -> Iterator[Line]:
+        """The lines from what begins the log on, without a gap."""
         header, path = self._log.header, self._log.path
         if header.log_version not in (0, *LOG_VERSIONS_READ):
             raise LogFileInvalid(
@@ -90,29 +106,21 @@ class Replay:
             )
         seq = 0
         for line in self._log.lines():
-            match line:
-                case EventLine() | InvalidLine():
-                    if self._until is not None and line.seq > self._until:
-                        return
-                    if seq and line.seq != seq + 1:
-                        raise LogFileInvalid(f"{path}: events {seq + 1} to {line.seq - 1} are missing")
-                    if seq == 0 and not self._begins(line):
-                        self.passed_over += 1
-                        continue
-                    seq = line.seq
-                    if isinstance(line, EventLine):
-                        yield line, self.core.step(Stamped(seq=seq, at_ns=line.at_ns, event=line.event))
-                    else:
-                        yield line, []
-                case SnapshotLine():
-                    if seq:
-                        raise LogFileInvalid(f"{path}: a snapshot after event {seq}")
-                    self._restore(line)
-                    seq = line.seq
-                    yield line, []
-                case _:
-                    if seq:
-                        yield line, []
+            if isinstance(line, EventLine | InvalidLine):
+                if self._until is not None and line.seq > self._until:
+                    return
+                if seq and line.seq != seq + 1:
+                    raise LogFileInvalid(f"{path}: events {seq + 1} to {line.seq - 1} are missing")
+                if seq == 0 and not self._begins(line):
+                    self.passed_over += 1
+                    continue
+                seq = line.seq
+            elif isinstance(line, SnapshotLine):
+                if seq:
+                    raise LogFileInvalid(f"{path}: a snapshot after event {seq}")
+                seq = line.seq
+            if seq:
+                yield line
         if seq == 0:
             raise LogFileInvalid(f"{path}: its head is gone, and neither a snapshot nor an event begins what is left")
 
@@ -133,6 +141,76 @@ class Replay:
             ) from None
         if self.core.seq > line.seq:
             raise LogFileInvalid(f"{self._log.path}: its snapshot is of {self.core.seq}, not {line.seq}")
+
+
+class Compared:
+    """Decisions against decisions, as they come."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        #: Recorded, and equal to what was computed.
+        self.equal = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        #: Computed and not met yet, with a hash; what was met, for the case that it comes again.
+        self._open: dict[Identity, tuple[Decision, int]] = {}
+        self._met: dict[Identity, int] = {}
+        self._newest: Identity = (0, -1)
+        self._different: Divergence | None = None
+
+    def see(self, line: Line, decisions: list[Decision]) -> None:
+        if isinstance(line, EventLine):
+            self.events += 1
+            for position, decision in enumerate(decisions):
+                encoded = encode(decision)
+                self._digest.update(encoded)
+                if not isinstance(decision, SetTimer):
+                    self._open[(line.seq, position)] = (decision, hash(encoded))
+        elif isinstance(line, DecisionLine):
+            self._met_one(line)
+        elif isinstance(line, InvalidLine):
+            self.events += 1
+
+    def _met_one(self, line: DecisionLine) -> None:
+        identity = (line.cause_seq, line.position)
+        self._newest = max(self._newest, identity)
+        computed, name = self._open.pop(identity, (None, 0))
+        if computed == line.decision:
+            self._met[identity] = name
+            self.equal += 1
+        elif self._different is None and (
+            computed is not None or self._met.get(identity) != hash(encode(line.decision))
+        ):
+            self._different = Divergence(
+                seq=line.cause_seq,
+                position=line.position,
+                event=None,
+                recorded=line.decision,
+                computed=computed,
+            )
+
+    @property
+    def different(self) -> bool:
+        """A recorded decision is not the computed one. (Whether one is missing is known at the end.)"""
+        return self._different is not None
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The first, of all seen so far; `event` is left out."""
+        found = self._different
+        missing = min((identity for identity in self._open if identity < self._newest), default=None)
+        if missing is not None and (found is None or missing < (found.seq, found.position)):
+            seq, position = missing
+            computed = self._open[missing][0]
+            return Divergence(seq=seq, position=position, event=None, recorded=None, computed=computed)
+        return found
+
+    @property
+    def unpublished(self) -> int:
+        """Computed, and newer than every recorded one."""
+        return sum(identity > self._newest for identity in self._open)
+
+    def digest(self) -> str:
+        return self._digest.hexdigest()
 
 
 class States:
@@ -162,60 +240,32 @@ class States:
 
 
 def verify(log: LogFile, *, checked: bool = False, until: int | None = None) -> Verdict:
-    """Replay `log` up to its end, event `until`, or the first divergence."""
+    """Replay `log` up to its end, event `until`, or the first decision that differs."""
     started_s = time.monotonic()
     replay = Replay(log, checked=checked, until=until)
-    digest = hashlib.blake2b(digest_size=16)
-    #: Computed and not met yet; what was met, for the case that it comes again.
-    open_: dict[Identity, Decision] = {}
-    met: dict[Identity, int] = {}
-    events = compared = 0
-    newest: Identity = (0, -1)
-    states = States()
-    divergence: Divergence | None = None
-    for line, decisions in replay:
+    states, compared = States(), replay.compared
+    for line, _ in replay:
         if isinstance(line, EventLine):
-            events += 1
             states.see(line, replay.core)
-            for position, decision in enumerate(decisions):
-                digest.update(encode(decision))
-                if not isinstance(decision, SetTimer):
-                    open_[(line.seq, position)] = decision
-        elif isinstance(line, DecisionLine):
-            identity = (line.cause_seq, line.position)
-            newest = max(newest, identity)
-            computed = open_.pop(identity, None)
-            if computed == line.decision:
-                met[identity] = hash(encode(line.decision))
-                compared += 1
-            elif computed is not None or met.get(identity) != hash(encode(line.decision)):
-                divergence = Divergence(
-                    seq=line.cause_seq,
-                    position=line.position,
-                    event=None,
-                    recorded=line.decision,
-                    computed=computed,
-                )
-                break
-        elif isinstance(line, InvalidLine):
-            events += 1
-    missing = min((identity for identity in open_ if identity < newest), default=None)
-    if missing is not None and (divergence is None or missing < (divergence.seq, divergence.position)):
-        divergence = Divergence(seq=missing[0], position=missing[1], event=None, recorded=None, computed=open_[missing])
+        elif compared.different:
+            break
+    divergence = compared.divergence
     if divergence is not None:
         divergence.event = _event(log, divergence.seq)
     return Verdict(
-        events=events,
-        decisions=compared,
-        unpublished=sum(identity > newest for identity in open_),
+        events=compared.events,
+        decisions=compared.equal,
+        unpublished=compared.unpublished,
         passed_over=replay.passed_over,
         states=states.equal,
         states_differ=states.differ,
+        log_code=log.header.code_version,
+        replay_code=code_version(),
         identical=divergence is None and not states.differ,
         first_divergence=divergence,
-        digest=digest.hexdigest(),
+        digest=compared.digest(),
         state_digest=replay.core.digest(),
-        events_per_s=int(events / max(time.monotonic() - started_s, 1e-9)),
+        events_per_s=int(compared.events / max(time.monotonic() - started_s, 1e-9)),
     )
 
 

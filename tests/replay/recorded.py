@@ -18,7 +18,9 @@ from halfmoon.conductor.replay.logfile import (
     LogFile,
     LogWriter,
 )
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.decisions import SetTimer
+from halfmoon.schemas.events import Event, Stamped
 
 HEADER = Header(format=FORMAT, saved_by="t", cluster="random", code_version="t", log_version=LOG_VERSION, first_seq=1)
 
@@ -39,6 +41,25 @@ def lines_of(seed: int, *, chaos_s: int = 20, calm_s: int = 20) -> list[Line]:
             if not isinstance(decision, SetTimer)
         ]
     return lines
+
+
+class Simulated(World):
+    """A simulated cluster that keeps its log in `lines`."""
+
+    lines: list[Line]
+
+    def _append(self, event: Event) -> None:
+        self._events += 1
+        seq, at_ns = self._events, self.clock.now_ns
+        if seq == 1:
+            self.lines = []
+        decisions = self.core.step(Stamped(seq=seq, at_ns=at_ns, event=event))
+        self.lines.append(EventLine(seq=seq, at_ns=at_ns, event=event))
+        for position, decision in enumerate(decisions):
+            if not isinstance(decision, SetTimer):
+                self.lines.append(DecisionLine(cause_seq=seq, position=position, at_ns=at_ns, decision=decision))
+        for decision in decisions:
+            self._do(decision)
 
 
 def saved(path: Path, lines: Iterable[Line], header: Header = HEADER) -> LogFile:

@@ -1,0 +1,270 @@
+"""`halfmoon replay --what-if`: the recorded arrivals in a simulated cluster, under the recorded policy and another one.
+
+The simulated cluster is as the recorded one was: as many workers, their KV, pools and block sizes, and the costs that
+the conductor had learned by the end of the log. The recorded policy is simulated too: where that differs from the
+record, so much does the simulation err. What it leaves out: processes that die, and what was cached before the log
+begins. An answer that was not recorded to its end is taken to be as long as the mean of its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from halfmoon.conductor.cost import answer_class, expected_tokens
+from halfmoon.conductor.machine import Core
+from halfmoon.conductor.replay.explaining import table
+from halfmoon.conductor.replay.lives import Life, Lives
+from halfmoon.conductor.replay.logfile import EventLine
+from halfmoon.conductor.replay.verify import Replay
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.profiles import Profile
+from halfmoon.conductor.simulation.report import Report, Slo, summarise
+from halfmoon.conductor.simulation.simulate import simulate
+from halfmoon.conductor.simulation.trace import Arrival
+from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.state import Worker
+from halfmoon.schemas.events import CostProfile, StoreJoined, WorkerJoined
+from halfmoon.schemas.policy import Policy
+
+#: From the pool into a worker's cache; no event tells, and it is never the bottleneck on a machine with shared memory.
+LOAD_BYTES_S = 10_000_000_000
+
+
+class NothingToSimulate(ValueError):
+    """The log holds no request, or no worker with a KVCache; the text says which."""
+
+
+class Recorded(msgspec.Struct, kw_only=True):
+    """What a log gives to a simulation."""
+
+    policy: Policy
+    arrivals: list[Arrival]
+    cluster: Cluster
+    profile: Profile
+    outcomes: dict[str, Outcome]
+    duration_ns: int
+    #: What the simulation cannot repeat, in words.
+    caveats: list[str]
+
+
+class Comparison(msgspec.Struct, kw_only=True):
+    """Three columns: as it was, as the simulation says it would have been, and under the other policy."""
+
+    recorded: Report
+    simulated: Report
+    what_if: Report
+    profile: Profile
+    caveats: list[str]
+
+
+def compare(recorded: Recorded, policy: Policy) -> Comparison:
+    """Simulates twice. Raises ConfigurationImpossible."""
+    slo = Slo(ttft_ns=recorded.policy.ttft_slo_ns, tbt_ns=recorded.policy.tbt_slo_ns)
+    was, other = (
+        simulate(recorded.arrivals, recorded.cluster, wanted, recorded.profile, seed=wanted.seed, slo=slo)
+        for wanted in (recorded.policy, policy)
+    )
+    return Comparison(
+        recorded=_as_it_was(recorded, slo),
+        simulated=was,
+        what_if=other,
+        profile=recorded.profile,
+        caveats=recorded.caveats,
+    )
+
+
+def recorded(replay: Replay) -> Recorded:
+    """Replays the log for its arrivals, its cluster and its costs. Raises NothingToSimulate."""
+    lives = Lives()
+    workers: dict[str, WorkerJoined] = {}
+    stores: dict[str, StoreJoined] = {}
+    costs: dict[str, CostProfile] = {}
+    policy: Policy | None = None
+    changed = 0
+    for line, decisions in replay:
+        lives.see(line, decisions, replay.core)
+        if isinstance(line, EventLine):
+            state = replay.core.state
+            if policy is not None and state.policy != policy:
+                changed += 1
+            policy = state.policy
+            if isinstance(line.event, WorkerJoined):
+                workers[line.event.worker_id] = line.event
+            elif isinstance(line.event, StoreJoined):
+                stores[line.event.node_id] = line.event
+            costs.update({worker.worker_id: worker.cost for worker in _learned(state.workers.values(), costs)})
+    found = [life for life in lives.of.values() if life.seq]
+    if not found or policy is None:
+        raise NothingToSimulate("the log holds no request")
+    layouts = [worker.layout for worker in workers.values()]
+    if not layouts or not layouts[0].block_bytes:
+        raise NothingToSimulate("the workers of this log have no KVCache (null engine, or none joined)")
+    caveats = []
+    if again := sum(len(life.placed) - 1 for life in found if life.placed):
+        caveats.append(f"{again} placements were lost and made again; simulated processes never die")
+    if changed:
+        caveats.append(f"changes of policy ({changed}): the last one is simulated throughout")
+    return Recorded(
+        policy=policy,
+        arrivals=_arrivals(found, replay.core),
+        cluster=_cluster(list(workers.values()), stores),
+        profile=_profile(list(workers.values()), stores, costs, replay.core, policy),
+        outcomes={life.arrived.request_id: _outcome(life) for life in found},
+        duration_ns=max([life.end_ns for life in found]) - found[0].arrived_ns,
+        caveats=caveats,
+    )
+
+
+def _learned(workers: Iterable[Worker], known: dict[str, CostProfile]) -> list[Worker]:
+    return [worker for worker in workers if known.get(worker.worker_id) is not worker.cost]
+
+
+def _arrivals(lives: Sequence[Life], core: Core) -> list[Arrival]:
+    start_ns, arrivals = lives[0].arrived_ns, []
+    for life in lives:
+        event = life.arrived
+        known = core.state.answers.get(answer_class(event.max_tokens))
+        tokens = life.finished.completion_tokens if life.finished else expected_tokens(known, event.max_tokens)
+        arrivals.append(
+            Arrival(
+                at_ns=life.arrived_ns - start_ns,
+                prompt_tokens=event.prompt_tokens,
+                output_tokens=max(1, tokens),
+                max_tokens=event.max_tokens,
+                block_keys=event.block_keys,
+                priority=event.priority,
+                tenant=event.tenant,
+                ttft_slo_ns=event.ttft_slo_ns,
+                tbt_slo_ns=event.tbt_slo_ns,
+            )
+        )
+    return arrivals
+
+
+def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) -> Cluster:
+    def slots(role: str) -> int:
+        held = [stores[worker.node_id].slots for worker in workers if worker.role == role and worker.node_id in stores]
+        return max(held, default=0)
+
+    return Cluster(
+        prefill=sum(worker.role == "prefill" for worker in workers),
+        decode=sum(worker.role == "decode" for worker in workers),
+        block_tokens=workers[0].layout.block_tokens,
+        pool_blocks=slots("prefill"),
+        decode_pool_blocks=slots("decode"),
+        kv_blocks=min(worker.kv_blocks for worker in workers if worker.role == "decode"),
+    )
+
+
+def _profile(
+    workers: Sequence[WorkerJoined],
+    stores: dict[str, StoreJoined],
+    costs: dict[str, CostProfile],
+    core: Core,
+    policy: Policy,
+) -> Profile:
+    """The mean of what was learned of each role's workers; links as the median of those measured."""
+    layout = workers[0].layout
+    prefills = [costs[worker.worker_id] for worker in workers if worker.role == "prefill"]
+    decodes = [costs[worker.worker_id] for worker in workers if worker.role == "decode"]
+    if not prefills or not decodes:
+        raise NothingToSimulate("one of the pools was empty throughout")
+    mean = {
+        field: sum(getattr(cost, field) for cost in of) // len(of)
+        for of, part in ((prefills, "prefill"), (decodes, "decode"))
+        for field in CostProfile.__struct_fields__
+        if field.startswith(part)
+    }
+    links = sorted(link.bytes_s for sources in core.state.links.values() for link in sources.values())
+    return Profile(
+        name=f"{layout.model}, as recorded",
+        cost=CostProfile(**mean),
+        layers=layout.layers,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        kv_bytes=min(worker.kv_blocks for worker in workers) * layout.block_bytes,
+        pool_bytes=max((store.slots for store in stores.values()), default=0) * layout.block_bytes,
+        context_tokens_max=min(worker.context_tokens_max for worker in workers),
+        batch_max=min(worker.batch_max for worker in workers),
+        link_bytes_s=links[len(links) // 2] if links else policy.link_bytes_s,
+        link_latency_ns=policy.link_latency_ns,
+        load_bytes_s=LOAD_BYTES_S,
+    )
+
+
+def _outcome(life: Life) -> Outcome:
+    """As a simulation would tell it."""
+    outcome = Outcome(
+        arrived_ns=life.arrived_ns,
+        prompt_tokens=life.arrived.prompt_tokens,
+        output_tokens=life.finished.completion_tokens if life.finished else 0,
+        end={"open": "", "rejected": life.rejected.reason if life.rejected else ""}.get(life.ending, life.ending),
+        ended_ns=life.end_ns or -1,
+        tbt_ns=life.finished.tbt_ns if life.finished else -1,
+        wasted=life.rejected is not None and life.rejected.reason == "decode_refused",
+    )
+    for placed in life.placed:
+        then = placed.prefilled
+        if then is not None:
+            outcome.compute_ns += then.compute_ns
+            outcome.local_tokens, outcome.fetched_tokens = then.cached_local_tokens, then.cached_fetched_tokens
+            if outcome.first_token_ns < 0:
+                outcome.first_token_ns = placed.at_ns + then.queue_ns + then.compute_ns
+    if life.placed:
+        predicted = life.placed[0].order.predicted
+        outcome.predicted_ttft_ns, outcome.predicted_tbt_ns = predicted.ttft_ns, predicted.tbt_ns
+    return outcome
+
+
+def _as_it_was(recorded: Recorded, slo: Slo) -> Report:
+    report = Report(
+        system="recorded",
+        policy=recorded.policy.name,
+        admission=recorded.policy.admission,
+        profile=recorded.profile.name,
+        prefill=recorded.cluster.prefill,
+        decode=recorded.cluster.decode,
+        speed=1.0,
+        seed=recorded.policy.seed,
+        slo=slo,
+        prefill_gpu_s=round(sum(outcome.compute_ns for outcome in recorded.outcomes.values()) / 1e9, 6),
+    )
+    first_ns = next(iter(recorded.outcomes.values())).arrived_ns
+    return summarise(report, recorded.outcomes, first_ns + recorded.duration_ns)
+
+
+def described(found: Comparison, source: str) -> str:
+    """Side by side, for people."""
+    columns = [found.recorded, found.simulated, found.what_if]
+    cost, profile = found.profile.cost, found.profile
+    lines = [
+        f"{found.recorded.prefill} prefill and {found.recorded.decode} decode workers; SLO: first token "
+        f"{found.recorded.slo.ttft_ns / 1e9:g} s, between tokens {found.recorded.slo.tbt_ns / 1e6:g} ms",
+        f"fitted: prefill {cost.prefill_base_ns / 1e6:.1f} ms + {cost.prefill_per_token_ps / 1e9:.4f} ms·(n-p) + "
+        f"{cost.prefill_per_token2_fs / 1e12:.3e} ms·(n²-p²); step {cost.decode_base_ns / 1e6:.1f} ms + "
+        f"{cost.decode_per_sequence_ns / 1e6:.2f} ms·batch + {cost.decode_per_context_token_ps / 1e9:.2e} ms·context; "
+        f"links {profile.link_bytes_s / 1e6:,.0f} MB/s",
+        "",
+    ]
+    rows: list[tuple[str, ...]] = [("", "", "recorded", "simulated", f"what if: {source}", "")]
+    rows.append(("", "policy, admission", *(f"{each.policy}, {each.admission}" for each in columns), ""))
+    rows.append(("", "requests", *(str(each.requests) for each in columns), ""))
+    rows.append(("", "finished", *(str(each.completed) for each in columns), ""))
+    for reason in sorted({reason for each in columns for reason in each.rejected}):
+        rows.append(("", reason, *(str(each.rejected.get(reason, 0)) for each in columns), ""))
+    rows.append(("", "failed", *(str(each.failed) for each in columns), ""))
+    rows.append(("", "wasted prefills", *(str(each.wasted_prefills) for each in columns), ""))
+    for name, of in (("first token", "ttft_ms"), ("between tokens", "tbt_ms")):
+        for part in ("mean", "p50", "p90", "p99"):
+            rows.append(
+                ("", f"{name}, {part}", *(f"{getattr(getattr(each, of), part):,.1f} ms" for each in columns), "")
+            )
+    rows.append(("", "both objectives held", *(f"{each.effective_capacity:.1%}" for each in columns), ""))
+    rows.append(("", "tokens found in KVCache", *(f"{each.token_reuse:.1%}" for each in columns), ""))
+    rows.append(("", "prefill computed", *(f"{each.prefill_gpu_s:.2f} s" for each in columns), ""))
+    lines += [line[2:] for line in table(rows)]
+    lines += ["", *(f"not repeated: {caveat}" for caveat in found.caveats)] if found.caveats else []
+    return "\n".join(lines)

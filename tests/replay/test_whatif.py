@@ -1,0 +1,144 @@
+"""What if: the recorded arrivals and costs in a simulated cluster, under the recorded policy and another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from recorded import HEADER, Simulated, saved
+
+from halfmoon.cli.main import main
+from halfmoon.conductor.replay.logfile import LogFile
+from halfmoon.conductor.replay.verify import Replay, verify
+from halfmoon.conductor.replay.whatif import NothingToSimulate, Recorded, compare, described, recorded
+from halfmoon.conductor.simulation.profiles import load_profile
+from halfmoon.conductor.simulation.simulate import simulate
+from halfmoon.conductor.simulation.trace import Arrival, read_trace
+from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.schemas.policy import Policy
+
+GOLDEN = Path(__file__).parent / "golden"
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
+CLUSTER = Cluster(prefill=2, decode=2, pool_blocks=2_000)
+POLICY = Policy(ttft_slo_ns=20_000_000_000, tbt_slo_ns=100_000_000)
+
+
+@pytest.fixture(scope="module")
+def arrivals() -> list[Arrival]:
+    return read_trace(TRACE)[:400]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory, arrivals: list[Arrival]) -> LogFile:
+    """Of a simulated cluster, so that what is put together again from the log can be compared with what it was."""
+    world = Simulated(CLUSTER, POLICY, load_profile("a800"))
+    world.run(arrivals, sample_ns=10**10)
+    while world.core.state.requests:  # the last ones have ended, and the log has yet to be told
+        world.clock.step()
+    return saved(tmp_path_factory.mktemp("whatif") / "log.jsonl.zst", world.lines, HEADER)
+
+
+@pytest.fixture(scope="module")
+def run(log: LogFile) -> Recorded:
+    return recorded(Replay(log))
+
+
+def test_arrivals_cluster_and_costs_are_those_of_the_run(run: Recorded, arrivals: list[Arrival]) -> None:
+    profile = load_profile("a800")
+    assert (run.cluster.prefill, run.cluster.decode, run.cluster.block_tokens) == (2, 2, 512)
+    assert (run.cluster.pool_blocks, run.cluster.decode_pool_blocks) == (2_000, 2_000)
+    assert (run.profile.layers, run.profile.token_bytes) == (profile.layers, profile.token_bytes)
+    learned, true = run.profile.cost, profile.cost
+    assert learned.prefill_per_token_ps == pytest.approx(true.prefill_per_token_ps, rel=0.1)
+    assert learned.decode_base_ns == pytest.approx(true.decode_base_ns, rel=0.1)
+    start_ns = arrivals[0].at_ns
+    assert [(a.at_ns + start_ns, a.prompt_tokens, a.block_keys, a.max_tokens) for a in run.arrivals] == [
+        (a.at_ns, a.prompt_tokens, a.block_keys, max(a.max_tokens, a.output_tokens)) for a in arrivals
+    ]
+    for arrival, original in zip(run.arrivals, arrivals, strict=True):
+        request = run.outcomes[f"r{run.arrivals.index(arrival)}"]
+        assert request.end != "finished" or arrival.output_tokens == original.output_tokens
+
+
+def test_the_record_is_told_as_the_simulation_told_it(run: Recorded, arrivals: list[Arrival], log: LogFile) -> None:
+    assert verify(log).identical
+    told = simulate(arrivals, CLUSTER, POLICY, load_profile("a800"))
+    was = compare(run, run.policy).recorded
+    assert (was.requests, was.completed, was.rejected) == (told.requests, told.completed, told.rejected)
+    assert was.token_reuse == told.token_reuse
+    assert was.prefill_gpu_s == pytest.approx(told.prefill_gpu_s, rel=1e-6)
+    assert was.ttft_ms.p50 == pytest.approx(told.ttft_ms.p50, rel=0.01)
+    assert was.tbt_ms == told.tbt_ms
+
+
+def test_under_the_recorded_policy_the_simulation_is_near_the_record(run: Recorded) -> None:
+    found = compare(run, run.policy)
+    assert found.simulated.digest == found.what_if.digest
+    assert found.simulated.completed == pytest.approx(found.recorded.completed, rel=0.05)
+    assert found.simulated.ttft_ms.mean == pytest.approx(found.recorded.ttft_ms.mean, rel=0.15)
+    assert found.simulated.tbt_ms.mean == pytest.approx(found.recorded.tbt_ms.mean, rel=0.1)
+    assert found.simulated.token_reuse == pytest.approx(found.recorded.token_reuse, abs=0.02)
+
+
+def test_another_policy_gives_another_run(run: Recorded) -> None:
+    found = compare(run, msgspec.structs.replace(run.policy, name="random", admission="none"))
+    assert found.what_if.completed == len(run.arrivals)
+    assert found.what_if.rejected == {} != found.simulated.rejected
+    assert found.what_if.ttft_ms.mean > 1.5 * found.simulated.ttft_ms.mean
+    text = described(found, "none.toml")
+    assert "what if: none.toml" in text
+    assert len([line for line in text.splitlines() if line.startswith("first token")]) == 4
+
+
+def test_a_real_run_is_compared_and_its_losses_are_named() -> None:
+    found = compare(recorded(Replay(LogFile(GOLDEN / "smollm2.jsonl.zst"))), Policy(admission="none"))
+    assert found.recorded.rejected["ttft_slo"] == 3
+    assert found.what_if.rejected == {}
+    assert found.caveats[0].endswith("placements were lost and made again; simulated processes never die")
+    assert 0.1 < found.simulated.ttft_ms.p50 / found.recorded.ttft_ms.p50 < 10
+
+
+def test_a_run_without_kv_cannot_be_simulated() -> None:
+    with pytest.raises(NothingToSimulate, match="no KVCache"):
+        recorded(Replay(LogFile(GOLDEN / "null.jsonl.zst")))
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('name = "best"', "name=best: Invalid enum value 'best'"),
+        ("tffs = 5", "tffs: there is no such key; the keys are name, admission"),
+        ("name =", "Invalid value"),
+        ("[table]\na = 1", "table: there is no such key"),
+    ],
+)
+def test_a_policy_file_that_is_none_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, complaint: str
+) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text(content)
+    assert status_of("replay", str(GOLDEN / "smollm2.jsonl.zst"), "--what-if", str(file)) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"halfmoon: --what-if {file}: {complaint}"), said
+    assert said.count("\n") == 1
+
+
+def test_the_command_prints_both_side_by_side_or_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('name = "random"\nttft_slo_ns = "500ms"\n')
+    assert status_of("replay", str(GOLDEN / "smollm2.jsonl.zst"), "--what-if", str(file), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["simulated"]["policy"], found["what_if"]["policy"]) == ("halfmoon", "random")
+    assert found["what_if"]["rejected"]["ttft_slo"] > found["simulated"]["rejected"]["ttft_slo"]
+
+
+def status_of(*words: str) -> int:
+    """Exit status of the command, run in this process."""
+    asyncio.set_event_loop(None)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
