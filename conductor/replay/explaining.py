@@ -9,7 +9,7 @@ from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.wording import clock, duration
 from halfmoon.schemas.decisions import Fetch
 
-_PREFILL = ("", "prefill", "queue", "transfer", "prefill", "first token", "cached", "fetched", "")
+_PREFILL = ("", "prefill", "queue", "transfer", "prefill", "first token", "copies", "cached", "fetched", "")
 _DECODE = ("", "decode", "between tokens", "KV blocks", "reserved", "batch", "prefix", "")
 
 
@@ -84,6 +84,7 @@ def prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[t
                 duration(c.transfer_ns),
                 duration(c.prefill_ns),
                 duration(c.ttft_ns),
+                duration(c.copies_ns),
                 f"{c.cached_tokens}",
                 fetched(c.fetches, c.fetch_sharing, c.from_ssd),
                 reasons.get(c.worker_id, ""),
@@ -98,7 +99,7 @@ def prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[t
             rows.append(
                 (
                     *("", "  happened", duration(then.queue_ns), duration(then.transfer_ns)),
-                    *(duration(then.compute_ns), duration(whole), f"{cached}", moved),
+                    *(duration(then.compute_ns), duration(whole), "", f"{cached}", moved),
                     f"{then.fetched_bytes:,} bytes fetched in {duration(then.fetch_ns)}, "
                     f"{then.pushed_bytes:,} pushed in {duration(then.push_ns)}",
                 )

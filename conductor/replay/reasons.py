@@ -15,6 +15,11 @@ Measure = tuple[str, Callable[[C], int]]
 
 _ID = "the smaller id"
 _PREFILL: dict[str, list[Measure[Candidate]]] = {
+    "first token and copies": [
+        ("first token and copies", lambda c: c.ttft_ns + c.copies_ns),
+        ("transfer", lambda c: c.transfer_ns),
+        ("orders", lambda c: c.orders),
+    ],
     "first token": [
         ("first token", lambda c: c.ttft_ns),
         ("transfer", lambda c: c.transfer_ns),
@@ -31,22 +36,34 @@ _DECODE: dict[str, list[Measure[DecodeCandidate]]] = {
     ],
     "blocks": [("KV blocks", lambda c: c.reserved_blocks + c.blocks), ("sequences", lambda c: c.sequences)],
 }
-_TIMES = ("first token", "transfer", "queue", "time between tokens")
+_TIMES = ("first token and copies", "first token", "transfer", "queue", "time between tokens")
+#: By which rule a policy chooses; policies that are not here draw, or take turns.
+PREFILL_RULES: dict[str, list[Measure[Candidate]]] = {
+    "halfmoon": _PREFILL["first token and copies"],
+    "mooncake": _PREFILL["first token"],
+    "local_cache_aware": _PREFILL["first token"],
+    "least_loaded": _PREFILL["queue"],
+    "dynamo": _PREFILL["blocks"],
+}
+DECODE_RULES: dict[str, list[Measure[DecodeCandidate]]] = {
+    **dict.fromkeys(("halfmoon", "mooncake", "local_cache_aware", "least_loaded"), _DECODE["tbt"]),
+    "dynamo": _DECODE["blocks"],
+}
 
 
 def prefill_reasons(why: Explanation, chosen: str) -> dict[str, str]:
     """For each candidate, and each worker that was none, why it was taken or not; `chosen` "": none was."""
-    rule = {"least_loaded": "queue", "dynamo": "blocks"}.get(why.policy, "first token")
+    rule = PREFILL_RULES.get(why.policy, [])
     passed = {c.worker_id: "its queue is full" for c in why.prefill if c.full}
-    return _reasons(why, why.prefill, _PREFILL[rule], chosen, passed, why.last_chosen.get("prefill", ""))
+    return _reasons(why, why.prefill, rule, chosen, passed, why.last_chosen.get("prefill", ""))
 
 
 def decode_reasons(why: Explanation, chosen: str) -> dict[str, str]:
-    rule = "blocks" if why.policy == "dynamo" else "tbt"
+    rule = DECODE_RULES.get(why.policy, [])
     passed = {c.worker_id: "its queue is full" for c in why.decode if c.full}
     if any(c.room and not c.full for c in why.decode):
         passed.update({c.worker_id: "no room for the KV" for c in why.decode if not c.room})
-    return _reasons(why, why.decode, _DECODE[rule], chosen, passed, why.last_chosen.get("decode", ""))
+    return _reasons(why, why.decode, rule, chosen, passed, why.last_chosen.get("decode", ""))
 
 
 def _reasons(

@@ -162,7 +162,7 @@ async function pick(i) {
 function explain(story, why) {
   element(story, "h3", why.head);
   element(story, "p", why.verdict, why.refused ? "bad" : "said");
-  table(story, ["prefill", "queue", "transfer", "prefill", "first token", "cached", "fetched", "why"], why.prefill);
+  table(story, ["prefill", "queue", "transfer", "prefill", "first token", "copies", "cached", "fetched", "why"], why.prefill);
   table(story, ["decode", "between tokens", "KV blocks", "reserved", "batch", "prefix", "why"], why.decode);
   for (const text of why.more) element(story, "p", text);
 }

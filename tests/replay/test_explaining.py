@@ -10,13 +10,15 @@ from conductor_scripts import MS, Script, arrived, decode, finished, keys, prefi
 from recorded import HEADER, lines_of, saved
 
 from halfmoon.conductor.admission import Placement, Refusal
+from halfmoon.conductor.explanation import Explanation
 from halfmoon.conductor.replay.explaining import explained
 from halfmoon.conductor.replay.lives import Lives, lives
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFile
-from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
+from halfmoon.conductor.replay.reasons import DECODE_RULES, PREFILL_RULES, decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.schemas.decisions import RejectRequest, SetTimer, StartPrefill
 from halfmoon.schemas.events import FrontendJoined, WorkerDraining, WorkerLeft
+from halfmoon.schemas.policy import Policy
 
 STORIES = Path(__file__).parent / "stories"
 
@@ -25,7 +27,7 @@ STORIES = Path(__file__).parent / "stories"
 def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(tmp_path: Path, seed: int) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(seed))
     replay = Replay(log, watched="*")
-    explained_seqs = decided = 0
+    explained_seqs = decided = ruled = 0
     for line, decisions in replay:
         if not isinstance(line, EventLine):
             continue
@@ -47,6 +49,7 @@ def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(tmp_
                     assert list(sorted(reasons)) == [c.worker_id for c in why.prefill]
                     assert all(reasons.values())
                     assert all(decode_reasons(why, other.worker_id).values())
+                    ruled += _by_rule(why, chosen.worker_id, other.worker_id)
                 else:
                     assert isinstance(why.verdict, Refusal)
                     assert (why.verdict.reason, why.verdict.message) == (decision.reason, decision.message)
@@ -55,6 +58,26 @@ def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(tmp_
         explained_seqs += len(notes)
         assert all(note.verdict is None for note in notes.values()), "those that wait"
     assert decided > 30
+    assert ruled >= 5 or {policy.name for policy in policies(log)} <= {"random", "round_robin"}
+
+
+def _by_rule(why: Explanation, prefill_id: str, decode_id: str) -> bool:
+    """That the winners are those that the words about them are made by, where it is not drawn."""
+    if why.policy not in PREFILL_RULES:
+        return False
+    rule, other = PREFILL_RULES[why.policy], DECODE_RULES[why.policy]
+    open_ = [c for c in why.prefill if not c.full] if not why.lost else why.prefill
+    first = min(open_, key=lambda c: (*(measure(c) for _, measure in rule), c.worker_id))
+    assert first.worker_id == prefill_id, why
+    roomy = [c for c in why.decode if c.room and (why.lost or not c.full)]
+    if roomy:
+        best = min(roomy, key=lambda c: (*(measure(c) for _, measure in other), c.worker_id))
+        assert best.worker_id == decode_id, why
+    return True
+
+
+def policies(log: LogFile) -> list[Policy]:
+    return [li.event.policy for li in log.lines() if isinstance(li, EventLine) and hasattr(li.event, "policy")]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -110,7 +110,7 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(run: Timeline) -> None
         for note, grounds in zip(notes, life.why, strict=True):
             candidates = [row for row in note["prefill"] if row[0] != "then"]
             assert [cells[0] for _, cells in candidates] == [c.worker_id for c in grounds.prefill]
-            assert all(len(cells) == 8 for _, cells in note["prefill"])
+            assert all(len(cells) == 9 for _, cells in note["prefill"])
             assert all(len(cells) == 7 for _, cells in note["decode"])
             assert note["refused"] == (not any(row[0] == "won" for row in note["prefill"]))
     lanes = range(len(data["lanes"]))
