@@ -37,6 +37,8 @@ def add(subparsers: Subparsers) -> argparse.ArgumentParser:
 
 async def run(args: argparse.Namespace) -> int:
     """Exit status 0; errors as one line by `main`."""
+    if args.store and args.action != "save":
+        raise OptionInvalid(f"--store: only to save; {args.action} takes none")
     if args.action == "tail":
         return await _tail(args)
     if not args.file:

@@ -48,6 +48,9 @@ async def run(args: argparse.Namespace) -> int:
     log = LogFile(Path(args.file))
     if args.until is not None and args.until < log.header.first_seq:
         raise OptionInvalid(f"--until {args.until}: the log begins at {log.header.first_seq}")
+    wanted = [name for name in ("state", "explain", "what_if") if getattr(args, name)]
+    if len(wanted) > 1 or (wanted and (args.html or args.perfetto)):
+        raise OptionInvalid("--state, --explain, --what-if, and --html with --perfetto: one at a time")
     if args.state:
         return _state(args, log)
     if args.explain:
