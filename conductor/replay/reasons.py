@@ -15,8 +15,8 @@ Measure = tuple[str, Callable[[C], int]]
 
 _ID = "the smaller id"
 _PREFILL: dict[str, list[Measure[Candidate]]] = {
-    "first token and copies": [
-        ("first token and copies", lambda c: c.ttft_ns + c.copies_ns),
+    "first token + copies": [
+        ("first token + copies", lambda c: c.ttft_ns + c.copies_ns),
         ("transfer", lambda c: c.transfer_ns),
         ("orders", lambda c: c.orders),
     ],
@@ -31,15 +31,15 @@ _PREFILL: dict[str, list[Measure[Candidate]]] = {
 _DECODE: dict[str, list[Measure[DecodeCandidate]]] = {
     "tbt": [
         ("time between tokens", lambda c: c.tbt_ns),
-        ("blocks of the prefix that are not there", lambda c: -c.prefix_blocks),
+        ("missing prefix blocks", lambda c: -c.prefix_blocks),
         ("sequences", lambda c: c.sequences),
     ],
     "blocks": [("KV blocks", lambda c: c.reserved_blocks + c.blocks), ("sequences", lambda c: c.sequences)],
 }
-_TIMES = ("first token and copies", "first token", "transfer", "queue", "time between tokens")
+_TIMES = ("first token + copies", "first token", "transfer", "queue", "time between tokens")
 #: By which rule a policy chooses; policies that are not here draw, or take turns.
 PREFILL_RULES: dict[str, list[Measure[Candidate]]] = {
-    "halfmoon": _PREFILL["first token and copies"],
+    "halfmoon": _PREFILL["first token + copies"],
     "mooncake": _PREFILL["first token"],
     "local_cache_aware": _PREFILL["first token"],
     "least_loaded": _PREFILL["queue"],

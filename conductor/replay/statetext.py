@@ -11,7 +11,7 @@ from halfmoon.conductor.index import BlockIndex
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.placement import queue_ns
 from halfmoon.conductor.replay.explaining import table
-from halfmoon.conductor.replay.wording import clock, duration, message
+from halfmoon.conductor.replay.wording import clock, duration
 from halfmoon.conductor.state import State, Worker
 from halfmoon.schemas.types import KEY_BYTES
 
@@ -35,7 +35,7 @@ def described(core: Core) -> str:
     state = core.state
     parts = [
         f"after event {state.seq}, {clock(state.at_ns)}; code {state.code_version or 'unknown'}; state {core.digest()}",
-        f"policy: {message(state.policy)}",
+        "policy: " + " ".join(f"{name}={_value(name, value)}" for name, value in _policy(state)),
         _section("prefill workers", _prefill(state)),
         _section("decode workers", _decode(state)),
         _section("store agents", _stores(state)),
@@ -48,6 +48,14 @@ def described(core: Core) -> str:
         _counters(state),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _policy(state: State) -> list[tuple[str, object]]:
+    return list(msgspec.structs.asdict(state.policy).items())
+
+
+def _value(name: str, value: object) -> str:
+    return duration(value).replace(" ", "") if isinstance(value, int) and "_ns" in name else str(value)
 
 
 def _section(title: str, rows: list[tuple[str, ...]]) -> str:

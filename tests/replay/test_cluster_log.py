@@ -39,6 +39,8 @@ async def test_a_cluster_is_saved_and_replayed_and_its_file_holds_no_text(
     flags = ("--engine", "null", "--conductors", "2", "--port", str(free_port()))
     sent = [(f"{SECRET} Number {number}.", prompt(300 + number)) for number in range(20)]
     with running(tmp_path_factory.mktemp("saved"), *flags) as cluster:
+        status, _, err = halfmoon(cluster, "policy", "set", "digest_events=100", "--nats", cluster.nats)
+        assert (status, err) == (0, "")
         nc = await cluster.connect()
         answers = []
         for text, tokens in sent:
@@ -65,11 +67,13 @@ async def test_a_cluster_is_saved_and_replayed_and_its_file_holds_no_text(
         assert verdict["identical"]
         assert verdict["first_divergence"] is None
         assert verdict["decisions"] >= saved["decisions"]
+        assert verdict["states"] >= 2, "each of two conductors said its state"
+        assert verdict["states_differ"] == []
         assert verdict["events"] >= saved["events"]
     status, out, _ = halfmoon(cluster, "replay", str(file))
-    assert (status, out.split(" (")[0]) == (
-        *(0, f"{saved['events']:,} events, {saved['decisions']:,} decisions, identical"),
-    )
+    assert status == 0
+    assert out.startswith(f"{saved['events']:,} events, {saved['decisions']:,} decisions, identical; ")
+    assert " state digests found again (" in out
     status, out, _ = halfmoon(cluster, "events", "show", str(file))
     assert out.count("RequestArrived ") == 2 * len(sent)
 
