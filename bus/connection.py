@@ -11,17 +11,17 @@ import contextlib
 import inspect
 import ssl
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import orjson
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 from nkeys import NkeysError
 
+from halfmoon.bus.client import DirectClient
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.errors import BusError, BusUnreachable, PeerError, PeerUnreachable
 from halfmoon.bus.publisher import Publisher
@@ -38,7 +38,7 @@ from halfmoon.schemas.tokens import ProcessError
 from halfmoon.schemas.types import Message
 
 M = TypeVar("M")
-Handler = Callable[[Any], "Awaitable[None] | None"]
+Handler = Callable[[Any], "Awaitable[None] | object"]
 Answerer = Callable[[Any], "Awaitable[Message] | Message"]
 
 
@@ -52,10 +52,22 @@ class _Refused(Exception):
     """The server's, or our own, final word on who the other is: trying again changes nothing."""
 
 
+async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    """Raises TimeoutError. The library may swallow a cancellation: then the work is left to itself."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+    if not done:
+        raise TimeoutError(f"nothing within {seconds:g} s")
+    task.result()
+
+
 class Bus:
     """See the module. Made by `Bus.connect`; not to be shared between event loops."""
 
-    def __init__(self, nc: Client, name: str, limits: StreamLimits) -> None:
+    def __init__(self, nc: DirectClient, name: str, limits: StreamLimits) -> None:
         self.nc = nc
         self.name = name
         self._limits = limits
@@ -88,16 +100,14 @@ class Bus:
                     raise _Refused
 
         options = {**config.options(), "name": name, "reconnected_cb": reconnected, "error_cb": failed}
-        nc = Client()
+        nc = DirectClient()
         try:
-            async with asyncio.timeout(config.connect_timeout_s):
-                await nc.connect(**options)
+            await _within(config.connect_timeout_s, nc.connect(**options))
         except (NatsError, NkeysError, OSError, TimeoutError, ValueError, _Refused) as problem:
             cause = problems[-1] if problems else problem
             if problems:  # else it got nowhere, and has nothing to close
                 with contextlib.suppress(TimeoutError, OSError, NatsError):
-                    async with asyncio.timeout(CLOSE_S):  # after a TLS handshake that failed it never returns
-                        await nc.close()
+                    await _within(CLOSE_S, nc.close())  # after a TLS handshake that failed it never returns
             reason = str(cause) or type(cause).__name__
             raise BusUnreachable(f"no NATS server takes us at {config.url}: {reason}") from None
         bus = cls(nc, name, limits or StreamLimits())
@@ -320,19 +330,22 @@ class Bus:
         self._publisher.post(subject, payload, reply, headers)
 
     async def subscribe(self, subject: str, kind: Any, handler: Handler, *, queue: str = "") -> Subscription:
-        """`handler(message)` for each, in order; what is no `kind` is dropped and counted."""
+        """`handler(message)` for each, in order; what is no `kind` is dropped and counted.
 
-        async def receive(msg: Msg) -> None:
+        It is called within the reading of the socket; if it is a coroutine function, each runs as a task.
+        """
+
+        def hear(_: bytes, __: bytes, payload: bytes, ___: bytes | None) -> None:
             try:
-                message = decode(msg.data, kind)
+                message = decode(payload, kind)
             except MessageInvalid:
                 self.invalid += 1
                 return
             result = handler(message)
-            if result is not None:
-                await result
+            if inspect.isawaitable(result):
+                self._spawn(result)
 
-        return await self.nc.subscribe(subject, queue=queue, cb=receive)
+        return await self.nc.hear(subject, hear, queue=queue)
 
     async def request(self, subject: str, message: Message, kind: type[M], *, timeout_s: float) -> M:
         """Ask and wait. Raises PeerUnreachable (nobody there, too late) or PeerError (its own refusal)."""

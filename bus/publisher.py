@@ -13,10 +13,9 @@ import time
 from collections import deque
 
 import msgspec
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.errors import ConnectionClosedError, OutboundBufferLimitError
 
+from halfmoon.bus.client import DirectClient
 from halfmoon.bus.errors import BusError, BusOverloaded, LogMoved
 
 UNACKED_MAX = 100_000
@@ -69,7 +68,7 @@ class _Outgoing:
 class Publisher:
     """One per connection. `submit` never blocks; `flush` waits until all is stored."""
 
-    def __init__(self, nc: Client) -> None:
+    def __init__(self, nc: DirectClient) -> None:
         self._nc = nc
         self._prefix = nc.new_inbox()
         self._next = 0
@@ -81,7 +80,7 @@ class Publisher:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        await self._nc.subscribe(f"{self._prefix}.*", cb=self._on_ack)
+        await self._nc.hear(f"{self._prefix}.*", self._on_ack)
         self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:
@@ -179,14 +178,14 @@ class Publisher:
                 if oldest.sent_at < time.monotonic() - RESEND_AFTER_S:
                     self.resend_all()
 
-    async def _on_ack(self, msg: Msg) -> None:
-        number = int(msg.subject.rpartition(".")[2])
+    def _on_ack(self, subject: bytes, _: bytes, payload: bytes, __: bytes | None) -> None:
+        number = int(subject[len(self._prefix) + 1 :])
         item = self._pending.get(number)
         if item is None:
             return
-        if not msg.data:  # 503: no stream listens yet; _watch sends it again
+        if not payload:  # 503: no stream listens yet; _watch sends it again
             return
-        ack = _decode_ack(msg.data)
+        ack = _decode_ack(payload)
         if ack.error is not None:
             if ack.error.err_code != WRONG_LAST_SEQUENCE:
                 if item.done is None or ack.error.code >= 500:

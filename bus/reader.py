@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+
+from halfmoon.bus.client import DirectClient, header
 
 IDLE_HEARTBEAT_S = 2.0
 _HEARTBEATS_MISSED = 3
@@ -42,14 +43,16 @@ class StreamMessage:
 class StreamReader:
     """`async for message in StreamReader(...)`: endless, from after a sequence on."""
 
-    def __init__(self, nc: Client, stream: str, *, filter_subject: str, after: int = 0) -> None:
+    def __init__(self, nc: DirectClient, stream: str, *, filter_subject: str, after: int = 0) -> None:
         self._nc = nc
         self._stream = stream
         self._filter = filter_subject
         self.last_seq = after
         self._expected = 1
         self._consumer = ""
+        self._inbox = ""
         self._sub: Subscription | None = None
+        self._flowing: asyncio.Future[None] | None = None
         self._received: deque[StreamMessage] = deque()
         self._wake = asyncio.Event()
         self._heard_at = 0.0
@@ -97,8 +100,8 @@ class StreamReader:
         self._received.clear()
         self._expected = 1
         self._reset = False  # from here on: messages may come before the answer to the request below
-        inbox = self._nc.new_inbox()
-        self._sub = await self._nc.subscribe(inbox, cb=self._on_message)
+        self._inbox = inbox = self._nc.new_inbox()
+        self._sub = await self._nc.hear(inbox, functools.partial(self._on_message, inbox))
         config = {
             "deliver_subject": inbox,
             "deliver_policy": "by_start_sequence",
@@ -142,22 +145,21 @@ class StreamReader:
             raise StreamRefused(f"{self._stream}: {answer['error'].get('description', 'refused')}")
         return answer
 
-    async def _on_message(self, msg: Msg) -> None:
-        if msg.sid != (self._sub._id if self._sub else None):
+    def _on_message(self, inbox: str, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        if inbox != self._inbox:
             return  # of a consumer that we have left
         self._heard_at = time.monotonic()
-        if not msg.reply.startswith("$JS.ACK."):
-            headers = msg.headers or {}
-            stalled = headers.get("Nats-Consumer-Stalled") or msg.reply
+        if not reply.startswith(b"$JS.ACK."):
+            stalled = header(headers, "Nats-Consumer-Stalled") or reply.decode()
             if stalled:
-                await self._nc.publish(stalled, b"")
-            last = headers.get("Nats-Last-Consumer")
-            if last is not None and int(last) != self._expected - 1:
+                self._flowing = asyncio.ensure_future(self._nc.publish(stalled, b""))
+            last = header(headers, "Nats-Last-Consumer")
+            if last and int(last) != self._expected - 1:
                 self._reset = True
                 self._wake.set()
             return
         # $JS.ACK.[domain.account.]stream.consumer.delivered.stream_seq.consumer_seq.time.pending[.token]
-        tokens = msg.reply.split(".")
+        tokens = reply.split(b".")
         if len(tokens) >= 12:
             tokens = tokens[2:]
         if int(tokens[6]) != self._expected:
@@ -165,7 +167,7 @@ class StreamReader:
         elif not self._reset:
             self._expected += 1
             self._received.append(
-                StreamMessage(int(tokens[5]), int(tokens[7]), msg.subject, msg.data, int(tokens[8]))
+                StreamMessage(int(tokens[5]), int(tokens[7]), subject.decode(), payload, int(tokens[8]))
             )
         self._wake.set()
 

@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 import orjson
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from halfmoon.bus.client import DirectClient
 from halfmoon.bus.reader import StreamReader, StreamRefused
 
 #: How often the place in the stream is noted, which bounds what is read again.
@@ -28,7 +27,7 @@ MARK_S = 5.0
 class StreamTail:
     """`open`, then iterate over payloads; endless. `lost_connection` is called by the bus after each reconnect."""
 
-    def __init__(self, nc: Client, stream: str, subject: str) -> None:
+    def __init__(self, nc: DirectClient, stream: str, subject: str) -> None:
         self._nc = nc
         self._stream = stream
         self._subject = subject
@@ -43,7 +42,7 @@ class StreamTail:
 
     async def open(self) -> None:
         """Nothing published after this returns is missed."""
-        self._sub = await self._nc.subscribe(self._subject, cb=self._on_message)
+        self._sub = await self._nc.hear(self._subject, self._on_message)
         self._mark = await self._last_seq()  # an answered request: the server has the subscription
         self._tasks = [asyncio.create_task(self._keep_mark())]
 
@@ -73,8 +72,8 @@ class StreamTail:
             if not self._received:
                 await self._wake.wait()
 
-    async def _on_message(self, msg: Msg) -> None:
-        (self._received if self._held is None else self._held).append(msg.data)
+    def _on_message(self, _: bytes, __: bytes, payload: bytes, ___: bytes | None) -> None:
+        (self._received if self._held is None else self._held).append(payload)
         self._wake.set()
 
     async def _catch_up(self) -> None:
