@@ -244,7 +244,10 @@ def decode_load(state: State, worker: Worker, end_ns: int) -> Load:
             start_ns = order.prefill_end_ns
             if order.phase == "prefill":
                 start_ns = max(start_ns, state.at_ns)  # it is late
-            counts = start_ns <= end_ns <= start_ns + order.decode_ns
+            over_ns = start_ns + order.decode_ns
+            if order.phase == "decode" and over_ns < state.at_ns:
+                over_ns = state.at_ns + order.decode_ns  # it lasts longer than expected: how long is as open as before
+            counts = start_ns <= end_ns <= over_ns
         else:
             counts = order.phase == "decode"
         if counts:
