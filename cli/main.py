@@ -11,7 +11,21 @@ import sys
 from collections.abc import Sequence
 
 from halfmoon.bus.errors import BusError
-from halfmoon.cli import chat, events, generate, policy, processes, profile, replay, simulate, status, up
+from halfmoon.cli import (
+    capacity,
+    chat,
+    events,
+    experiments,
+    generate,
+    policy,
+    processes,
+    profile,
+    replay,
+    simulate,
+    size,
+    status,
+    up,
+)
 from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.workers.model_config import ModelError
 
@@ -26,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"halfmoon {importlib.metadata.version('halfmoon')}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     runs = {}
-    for module in (up, generate, chat, status, events, replay, simulate, policy, profile):
+    for module in (up, generate, chat, status, events, replay, simulate, capacity, size, experiments, policy, profile):
         module.add(subparsers)
         runs[module.__name__.rpartition(".")[2]] = module.run
     runs.update(processes.add(subparsers))

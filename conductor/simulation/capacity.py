@@ -14,6 +14,8 @@ HELD_MIN = 0.9
 #: The answer is within this share of the true one.
 PRECISION = 0.01
 SPEED_MIN, SPEED_MAX = 1 / 64, 256.0
+#: Steps of the search for a speed that holds and one that does not.
+WIDEN = 1.4
 
 #: What became of each request at a speed.
 RunAt = Callable[[float], Mapping[str, Outcome]]
@@ -49,18 +51,18 @@ class Runs:
         return sum(ttft <= slo.ttft_ns and tbt <= slo.tbt_ns for ttft, tbt in times) / max(1, count)
 
     def capacity(self, slo: Slo, *, begin: float = 1.0) -> Capacity:
-        """By doubling or halving from `begin`, then by bisection. Raises CapacityUnknown.
+        """In steps up or down from `begin`, then by bisection. Raises CapacityUnknown.
 
         The share that holds is taken to fall with speed. It does, but for single requests.
         """
         low = high = begin
         if self.held(begin, slo) >= HELD_MIN:
-            while self.held(high := high * 2, slo) >= HELD_MIN:
+            while self.held(high := round(high * WIDEN, 4), slo) >= HELD_MIN:
                 low = high
                 if high >= SPEED_MAX:
                     raise CapacityUnknown(f"the objectives hold even at {high:g} times the trace's speed")
         else:
-            while self.held(low := low / 2, slo) < HELD_MIN:
+            while self.held(low := round(low / WIDEN, 4), slo) < HELD_MIN:
                 high = low
                 if low <= SPEED_MIN:
                     raise CapacityUnknown(f"the objectives do not hold even at {low:g} times the trace's speed")
@@ -71,3 +73,39 @@ class Runs:
             else:
                 high = middle
         return Capacity(low, round(self.held(low, slo), 4), high)
+
+
+def smallest(held: Callable[[int, int], float], workers_max: int) -> tuple[int, int, float]:
+    """The fewest (prefill, decode) workers for which `held` is HELD_MIN, and what it is.
+
+    First the fewest of each pool beside the most of the other, by bisection; these may not do together, since both take
+    from the same allowance of failures: then the totals above them are tried in turn, most prefill workers first.
+    Raises CapacityUnknown.
+    """
+    seen: dict[tuple[int, int], float] = {}
+
+    def holds(prefill: int, decode: int) -> bool:
+        if (prefill, decode) not in seen:
+            seen[prefill, decode] = held(prefill, decode)
+        return seen[prefill, decode] >= HELD_MIN
+
+    if not holds(workers_max, workers_max):
+        raise CapacityUnknown(f"{workers_max} prefill and {workers_max} decode workers do not hold the objectives")
+    prefill_min = _first(workers_max, lambda count: holds(count, workers_max))
+    decode_min = _first(workers_max, lambda count: holds(workers_max, count))
+    for total in range(prefill_min + decode_min, 2 * workers_max + 1):
+        for prefill in range(min(workers_max, total - decode_min), prefill_min - 1, -1):
+            if total - prefill <= workers_max and holds(prefill, total - prefill):
+                return prefill, total - prefill, seen[prefill, total - prefill]
+    raise AssertionError("the largest cluster holds")
+
+
+def _first(count_max: int, holds: Callable[[int], bool]) -> int:
+    low, high = 1, count_max
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -160,6 +160,6 @@ def simulate_colocated(
         load=run.samples,
     )
     summarise(report, run.outcomes, run.clock.now_ns)
-    report.prefill_busy = round(report.prefill_gpu_s / report.duration_s / len(run.workers), 6)
+    report.prefill_busy = round(report.prefill_gpu_s / max(report.duration_s, 1e-3) / len(run.workers), 6)
     report.wall_s = round(time.perf_counter() - began, 3)
     return report

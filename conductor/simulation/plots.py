@@ -68,9 +68,45 @@ def loads(path: Path, reports: Mapping[str, Report]) -> Path:
         axis.plot(minutes, [sample.prefill_load for sample in report.load], label="prefill: queue / TTFT SLO")
         axis.plot(minutes, [sample.decode_load for sample in report.load], label="decode: step / TBT SLO")
         axis.axhline(1.0, color="C3", linestyle="--", linewidth=1)
-        axis.set(ylabel="load", title=title, ylim=(0, None))
+        axis.set(ylabel="load", title=title, ylim=(0, 1.35 * max(1.0, *_peaks(report))))
         axis.legend(loc="upper right", frameon=False, ncols=2)
     axes[-1, 0].set_xlabel("minutes")
+    return save(figure, path)
+
+
+def _peaks(report: Report) -> tuple[float, float]:
+    """The highest load of each pool."""
+    if not report.load:
+        return 0.0, 0.0
+    return max(sample.prefill_load for sample in report.load), max(sample.decode_load for sample in report.load)
+
+
+def curves(
+    path: Path,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    log_x: bool = False,
+    log_y: bool = False,
+    level: float | None = None,
+) -> Path:
+    """Named lines through (x, y), on one pair of axes; `level` is drawn across."""
+    figure, axis = plt.subplots(figsize=SIZE)
+    for name, points in lines.items():
+        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, label=name)
+    if log_x:
+        axis.set_xscale("log")
+    if log_y:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
+    if level is not None:
+        axis.axhline(level, color="grey", linestyle="--", linewidth=1)
+    axis.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
     return save(figure, path)
 
 

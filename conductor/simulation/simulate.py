@@ -72,6 +72,6 @@ def simulate(
         load=world.samples,
     )
     summarise(report, world.outcomes, end_ns)
-    report.prefill_busy = round(report.prefill_gpu_s / report.duration_s / cluster.prefill, 6)
+    report.prefill_busy = round(report.prefill_gpu_s / max(report.duration_s, 1e-3) / cluster.prefill, 6)
     report.wall_s = round(time.perf_counter() - began, 3)
     return report

@@ -1,0 +1,95 @@
+"""The papers' results again: each experiment simulates, compares with the published figure, and says why they differ.
+
+Nothing here depends on the machine or the time: run twice, it writes the same bytes. `SPECS` names them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from halfmoon.conductor.simulation.capacity import Runs
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.profiles import LLAMA3_A800, Profile
+from halfmoon.conductor.simulation.report import Report, Slo
+from halfmoon.conductor.simulation.systems import run_system
+from halfmoon.conductor.simulation.trace import Arrival, read_trace
+from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+
+S, MS = 1_000_000_000, 1_000_000
+NOT_AVAILABLE = "not available"
+
+
+class Section(msgspec.Struct, kw_only=True):
+    """What one experiment found: a table, words, plots."""
+
+    title: str
+    setting: str
+    columns: list[str]
+    rows: list[list[str]]
+    why: list[str] = []
+    plots: list[str] = []
+
+
+class Context:
+    """Where the trace is and plots go; `say` tells of progress."""
+
+    def __init__(self, trace: Path, folder: Path, say: Callable[[str], None] = lambda text: None) -> None:
+        self.trace, self.folder, self.say = trace, folder, say
+        self.arrivals: list[Arrival] = read_trace(trace)
+
+    def run(
+        self,
+        policy: PolicyName = "halfmoon",
+        admission: AdmissionName = "none",
+        *,
+        system: str = "halfmoon",
+        cluster: Cluster | None = None,
+        profile: Profile = LLAMA3_A800,
+        slo: Slo | None = None,
+        speed: float = 1.0,
+        seed: int = 0,
+        noise_percent: int = 0,
+        arrivals: Sequence[Arrival] | None = None,
+        outcomes: dict[str, Outcome] | None = None,
+    ) -> Report:
+        slo = slo or Slo(ttft_ns=30 * S, tbt_ns=100 * MS)
+        cluster = cluster or Cluster(prefill=8, decode=8)
+        self.say(f"  {system} {policy} {admission} {cluster.prefill}+{cluster.decode} speed {speed:g} seed {seed}")
+        return run_system(
+            system,
+            self.arrivals if arrivals is None else arrivals,
+            cluster,
+            Policy(name=policy, admission=admission, ttft_slo_ns=slo.ttft_ns, tbt_slo_ns=slo.tbt_ns),
+            profile,
+            seed=seed,
+            speed=speed,
+            noise_percent=noise_percent,
+            slo=slo,
+            outcomes=outcomes,
+        )
+
+    def runs(self, policy: PolicyName = "halfmoon", admission: AdmissionName = "none", **options: object) -> Runs:
+        """For capacity: one system at many speeds."""
+
+        def at(speed: float) -> dict[str, Outcome]:
+            outcomes: dict[str, Outcome] = {}
+            self.run(policy, admission, speed=speed, outcomes=outcomes, **options)  # type: ignore[arg-type]
+            return outcomes
+
+        return Runs(at)
+
+    def plot(self, name: str) -> Path:
+        return self.folder / f"{name}.png"
+
+
+def within(ours: float, paper: float, tolerance: float) -> str:
+    """Whether `ours` is within a share of `paper`."""
+    off = ours / paper - 1
+    return f"{off:+.0%}, {'within' if abs(off) <= tolerance else 'NOT within'} ± {tolerance:.0%}"
+
+
+Experiment = Callable[[Context], Section]

@@ -1,0 +1,194 @@
+"""Experiments about the cache: hits, reuse at equal memory, TTFT by policy, GPU time, global against local, "
+"bandwidth."""
+
+from __future__ import annotations
+
+from halfmoon.conductor.simulation.experiments import NOT_AVAILABLE, Context, Section, within
+from halfmoon.conductor.simulation.plots import curves
+from halfmoon.conductor.simulation.trace import reuse
+from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.schemas.policy import PolicyName
+
+
+def block_hits(context: Context) -> Section:
+    """What is in the trace, whatever serves it."""
+    unbounded = reuse(context.trace)
+    lru = reuse(context.trace, 3_000_000)
+    return Section(
+        title="Block hits of the trace",
+        setting="One pool, token-weighted, prefixes of 512-token blocks, partial last blocks counted.",
+        columns=["result", "published", "here", "verdict"],
+        rows=[
+            ["unbounded, conversation", "0.374", f"{unbounded:.4f}", _exact(unbounded, 0.374, 0.0005)],
+            ["LRU of 3 M tokens, conversation", "0.139", f"{lru:.4f}", _exact(lru, 0.139, 0.005)],
+            ["the same, synthetic trace", "0.651 / 0.315", NOT_AVAILABLE, "the trace is not in this repository"],
+        ],
+    )
+
+
+def _exact(ours: float, published: float, tolerance: float) -> str:
+    return "equal" if abs(ours - published) <= tolerance else f"DIFFERS by {ours - published:+.4f}"
+
+
+def equal_memory(context: Context) -> Section:
+    """Eight caches of 3,000 blocks."""
+    cluster = Cluster(prefill=8, decode=8, pool_blocks=3_000, decode_pool_blocks=0)
+    names: tuple[PolicyName, ...] = ("round_robin", "dynamo", "local_cache_aware", "mooncake", "halfmoon")
+    reports = {name: context.run(name, cluster=cluster) for name in names}
+    again = context.run("halfmoon", cluster=cluster)
+    ideal = reuse(context.trace, 8 * 3_000 * 512)
+    published = {"round_robin": "0.091", "dynamo": "0.237 (NVIDIA Dynamo 1.6.1, its own replay)"}
+    rows = [
+        [name, published.get(name, "–"), f"{report.token_reuse:.4f}", f"{report.ttft_ms.mean / 1e3:.2f}"]
+        for name, report in reports.items()
+    ]
+    rows.append(["one pool of 24,000 blocks, LRU (bound)", "0.3125", f"{ideal:.4f}", "–"])
+    ours = reports["halfmoon"]
+    same = ours.digest == again.digest and ours.ttft_ms == again.ttft_ms
+    return Section(
+        title="Token reuse at equal memory",
+        setting="8 prefill workers with 3,000 blocks of 512 tokens each; decode nodes keep nothing; no refusals.",
+        columns=["policy", "published", "reuse here", "mean TTFT, s"],
+        rows=rows,
+        why=[
+            f"Asked for: at least 0.30. {'Reached' if ours.token_reuse >= 0.30 else 'MISSED'}: {ours.token_reuse:.4f}.",
+            "The bound counts partial last blocks and gives them memory; here only whole blocks are shared (one "
+            "pool of "
+            "24,000 whole blocks would reach 0.3169), and one token of each prompt is always computed.",
+            "Our `dynamo` is its published cost function over disaggregated workers with whole-prompt queues; its "
+            "own "
+            "replay batches prompts in one worker with decode, so queues and choices differ.",
+            f"The same run twice: digests {'identical' if same else 'DIFFERENT'} (`{ours.digest}`); Dynamo's own "
+            "replay "
+            "gave 0.2352 and 0.2377.",
+        ],
+    )
+
+
+def ttft_by_policy(context: Context) -> Section:
+    """Sixteen nodes, four ways to choose."""
+    paper = {"mooncake": 3.07, "local_cache_aware": 3.58, "least_loaded": 5.27, "random": 19.65}
+    names: tuple[PolicyName, ...] = ("halfmoon", "mooncake", "local_cache_aware", "least_loaded", "random")
+    means = {name: context.run(name).ttft_ms.mean / 1e3 for name in names}
+    rows = []
+    for name, mean in means.items():
+        published = paper.get(name)
+        ratio = mean / means["mooncake"]
+        rows.append(
+            [
+                name,
+                f"{published:.2f} s" if published else "–",
+                f"{mean:.2f} s",
+                f"{published / paper['mooncake']:.2f}" if published else "–",
+                f"{ratio:.2f}",
+                within(ratio, published / paper["mooncake"], 0.35) if published else "ours",
+            ]
+        )
+    order = [name for name, _ in sorted(means.items(), key=lambda one: one[1]) if name in paper]
+    return Section(
+        title="Mean TTFT by policy",
+        setting="Conversation trace, 8 prefill + 8 decode workers, LLaMA3-70B on 8×A800, no refusals. "
+        "Ratios are to the papers' global rule.",
+        columns=["policy", "paper", "here", "paper's ratio", "ratio here", "verdict"],
+        rows=rows,
+        why=[
+            f"Order {'as in the paper' if order == list(paper) else 'DIFFERENT: ' + ', '.join(order)}.",
+            "All absolute times but `random` are shorter than the paper's: its engine's prefill speed is not "
+            "published, ours "
+            "is half of the data sheet's peak. A faster engine leaves shorter queues where load is balanced, while "
+            "`random` is dominated by the worst node's queue at its utilisation of 75 %; so only its ratio is far "
+            "off.",
+        ],
+    )
+
+
+def prefill_gpu_time(context: Context) -> Section:
+    """GPU time of the prefills of the whole trace."""
+    ours = context.run("halfmoon")
+    vllm = context.run(system="vllm")
+    ratio = vllm.prefill_gpu_s / ours.prefill_gpu_s
+    return Section(
+        title="Prefill GPU time",
+        setting="Whole trace at its own speed; halfmoon 8 + 8, vLLM (no prefix cache) 16 colocated workers.",
+        columns=["result", "paper", "here", "verdict"],
+        rows=[
+            ["vLLM over ours, conversation", "1.56", f"{ratio:.2f}", within(ratio, 1.56, 0.25)],
+            ["the same, synthetic trace", "2.76", NOT_AVAILABLE, "the trace is not in this repository"],
+        ],
+        why=[f"{vllm.prefill_gpu_s:,.0f} s against {ours.prefill_gpu_s:,.0f} s."],
+    )
+
+
+def global_against_local(context: Context) -> Section:
+    """Ten prefill nodes of 3 M tokens."""
+    cluster = Cluster(prefill=10, decode=10, pool_blocks=3_000_000 // 512, decode_pool_blocks=0)
+    ours = context.run("halfmoon", cluster=cluster).token_reuse
+    rows = []
+    for name, what in (
+        ("least_loaded", "local caches, requests by load"),
+        ("round_robin", "local caches, requests in turn"),
+        ("local_cache_aware", "local caches, requests by cache and load"),
+    ):
+        local = context.run(name, cluster=cluster).token_reuse  # type: ignore[arg-type]
+        paper, verdict = "–", "–"
+        if name == "least_loaded":
+            paper, verdict = "2.22", within(ours / local, 2.22, 0.25)
+        rows.append([f"global ({ours:.4f}) over {what} ({local:.4f})", paper, f"{ours / local:.2f}", verdict])
+    rows.append(["synthetic trace", "2.36", NOT_AVAILABLE, "the trace is not in this repository"])
+    return Section(
+        title="Global against local cache, hit rate",
+        setting="10 prefill nodes × 3 M tokens, decode nodes keep nothing, no refusals.",
+        columns=["result", "paper", "here", "verdict"],
+        rows=rows,
+        why=[
+            "Which way the paper's local caches get their requests is not said; by load is the usual one. With a "
+            "single node's LRU of 3 M tokens (0.139) as the local cache, as a share of all requests would see it, "
+            "the "
+            f"ratio is {ours / 0.1387:.2f}.",
+        ],
+    )
+
+
+def bandwidth(context: Context) -> Section:
+    """Mean TTFT against the network."""
+    names: tuple[PolicyName, ...] = ("mooncake", "halfmoon")
+    gbits = (2, 5, 10, 25, 50, 100, 200, 400, 800)
+    points = {
+        name: [
+            (
+                float(gbit),
+                context.run(
+                    name,
+                    cluster=Cluster(prefill=8, decode=8, link_bytes_s=gbit * 10**9 // 8),
+                ).ttft_ms.mean
+                / 1e3,
+            )
+            for gbit in gbits
+        ]
+        for name in names
+    }
+    path = curves(
+        context.plot("bandwidth"),
+        {str(name): line for name, line in points.items()},
+        xlabel="network of a node, Gb/s",
+        ylabel="mean TTFT, s",
+        log_x=True,
+    )
+    ours, theirs = dict(points["halfmoon"]), dict(points["mooncake"])
+    flat = ours[100] / ours[800] - 1
+    return Section(
+        title="TTFT against bandwidth",
+        setting="Conversation trace, 8 + 8 workers, every node's network as given, no refusals.",
+        columns=["Gb/s", *(f"{gbit}" for gbit in gbits)],
+        rows=[
+            ["papers' rule, s", *(f"{theirs[gbit]:.2f}" for gbit in gbits)],
+            ["ours, s", *(f"{ours[gbit]:.2f}" for gbit in gbits)],
+        ],
+        why=[
+            f"Paper: flat above 100 Gb/s, steep below. Here from 800 to 100 Gb/s {flat:+.1%}; at 10 Gb/s "
+            f"{theirs[10] / theirs[800]:.1f} times (papers' rule) and {ours[10] / ours[800]:.1f} times (ours). Ours "
+            "fetches "
+            "less as the network gets slower, layer by layer beside computing, so its curve bends later.",
+        ],
+        plots=[path.name],
+    )

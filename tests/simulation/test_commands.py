@@ -1,0 +1,100 @@
+"""`halfmoon simulate`, `capacity`, `size`, `experiments`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+KEYS = {
+    *("requests", "completed", "rejected", "wasted_prefills", "ttft_ms", "tbt_ms", "token_reuse", "hits_by_source"),
+    *("effective_capacity", "prefill_gpu_s", "bytes_moved", "wall_s", "digest", "goodput_s", "complete"),
+}
+
+
+def halfmoon(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "halfmoon.cli.main", *map(str, words)], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_simulate_prints_what_scripts_rely_on(trace_file: Path) -> None:
+    run = halfmoon("simulate", "--trace", trace_file, "--requests", 200, "--prefill", 2, "--decode", 2, "--json")
+    report = json.loads(run.stdout)
+    assert report.keys() >= KEYS
+    assert report["ttft_ms"].keys() == {"mean", "p50", "p90", "p99"}
+    assert report["requests"] == 200
+    assert "load" not in report
+
+
+def test_simulate_prints_a_table_and_draws(trace_file: Path, tmp_path: Path) -> None:
+    run = halfmoon("simulate", "--trace", trace_file, "--requests", 200, "--plot", tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "TTFT ms" in run.stdout
+    assert "token reuse" in run.stdout
+    for name in ("ttft_tbt.png", "load.png", "hit_rate.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_capacity_and_size_answer(trace_file: Path) -> None:
+    few = ("--trace", trace_file, "--requests", 200, "--json")
+    found = json.loads(halfmoon("capacity", *few, "--prefill", 2, "--decode", 1, "--tbt-limits", "100,200").stdout)
+    assert 0 < found["tbt_ms"]["100"]["speed"] <= found["tbt_ms"]["200"]["speed"] * 1.01
+    size = json.loads(halfmoon("size", *few, "--workers-max", 8, "--tbt-ms", 100).stdout)
+    assert size["held"] >= 0.9
+    assert size["prefill"] + size["decode"] < 16
+
+
+def test_experiments_are_the_same_again_and_what_is_missing_is_said(trace_file: Path, tmp_path: Path) -> None:
+    pages = []
+    for name in ("one", "two"):
+        run = halfmoon("experiments", "hits", "--trace", trace_file, "--out", tmp_path / name)
+        assert run.returncode == 0, run.stderr
+        pages.append((tmp_path / name / "experiments.md").read_bytes())
+    assert pages[0] == pages[1]
+    assert "| unbounded, conversation | 0.374 | 0.3736 | equal |" in pages[0].decode()
+    assert "NOT RUN" in pages[0].decode()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["simulate", "--prefill", "0"], "--prefill 0: must be positive"),
+        (["simulate", "--speed", "-1"], "--speed -1"),
+        (["simulate", "--profile", "x"], "profile x: there is llama3-70b-8xa800"),
+        (["simulate", "--block-tokens", "100"], "cannot be cut into 100"),
+        (["simulate", "--kv-blocks", "0"], "holds no block"),
+        (["capacity", "--tbt-limits", "a"], "--tbt-limits a"),
+        (["experiments", "nonsense"], "there is no nonsense"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], message: str, trace_file: Path) -> None:
+    with_trace = [] if "--trace" in words else ["--trace", str(trace_file)]
+    run = halfmoon(*words, *with_trace)
+    assert run.returncode == 1
+    assert message in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_an_interrupted_simulation_marks_its_report(trace_file: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "halfmoon.cli.main", "simulate", "--trace", str(trace_file), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    time.sleep(2.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    report = json.loads(out)
+    assert report["complete"] is False
+    assert report["requests"] < 12_031
