@@ -6,6 +6,7 @@
 #   make lint               environment with tools, then ruff, and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
+#   make chaos [SEEDS=n] [SEED=n]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed
 #   make docs               environment, then docs/asyncapi.json anew from the message classes
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
 #
@@ -50,6 +51,9 @@ bench: $(RUN_STAMP)
 
 golden: $(DEV_STAMP)
 	$(BIN)/python -m tests.replay.record_golden $(ARGS)
+
+chaos: $(RUN_STAMP)
+	$(BIN)/python tests/chaos/run.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
 
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json

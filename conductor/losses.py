@@ -8,6 +8,9 @@ taking what is well:
 - An order counts only when the worker has obeyed a decision at least as new (`obeyed_seq`). Time would not do: what a
   conductor decides late, because it was away, has the time of its cause.
 - Two heartbeats must say so, half a period apart at least: those that waited for the bus together count as one.
+
+A decode worker also lists the orders that lack their KV or first token. When the prefill has ended a heartbeat ago, and
+two heartbeats say so, what was sent is lost (KV progress is told once), and the request is placed again.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def lose_orders(
 def compare_orders(state: State, worker: Worker, event: WorkerHeartbeat, out: Decisions) -> None:
     """What the worker lists as open, against what the core believes."""
     if event.orders is None:
-        worker.unlisted_ns, worker.stray_ns = {}, {}
+        worker.unlisted_ns, worker.stray_ns, worker.lacking_ns = {}, {}, {}
         return
     listed = dict.fromkeys(event.orders)
     unlisted = [
@@ -59,6 +62,18 @@ def compare_orders(state: State, worker: Worker, event: WorkerHeartbeat, out: De
         avoid(state.requests[state.orders[order_id].request_id], worker.worker_id)
     reason = f"worker {worker.worker_id} knows nothing of the order"
     lose_orders(state, worker.worker_id, lost, reason, out, told=True)
+    lacking = [order_id for order_id in event.lacking if _is_overdue(state, worker, order_id)]
+    worker.lacking_ns, lost = _said_again(state, worker.lacking_ns, lacking)
+    reason = "its KV or its first token did not reach the decode worker"
+    lose_orders(state, worker.worker_id, lost, reason, out, told=True)
+
+
+def _is_overdue(state: State, worker: Worker, order_id: str) -> bool:
+    """Its prefill ended so long ago that all of it must have come."""
+    order = state.orders.get(order_id)
+    if order is None or order.decode_id != worker.worker_id or order.phase != "decode":
+        return False
+    return state.at_ns - order.prefill_end_ns >= state.policy.heartbeat_ns
 
 
 def _said_again(state: State, since_ns: dict[str, int], order_ids: list[str]) -> tuple[dict[str, int], list[str]]:

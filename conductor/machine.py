@@ -71,7 +71,7 @@ from halfmoon.schemas.events import (
 )
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 4
+SNAPSHOT_VERSION = 5
 
 
 class SnapshotInvalid(ValueError):
@@ -174,7 +174,10 @@ def _apply(state: State, event: Event, out: Decisions) -> None:
             if members.known_store(state, event.node_id, event.incarnation):
                 state.index.discard(event.node_id, event.block_keys, event.tier)
         case RequestArrived():
-            if event.request_id not in state.requests and event.request_id not in state.finished:
+            if event.request_id in state.finished:
+                if event.answer_lost:
+                    orders.accept_again(state, event, out)
+            elif event.request_id not in state.requests:
                 orders.accept_or_reject(state, event, out)
         case PrefillFinished():
             _prefill_finished(state, event)

@@ -40,6 +40,14 @@ def accept_or_reject(state: State, event: RequestArrived, out: Decisions) -> Non
         _order(state, request, verdict, out)
 
 
+def accept_again(state: State, event: RequestArrived, out: Decisions) -> None:
+    """A request that was answered, but its worker is gone and its client has not all: placed again, never refused."""
+    del state.finished[event.request_id]
+    request = Request(event=event, arrived_ns=state.at_ns, placements=1)
+    state.requests[event.request_id] = request
+    place(state, request, "its answer was lost", out)
+
+
 def place(state: State, request: Request, lost: str, out: Decisions) -> None:
     """A request that was accepted and has no order any more (`lost` says why): placed, parked, or failed for good."""
     if request.placements >= state.policy.placements_max:

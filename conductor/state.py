@@ -66,6 +66,8 @@ class Worker(msgspec.Struct, kw_only=True):
     #: Orders that its last heartbeat did not list though it must know them, and listed though we do not: since when.
     unlisted_ns: dict[str, int] = {}
     stray_ns: dict[str, int] = {}
+    #: Orders whose prefill has ended and whose KV or first token it lacks, by its last heartbeat: since when.
+    lacking_ns: dict[str, int] = {}
 
 
 class Store(msgspec.Struct, kw_only=True):

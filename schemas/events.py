@@ -121,6 +121,8 @@ class WorkerHeartbeat(Message, frozen=True):
     step_context_tokens: Count = 0
     #: Orders that were taken and neither answered nor cancelled; None: not told.
     orders: list[Id] | None = None
+    #: Decode: those of `orders` that wait for KV or a first token, not for room.
+    lacking: list[Id] = []
     #: `cause_seq` of the newest decision that the worker has obeyed, of whatever kind; 0: none yet.
     obeyed_seq: Seq = 0
 
@@ -272,6 +274,8 @@ class RequestArrived(Message, frozen=True):
     tenant: Text = ""
     #: Larger is more important; under overload smaller is refused first.
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    #: Sent again because the client lacks tokens and no worker has them: placed anew even when it counts as ended.
+    answer_lost: bool = False
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

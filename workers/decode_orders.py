@@ -98,8 +98,15 @@ class DecodeOrders(Worker):
             step_sequences=sequences,
             step_context_tokens=context,
             orders=list(self._open),
+            lacking=[order_id for order_id, sequence in self._waiting.items() if self._lacks(sequence)],
             obeyed_seq=self.obeyed_seq,
         )
+
+    def _lacks(self, sequence: Sequence) -> bool:
+        """Whether something of it has yet to be heard of."""
+        if sequence.result is None:
+            return True
+        return self._loading is not None and not sequence.kv_announced(self.config.layout.layers)
 
     def orders_open(self) -> int:
         return len(self._open)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from halfmoon.bus.errors import PeerError, PeerUnreachable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError
@@ -57,7 +59,9 @@ class Resends:
                 await self._ask_once(request, had)
                 if request.seen_tokens <= len(request.output_ids):
                     return
-        except (PeerUnreachable, PeerError):
+        except PeerUnreachable:
+            self._unknown(request)
+        except PeerError:
             return
         finally:
             request.resending = False
@@ -73,11 +77,15 @@ class Resends:
             if reply.delivery is not None:
                 self._registry.on_tokens(TokensSampled(worker_id=worker_id, deliveries=[reply.delivery]))
         elif self._is_open(request) and request.order_id == order_id:
-            # It restarted (then the conductors will place the request again), or believes that we have it all (then
-            # nobody will, unless told).
-            request.unknown_count += 1
-            if request.unknown_count == UNKNOWN_COUNT_MAX:
-                self._registry.bus.append_soon(request.arrived, source_id=self._registry.config.frontend_id)
+            self._unknown(request)
+
+    def _unknown(self, request: OpenRequest) -> None:
+        """The worker is gone, or restarted: the conductors place the request again, unless it had told them that all is
+        done. So they are told that it is not."""
+        request.unknown_count += 1
+        if self._is_open(request) and request.unknown_count % UNKNOWN_COUNT_MAX == 0:
+            lost = msgspec.structs.replace(request.arrived, answer_lost=True)
+            self._registry.bus.append_soon(lost, source_id=self._registry.config.frontend_id)
 
     def _is_open(self, request: OpenRequest) -> bool:
         return self._registry.requests.get(request.request_id) is request

@@ -72,6 +72,13 @@ class Sequence:
     def kv_complete(self, layers: int) -> bool:
         return self.arrived is not None and self.loaded == layers * len(self.slots)
 
+    def kv_announced(self, layers: int) -> bool:
+        """Everything was heard to be readable in the node's pool, loaded or not."""
+        if self.arrived is None:
+            return False
+        waiting = {(layer, block) for layer, block in self.to_load if not self.arrived[layer, block]}
+        return int(self.arrived.sum()) + len(waiting) == layers * len(self.slots)
+
     def next_known(self) -> SampledToken | None:
         """The token that must come next because the client has it already."""
         index = len(self.output)

@@ -12,7 +12,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conductor")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "conductor"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from world import World
 

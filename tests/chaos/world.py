@@ -19,10 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import msgspec
 from conductor_scripts import LAYOUT, MS, PROFILE, S, keys
 
 from halfmoon.conductor.live import target
 from halfmoon.conductor.machine import Core
+from halfmoon.schemas.codec import digest as digest_of
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
     CancelOrder,
@@ -70,7 +72,7 @@ from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.store.pool import Owner, Pool, State
 
-DIGEST_EVENTS = 50
+DIGEST_EVENTS = 100
 LEASE_TTL_NS = 10 * S
 CALM_S_MAX = 180
 Identity = tuple[int, int]
@@ -100,7 +102,8 @@ class Process:
     done: Identity = (0, -1)
     #: Workers: open orders; a decode worker's answers, finished orders and batch.
     orders: dict[str, Any] = field(default_factory=dict)
-    results: dict[str, bool] = field(default_factory=dict)
+    results: set[str] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)
     finished: dict[str, str] = field(default_factory=dict)
     batch: dict[str, int] = field(default_factory=dict)
     busy_until_ns: int = 0
@@ -132,7 +135,7 @@ class Conductor:
         """From a snapshot or from the start of the log; silent up to the newest decision that is stored."""
         world = self.world
         self.alive, self.life = True, self.life + 1
-        checked = world.draw.random() < 0.2
+        checked = world.draw.random() < 0.1
         if world.snapshots and world.draw.random() < 0.7:
             self.core = Core.restore(world.draw.choice(world.snapshots[-3:]), checked=checked)
         else:
@@ -265,7 +268,7 @@ class World:
             lost_after_ns=draw.choice([2 * S, 4 * S]),
         )
 
-    # --- time and the network -----------------------------------------------------------------------------------
+    # --- time and the network ---------------------------------------------------------------------------------------
 
     def at(self, at_ns: int, what: Callable[[], None]) -> None:
         self._count += 1
@@ -363,7 +366,7 @@ class World:
     def reachable(self, process: Process) -> bool:
         return process.alive and process.link.up and self.server_up and not self.chance(self.loss)
 
-    # --- what must agree ------------------------------------------------------------------------------------------
+    # --- what must agree --------------------------------------------------------------------------------------------
 
     def decided(self, conductor: Conductor, stamped: Stamped, decisions: list[Decision]) -> None:
         known = self.decisions.setdefault(stamped.seq, decisions)
@@ -372,14 +375,15 @@ class World:
             return
         self.counts["decisions"] += len(decisions)
         for decision in decisions:
-            if isinstance(stamped.event, RequestArrived) and isinstance(decision, StartPrefill):
+            new = isinstance(stamped.event, RequestArrived) and not stamped.event.answer_lost
+            if new and isinstance(decision, StartPrefill):
                 orders = conductor.core.state.workers[decision.worker_id].orders
                 limit = conductor.core.state.policy.queued_max_per_worker
                 assert len(orders) <= limit, ("more than the queue takes", decision, len(orders))
 
     def digested(self, conductor: Conductor) -> None:
         seq, snapshot = conductor.core.seq, conductor.core.snapshot()
-        digest = conductor.core.digest()
+        digest = digest_of(snapshot)
         assert self.digests.setdefault(seq, digest) == digest, ("another state", conductor.name, seq)
         event = StateDigested(
             conductor_id=conductor.name, incarnation="i", code_version="c", at_seq=seq, digest=digest
@@ -413,7 +417,8 @@ class World:
         process.alive, process.life = True, process.life + 1
         process.link = Link(mark=len(self.stream))
         process.done = (0, -1)
-        process.orders, process.results, process.finished, process.batch = {}, {}, {}, {}
+        process.orders, process.finished, process.batch = {}, {}, {}
+        process.results, process.taken = set(), set()
         process.open, process.newest, process.busy_until_ns = {}, {}, 0
         process.pool, process.gone = Pool(self.slots), set()
         self.announce(process)
@@ -481,6 +486,7 @@ class World:
                         step_sequences=len(process.batch),
                         step_context_tokens=1_000 * len(process.batch),
                         orders=list(process.orders),
+                        lacking=[o for o in process.orders if process.role == "decode" and o not in process.results],
                         obeyed_seq=process.done[0],
                     ),
                 )
@@ -506,7 +512,7 @@ class World:
             self.end(process, request_id, "frontend lost")
         self.later(self.draw.randrange(8 * S), lambda: None if process.alive else self.start(process))
 
-    # --- store agents -------------------------------------------------------------------------------------------------
+    # --- store agents -----------------------------------------------------------------------------------------------
 
     def changes(self, store: Process) -> None:
         """Tells the log what became readable and what was evicted."""
@@ -552,7 +558,7 @@ class World:
         if self.reachable(store):
             store.pool.release(owner)
 
-    # --- decisions ------------------------------------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------------------------
 
     def obey(self, process: Process, decision: Decision) -> None:
         match decision:
@@ -604,7 +610,7 @@ class World:
         if isinstance(order, StartPrefill):
             self.prefill(worker, life, order, request, self.now_ns)
         else:
-            worker.results.setdefault(order.order_id, False)
+            worker.taken.add(order.order_id)
             self.load_waiting(worker)
 
     def answer(self, order: StartPrefill | StartDecode) -> dict[str, str]:
@@ -615,7 +621,7 @@ class World:
         kind: Any = PrefillFailed if isinstance(order, StartPrefill) else DecodeFailed
         self.say(worker, kind(**self.answer(order), reason="x", retryable=retryable))
 
-    # --- prefill --------------------------------------------------------------------------------------------------------
+    # --- prefill ----------------------------------------------------------------------------------------------------
 
     def prefill(self, worker: Process, life: int, order: StartPrefill, request: RequestArrived, since_ns: int) -> None:
         """Slots on both nodes, with patience; then compute."""
@@ -631,7 +637,7 @@ class World:
                 self.fail(worker, order, retryable=True)
                 return
             if problem:
-                self.later(100 * MS, lambda: self.prefill(worker, life, order, request, since_ns))
+                self.later(400 * MS, lambda: self.prefill(worker, life, order, request, since_ns))
                 return
         lives = (self.processes[own].life, self.processes[far].life)
         took_ns = self.draw.choice([1 * MS, self.draw.randrange(300 * MS)])
@@ -680,17 +686,17 @@ class World:
 
     def result(self, decode: Process, life: int, order_id: str) -> None:
         if decode.alive and decode.life == life:
-            decode.results[order_id] = True
+            decode.results.add(order_id)
             self.load_waiting(decode)
 
-    # --- decode ---------------------------------------------------------------------------------------------------------
+    # --- decode -----------------------------------------------------------------------------------------------------
 
     def load_waiting(self, worker: Process) -> None:
         """Those whose KV is here join the batch while there is room."""
         if worker.role != "decode" or not worker.alive:
             return
         for order in list(worker.orders.values()):
-            if order.order_id in worker.batch or not worker.results.get(order.order_id):
+            if order.order_id in worker.batch or order.order_id not in worker.results & worker.taken:
                 continue
             blocks = LAYOUT.blocks(order.prompt_tokens + order.max_tokens)
             if blocks > self.kv_blocks:
@@ -710,7 +716,7 @@ class World:
             worker.batch[order.order_id] = blocks
             self.say(worker, DecodeStarted(**self.answer(order)))
             life = worker.life
-            self.later(self.draw.randrange(2 * S), lambda order=order: self.decoded(worker, life, order))
+            self.later(self.draw.randrange(2 * S), lambda order=order, life=life: self.decoded(worker, life, order))
 
     def decoded(self, worker: Process, life: int, order: StartDecode) -> None:
         if not self.has(worker, life, order):
@@ -742,13 +748,14 @@ class World:
         if newest is None or not newest[2]:
             return
         worker = self.processes[newest[2]]
-        if self.reachable(worker) and self.reachable(frontend):
-            if worker.finished.get(newest[1]) == request_id:
+        if self.reachable(frontend):
+            if self.reachable(worker) and worker.finished.get(newest[1]) == request_id:
                 self.end(frontend, request_id, "finished")
-            elif newest[1] not in worker.orders:
-                self.say(frontend, frontend.open[request_id])
+            elif not worker.alive or newest[1] not in worker.orders:
+                self.counts["answers lost"] += 1
+                self.say(frontend, msgspec.structs.replace(frontend.open[request_id], answer_lost=True))
 
-    # --- clients and faults -----------------------------------------------------------------------------------------------
+    # --- clients and faults -----------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
         draw = self.draw
@@ -831,7 +838,7 @@ class World:
 
         self.later(for_ns, back)
 
-    # --- a run ----------------------------------------------------------------------------------------------------------
+    # --- a run ------------------------------------------------------------------------------------------------------
 
     def run(self, chaos_s: int = 12) -> None:
         self.append(ClusterConfigured(code_version="c", log_version=2, policy=self.policy), "begin")
@@ -858,6 +865,11 @@ class World:
 
     def at_rest(self) -> str:
         """What is still under way; "" when every request has ended and nothing is held."""
+        if not self.server_up:
+            return "the server is away"
+        behind = [conductor.name for conductor in self.conductors if conductor.position < len(self.log)]
+        if behind:
+            return f"behind: {behind}"
         for process in self.processes.values():
             if process.open:
                 return f"open at {process.process_id}: {sorted(process.open)}"
@@ -872,9 +884,10 @@ class World:
 
     def alike(self) -> None:
         """All conductors have read the same, and hold the same."""
-        for conductor in self.conductors:
-            conductor.paused_until_ns = 0
-            conductor.read()
+        while any(conductor.position < len(self.log) for conductor in self.conductors):
+            for conductor in self.conductors:
+                conductor.paused_until_ns = 0
+                conductor.read()
         digests = {conductor.core.digest() for conductor in self.conductors}
         assert len(digests) == 1, ("another state at the end", digests)
         assert len(self.ends) == self.accepted, (len(self.ends), self.accepted)
