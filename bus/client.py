@@ -6,8 +6,10 @@ queue, a turn of the loop and parsed headers, about a sixth of all that the proc
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
@@ -44,6 +46,13 @@ class DirectClient(Client):
             handler(subject, reply, data, headers)
         except Exception:
             log.exception("a message on %s was not taken", subject.decode(errors="replace"))
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        """While a connection is being lost the library may raise its error to whoever publishes just then. The reading
+        of the socket deals with it; what must not be lost is sent again after the reconnect.
+        """
+        with contextlib.suppress(OSError):
+            return await super()._flush_pending(force_flush)
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._hearing.pop(sid, None)

@@ -97,3 +97,18 @@ async def test_other_subscriptions_go_the_librarys_way(client: DirectClient) -> 
     await client.publish("b", b"")
     async with asyncio.timeout(2):
         await done.wait()
+
+
+async def test_whoever_publishes_while_the_connection_is_being_lost_is_not_told(
+    client: DirectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drain() -> None:
+        raise ConnectionResetError
+
+    assert client._flusher_task is not None
+    client._flusher_task.cancel()  # as its end at the error of the socket, before anybody else has seen that
+    await asyncio.wait({client._flusher_task})
+    monkeypatch.setattr(client._transport, "drain", drain)
+    await client.publish("a", b"1")
+    await client.hear("b", lambda *_: None)
+    assert client.is_connected
