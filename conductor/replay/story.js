@@ -119,6 +119,7 @@ function reveal(i) {
 
 function close() {
   picked = -1;
+  history.replaceState(null, "", location.pathname);
   $("side").hidden = true;
   draw();
 }
@@ -144,6 +145,7 @@ function table(parent, heads, rows) {
 
 async function pick(i) {
   picked = i;
+  history.replaceState(null, "", "#" + encodeURIComponent(RUN.requests.id[i]));
   const story = $("story"), r = RUN.requests;
   story.textContent = "";
   $("side").hidden = false;
@@ -206,4 +208,10 @@ function legend() {
   layout();
   listen();
   window.loaded_ms = performance.now() - began;
+  const wanted = RUN.requests.id.indexOf(decodeURIComponent(location.hash.slice(1)));
+  if (wanted >= 0) { // run.html#REQUEST
+    await pick(wanted);
+    reveal(wanted);
+  }
+  document.documentElement.dataset.drawn = bars.length;
 })();
