@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.conductor import beginning
 from halfmoon.conductor.replay.explaining import explained
 from halfmoon.conductor.replay.lives import Lives, lives
 from halfmoon.conductor.replay.logfile import EventLine, LogFile, ProgressLine
@@ -42,7 +43,15 @@ def test_every_decision_of_a_real_run_is_made_again(file: Path) -> None:
 
 
 def test_there_are_logs() -> None:
-    assert [file.name for file in FILES] == ["null.jsonl.zst", "smollm2.jsonl.zst"]
+    assert [file.name for file in FILES] == ["log_version_1.jsonl.zst", "null.jsonl.zst", "smollm2.jsonl.zst"]
+
+
+def test_a_log_of_the_first_version_still_replays() -> None:
+    """Left by conductors whose messages were older; `make golden` cannot record it again."""
+    header = golden("log_version_1").header
+    assert (header.log_version, header.code_version) == (1, "0.1.0")
+    assert header.log_version < beginning.LOG_VERSION
+    assert verify(golden("log_version_1")).identical
 
 
 def test_the_real_model_s_run_lost_workers_fetched_refused_and_cancelled() -> None:
