@@ -144,6 +144,8 @@ def describe(verdict: Verdict) -> str:
     notes = ""
     if verdict.unpublished:
         notes += f"; {verdict.unpublished:,} more were not published yet"
+    if verdict.expired:
+        notes += f"; {verdict.expired:,} had expired"
     if verdict.passed_over:
         notes += f"; {verdict.passed_over:,} events before the log begins were passed over"
     if verdict.states:

@@ -155,7 +155,7 @@ class Lives:
                 if life is None:
                     life = Life(arrived=event, seq=line.seq, arrived_ns=line.at_ns)
                     self.of[event.request_id] = self._open[event.request_id] = life
-                elif life.ending == "cancelled":  # its frontend was lost by mistake, and sends it again
+                elif life.ending != "open" and event.request_id in core.state.requests:  # sent again, and taken again
                     life.ending, life.end_ns, life.reason = "open", 0, ""
                     self._open[event.request_id] = life
             case PrefillFinished() | DecodeStarted() | RequestFinished():

@@ -44,6 +44,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="h
     log_version: int = 0
     first_seq: int = 0
     last_seq: int = 0
+    #: Cause and position of the oldest decision that was left, when older ones had expired.
+    first_decision: tuple[int, int] | None = None
 
 
 class EventLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="event"):

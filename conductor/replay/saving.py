@@ -50,7 +50,7 @@ async def save(
     Raises LogEmpty, BusError and OSError.
     """
     first_seq, last_seq = await bus.held(subjects.EVENTS_STREAM)
-    _, last_decision = await bus.held(subjects.DECISIONS_STREAM)
+    first_decision, last_decision = await bus.held(subjects.DECISIONS_STREAM)
     _, last_progress = await bus.held(subjects.KV_STREAM)
     snapshot = await leading_snapshot(bus) if first_seq > 1 else None
     after = snapshot[0] if snapshot else 0
@@ -62,11 +62,11 @@ async def save(
         event = await anext(events, None)
         if event is None:
             raise LogEmpty("the event log is empty")
-        header = _header(event, last_seq, cluster)
+        decision = await _next_decision(decisions)
+        header = _header(event, last_seq, cluster, decision if first_decision > 1 else None)
         with LogWriter(path, header) as out:
             if snapshot is not None:
                 out.write(SnapshotLine(seq=after, snapshot=snapshot[1]))
-            decision = await _next_decision(decisions)
             moved = await _next_progress(progress)
             while event is not None:
                 while moved is not None and moved.at_ns < event.at_ns:
@@ -84,7 +84,7 @@ async def save(
             return out.events, out.decisions
 
 
-def _header(first: StreamMessage, last_seq: int, cluster: str) -> Header:
+def _header(first: StreamMessage, last_seq: int, cluster: str, oldest: DecisionLine | None) -> Header:
     line = _event_line(first)
     began = line.event if isinstance(line, EventLine) else None
     configured = began if isinstance(began, ClusterConfigured) else None
@@ -96,6 +96,7 @@ def _header(first: StreamMessage, last_seq: int, cluster: str) -> Header:
         log_version=configured.log_version if configured else 0,
         first_seq=first.seq,
         last_seq=last_seq,
+        first_decision=(oldest.cause_seq, oldest.position) if oldest else None,
     )
 
 

@@ -2,8 +2,9 @@
 
 A decision is known by (sequence of its cause, position). Conductors publish in that order, and the stream keeps it: so
 what is older than the newest recorded decision must be recorded, and what is newer had not been published when the log
-was saved. Only the latter may be absent; it is counted. A decision that was stored twice (a conductor lagged by more
-than the stream's window for duplicates) must be the same both times. Timers are never published.
+was saved. Only the latter may be absent, and what is older than the oldest that was left when older ones had expired;
+both are counted. A decision that was stored twice (a conductor lagged by more than the stream's window for duplicates)
+must be the same both times. Timers are never published.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Verdict(msgspec.Struct, kw_only=True):
     decisions: int
     #: Computed, and newer than every recorded one.
     unpublished: int
+    #: Computed, and older than the oldest decision that had not expired when the log was saved.
+    expired: int
     #: Events before what begins the log, when its head is gone: not replayed.
     passed_over: int
     #: Digests that conductors of this very code said, and found again; those that differ.
@@ -84,7 +87,7 @@ class Replay:
         #: Events at the head of the file that stand before what begins the log.
         self.passed_over = 0
         #: How the decisions seen so far compare with the recorded ones.
-        self.compared = Compared()
+        self.compared = Compared(log.header.first_decision)
 
     def __iter__(self) -> Iterator[tuple[Line, list[Decision]]]:
         for line in self._lines():
@@ -146,8 +149,11 @@ class Replay:
 class Compared:
     """Decisions against decisions, as they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Identity | None = None) -> None:
         self.events = 0
+        #: Computed, and older than the oldest decision that had not expired.
+        self.expired = 0
+        self._first = first or (0, -1)
         #: Recorded, and equal to what was computed.
         self.equal = 0
         self._digest = hashlib.blake2b(digest_size=16)
@@ -163,7 +169,11 @@ class Compared:
             for position, decision in enumerate(decisions):
                 encoded = encode(decision)
                 self._digest.update(encoded)
-                if not isinstance(decision, SetTimer):
+                if isinstance(decision, SetTimer):
+                    continue
+                if (line.seq, position) < self._first:
+                    self.expired += 1
+                else:
                     self._open[(line.seq, position)] = (decision, hash(encoded))
         elif isinstance(line, DecisionLine):
             self._met_one(line)
@@ -256,6 +266,7 @@ def verify(log: LogFile, *, checked: bool = False, until: int | None = None) -> 
         events=compared.events,
         decisions=compared.equal,
         unpublished=compared.unpublished,
+        expired=compared.expired,
         passed_over=replay.passed_over,
         states=states.equal,
         states_differ=states.differ,

@@ -146,6 +146,22 @@ def test_a_refused_request_says_what_each_candidate_would_have_taken(tmp_path: P
     assert story(tmp_path, script) == (STORIES / "refused.txt").read_text()
 
 
+def test_a_request_whose_answer_was_lost_lives_again(tmp_path: Path) -> None:
+    script = Script(prefill(0), decode(0), decode(1), FrontendJoined(frontend_id="f1", incarnation="i1"))
+    request = arrived("r1", tokens=300)
+    script(request)
+    order = f"{script.core.seq}-1"
+    script(prefilled(order), 50 * MS)
+    script(finished(order, ttft_ns=50 * MS), 100 * MS)
+    script(request, 10 * MS)  # word for word: nothing happens
+    script(WorkerLeft(worker_id="d0"), 10 * MS)
+    script(msgspec.structs.replace(request, answer_lost=True), 10 * MS)
+    text = story(tmp_path, script)
+    assert text.count("placed on ") == 2
+    assert "(its answer was lost)" in text
+    assert text.endswith("not ended by the end of the log\n")
+
+
 def test_watching_changes_neither_decisions_nor_state(tmp_path: Path) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(11))
     one, other = Replay(log), Replay(log, watched="*")

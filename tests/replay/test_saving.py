@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+import msgspec
 import orjson
 import pytest
 from conductor_scripts import MS, arrived, decode, finished, keys, prefill, prefilled, store, stored
@@ -22,6 +23,7 @@ from halfmoon.conductor.replay.logfile import (
     InvalidLine,
     Line,
     LogFile,
+    LogWriter,
     ProgressLine,
     SnapshotLine,
 )
@@ -156,6 +158,24 @@ async def test_where_the_head_has_expired_a_snapshot_begins_the_file(nats_url: s
         assert (verdict.identical, verdict.events, verdict.decisions, verdict.passed_over) == (True, *left, 0)
         assert verdict.state_digest == verify(whole).state_digest
     await bus.close()
+
+
+async def test_decisions_that_have_expired_are_counted_and_no_others_may_be_missing(
+    nats_url: str, tmp_path: Path
+) -> None:
+    await conducted(nats_url)
+    bus = await connect(nats_url)
+    await bus.js_api(f"STREAM.PURGE.{subjects.DECISIONS_STREAM}", orjson.dumps({"seq": 2}))
+    await bus.close()
+    assert await save_from(nats_url, tmp_path / "log.jsonl") == (11, 1)
+    log = LogFile(tmp_path / "log.jsonl")
+    assert log.header.first_decision == (7, 1)
+    verdict = verify(log)
+    assert (verdict.identical, verdict.decisions, verdict.expired) == (True, 1, 1)
+    with LogWriter(tmp_path / "less.jsonl", msgspec.structs.replace(log.header, first_decision=None)) as out:
+        for line in log.lines():
+            out.write(line)
+    assert not verify(LogFile(tmp_path / "less.jsonl")).identical
 
 
 def test_a_directory_without_a_log_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
