@@ -50,7 +50,8 @@ async def run(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode({"events": events, "decisions": decisions}).decode())
     else:
-        print(f"{args.file}: {events:,} events, {decisions:,} decisions")
+        clear = "\x1b[K" if sys.stdout.isatty() else ""
+        print(f"{clear}{args.file}: {events:,} events, {decisions:,} decisions")
     return 0
 
 
@@ -76,7 +77,8 @@ async def _bus(args: argparse.Namespace) -> AsyncIterator[Bus]:
 def _progress(args: argparse.Namespace) -> Any:
     if args.json or not sys.stderr.isatty():
         return None
-    return lambda seq, last: print(f"\r{seq:,} of {last:,} events", end="", file=sys.stderr, flush=True)
+    # The cursor stays at the start of the line, so that what is printed next replaces it.
+    return lambda seq, last: print(f"\x1b[K{seq:,} of {last:,} events\r", end="", file=sys.stderr, flush=True)
 
 
 async def _tail(args: argparse.Namespace) -> int:

@@ -25,19 +25,18 @@ def served(directory: Path) -> Iterator[str]:
     """
     store = _store_directory(directory)
     lock = store.parents[1] / "lock"
-    if lock.exists():
-        with lock.open("a") as file:
+    with contextlib.ExitStack() as stack:
+        if lock.exists():
+            file = stack.enter_context(lock.open("a"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise NoLog(f"{directory}: its cluster runs; reach it with --nats") from None
-    with tempfile.TemporaryDirectory(prefix="halfmoon-") as scratch:
-        (Path(scratch) / "jetstream").symlink_to(store)
-        server = EmbeddedServer.start(Path(scratch))
-        try:
-            yield server.url
-        finally:
-            server.stop()
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="halfmoon-")))
+        (scratch / "jetstream").symlink_to(store)
+        server = EmbeddedServer.start(scratch)
+        stack.callback(server.stop)
+        yield server.url
 
 
 def _store_directory(directory: Path) -> Path:
