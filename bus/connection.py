@@ -321,9 +321,12 @@ class Bus:
         """At most once, not acknowledged."""
         await self.nc.publish(subject, encode(message))
 
-    def publish_soon(self, subject: str, message: Message) -> None:
-        """At most once, not acknowledged, in its turn."""
-        self._publisher.post(subject, encode(message))
+    def publish_soon(self, subject: str, message: Message, *, message_id: str = "") -> None:
+        """In its turn: at most once; or, with the `message_id` of a stream's message, until it is stored."""
+        if message_id:
+            self._publisher.submit(subject, encode(message), message_id=message_id)
+        else:
+            self._publisher.post(subject, encode(message))
 
     def post(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         """Any payload, as `publish_soon`."""

@@ -228,7 +228,8 @@ class PrefillWorker(Worker):
             cached_tokens=(job.cached_blocks + job.fetched_blocks) * layout.block_tokens,
             finished_at_ns=finished_ns,
         )
-        await self.bus.publish(subjects.kv(order.decode_worker_id, PrefillResult.__name__), result)
+        subject = subjects.kv(order.decode_worker_id, PrefillResult.__name__)
+        self.bus.publish_soon(subject, result, message_id=f"{order.order_id}-result")
         if self.store is None:
             self._finish(job, result, 0, 0)
         else:

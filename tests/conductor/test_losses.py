@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from conductor_scripts import MS, S, Script, arrived, decode, finished, pair, prefill, prefilled
+from msgspec.structs import replace
 
 from halfmoon.schemas.decisions import CancelOrder, Decision, FailRequest, ReleaseOrder, StartDecode, StartPrefill
 from halfmoon.schemas.events import (
@@ -189,3 +190,51 @@ def test_a_heartbeat_of_another_incarnation_says_nothing_of_orders() -> None:
         assert "CancelOrder" not in kinds(script(old, after_ns=1 * S))
         script(StoreHeartbeat(node_id="n-p0", incarnation="i1"))
     assert list(script.core.state.orders) == ["11-1"]
+
+
+def lacking(order_id: str = "11-1", *, worker_id: str = "d0") -> WorkerHeartbeat:
+    return beat(worker_id, [order_id], lacking=[order_id])
+
+
+def test_kv_that_did_not_come_after_the_end_of_prefill_has_the_request_placed_again() -> None:
+    script = crowd()
+    script(arrived())
+    for _ in range(5):
+        assert script(lacking(), after_ns=1 * S) == []  # the prefill takes its time
+    script(prefilled("11-1"))
+    assert script(lacking(), after_ns=900 * MS) == []  # may be under way
+    assert script(lacking(), after_ns=200 * MS) == []
+    decisions = script(lacking(), after_ns=1 * S)
+    assert kinds(decisions) == ["CancelOrder", "ReleaseOrder", "ReleaseOrder", "StartPrefill", "StartDecode"]
+    assert decisions[0] == CancelOrder(order_id="11-1", request_id="r1", worker_id="d0")
+    assert script.core.state.requests["r1"].avoid == []  # nobody's fault
+
+
+def test_kv_that_came_after_all_leaves_the_order_alone() -> None:
+    script = crowd()
+    script(arrived())
+    script(prefilled("11-1"))
+    assert script(lacking(), after_ns=2 * S) == []
+    assert script(beat("d0", ["11-1"]), after_ns=1 * S) == []
+    assert script(lacking(), after_ns=1 * S) == []  # counts from here
+    assert script(lacking("9-1"), after_ns=1 * S) == [], "an order of nobody's is cancelled by the second word only"
+
+
+def test_an_answer_that_is_lost_with_its_worker_has_the_request_placed_again() -> None:
+    script = crowd(queued_max_per_worker=1)
+    request = arrived()
+    script(request)
+    assert script(replace(request, answer_lost=True)) == []  # it runs
+    script(prefilled("11-1"))
+    script(finished("11-1"))
+    assert script(request) == []  # a repeat
+    for number in range(2):
+        script(arrived(f"other{number}"))  # queues are full, and nothing else is taken
+    start, then = script(replace(request, answer_lost=True))
+    assert isinstance(start, StartPrefill)
+    assert isinstance(then, StartDecode)
+    assert (then.request_id, then.placement) == ("r1", 2)
+    assert script(replace(request, answer_lost=True)) == []
+    assert script(prefilled(start.order_id, worker_id=start.worker_id)) == []
+    assert script(finished(start.order_id, worker_id=then.worker_id)) == []
+    assert script.core.state.counters.finished == 2
