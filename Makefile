@@ -7,6 +7,7 @@
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make chaos [SEEDS=n] [SEED=n]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed
+#   make chaos-live [SECONDS=n] [SEED=n]   environment, then a cluster whose processes are killed and stopped (600 s)
 #   make docs               environment, then docs/asyncapi.json anew from the message classes
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
 #
@@ -54,6 +55,9 @@ golden: $(DEV_STAMP)
 
 chaos: $(RUN_STAMP)
 	$(BIN)/python tests/chaos/run.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
+
+chaos-live: $(DEV_STAMP)
+	$(BIN)/python tests/chaos/live.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json

@@ -1,8 +1,8 @@
 """`python tests/chaos/live.py --seconds 600`: `kill -9` and SIGSTOP of random processes of a real cluster under load.
 
-Every request that a frontend took must end: with the text of a cluster in peace, or with a clear error. At the end, when
-nothing is disturbed any more, everything is there again, all conductors have the same state, and nothing is left: no
-open request, no lease, no reserved or condemned slot, no push, and after the cluster has stopped no segment and no
+Every request that a frontend took must end: with the text of a cluster in peace, or with a clear error. At the end,
+when nothing is disturbed any more, everything is there again, all conductors have the same state, and nothing is left:
+no open request, no lease, no reserved or condemned slot, no push, and after the cluster has stopped no segment and no
 process. nats-server is among the processes.
 """
 
@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import orjson
@@ -27,7 +26,7 @@ import orjson
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from halfmoon.schemas.store import StoreStatus
-from tests.cluster.harness import Cluster, children, command_of, running
+from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import prompt
 
 FLAGS = ("--conductors", "3", "--prefill", "2", "--decode", "2", "--pool-mib", "192")
@@ -35,6 +34,7 @@ LENGTHS = (30, 120, 300, 520)
 TOKENS = 12
 #: A request that has not ended by then counts as one that never ends.
 SILENCE_S = 120.0
+WRONG = ("never ended", "wrong text", "no clear error", "lost though the frontend was well")
 REST_S = 90.0
 
 
@@ -78,12 +78,12 @@ class Load:
                     how, text = "never ended", ""
                 took_s = time.monotonic() - started
                 if how == "connection lost" and self.frontend_hit_at < started - 1:
-                    how = "connection lost though the frontend was well"
+                    how = "lost though the frontend was well"
                 if how == "finished":
                     self.slowest_s = max(self.slowest_s, took_s)
                     if text != self._texts[length]:
                         how = "wrong text"
-                if how in ("never ended", "wrong text", "no clear error", "connection lost though the frontend was well"):
+                if how in WRONG:
                     self.wrong.append(f"{how} after {took_s:.1f} s, {length} tokens, stream {stream}: {text[:200]!r}")
                 self.ended[how] += 1
                 if how != "finished":
@@ -133,10 +133,6 @@ async def _streamed(reply: aiohttp.ClientResponse) -> tuple[str, str]:
     return "connection lost", text
 
 
-def server_pid(cluster: Cluster) -> int:
-    return next(pid for pid in children(cluster.process.pid) if command_of(pid)[0].endswith("nats-server"))
-
-
 async def disturb(cluster: Cluster, load: Load, draw: random.Random, seconds: float, counts: Counter[str]) -> None:
     """One fault after another; those that are stopped go on after a while."""
     until = time.monotonic() + seconds
@@ -144,22 +140,20 @@ async def disturb(cluster: Cluster, load: Load, draw: random.Random, seconds: fl
     while time.monotonic() < until:
         await asyncio.sleep(draw.uniform(1, 7))
         name = draw.choice(["nats-server", *cluster.names()])
+        number = signal.SIGKILL if draw.random() < 0.6 else signal.SIGSTOP
         try:
-            pid = server_pid(cluster) if name == "nats-server" else cluster.pid(name)
-        except (AssertionError, StopIteration):
+            pid = cluster.kill_server(number) if name == "nats-server" else cluster.kill(name, number)
+        except (AssertionError, StopIteration, ProcessLookupError):
             continue  # being started again
         role = name.rpartition("-")[0] if name[-1].isdigit() else name
         role = "store" if role.startswith("store") else role
         if role == "frontend":
             load.frontend_hit_at = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
-            if draw.random() < 0.6:
-                os.kill(pid, signal.SIGKILL)
-                counts[f"killed: {role}"] += 1
-            else:
-                os.kill(pid, signal.SIGSTOP)
-                counts[f"stopped: {role}"] += 1
-                going_on.append(asyncio.create_task(_go_on(pid, draw.uniform(0.1, 8))))
+        if number == signal.SIGKILL:
+            counts[f"killed: {role}"] += 1
+        else:
+            counts[f"stopped: {role}"] += 1
+            going_on.append(asyncio.create_task(_go_on(pid, draw.uniform(0.1, 8))))
     await asyncio.gather(*going_on)
 
 
@@ -221,7 +215,8 @@ async def play(cluster: Cluster, seconds: float, seed: int, clients: int) -> lis
     if missing:
         problems.append(f"{REST_S:.0f} s after the last fault: {missing}")
     log = await cluster.events()
-    print(f"seed {seed}: {sum(load.ended.values())} requests, slowest answer {load.slowest_s:.1f} s, {len(log):,} events")
+    asked = sum(load.ended.values())
+    print(f"seed {seed}: {asked} requests, slowest answer {load.slowest_s:.1f} s, {len(log):,} events")
     for title, some in (("faults", counts), ("ends", load.ended)):
         print(f"  {title}: " + ", ".join(f"{what} {count}" for what, count in sorted(some.items())))
     return problems

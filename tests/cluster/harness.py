@@ -158,6 +158,12 @@ class Cluster:
         os.kill(pid, number)
         return pid
 
+    def kill_server(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """nats-server's process id."""
+        pid = next(pid for pid in children(self.process.pid) if command_of(pid)[0].endswith("nats-server"))
+        os.kill(pid, number)
+        return pid
+
     def output(self, name: str) -> str:
         return (self.directory / "output" / f"{name}.log").read_text()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import aiohttp
 import nats
 import orjson
 import pytest
@@ -196,5 +198,27 @@ async def test_a_stopped_worker_is_lost_and_its_late_words_change_nothing(cluste
     cluster.kill(order.worker_id, signal.SIGCONT)
     assert pid == cluster.pid(order.worker_id)
     same(answer, undisturbed)
+    await whole(cluster)
+    await nothing_held(cluster)
+
+
+async def test_nats_server_dies_under_a_prefill_and_the_request_does_not_wait_for_its_lease(
+    cluster: Cluster, nc: nats.NATS
+) -> None:
+    """What was lost on the way to the decode worker is missed by its heartbeats, within a few seconds."""
+    undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))
+    await whole(cluster)
+    body = {**fields(1000, 8, "server dies"), "stream": False}
+    del body["logits_digest"]
+    async with aiohttp.ClientSession() as session:
+        started = time.monotonic()
+        asked = asyncio.ensure_future(session.post(f"{cluster.http}/v1/completions", json=body))
+        await asyncio.sleep(1.0)
+        cluster.kill_server()
+        reply = await asked
+        answer = await reply.json()
+    assert reply.status == 200, answer
+    assert answer["choices"][0]["text"] == undisturbed["text"]
+    assert time.monotonic() - started < 18
     await whole(cluster)
     await nothing_held(cluster)
