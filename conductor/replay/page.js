@@ -155,23 +155,30 @@ function flow() {
 
 const PARTS = [["prefill", 0, "wait"], ["prefill", 1, "compute"], ["prefill", 2, "delivery"], ["decode", 0, "kv"], ["decode", 1, "decode"]];
 
+// A row is drawn from left to right; what touches is one rectangle, so that there are never more than pixels.
 function drawBars() {
-  const drawn = new Float64Array(lanes.slots);
+  const begun = new Float64Array(lanes.slots), done = new Float64Array(lanes.slots), tops = [], heights = [];
   shapes = bars.filter((bar) => bar.parts[bar.parts.length - 1] >= from && bar.parts[0] <= to);
   for (const lane of lanes) lane.seen = 1;
   for (const bar of shapes) lanes[bar.lane].seen = Math.max(lanes[bar.lane].seen, bar.row + 1);
+  for (const bar of shapes) [tops[bar.slot], heights[bar.slot]] = place(bar);
   for (const [role, part, colour] of PARTS) {
     pen.fillStyle = colours[colour];
-    drawn.fill(-1e9);
+    begun.fill(NaN);
+    const flush = (slot) => {
+      if (!Number.isNaN(begun[slot])) pen.fillRect(begun[slot], tops[slot], done[slot] - begun[slot], heights[slot] > 3 ? heights[slot] - 1 : heights[slot]);
+    };
     for (const bar of shapes) {
-      if (bar.role !== role || part + 1 >= bar.parts.length) continue;
-      const a = x(bar.parts[part]), b = x(bar.parts[part + 1]);
-      if (b < LEFT || b - a < 0.2) continue;
-      if (b - drawn[bar.slot] < 0.6) continue; // the pixel has its colour
-      drawn[bar.slot] = Math.max(b, a + 0.8);
-      const [y, h] = place(bar);
-      pen.fillRect(a, y, Math.max(b - a, 0.8), h > 3 ? h - 1 : h);
+      if (bar.role !== role || part + 1 >= bar.parts.length || bar.parts[part + 1] <= bar.parts[part]) continue;
+      const a = x(bar.parts[part]), end = x(bar.parts[part + 1]), b = Math.max(end, a + 0.8), slot = bar.slot;
+      if (b < LEFT || a > width || (end - a < 0.3 && colour !== "compute" && colour !== "decode")) continue;
+      if (a > done[slot] + 0.9 || !(begun[slot] <= a)) {
+        flush(slot);
+        begun[slot] = a;
+        done[slot] = b;
+      } else if (b > done[slot]) done[slot] = b;
     }
+    for (let slot = 0; slot < lanes.slots; slot++) flush(slot);
   }
   pen.fillStyle = colours.lost;
   for (const bar of shapes) if (bar.lost) {
@@ -247,17 +254,20 @@ function curves() {
 
 function stroke(times, values, top, y, colour) {
   pen.strokeStyle = colours[colour];
-  pen.lineWidth = 1.3;
+  pen.lineJoin = "bevel";
   pen.beginPath();
-  let started = false;
+  let last = -1e9, high = 0;
   for (let i = 0; i < times.length; i++) {
     if (times[i + 1] < from || times[i - 1] > to) continue;
-    const px = x(times[i]), py = y + CURVE - 2 - (values[i] / top) * (CURVE - 14);
-    if (started) pen.lineTo(px, py); else pen.moveTo(px, py);
-    started = true;
+    const px = x(times[i]);
+    high = Math.max(high, values[i]);
+    if (px - last < 2 && i + 1 < times.length) continue; // the highest of two pixels
+    const py = y + CURVE - 2 - (high / top) * (CURVE - 14);
+    if (last > -1e9) pen.lineTo(px, py); else pen.moveTo(px, py);
+    last = px;
+    high = 0;
   }
   pen.stroke();
-  pen.lineWidth = 1;
 }
 
 function outline() {
