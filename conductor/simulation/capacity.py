@@ -14,8 +14,8 @@ HELD_MIN = 0.9
 #: The answer is within this share of the true one.
 PRECISION = 0.01
 SPEED_MIN, SPEED_MAX = 1 / 64, 256.0
-#: Steps of the search for a speed that holds and one that does not.
-WIDEN = 1.4
+#: The first step in the search for a speed that holds and one that does not; each next one is its square.
+WIDEN = 1.1
 
 #: What became of each request at a speed.
 RunAt = Callable[[float], Mapping[str, Outcome]]
@@ -51,21 +51,24 @@ class Runs:
         return sum(ttft <= slo.ttft_ns and tbt <= slo.tbt_ns for ttft, tbt in times) / max(1, count)
 
     def capacity(self, slo: Slo, *, begin: float = 1.0) -> Capacity:
-        """In steps up or down from `begin`, then by bisection. Raises CapacityUnknown.
+        """In growing steps up or down from `begin` (or what was seen before), then by bisection. Raises CapacityUnknown.
 
         The share that holds is taken to fall with speed. It does, but for single requests.
         """
-        low = high = begin
-        if self.held(begin, slo) >= HELD_MIN:
-            while self.held(high := round(high * WIDEN, 4), slo) >= HELD_MIN:
-                low = high
-                if high >= SPEED_MAX:
-                    raise CapacityUnknown(f"the objectives hold even at {high:g} times the trace's speed")
-        else:
-            while self.held(low := round(low / WIDEN, 4), slo) < HELD_MIN:
-                high = low
-                if low <= SPEED_MIN:
-                    raise CapacityUnknown(f"the objectives do not hold even at {low:g} times the trace's speed")
+        holding = [speed for speed in self._seen if self.held(speed, slo) >= HELD_MIN]
+        low = max(holding, default=0.0)
+        high = min((speed for speed in self._seen if speed > low), default=0.0)
+        speed, widen = low or high or begin, WIDEN
+        while not (low and high):
+            if self.held(speed, slo) >= HELD_MIN:
+                low, speed = speed, round(speed * widen, 4)
+            else:
+                high, speed = speed, round(speed / widen, 4)
+            widen *= widen
+            if low > SPEED_MAX:
+                raise CapacityUnknown(f"the objectives hold even at {low:g} times the trace's speed")
+            if 0 < high < SPEED_MIN:
+                raise CapacityUnknown(f"the objectives do not hold even at {high:g} times the trace's speed")
         while high / low > 1 + PRECISION:
             middle = round((low * high) ** 0.5, 4)
             if self.held(middle, slo) >= HELD_MIN:

@@ -32,10 +32,8 @@ def capacity(context: Context) -> Section:
     }
     found: dict[str, dict[int, float]] = {}
     for name, runs in systems.items():
-        begin = 1.0
         for limit in limits:
-            begin = runs.capacity(_slo(limit), begin=begin).speed
-            found.setdefault(name, {})[limit] = begin
+            found.setdefault(name, {})[limit] = runs.capacity(_slo(limit)).speed
     rows = []
     for name, speeds in found.items():
         over = (
