@@ -51,7 +51,7 @@ class Runs:
         return sum(ttft <= slo.ttft_ns and tbt <= slo.tbt_ns for ttft, tbt in times) / max(1, count)
 
     def capacity(self, slo: Slo, *, begin: float = 1.0) -> Capacity:
-        """In growing steps up or down from `begin` (or what was seen before), then by bisection. Raises CapacityUnknown.
+        """In growing steps from `begin` (or what was seen before), then by bisection. Raises CapacityUnknown.
 
         The share that holds is taken to fall with speed. It does, but for single requests.
         """

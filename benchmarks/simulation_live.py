@@ -1,0 +1,216 @@
+"""A slice of the conversation trace on a real cluster, and the same slice simulated; and how well TTFT and TBT were
+predicted, live and simulated.
+
+Lengths are scaled down (a block of 512 tokens of the trace is one of 32 here), so that SmolLM2 on a CPU keeps up. The
+first half of the slice calibrates: the conductor refits its costs from it, and its core, replayed over the log of the
+run up to there, tells them. The simulation takes these costs and the arrivals as logged, and is compared on the second
+half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from typing import Any
+
+import nats
+import orjson
+import uvloop
+from clusters import ROOT, cluster, finish, parser
+
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
+from halfmoon.conductor.machine import Core
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.profiles import Profile
+from halfmoon.conductor.simulation.report import error
+from halfmoon.conductor.simulation.simulate import simulate
+from halfmoon.conductor.simulation.trace import Arrival, read_trace
+from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.events import (
+    ClusterConfigured,
+    CostProfile,
+    PrefillFinished,
+    RequestArrived,
+    RequestFinished,
+    Stamped,
+    StoreJoined,
+    WorkerJoined,
+)
+
+SCALE = 16
+BLOCK_TOKENS = 512 // SCALE
+MAX_TOKENS = 2_048 // SCALE
+
+
+def prompt_of(arrival: Arrival) -> list[int]:
+    """Token ids that are equal where the trace's blocks are."""
+    tokens: list[int] = []
+    for at in range(0, len(arrival.block_keys), 16):
+        draw = random.Random(arrival.block_keys[at : at + 16])
+        tokens += [draw.randrange(1000, 40000) for _ in range(BLOCK_TOKENS)]
+    draw = random.Random(arrival.block_keys[-16:] + b"tail")
+    wanted = max(1, arrival.prompt_tokens // SCALE)
+    tokens += [draw.randrange(1000, 40000) for _ in range(wanted - len(tokens))]
+    return tokens[:wanted]
+
+
+async def drive(nats_url: str, arrivals: list[Arrival], speed: float) -> list[dict[str, Any]]:
+    """Send every request at its time; the answers, in the order of the trace."""
+    nc = await nats.connect(nats_url)
+    began = time.monotonic() + 1.0
+
+    async def one(arrival: Arrival) -> dict[str, Any]:
+        await asyncio.sleep(max(0.0, began + arrival.at_ns / 1e9 / speed - time.monotonic()))
+        fields = {
+            "prompt": prompt_of(arrival),
+            "max_tokens": max(1, arrival.output_tokens // SCALE),
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        reply = await nc.request("halfmoon.v1.generate", orjson.dumps(fields), timeout=300)
+        answer: dict[str, Any] = orjson.loads(reply.data)
+        return answer
+
+    answers = await asyncio.gather(*(one(arrival) for arrival in arrivals))
+    await nc.close()
+    return list(answers)
+
+
+async def read_log(nats_url: str) -> list[Stamped]:
+    bus = await Bus.connect(BusConfig(url=nats_url), name="bench")
+    last, found = await bus.last_seq(), []
+    async for stamped in bus.events():
+        found.append(stamped)
+        if stamped.seq >= last:
+            break
+    await bus.close()
+    return found
+
+
+def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The second half of the slice, live and simulated."""
+    arrived = [stamped for stamped in log if isinstance(stamped.event, RequestArrived)]
+    half = len(arrived) // 2
+    middle_seq = arrived[half].seq
+    finished = {s.event.request_id: s.event for s in log if isinstance(s.event, RequestFinished)}
+    prefilled = {s.event.request_id: s.event for s in log if isinstance(s.event, PrefillFinished)}
+    core, predicted, costs = Core(), {}, {}
+    for stamped in log:
+        if stamped.seq == middle_seq:
+            costs = {worker.role: worker.cost for worker in core.state.workers.values()}
+        for decision in core.step(stamped):
+            if isinstance(decision, StartPrefill):
+                predicted[decision.request_id] = decision.predicted
+    by_id = {answer["id"]: answer for answer in answers if "error" not in answer}
+    world = {type(s.event): s.event for s in log if isinstance(s.event, (ClusterConfigured, StoreJoined, WorkerJoined))}
+    worker, layout = world[WorkerJoined], world[StoreJoined].layout
+    roles = [s.event.role for s in log if isinstance(s.event, WorkerJoined)]
+    profile = Profile(
+        name="calibrated",
+        cost=CostProfile(
+            prefill_base_ns=costs["prefill"].prefill_base_ns,
+            prefill_per_token_ps=costs["prefill"].prefill_per_token_ps,
+            prefill_per_token2_fs=costs["prefill"].prefill_per_token2_fs,
+            decode_base_ns=costs["decode"].decode_base_ns,
+            decode_per_sequence_ns=costs["decode"].decode_per_sequence_ns,
+            decode_per_context_token_ps=costs["decode"].decode_per_context_token_ps,
+        ),
+        layers=layout.layers,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        kv_bytes=worker.kv_blocks * layout.block_bytes,
+        pool_bytes=world[StoreJoined].slots * layout.block_bytes,
+        context_tokens_max=worker.context_tokens_max,
+        batch_max=worker.batch_max,
+        link_bytes_s=world[ClusterConfigured].policy.link_bytes_s,
+        link_latency_ns=world[ClusterConfigured].policy.link_latency_ns,
+        load_bytes_s=10_000_000_000,
+    )
+    first_ns = arrived[0].at_ns
+    arrivals = [
+        Arrival(
+            at_ns=stamped.at_ns - first_ns,
+            prompt_tokens=stamped.event.prompt_tokens,
+            output_tokens=finished[stamped.event.request_id].completion_tokens,
+            max_tokens=stamped.event.max_tokens,
+            block_keys=stamped.event.block_keys,
+        )
+        for stamped in arrived
+        if stamped.event.request_id in finished
+    ]
+    outcomes: dict[str, Outcome] = {}
+    report = simulate(
+        arrivals,
+        Cluster(prefill=roles.count("prefill"), decode=roles.count("decode"), block_tokens=layout.block_tokens),
+        world[ClusterConfigured].policy,
+        profile,
+        outcomes=outcomes,
+    )
+    later = [stamped.event.request_id for stamped in arrived[half:] if stamped.event.request_id in finished]
+    live_ttft = [by_id[request_id]["timing_ms"]["ttft"] for request_id in later]
+    simulated = list(outcomes.values())[-len(later) :]
+    simulated_ttft = [outcome.ttft_ns / 1e6 for outcome in simulated if outcome.end == "finished"]
+    live, made_up = statistics.mean(live_ttft), statistics.mean(simulated_ttft)
+    live_cached = sum(
+        prefilled[one].cached_local_tokens + prefilled[one].cached_fetched_tokens for one in later if one in prefilled
+    )
+    return {
+        "requests": len(arrived),
+        "compared": len(later),
+        "mean_ttft_ms": {"live": round(live, 1), "simulated": round(made_up, 1), "off": round(made_up / live - 1, 4)},
+        "p50_ttft_ms": {
+            "live": round(statistics.median(live_ttft), 1),
+            "simulated": round(statistics.median(simulated_ttft), 1),
+        },
+        "mean_tbt_ms": {
+            "live": round(statistics.mean(finished[one].tbt_ns for one in later) / 1e6, 1),
+            "simulated": round(statistics.mean(outcome.tbt_ns for outcome in simulated) / 1e6, 1),
+        },
+        "cached_tokens": {
+            "live": live_cached,
+            "simulated": sum(outcome.local_tokens + outcome.fetched_tokens for outcome in simulated),
+        },
+        "live_prediction_error": {
+            "ttft": error([(predicted[one].ttft_ns, int(by_id[one]["timing_ms"]["ttft"] * 1e6)) for one in later]),
+            "tbt": error([(predicted[one].tbt_ns, finished[one].tbt_ns) for one in later if finished[one].tbt_ns]),
+        },
+        "simulated_prediction_error": {"ttft": report.ttft_error, "tbt": report.tbt_error},
+        "calibrated": {name: getattr(profile.cost, name) for name in profile.cost.__struct_fields__},
+    }
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--requests", type=int, default=80)
+    options.add_argument("--speed", type=float, default=0.2)
+    options.add_argument("--runs", type=int, default=1)
+    args = options.parse_args()
+    trace = [one for one in read_trace(ROOT / "benchmarks/traces/conversation_trace.jsonl.zst") if one.block_keys]
+    slice_ = [one for one in trace if one.prompt_tokens // SCALE < 2_000][: args.requests]
+    runs = []
+    for _ in range(args.runs):
+        with (
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            cluster("--block-tokens", str(BLOCK_TOKENS), "--prefill", "1", "--decode", "1") as addresses,
+        ):
+            answers = runner.run(drive(addresses["nats"], slice_, args.speed))
+            runner.run(asyncio.sleep(1.0))  # the last events
+            runs.append(compare(runner.run(read_log(addresses["nats"])), answers))
+    lines = []
+    for run in runs:
+        mean, live = run["mean_ttft_ms"], run["live_prediction_error"]
+        lines.append(
+            f"mean TTFT of {run['compared']} requests: live {mean['live']:.0f} ms, simulated "
+            f"{mean['simulated']:.0f} ms ({mean['off']:+.0%}); live predictions off by: TTFT {live['ttft']['p50']:.0%} (p50), "
+            f"{live['ttft']['p90']:.0%} (p90), TBT {live['tbt']['p50']:.0%}, {live['tbt']['p90']:.0%}"
+        )
+    finish(args, {"scale": SCALE, "speed": args.speed, "runs": runs}, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""How the time of a simulation grows with workers and with requests: a table, and a plot into results/.
+
+Copies of the conversation trace beside each other, as many as keep the load of each worker the same. CPU time, not wall
+time, because other programs may run.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from clusters import ROOT, finish, parser
+
+from halfmoon.conductor.simulation.plots import curves
+from halfmoon.conductor.simulation.profiles import LLAMA3_A800
+from halfmoon.conductor.simulation.simulate import simulate
+from halfmoon.conductor.simulation.trace import copies, read_trace
+from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.schemas.policy import Policy
+
+
+def measure(workers: int, requests: int) -> dict[str, Any]:
+    """`workers` in all, half of each role; the load that the trace puts on 16."""
+    trace = read_trace(ROOT / "benchmarks/traces/conversation_trace.jsonl.zst")
+    beside = max(1, workers // 16)
+    arrivals = copies(trace[: max(1, requests // beside)], requests)
+    began = time.process_time()
+    report = simulate(
+        arrivals, Cluster(prefill=workers // 2, decode=workers // 2), Policy(tbt_slo_ns=10**8), LLAMA3_A800
+    )
+    took = time.process_time() - began
+    return {
+        "workers": workers,
+        "requests": report.requests,
+        "cpu_s": round(took, 2),
+        "ms_a_request": round(took / report.requests * 1e3, 3),
+        "events": report.events,
+        "token_reuse": report.token_reuse,
+        "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--workers", default="16,64,256,1000")
+    options.add_argument("--requests", default="3000,12000,48000")
+    options.add_argument("--requests-each", type=int, default=3000, help="for the growth with workers")
+    args = options.parse_args()
+    by_workers = [measure(int(count), args.requests_each) for count in args.workers.split(",")]
+    by_requests = [measure(16, int(count)) for count in args.requests.split(",")]
+    folder = Path(ROOT / "results" / "experiments")
+    curves(
+        folder / "scale_workers.png",
+        {f"{args.requests_each} requests": [(row["workers"], row["ms_a_request"]) for row in by_workers]},
+        xlabel="workers",
+        ylabel="CPU ms a request",
+        log_x=True,
+        log_y=True,
+    )
+    curves(
+        folder / "scale_requests.png",
+        {"16 workers": [(row["requests"], row["cpu_s"]) for row in by_requests]},
+        xlabel="requests",
+        ylabel="CPU s",
+        log_x=True,
+        log_y=True,
+    )
+    rows = by_workers + by_requests
+    lines = [
+        f"{row['workers']:5d} workers {row['requests']:8d} requests: {row['cpu_s']:8.1f} s, "
+        f"{row['ms_a_request']:6.2f} ms a request"
+        for row in rows
+    ]
+    finish(args, {"by_workers": by_workers, "by_requests": by_requests}, lines)
+
+
+if __name__ == "__main__":
+    main()
