@@ -22,10 +22,13 @@ import msgspec
 from halfmoon.conductor.cost import answer_class, expected_decode_ns, expected_tokens, step_ns
 from halfmoon.conductor.overload import queue_allowed_ns
 from halfmoon.conductor.placement import (
+    EARLIEST_POLICIES,
     Candidate,
     DecodeCandidate,
+    Earliest,
     candidates,
     decode_candidates,
+    earliest,
     has_room,
     match,
     takes_orders,
@@ -81,12 +84,15 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
     """For a request that was never placed."""
     matched = match(state, request, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
-    prefills = candidates(state, request, matched, now_ns)
     decodes = decode_candidates(state, request, matched, answer_tokens)
+    if state.policy.name in EARLIEST_POLICIES:
+        prefills = earliest(state, request, matched, now_ns)
+    else:
+        prefills = _chosen(state, candidates(state, request, matched, now_ns), draw)
     refusal = _cannot(state, request, prefills, decodes, now_ns)
     if refusal is not None:
         return refusal
-    prefill = choose_prefill(state, [c for c in prefills if not c.full], draw)
+    prefill = prefills.best
     assert prefill is not None, (request, prefills)
     open_decodes = [c for c in decodes if not c.full]
     roomy = [c for c in open_decodes if c.room]
@@ -108,8 +114,19 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
         return placement
     return (
         _over_slo(state, request, placement, decodes, now_ns)
-        or _too_large_now(state, request, placement, len(prefills))
+        or _too_large_now(state, request, placement, prefills.found)
         or placement
+    )
+
+
+def _chosen(state: State, found: list[Candidate], draw: str) -> Earliest:
+    """As `earliest`, for a policy that goes by something else."""
+    full = [c for c in found if c.full]
+    return Earliest(
+        best=choose_prefill(state, [c for c in found if not c.full], draw),
+        found=len(found),
+        full=len(full),
+        place_free_ns=min((c.queue_ns // c.orders for c in full), default=-1),
     )
 
 
@@ -150,7 +167,7 @@ def _prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
 
 
 def _cannot(
-    state: State, request: RequestArrived, prefills: list[Candidate], decodes: list[DecodeCandidate], now_ns: int
+    state: State, request: RequestArrived, prefills: Earliest, decodes: list[DecodeCandidate], now_ns: int
 ) -> Refusal | None:
     """Refusals that hold under every admission: nobody there, too long for all, queues full."""
     roles = [worker.role for worker in state.workers.values() if takes_orders(state, worker)]
@@ -161,18 +178,17 @@ def _cannot(
                 message=f"no {role} worker is there",
                 retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
             )
-    if not prefills or not decodes:
+    if not prefills.found or not decodes:
         return Refusal(
             reason="too_long",
             message=f"{request.prompt_tokens} prompt tokens and {request.max_tokens} more fit no worker",
         )
-    if all(c.full for c in prefills):
-        # One place is free when the oldest order is done.
-        shortest = min(c.queue_ns // c.orders for c in prefills)
+    if prefills.full == prefills.found:
         return Refusal(
             reason="queue_full",
             message="the queue of every prefill worker is full",
-            retry_after_ns=max(shortest, RETRY_NS_MIN),
+            # One place is free when the oldest order is done.
+            retry_after_ns=max(prefills.place_free_ns, RETRY_NS_MIN),
         )
     if all(c.full for c in decodes):
         wait = min(_wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in decodes)

@@ -20,7 +20,8 @@ from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import PolicyName
 from halfmoon.schemas.types import KEY_BYTES
 
-#: Policies that never move blocks: they use what is on the node.
+#: Policies that take the earliest first token; and those that never move blocks: they use what is on the node.
+EARLIEST_POLICIES: tuple[PolicyName, ...] = ("halfmoon", "mooncake", "local_cache_aware")
 LOCAL_POLICIES: tuple[PolicyName, ...] = ("local_cache_aware", "least_loaded", "round_robin", "random", "dynamo")
 
 
@@ -115,6 +116,56 @@ def candidates(
     ]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     return [_candidate(state, worker, request.prompt_tokens, matched, now_ns) for worker in workers]
+
+
+class Earliest(msgspec.Struct):
+    """The best of all prefill workers, and what a refusal needs to know of the others."""
+
+    best: Candidate | None
+    #: Workers that could take the request at all, and those of them whose queue is as long as it may be.
+    found: int
+    full: int
+    #: The shortest time after which one more place is free.
+    place_free_ns: int
+
+
+def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: int) -> Earliest:
+    """What `policy.choose_prefill` would take of all `candidates`, under a policy that goes by the time to first token.
+
+    No first token comes before the queue and computing what nobody holds. Workers are looked at in the order of that
+    bound, and no further than the best so far: in a large pool nearly all are passed over.
+    """
+    policy, tokens = state.policy, request.prompt_tokens
+    longest = matched.sources[0][1] if matched.sources else 0
+    bounds: list[tuple[int, str]] = []
+    found = full = 0
+    place_free_ns = -1
+    for worker in state.workers.values():
+        if worker.role != "prefill" or not takes_orders(state, worker) or not prefill_fits(worker, request):
+            continue
+        found += 1
+        queue = queue_ns(worker, now_ns)
+        if len(worker.orders) >= policy.queued_max_per_worker:
+            full += 1
+            free_ns = queue // len(worker.orders)
+            place_free_ns = free_ns if place_free_ns < 0 else min(place_free_ns, free_ns)
+            continue
+        blocks = min(longest, (tokens - 1) // worker.block_tokens) if worker.block_bytes else 0
+        bound = queue + prefill_ns(worker.cost, tokens, blocks * worker.block_tokens)
+        if blocks and policy.name == "halfmoon":
+            bound += _copies_ns(state, worker, blocks - min(matched.dram.get(worker.node_id, 0), blocks))
+        bounds.append((bound, worker.worker_id))
+    bounds.sort()
+    best: Candidate | None = None
+    rank: tuple[int, int, int, str] = (0, 0, 0, "")
+    for bound, worker_id in bounds:
+        if best is not None and bound > rank[0]:
+            break
+        here = _candidate(state, state.workers[worker_id], tokens, matched, now_ns)
+        here_rank = (here.ttft_ns + here.copies_ns, here.transfer_ns, here.orders, worker_id)
+        if best is None or here_rank < rank:
+            best, rank = here, here_rank
+    return Earliest(best, found, full, place_free_ns)
 
 
 def takes_orders(state: State, worker: Worker) -> bool:

@@ -19,12 +19,12 @@ from halfmoon.conductor.simulation.mixed import MixedRequest, MixedWorker
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Report, Slo, summarise
+from halfmoon.conductor.simulation.simulate import SAMPLE_NS_MIN, SAMPLES
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.conductor.simulation.world import Cluster, ConfigurationImpossible, LoadSample
 from halfmoon.schemas.types import KEY_BYTES
 
 COLOCATED = ("vllm", "vllm-prefix", "vllm-chunked", "dynamo")
-SAMPLES = 600
 
 
 class _Run:
@@ -133,7 +133,7 @@ def simulate_colocated(
     complete, told = True, 0
     if paced:
         run.clock.at(paced[0].at_ns, run.arrive, paced, 0)
-        run.clock.at(paced[0].at_ns, run.sample, max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, 1_000_000))
+        run.clock.at(paced[0].at_ns, run.sample, max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN))
     try:
         while run.open or len(run.outcomes) < len(paced):
             run.clock.step()

@@ -16,6 +16,8 @@ from halfmoon.schemas.policy import Policy
 
 #: How many times load is looked at during the arrivals.
 SAMPLES = 600
+#: Not more often than this.
+SAMPLE_NS_MIN = 100_000_000
 
 
 def simulate(
@@ -46,7 +48,7 @@ def simulate(
     if outcomes is not None:
         world.outcomes = outcomes
     paced = faster(arrivals, speed)
-    sample_ns = max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, 1_000_000) if paced else 1
+    sample_ns = max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN) if paced else 1
     complete = world.run(paced, sample_ns=sample_ns, progress=progress)
     end_ns = world.clock.now_ns
     prefill_ns = sum(worker.compute_ns for worker in world.prefill_workers.values())
