@@ -98,10 +98,14 @@ def curves(
         axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, label=name)
     if log_x:
         axis.set_xscale("log")
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        axis.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+        axis.minorticks_off()
     if log_y:
         axis.set_yscale("log")
     else:
-        axis.set_ylim(bottom=0)
+        highest = max((y for points in lines.values() for _, y in points), default=1.0)
+        axis.set_ylim(0, 1.1 * highest)
     if level is not None:
         axis.axhline(level, color="grey", linestyle="--", linewidth=1)
     axis.set(xlabel=xlabel, ylabel=ylabel, title=title)
