@@ -8,6 +8,7 @@
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make chaos [SEEDS=n] [SEED=n]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed
 #   make chaos-live [SECONDS=n] [SEED=n]   environment, then a cluster whose processes are killed and stopped (600 s)
+#   make experiments [ARGS=...]  environment, then the papers' results by simulation, into results/ (half an hour)
 #   make docs               environment, then docs/asyncapi.json anew from the message classes
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
 #
@@ -16,7 +17,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test lint bench golden docs clean clean-env
+.PHONY: help env env-dev up test lint bench experiments golden docs clean clean-env
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -58,6 +59,9 @@ chaos: $(RUN_STAMP)
 
 chaos-live: $(DEV_STAMP)
 	$(BIN)/python tests/chaos/live.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
+
+experiments: $(RUN_STAMP)
+	$(BIN)/halfmoon experiments $(ARGS)
 
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json

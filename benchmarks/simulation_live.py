@@ -205,8 +205,8 @@ def main() -> None:
     for run in runs:
         mean, live = run["mean_ttft_ms"], run["live_prediction_error"]
         lines.append(
-            f"mean TTFT of {run['compared']} requests: live {mean['live']:.0f} ms, simulated {mean['simulated']:.0f} ms "
-            f"({mean['off']:+.0%})"
+            f"mean TTFT of {run['compared']} requests: live {mean['live']:.0f} ms, simulated "
+            f"{mean['simulated']:.0f} ms ({mean['off']:+.0%})"
         )
         lines.append(
             f"live predictions off by: TTFT {live['ttft']['p50']:.0%} (p50), {live['ttft']['p90']:.0%} (p90); "

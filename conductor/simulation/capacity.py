@@ -11,7 +11,7 @@ from halfmoon.conductor.simulation.report import Slo
 
 #: Share of requests that must hold both objectives (FAST, section 5.1).
 HELD_MIN = 0.9
-#: The answer is within this share of the true one.
+#: The answer is within this share of the true one, unless another is asked for.
 PRECISION = 0.01
 SPEED_MIN, SPEED_MAX = 1 / 64, 256.0
 #: The first step in the search for a speed that holds and one that does not; each next one is its square.
@@ -50,7 +50,7 @@ class Runs:
         times, count = self._seen[speed]
         return sum(ttft <= slo.ttft_ns and tbt <= slo.tbt_ns for ttft, tbt in times) / max(1, count)
 
-    def capacity(self, slo: Slo, *, begin: float = 1.0) -> Capacity:
+    def capacity(self, slo: Slo, *, begin: float = 1.0, precision: float = PRECISION) -> Capacity:
         """In growing steps from `begin` (or what was seen before), then by bisection. Raises CapacityUnknown.
 
         The share that holds is taken to fall with speed. It does, but for single requests.
@@ -69,7 +69,7 @@ class Runs:
                 raise CapacityUnknown(f"the objectives hold even at {low:g} times the trace's speed")
             if 0 < high < SPEED_MIN:
                 raise CapacityUnknown(f"the objectives do not hold even at {high:g} times the trace's speed")
-        while high / low > 1 + PRECISION:
+        while high / low > 1 + precision:
             middle = round((low * high) ** 0.5, 4)
             if self.held(middle, slo) >= HELD_MIN:
                 low = middle
