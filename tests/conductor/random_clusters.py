@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from conductor_scripts import LAYOUT, MS, NULL_LAYOUT, PROFILE, S, keys
 
+from halfmoon.conductor import admission
 from halfmoon.conductor.machine import Core
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import (
@@ -449,7 +450,19 @@ def digest(log: list[Stamped], decided: list[list[Decision]], core: Core) -> str
     return state.hexdigest()
 
 
+def choose_by_hash() -> None:
+    """What the rules of the core forbid: among prefill workers the one whose id has the smallest hash."""
+
+    def choose(state: Any, candidates: Any, draw: str) -> Any:
+        return min(candidates, key=lambda candidate: hash(candidate.worker_id), default=None)
+
+    admission.choose_prefill = choose
+
+
 def main() -> None:
+    if sys.argv[1] == "--by-hash":
+        choose_by_hash()
+        del sys.argv[1]
     for seed in sys.argv[1:]:
         cluster = Cluster(int(seed), checked=False)
         cluster.run(chaos_s=15, calm_s=5)

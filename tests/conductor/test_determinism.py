@@ -77,20 +77,55 @@ def test_the_same_log_gives_the_same_decisions_also_through_snapshots(seed: int)
     assert digest(cluster.log, decided, core) == expected
 
 
-def test_interpreters_with_different_hash_seeds_decide_alike() -> None:
+def printed_by(*words: str) -> list[list[str]]:
+    """What fresh interpreters say of the same seeds, each with another PYTHONHASHSEED."""
     program = Path(__file__).parent / "random_clusters.py"
-    seeds = [str(3_000 + seed) for seed in SEEDS]
     running = []
     for hash_seed in ("0", "1", "4242"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         running.append(
-            subprocess.Popen([sys.executable, str(program), *seeds], env=environment, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen([sys.executable, str(program), *words], env=environment, stdout=subprocess.PIPE, text=True)
         )
     printed = [process.communicate()[0].splitlines() for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
+    return printed
+
+
+def test_interpreters_with_different_hash_seeds_decide_alike() -> None:
+    seeds = [str(3_000 + seed) for seed in SEEDS]
+    printed = printed_by(*seeds)
     assert len(printed[0]) == len(seeds)
     assert printed[0] == printed[1] == printed[2]
     assert len(dict.fromkeys(printed[0])) == len(seeds)
+
+
+def test_a_core_that_chose_by_hash_would_be_found() -> None:
+    first, second, third = printed_by("--by-hash", "3000", "3001", "3002")
+    assert first != second or second != third
+
+
+def in_another_order(log: list[Stamped], draw: random.Random) -> list[Stamped]:
+    """The same events, but for neighbours that may swap; places and times stay where they are."""
+    events = [stamped.event for stamped in log]
+    for place in range(1, len(events) - 1):
+        if draw.random() < 0.5:
+            events[place], events[place + 1] = events[place + 1], events[place]
+    return [Stamped(seq=s.seq, at_ns=s.at_ns, event=event) for s, event in zip(log, events, strict=True)]
+
+
+def test_each_order_of_the_events_has_its_own_decisions_and_always_the_same() -> None:
+    cluster = Cluster(6, checked=False)
+    cluster.run(chaos_s=10, calm_s=0)
+    digests = []
+    for seed in SEEDS:
+        log = in_another_order(cluster.log, random.Random(seed))
+        twice = []
+        for _ in range(2):
+            core = Core(checked=True)
+            twice.append(digest(log, [core.step(stamped) for stamped in log], core))
+        assert twice[0] == twice[1]
+        digests.append(twice[0])
+    assert len(dict.fromkeys(digests)) == len(SEEDS)
 
 
 def test_an_explanation_is_what_then_happens_and_changes_nothing() -> None:
