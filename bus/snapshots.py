@@ -77,8 +77,13 @@ async def prune(bus: Bus, keep: int) -> None:
     saved = {int(subject.split(".")[2]) for subject in await _subjects(bus, subjects.SNAPSHOTS_ALL)}
     for seq in sorted(saved):
         if seq < kept[0]:
-            question = orjson.dumps({"filter": subjects.snapshot_of(seq)})
-            await bus.js_api(f"STREAM.PURGE.{subjects.SNAPSHOTS_STREAM}", question)
+            await remove(bus, seq)
+
+
+async def remove(bus: Bus, seq: int) -> None:
+    """All that was saved after this event."""
+    question = orjson.dumps({"filter": subjects.snapshot_of(seq)})
+    await bus.js_api(f"STREAM.PURGE.{subjects.SNAPSHOTS_STREAM}", question)
 
 
 async def _subjects(bus: Bus, pattern: str) -> list[str]:

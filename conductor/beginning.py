@@ -60,13 +60,13 @@ async def first_core(bus: Bus, conductor_id: str, policy: Policy, *, checked: bo
     Raises LogUnreadable, BusError.
     """
     while True:
-        first, last = await bus.held(subjects.EVENTS_STREAM)
-        core = await usable_snapshot(bus, first=first, last=last, checked=checked)
+        core = await usable_snapshot(bus, checked=checked)
         if core is not None:
             return core, core.seq
         begun = await _begun(bus)
         if begun:
             return Core(checked=checked), begun - 1
+        first, _ = await bus.held(subjects.EVENTS_STREAM)
         if first > 1 and await _others(bus):
             raise LogUnreadable(f"the log before event {first} is gone, and other conductors have saved no snapshot")
         if first > 1:
@@ -75,17 +75,19 @@ async def first_core(bus: Bus, conductor_id: str, policy: Policy, *, checked: bo
         await bus.append(event, source_id=conductor_id, message_id=f"begin-{first}")  # of several conductors, one
 
 
-async def usable_snapshot(
-    bus: Bus, *, first: int, last: int, before: int | None = None, checked: bool = False
-) -> Core | None:
-    """The newest snapshot from which the log, `first` to `last`, leads on; with `before`, of earlier than that event.
+async def usable_snapshot(bus: Bus, *, before: int | None = None, checked: bool = False) -> Core | None:
+    """The newest snapshot from which the log leads on; with `before`, of earlier than that event.
 
-    What is of another version, or broken, is passed over with a word.
+    What is of another version, or broken, is passed over with a word; what is of a log that was deleted, removed.
     """
-    for head in await snapshots.heads(bus):
-        if before is not None and head.seq >= before:
+    heads = await snapshots.heads(bus)
+    first, last = await bus.held(subjects.EVENTS_STREAM)  # after the snapshots: none is newer than what it is of
+    for head in heads:
+        if head.seq > last:
+            log.warning("the snapshot of event %d is of a log that is gone: removed", head.seq)
+            await snapshots.remove(bus, head.seq)
             continue
-        if not first - 1 <= head.seq <= last:
+        if head.seq < first - 1 or (before is not None and head.seq >= before):
             continue
         if head.version != SNAPSHOT_VERSION:
             log.warning(
@@ -105,8 +107,7 @@ async def usable_snapshot(
 
 async def digest_at(bus: Bus, seq: int) -> str | None:
     """The digest of the state after event `seq`, as a fresh core finds it; None when the log does not reach back."""
-    first, last = await bus.held(subjects.EVENTS_STREAM)
-    core = await usable_snapshot(bus, first=first, last=last, before=seq)
+    core = await usable_snapshot(bus, before=seq)
     after = core.seq if core is not None else await _begun(bus) - 1
     if not 0 <= after < seq:
         return None

@@ -102,6 +102,21 @@ async def test_a_log_whose_head_is_gone_is_read_from_the_snapshot_that_leads_int
             assert (await reach(bus, last, "c2")).digest == expected.digest
 
 
+async def test_snapshots_of_a_log_that_was_deleted_are_removed(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with client(nats_url) as bus:
+        async with conductor(nats_url, policy=QUIET):
+            last = await say(bus, *CLUSTER)
+            await reach(bus, last)
+        head = await save(bus, await core_at(bus, last))
+        await bus.js_api(f"STREAM.DELETE.{subjects.EVENTS_STREAM}")
+        async with conductor(nats_url, "c2", policy=QUIET):  # its connection makes the stream anew
+            assert [record.getMessage() for record in caplog.records] == [
+                f"the snapshot of event {head.seq} is of a log that is gone: removed"
+            ]
+            assert await snapshots.heads(bus) == []
+            assert (await reach(bus, 1, "c2")).nodes == []
+
+
 async def test_without_head_and_snapshot_a_conductor_that_is_alone_begins_the_log_anew(nats_url: str) -> None:
     async with client(nats_url) as bus:
         async with conductor(nats_url, policy=QUIET):
