@@ -76,8 +76,9 @@ class Sequence:
         """Everything was heard to be readable in the node's pool, loaded or not."""
         if self.arrived is None:
             return False
-        waiting = {(layer, block) for layer, block in self.to_load if not self.arrived[layer, block]}
-        return int(self.arrived.sum()) + len(waiting) == layers * len(self.slots)
+        blocks = len(self.slots)
+        waiting = {(layer, block) for layer, block in self.to_load if block < blocks and not self.arrived[layer, block]}
+        return int(self.arrived.sum()) + len(waiting) == layers * blocks
 
     def next_known(self) -> SampledToken | None:
         """The token that must come next because the client has it already."""

@@ -20,7 +20,7 @@ from tests.cluster.harness import Cluster, running
 NAMES = ("conductor-0", "conductor-1", "conductor-2")
 REQUESTS_S = 40
 CALM_S = 2.0
-ROUNDS = 3
+ROUNDS = 2
 DELAY_MS_MAX = 200
 
 
