@@ -307,13 +307,18 @@ class World:
             conductor.soon()
 
     def say(self, process: Process, event: Event, delay_ns: int = 0) -> None:
-        """A process's fact on its way to the log; lost with the process, repeated, delayed, overtaken by others."""
+        """A process's fact on its way to the log; lost with the process, repeated, delayed, overtaken by others.
+
+        Only its joining is overtaken by nothing of its own, and comes while it lives: that much order is promised.
+        """
         self._count += 1
         life, message_id = process.life, f"{process.process_id}-{self._count}"
         leaves_ns = self.now_ns + delay_ns + self.lag_ns()
-        if self.in_order:
-            leaves_ns = process.said_until_ns = max(leaves_ns, process.said_until_ns + 1)
-        lost_with_it = self.draw.random() < 0.5
+        leaves_ns = max(leaves_ns, process.said_until_ns + 1)
+        joins = isinstance(event, WorkerJoined | StoreJoined | FrontendJoined)
+        if self.in_order or joins:
+            process.said_until_ns = leaves_ns
+        lost_with_it = joins or self.draw.random() < 0.5
 
         def leave() -> None:
             if process.life == life or not lost_with_it:
@@ -321,7 +326,7 @@ class World:
 
         self.at(leaves_ns, leave)
         if self.chance(0.05):
-            self.at(leaves_ns + self.draw.randrange(3 * S), lambda: self.append(event, message_id))
+            self.at(leaves_ns + self.draw.randrange(3 * S), leave)
 
     def deliver(self, process: Process, identity: Identity, decision: Decision) -> None:
         link, life = process.link, process.life
