@@ -1,10 +1,10 @@
 """A slice of the conversation trace on a real cluster, and the same slice simulated; and how well TTFT and TBT were
 predicted, live and simulated.
 
-Lengths are scaled down (a block of 512 tokens of the trace is one of 32 here), so that SmolLM2 on a CPU keeps up. The
-first half of the slice calibrates: the conductor refits its costs from it, and its core, replayed over the log of the
-run up to there, tells them. The simulation takes these costs and the arrivals as logged, and is compared on the second
-half.
+Lengths are scaled down (a block of 512 tokens of the trace is one of 16 here), so that SmolLM2 on a CPU keeps up. Every
+other request calibrates: prefill costs are refitted from those alone, as the conductor does it; steps are what the
+conductor's core, replayed over the log, has learned by the end. The simulation takes these costs and the arrivals as
+logged, and is compared on the requests that did not calibrate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from clusters import ROOT, cluster, finish, parser
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
+from halfmoon.conductor.cost import prefill_fit, refit_prefill
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
@@ -41,7 +42,7 @@ from halfmoon.schemas.events import (
     WorkerJoined,
 )
 
-SCALE = 16
+SCALE = 32
 BLOCK_TOKENS = 512 // SCALE
 MAX_TOKENS = 2_048 // SCALE
 
@@ -91,17 +92,24 @@ async def read_log(nats_url: str) -> list[Stamped]:
     return found
 
 
+def refitted(profile: CostProfile, arrived: list[Stamped], prefilled: dict[str, PrefillFinished]) -> CostProfile:
+    """The worker's own profile after the prefills of these requests."""
+    fit, cost = prefill_fit(profile), profile
+    for stamped in arrived:
+        went = prefilled.get(stamped.event.request_id)
+        if went is not None:
+            cached = went.cached_local_tokens + went.cached_fetched_tokens
+            cost = refit_prefill(fit, cost, stamped.event.prompt_tokens, cached, went.compute_ns)
+    return cost
+
+
 def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The second half of the slice, live and simulated."""
+    """Every other request of the slice, live and simulated."""
     arrived = [stamped for stamped in log if isinstance(stamped.event, RequestArrived)]
-    half = len(arrived) // 2
-    middle_seq = arrived[half].seq
     finished = {s.event.request_id: s.event for s in log if isinstance(s.event, RequestFinished)}
     prefilled = {s.event.request_id: s.event for s in log if isinstance(s.event, PrefillFinished)}
-    core, predicted, costs = Core(), {}, {}
+    core, predicted = Core(), {}
     for stamped in log:
-        if stamped.seq == middle_seq:
-            costs = {worker.role: worker.cost for worker in core.state.workers.values()}
         for decision in core.step(stamped):
             if isinstance(decision, StartPrefill):
                 predicted[decision.request_id] = decision.predicted
@@ -109,6 +117,8 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
     world = {type(s.event): s.event for s in log if isinstance(s.event, (ClusterConfigured, StoreJoined, WorkerJoined))}
     worker, layout = world[WorkerJoined], world[StoreJoined].layout
     roles = [s.event.role for s in log if isinstance(s.event, WorkerJoined)]
+    costs = {worker.role: worker.cost for worker in core.state.workers.values()}
+    costs["prefill"] = refitted(worker.profile, arrived[::2], prefilled)
     profile = Profile(
         name="calibrated",
         cost=CostProfile(
@@ -151,9 +161,11 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
         profile,
         outcomes=outcomes,
     )
-    later = [stamped.event.request_id for stamped in arrived[half:] if stamped.event.request_id in finished]
+    done = [stamped.event.request_id for stamped in arrived if stamped.event.request_id in finished]
+    simulated_by_id = dict(zip(done, outcomes.values(), strict=True))
+    later = [s.event.request_id for s in arrived[1::2] if s.event.request_id in finished]
     live_ttft = [by_id[request_id]["timing_ms"]["ttft"] for request_id in later]
-    simulated = list(outcomes.values())[-len(later) :]
+    simulated = [simulated_by_id[request_id] for request_id in later]
     simulated_ttft = [outcome.ttft_ns / 1e6 for outcome in simulated if outcome.end == "finished"]
     live, made_up = statistics.mean(live_ttft), statistics.mean(simulated_ttft)
     live_cached = sum(

@@ -105,12 +105,12 @@ def curves(
         axis.set_yscale("log")
     else:
         highest = max((y for points in lines.values() for _, y in points), default=1.0)
-        axis.set_ylim(0, 1.1 * highest)
+        axis.set_ylim(0, 1.3 * highest)
     if level is not None:
         axis.axhline(level, color="grey", linestyle="--", linewidth=1)
     axis.set(xlabel=xlabel, ylabel=ylabel, title=title)
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, loc="best")
     return save(figure, path)
 
 

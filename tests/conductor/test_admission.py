@@ -259,3 +259,18 @@ def test_larger_prompts_wait_with_the_rest_where_the_pool_keeps_up() -> None:
         if number < 60:
             script(prefilled(start.order_id, f"w{number}"))
     assert verdict(script, "x", tokens=9_000) == ""
+
+
+def test_a_decode_that_outlasts_its_class_still_counts() -> None:
+    """Answers took 1 s so far. One more runs for 10 s already: it is not taken for ended."""
+    script = Script(prefill(), decode(profile=STEPS), **QUIET)
+    for request_id in ("a", "b"):
+        (start, *_) = script.orders(arrived(request_id))
+        assert isinstance(start, StartPrefill)
+        script(prefilled(start.order_id, request_id), after_ns=110 * MS)
+        if request_id == "a":
+            script(finished(start.order_id, "a"), after_ns=1 * S)
+    # Alone a step takes 110 ms, with b 120 ms.
+    script(prefilled("77-1", "nobody"), after_ns=10 * S)
+    assert verdict(script, "c", tbt_slo_ns=115 * MS) == "tbt_slo"
+    assert verdict(script, "d", tbt_slo_ns=125 * MS) == ""
