@@ -65,6 +65,7 @@ async def run(args: argparse.Namespace) -> int:
     folder = out / "experiments"
     folder.mkdir(parents=True, exist_ok=True)
     context = Context(Path(args.trace), folder, lambda text: print(text, file=sys.stderr, flush=True))
+    complete = True
     with interruptible():
         try:
             for name in args.names or NAMES:
@@ -72,22 +73,21 @@ async def run(args: argparse.Namespace) -> int:
                 # Each is kept as it is found, so that one can be made anew, or the run be interrupted.
                 (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(known[name](context))))
         except KeyboardInterrupt:
+            complete = False
             print("interrupted: what was found is written, the rest is marked", file=sys.stderr)
-    text, missing = page(folder)
-    (out / "experiments.md").write_text(text)
+    (out / "experiments.md").write_text(page(folder))
     print(f"wrote {out / 'experiments.md'}")
-    return 130 if missing and not args.names else 0
+    return 0 if complete else 130
 
 
-def page(folder: Path) -> tuple[str, list[str]]:
-    """All that was found so far as Markdown, and what is missing."""
+def page(folder: Path) -> str:
+    """All that was found so far as Markdown; what was not is marked."""
     from halfmoon.conductor.simulation.profiles import PROFILES
 
-    parts, missing = [HEAD], []
+    parts = [HEAD]
     for name in NAMES:
         file = folder / f"{name}.json"
         if not file.exists():
-            missing.append(name)
             parts.append(f"## {name}\n\nNOT RUN: this report is partial.\n")
             continue
         section = msgspec.json.decode(file.read_bytes(), type=Section)
@@ -109,4 +109,4 @@ def page(folder: Path) -> tuple[str, list[str]]:
         )
         lines += [f"  - {note}" for note in profile.notes]
     parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts), missing
+    return "\n".join(parts)

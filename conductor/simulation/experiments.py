@@ -59,7 +59,7 @@ class Context:
         slo = slo or Slo(ttft_ns=30 * S, tbt_ns=100 * MS)
         cluster = cluster or Cluster(prefill=8, decode=8)
         self.say(f"  {system} {policy} {admission} {cluster.prefill}+{cluster.decode} speed {speed:g} seed {seed}")
-        return run_system(
+        report = run_system(
             system,
             self.arrivals if arrivals is None else arrivals,
             cluster,
@@ -71,6 +71,9 @@ class Context:
             slo=slo,
             outcomes=outcomes,
         )
+        if not report.complete:
+            raise KeyboardInterrupt  # half a run is no result
+        return report
 
     def runs(self, policy: PolicyName = "halfmoon", admission: AdmissionName = "none", **options: object) -> Runs:
         """For capacity: one system at many speeds."""

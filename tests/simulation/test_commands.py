@@ -98,3 +98,26 @@ def test_an_interrupted_simulation_marks_its_report(trace_file: Path) -> None:
     report = json.loads(out)
     assert report["complete"] is False
     assert report["requests"] < 12_031
+
+
+def test_interrupted_experiments_keep_what_is_whole_and_mark_the_rest(trace_file: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "halfmoon.cli.main", "experiments", "hits", "ttft"),
+            *("--trace", str(trace_file), "--out", str(tmp_path)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    while "halfmoon halfmoon" not in process.stderr.readline():  # the first simulation of ttft
+        pass
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert not (tmp_path / "experiments" / "ttft.json").exists()
+    page = (tmp_path / "experiments.md").read_text()
+    assert "| unbounded, conversation |" in page
+    assert "## ttft\n\nNOT RUN" in page
