@@ -249,7 +249,7 @@ class DecodeOrders(Worker):
                 worker_id=self.config.worker_id,
                 finish_reason=sequence.finish_reason,  # type: ignore[arg-type]
                 completion_tokens=len(sequence.output),
-                ttft_ns=result.queue_ns + result.transfer_ns + result.compute_ns,
+                ttft_ns=result.queue_ns + result.compute_ns,  # transfers overlap both
                 tbt_ns=sequence.tbt_ns(),
                 decode_ns=time.monotonic_ns() - sequence.started_ns if sequence.started_ns else 0,
                 preemptions=sequence.preemptions,
