@@ -15,6 +15,7 @@ import statistics
 import time
 from typing import Any
 
+import msgspec
 import nats
 import orjson
 import uvloop
@@ -201,14 +202,24 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=80)
     options.add_argument("--speed", type=float, default=0.2)
     options.add_argument("--runs", type=int, default=1)
+    options.add_argument(
+        "--every-s", type=float, default=0.0, help="one request in so many seconds, not as in the trace"
+    )
     args = options.parse_args()
     trace = [one for one in read_trace(ROOT / "benchmarks/traces/conversation_trace.jsonl.zst") if one.block_keys]
     slice_ = [one for one in trace if one.prompt_tokens // SCALE < 2_000][: args.requests]
+    if args.every_s:
+        slice_ = [
+            msgspec.structs.replace(arrival, at_ns=int(place * args.every_s * args.speed * 1e9))
+            for place, arrival in enumerate(slice_)
+        ]
     runs = []
     for _ in range(args.runs):
         with (
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-            cluster("--block-tokens", str(BLOCK_TOKENS), "--prefill", "1", "--decode", "1") as addresses,
+            cluster(
+                "--block-tokens", str(BLOCK_TOKENS), "--numerics", "fast", "--prefill", "1", "--decode", "1"
+            ) as addresses,
         ):
             answers = runner.run(drive(addresses["nats"], slice_, args.speed))
             runner.run(asyncio.sleep(1.0))  # the last events
@@ -224,7 +235,7 @@ def main() -> None:
             f"live predictions off by: TTFT {live['ttft']['p50']:.0%} (p50), {live['ttft']['p90']:.0%} (p90); "
             f"TBT {live['tbt']['p50']:.0%}, {live['tbt']['p90']:.0%}"
         )
-    finish(args, {"scale": SCALE, "speed": args.speed, "runs": runs}, lines)
+    finish(args, {"scale": SCALE, "speed": args.speed, "every_s": args.every_s, "runs": runs}, lines)
 
 
 if __name__ == "__main__":
