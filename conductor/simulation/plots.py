@@ -103,6 +103,8 @@ def curves(
         axis.minorticks_off()
     if log_y:
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
     else:
         highest = max((y for points in lines.values() for _, y in points), default=1.0)
         axis.set_ylim(0, 1.3 * highest)
