@@ -112,7 +112,10 @@ def curves(
         axis.axhline(level, color="grey", linestyle="--", linewidth=1)
     axis.set(xlabel=xlabel, ylabel=ylabel, title=title)
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False, loc="best")
+    if len(lines) > 3:
+        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    else:
+        axis.legend(frameon=False, loc="best")
     return save(figure, path)
 
 
