@@ -199,8 +199,8 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--requests", type=int, default=80)
-    options.add_argument("--speed", type=float, default=0.2)
+    options.add_argument("--requests", type=int, default=60)
+    options.add_argument("--speed", type=float, default=0.1)
     options.add_argument("--runs", type=int, default=1)
     options.add_argument(
         "--every-s", type=float, default=0.0, help="one request in so many seconds, not as in the trace"
