@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.schemas.events import DecodeStarted, RequestFinished
 from halfmoon.workers.model_files import load_model
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import LENGTHS, MODEL, OUTPUT_TOKENS, prompt
@@ -91,8 +91,17 @@ async def batch_of_eight(cluster: Cluster, cold: Answers) -> None:
         answers = await asyncio.gather(*(ask(cluster, nc, length) for length in (lengths * 8)[:8]))
         for length, answer in zip((lengths * 8)[:8], answers, strict=True):
             assert same(answer, cold[length]), length
-    beats = [s.event for s in await cluster.events() if isinstance(s.event, WorkerHeartbeat)]
-    assert max(beat.running for beat in beats) >= 4  # they did run together
+    running = most = 0
+    started: set[str] = set()
+    for stamped in await cluster.events():
+        match stamped.event:
+            case DecodeStarted(order_id=order_id):
+                started.add(order_id)
+                running += 1
+                most = max(most, running)
+            case RequestFinished(order_id=order_id) if order_id in started:
+                running -= 1
+    assert most >= 4  # they did run together
     await nc.close()
 
 
