@@ -206,9 +206,7 @@ async def test_nats_server_dies_under_a_prefill_and_the_request_does_not_wait_fo
     cluster: Cluster, nc: nats.NATS
 ) -> None:
     """What was lost on the way to the decode worker is missed by its heartbeats, within a few seconds."""
-    started = time.monotonic()
     undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))
-    calm_s = time.monotonic() - started
     await whole(cluster)
     body = {**fields(1000, 8, "server dies"), "stream": False}
     del body["logits_digest"]
@@ -221,6 +219,6 @@ async def test_nats_server_dies_under_a_prefill_and_the_request_does_not_wait_fo
         answer = await reply.json()
     assert reply.status == 200, answer
     assert answer["choices"][0]["text"] == undisturbed["text"]
-    assert time.monotonic() - started < 2 * calm_s + 10
+    assert time.monotonic() - started < 45  # alone about 5 s; a lease lives 60
     await whole(cluster)
     await nothing_held(cluster)
