@@ -144,6 +144,7 @@ class S3Fifo:
         self._uses: dict[int, int] = {}
         self._keys: dict[int, bytes] = {}
         self._idle: set[int] = set()
+        self._idle_in_main = 0
 
     def add(self, slot: int, key: bytes) -> None:
         if slot in self._uses:
@@ -154,21 +155,26 @@ class S3Fifo:
             queue = self._main if key in self._ghosts else self._first
             queue[slot] = None
             self._ghosts.pop(key, None)
-        self._idle.add(slot)
+        if slot not in self._idle:
+            self._idle.add(slot)
+            self._idle_in_main += slot in self._main
 
     def touch(self, slot: int) -> None:
         if slot in self._idle:
             self._uses[slot] = min(self.USES_MAX, self._uses[slot] + 1)
 
     def remove(self, slot: int) -> None:
-        self._idle.discard(slot)
+        if slot in self._idle:
+            self._idle.remove(slot)
+            self._idle_in_main -= slot in self._main
 
     def victim(self) -> int:
         if not self._idle:
             raise LookupError("nothing is idle")
         while True:
-            # Whatever is held goes round; each round lowers the uses of something, so that this ends.
-            if len(self._first) * self.FIRST_SHARE >= len(self._uses) or not self._main:
+            # This ends: the first queue gets shorter by each try; in the main one, which has something idle, each round
+            # lowers its uses. Were all of it held, it would go round for ever.
+            if len(self._first) * self.FIRST_SHARE >= len(self._uses) or not self._idle_in_main:
                 if (slot := self._from_first()) is not None:
                     return slot
             elif (slot := self._from_main()) is not None:
@@ -185,6 +191,7 @@ class S3Fifo:
         if self._uses[slot] > 0 or slot not in self._idle:
             self._uses[slot] = 0
             self._main[slot] = None
+            self._idle_in_main += slot in self._idle
             return None
         self._ghosts[self._keys[slot]] = None
         while len(self._ghosts) > self.REMEMBERED * len(self._uses):
@@ -197,6 +204,7 @@ class S3Fifo:
             self._uses[slot] = max(0, self._uses[slot] - 1)
             self._main[slot] = None
             return None
+        self._idle_in_main -= 1
         return self._forget(slot)
 
     def _forget(self, slot: int) -> int:

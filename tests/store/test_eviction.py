@@ -108,6 +108,20 @@ def test_s3fifo_lets_a_scan_pass_and_knows_who_comes_back() -> None:
     assert not {0, 1, first} & set(scanned)
 
 
+def test_s3fifo_takes_a_new_block_when_the_whole_main_queue_is_held() -> None:
+    policy = S3Fifo()
+    for slot in range(4):  # all go to the main queue on the way to this victim
+        use(policy, slot)
+        use(policy, slot)
+    assert policy.victim() == 0
+    for slot in (1, 2, 3):
+        policy.remove(slot)
+    policy.add(4, key(4))  # a quarter of what is here: the main queue is due, and has nothing to give
+    assert policy.victim() == 4
+    with pytest.raises(LookupError):
+        policy.victim()
+
+
 def test_s3fifo_remembers_no_more_than_it_may() -> None:
     policy = S3Fifo()
     for slot in range(4):
