@@ -15,47 +15,28 @@ from typing import Any
 
 from clusters import ROOT, finish, parser
 
-from halfmoon.conductor.replay.logfile import FORMAT, DecisionLine, EventLine, Header, Line, LogFile, LogWriter
+from halfmoon.conductor.replay.logfile import FORMAT, Header, Line, LogFile, LogWriter, lines_of_step
 from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Replay, verify
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.trace import faster, read_trace
 from halfmoon.conductor.simulation.world import Cluster, World
-from halfmoon.schemas.decisions import SetTimer
-from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.policy import Policy
 
 TRACE = ROOT / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
 ROUNDS = 5
 
 
-class Recorded(World):
-    """A simulated cluster that keeps its log."""
-
-    lines: list[Line]
-
-    def _append(self, event: Event) -> None:
-        self._events += 1
-        seq, at_ns = self._events, self.clock.now_ns
-        if seq == 1:
-            self.lines = []
-        decisions = self.core.step(Stamped(seq=seq, at_ns=at_ns, event=event))
-        self.lines.append(EventLine(seq=seq, at_ns=at_ns, event=event))
-        for position, decision in enumerate(decisions):
-            if not isinstance(decision, SetTimer):
-                self.lines.append(DecisionLine(cause_seq=seq, position=position, at_ns=at_ns, decision=decision))
-        for decision in decisions:
-            self._do(decision)
-
-
 def record(path: Path, *, speed: float) -> None:
     policy = Policy(ttft_slo_ns=30_000_000_000, tbt_slo_ns=100_000_000)
-    world = Recorded(Cluster(prefill=8, decode=8), policy, load_profile("a800"))
+    world = World(Cluster(prefill=8, decode=8), policy, load_profile("a800"))
+    lines: list[Line] = []
+    world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
     world.run(faster(read_trace(TRACE), speed), sample_ns=10_000_000_000)
     header = Header(format=FORMAT, saved_by="simulation", cluster="simulated", first_seq=1, last_seq=world.events)
     with LogWriter(path, header) as out:
-        for line in world.lines:
+        for line in lines:
             out.write(line)
 
 

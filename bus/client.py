@@ -44,7 +44,7 @@ class DirectClient(Client):
         self.stats["in_bytes"] += len(data)
         try:
             handler(subject, reply, data, headers)
-        except Exception:
+        except Exception:  # whatever it is: raised here it would end the reading for everybody
             log.exception("a message on %s was not taken", subject.decode(errors="replace"))
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
@@ -69,5 +69,3 @@ def status(headers: bytes | None) -> str:
     """The status that a server put before the headers ("503": nobody is subscribed); "" without one."""
     line = (headers or b"").partition(b"\r\n")[0].split(b" ")
     return line[1].decode(errors="replace") if len(line) > 1 else ""
-
-

@@ -29,6 +29,7 @@ from halfmoon.bus.reader import StreamMessage, StreamReader
 from halfmoon.bus.requests import Requests
 from halfmoon.bus.streams import StreamLimits, ensure_streams
 from halfmoon.bus.tail import StreamTail
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.decisions import Ordered, StartPrefill
@@ -131,9 +132,7 @@ class Bus:
         await self._publisher.stop()
         for reader in list(self._readers):
             await reader.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         if self.nc.is_connected:
             with contextlib.suppress(NatsError, TimeoutError):  # what matters was acknowledged above
                 await asyncio.wait_for(self.nc.flush(), flush_s)

@@ -17,6 +17,7 @@ from nats.errors import ConnectionClosedError, OutboundBufferLimitError
 
 from halfmoon.bus.client import DirectClient
 from halfmoon.bus.errors import BusError, BusOverloaded, LogMoved
+from halfmoon.bus.tasks import end_tasks
 
 UNACKED_MAX = 100_000
 RESEND_AFTER_S = 1.0
@@ -84,9 +85,7 @@ class Publisher:
         self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         for item in self._pending.values():
             if item.done and not item.done.done():
                 item.done.set_exception(BusError("the connection was closed before the message was stored"))

@@ -19,6 +19,7 @@ from nats.errors import Error as NatsError
 
 from halfmoon.bus.client import DirectClient
 from halfmoon.bus.reader import StreamReader, StreamRefused
+from halfmoon.bus.tasks import end_tasks
 
 #: How often the place in the stream is noted, which bounds what is read again.
 MARK_S = 5.0
@@ -51,9 +52,7 @@ class StreamTail:
             return
         self._closed = True
         self._wake.set()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         if self._sub is not None and not self._nc.is_closed:
             with contextlib.suppress(NatsError):
                 await self._sub.unsubscribe()

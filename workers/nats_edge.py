@@ -21,6 +21,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError, Ask, CancelBody, TokenizeBody, chat_ask, completion_ask, decode_body
 from halfmoon.workers.cluster_status import ClusterStatus
@@ -88,8 +89,7 @@ class NatsEdge:
             if not self._nc.is_closed:
                 await subscription.unsubscribe()
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+            await end_tasks([self._watching])
 
     # --- generating -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.tail import StreamTail
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import CLIENT_GONE, ApiError, Ask
 from halfmoon.schemas.codec import encode
@@ -80,10 +81,7 @@ class RequestRegistry:
                 await self._empty.wait()
         for request in list(self.requests.values()):
             self.fail(request, ApiError(503, "this frontend is stopping", code="stopping"), "frontend stops")
-        while self._tasks:  # Python 3.11's `wait_for` may swallow a cancellation: then once more
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(set(self._tasks), timeout=0.5)
+        await end_tasks(self._tasks)
         self.prompts.close()
         if not self.bus.nc.is_closed:
             left = FrontendLeft(frontend_id=self.config.frontend_id, incarnation=self._incarnation, reason="stopped")

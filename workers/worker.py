@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import CostProfile, Role, WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from halfmoon.schemas.policy import SECOND_NS, Layout
@@ -98,9 +99,7 @@ class Worker(ABC):
         self.bus.append_soon(
             WorkerLeft(worker_id=worker_id, incarnation=self.incarnation, reason="stopped"), source_id=worker_id
         )
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         if not self.failed.done():
             self.failed.cancel()
         self._compute.shutdown(wait=True, cancel_futures=True)

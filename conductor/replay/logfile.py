@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import zstandard
 
-from halfmoon.schemas.decisions import Decision
-from halfmoon.schemas.events import Event
+from halfmoon.schemas.decisions import Decision, SetTimer
+from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferFailed
 
 #: Version of the lines, not of the messages in them.
@@ -96,6 +96,17 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="end"
 Line = EventLine | InvalidLine | DecisionLine | ProgressLine | SnapshotLine
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Header | Line | End] = msgspec.json.Decoder(Header | Line | End)
+
+
+def lines_of_step(stamped: Stamped, decisions: Iterable[Decision]) -> list[Line]:
+    """An event and what was decided on it, as if stored at once: timers are kept by conductors alone."""
+    lines: list[Line] = [EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=stamped.event)]
+    for position, decision in enumerate(decisions):
+        if not isinstance(decision, SetTimer):
+            lines.append(
+                DecisionLine(cause_seq=stamped.seq, position=position, at_ns=stamped.at_ns, decision=decision)
+            )
+    return lines
 
 
 class LogWriter:

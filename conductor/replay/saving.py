@@ -16,6 +16,7 @@ from pathlib import Path
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.reader import StreamMessage
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.conductor.beginning import leading_snapshot
 from halfmoon.conductor.replay.logfile import (
     DecisionLine,
@@ -169,6 +170,4 @@ async def follow(bus: Bus) -> AsyncIterator[EventLine | InvalidLine | DecisionLi
         while True:
             yield await lines.get()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)

@@ -110,6 +110,8 @@ class World:
         self.samples: list[LoadSample] = []
         self.failed_fetches = self.fetched_bytes = self.pushed_bytes = 0
         self.timers_set = 0
+        #: Sees every event with its decisions, as `live.run`'s does.
+        self.after_step: Callable[[Stamped, list[Decision]], None] | None = None
         self._arrivals: dict[str, Arrival] = {}
         self._keys: dict[str, list[bytes]] = {}
         self._digest = blake2b(digest_size=16)
@@ -181,7 +183,10 @@ class World:
 
     def _append(self, event: Event) -> None:
         self._events += 1
-        decisions = self.core.step(Stamped(seq=self._events, at_ns=self.clock.now_ns, event=event))
+        stamped = Stamped(seq=self._events, at_ns=self.clock.now_ns, event=event)
+        decisions = self.core.step(stamped)
+        if self.after_step is not None:
+            self.after_step(stamped, decisions)
         if decisions:
             self._digest.update(self._encode(decisions))
             for decision in decisions:

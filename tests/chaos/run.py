@@ -30,7 +30,7 @@ def main() -> int:
         world = World(seed)
         try:
             world.run()
-        except Exception:
+        except Exception:  # whatever it is, this seed has found it
             traceback.print_exc()
             print(f"seed {seed} fails; again: make chaos SEED={seed}")
             return 1

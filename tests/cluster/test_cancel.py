@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,13 +25,6 @@ RELEASED_S = 1.0
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running(tmp_path_factory.mktemp("cancel"), "--prefill", "1", "--decode", "1") as one:
         yield one
-
-
-@pytest.fixture
-async def nc(cluster: Cluster) -> AsyncIterator[nats.NATS]:
-    connection = await cluster.connect()
-    yield connection
-    await connection.close()
 
 
 class OverHttp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -24,13 +24,6 @@ from tests.cluster.prompts import prompt
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running(tmp_path_factory.mktemp("failures")) as one:
         yield one
-
-
-@pytest.fixture
-async def nc(cluster: Cluster) -> AsyncIterator[nats.NATS]:
-    connection = await cluster.connect()
-    yield connection
-    await connection.close()
 
 
 async def whole(cluster: Cluster) -> None:

@@ -11,16 +11,13 @@ from halfmoon.conductor.beginning import LOG_VERSION
 from halfmoon.conductor.replay.logfile import (
     FORMAT,
     DecisionLine,
-    EventLine,
     Header,
     InvalidLine,
     Line,
     LogFile,
     LogWriter,
+    lines_of_step,
 )
-from halfmoon.conductor.simulation.world import World
-from halfmoon.schemas.decisions import SetTimer
-from halfmoon.schemas.events import Event, Stamped
 
 HEADER = Header(format=FORMAT, saved_by="t", cluster="random", code_version="t", log_version=LOG_VERSION, first_seq=1)
 
@@ -34,32 +31,8 @@ def lines_of(seed: int, *, chaos_s: int = 20, calm_s: int = 20) -> list[Line]:
     for stamped, decisions in zip(cluster.log, cluster.decided, strict=True):
         lines += [InvalidLine(seq=skipped, at_ns=stamped.at_ns) for skipped in range(seq + 1, stamped.seq)]
         seq = stamped.seq
-        lines.append(EventLine(seq=seq, at_ns=stamped.at_ns, event=stamped.event))
-        lines += [
-            DecisionLine(cause_seq=seq, position=position, at_ns=stamped.at_ns, decision=decision)
-            for position, decision in enumerate(decisions)
-            if not isinstance(decision, SetTimer)
-        ]
+        lines += lines_of_step(stamped, decisions)
     return lines
-
-
-class Simulated(World):
-    """A simulated cluster that keeps its log in `lines`."""
-
-    lines: list[Line]
-
-    def _append(self, event: Event) -> None:
-        self._events += 1
-        seq, at_ns = self._events, self.clock.now_ns
-        if seq == 1:
-            self.lines = []
-        decisions = self.core.step(Stamped(seq=seq, at_ns=at_ns, event=event))
-        self.lines.append(EventLine(seq=seq, at_ns=at_ns, event=event))
-        for position, decision in enumerate(decisions):
-            if not isinstance(decision, SetTimer):
-                self.lines.append(DecisionLine(cause_seq=seq, position=position, at_ns=at_ns, decision=decision))
-        for decision in decisions:
-            self._do(decision)
 
 
 def saved(path: Path, lines: Iterable[Line], header: Header = HEADER) -> LogFile:

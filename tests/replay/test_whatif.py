@@ -8,16 +8,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from recorded import HEADER, Simulated, saved
+from recorded import HEADER, saved
 
 from halfmoon.cli.main import main
-from halfmoon.conductor.replay.logfile import LogFile
+from halfmoon.conductor.replay.logfile import Line, LogFile, lines_of_step
 from halfmoon.conductor.replay.verify import Replay, verify
 from halfmoon.conductor.replay.whatif import NothingToSimulate, Recorded, compare, described, recorded
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import Cluster, World
 from halfmoon.schemas.policy import Policy
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -34,11 +34,13 @@ def arrivals() -> list[Arrival]:
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory, arrivals: list[Arrival]) -> LogFile:
     """Of a simulated cluster, so that what is put together again from the log can be compared with what it was."""
-    world = Simulated(CLUSTER, POLICY, load_profile("a800"))
+    world = World(CLUSTER, POLICY, load_profile("a800"))
+    lines: list[Line] = []
+    world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
     world.run(arrivals, sample_ns=10**10)
     while world.core.state.requests:  # the last ones have ended, and the log has yet to be told
         world.clock.step()
-    return saved(tmp_path_factory.mktemp("whatif") / "log.jsonl.zst", world.lines, HEADER)
+    return saved(tmp_path_factory.mktemp("whatif") / "log.jsonl.zst", lines, HEADER)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,17 @@
+"""What the tests of whole clusters share. Each module has a `cluster` of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import nats
+import pytest
+
+from tests.cluster.harness import Cluster
+
+
+@pytest.fixture
+async def nc(cluster: Cluster) -> AsyncIterator[nats.NATS]:
+    connection = await cluster.connect()
+    yield connection
+    await connection.close()
