@@ -27,9 +27,10 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello
 from halfmoon.store.book import Book
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.pool import Owner, Pool
+from halfmoon.store.pool import Pool
 from halfmoon.store.segment import Geometry, Segment, host_id
 from halfmoon.store.shm import ShmTransport
+from halfmoon.store.slots import Owner
 from halfmoon.store.sums import slots_sums
 from halfmoon.store.tcp import TcpTransport
 from halfmoon.store.transport import Call, Peer, Slice, Transport

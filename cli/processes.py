@@ -196,7 +196,7 @@ async def run_store(args: argparse.Namespace) -> int:
 
 
 async def run_worker(args: argparse.Namespace) -> int:
-    from halfmoon.store.client import StoreClient
+    from halfmoon.store.worker_client import StoreClient
     from halfmoon.workers.decode import DecodeWorker
     from halfmoon.workers.prefill import PrefillWorker
     from halfmoon.workers.worker import WorkerConfig

@@ -40,11 +40,12 @@ from halfmoon.store.errors import (
 )
 from halfmoon.store.eviction import make_eviction
 from halfmoon.store.peers import Peers, sign
-from halfmoon.store.pool import Owner, Pool
+from halfmoon.store.pool import Pool
 from halfmoon.store.pushing import Push
 from halfmoon.store.segment import PoolView, Segment, host_id, segment_name
 from halfmoon.store.serve import serve_all
 from halfmoon.store.shm import ShmTransport
+from halfmoon.store.slots import Owner
 from halfmoon.store.sums import block_sum, slots_sums
 from halfmoon.store.tcp import TcpTransport
 from halfmoon.store.transport import Peer, Transport

@@ -27,7 +27,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.keys import join_keys
 from halfmoon.store.book import Book
-from halfmoon.store.pool import Change
+from halfmoon.store.slots import Change
 
 #: 16-byte keys in base64 are 22 bytes each: 45 KiB a message, below the log's 64 KiB.
 KEYS_PER_MESSAGE = 2048

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from halfmoon.store.errors import OrderUnknown
-from halfmoon.store.pool import Change, Counts, Hold, Owner, Pool
+from halfmoon.store.pool import Pool
+from halfmoon.store.slots import Change, Counts, Hold, Owner
 
 WORKER = "worker"
 

@@ -26,7 +26,7 @@ from halfmoon.schemas.kv import KvLoaded
 from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, LeaseBlocks, Leased
 from halfmoon.store.errors import BytesCorrupted, StoreError
 from halfmoon.store.peers import Peers
-from halfmoon.store.pool import Hold, Owner
+from halfmoon.store.slots import Hold, Owner
 from halfmoon.store.transport import Call, Peer, Slice, Stop, Transport, in_thread
 
 if TYPE_CHECKING:

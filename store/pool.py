@@ -24,81 +24,10 @@ Source: Mooncake (FAST'25), section 4; architecture: leases and condemned slots 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Literal, NamedTuple
 
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreFull
 from halfmoon.store.eviction import Eviction, LeastRecentlyUsed
-
-
-class State(Enum):
-    """Of a slot; see the module."""
-    FREE = "free"
-    RESERVED = "reserved"
-    COMMITTED = "committed"
-    CONDEMNED = "condemned"
-
-
-class Owner(NamedTuple):
-    """Whose a hold is: a party (worker or reading node) of an order."""
-
-    order_id: str
-    party: str
-
-
-class Change(NamedTuple):
-    """A key became readable here, or was evicted; in the order in which it happened."""
-
-    kind: Literal["stored", "evicted"]
-    key: bytes
-
-
-@dataclass(slots=True)
-class Slot:
-    """One block of memory, and who needs it."""
-
-    state: State = State.FREE
-    #: b"" for a slot without a key: a partial tail, or a block that another order committed first.
-    key: bytes = b""
-    #: xxh3_64 of the block's per-layer xxh3_64 sums; of a committed slot.
-    checksum: int = 0
-    holders: int = 0
-    writers: int = 0
-
-
-@dataclass(slots=True)
-class Hold:
-    """`slots[i]` is block `first_block + i` of the order."""
-
-    slots: list[int]
-    keys: list[bytes]
-    expires_ns: int
-    present: list[int] = field(default_factory=list)
-    #: Keys of the chain before the first block: used with it, though not held.
-    heads: list[bytes] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Writer:
-    """Somebody who may write into reserved slots until a deadline."""
-
-    deadline_ns: int
-    slots: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Slots by state, and how many holds and leases (holds of committed slots) there are."""
-
-    slots: int
-    free: int
-    reserved: int
-    committed: int
-    condemned: int
-    leased: int
-    leases: int
-    holds: int
+from halfmoon.store.slots import Change, Counts, Hold, Owner, Slot, State, Writer
 
 
 class Pool:

@@ -38,7 +38,7 @@ from halfmoon.schemas.store import (
 from halfmoon.store.book import peer_writer
 from halfmoon.store.errors import OrderUnknown, StoreError, TransferError, TransferTimeout
 from halfmoon.store.peers import Peers
-from halfmoon.store.pool import Hold
+from halfmoon.store.slots import Hold
 from halfmoon.store.transport import Call, Peer, Slice, Transport
 
 #: Moved in one call, so that the first of many queued layers is not announced after the last.

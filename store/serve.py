@@ -18,8 +18,8 @@ from halfmoon.store import serve_peers as peers
 from halfmoon.store.book import WORKER
 from halfmoon.store.errors import OrderUnknown, StoreError, TransferError
 from halfmoon.store.fetching import fetch_blocks
-from halfmoon.store.pool import Hold, Owner
 from halfmoon.store.pushing import Push
+from halfmoon.store.slots import Hold, Owner
 
 if TYPE_CHECKING:
     from halfmoon.store.agent import StoreAgent

@@ -9,7 +9,7 @@ from halfmoon.schemas import store as say
 from halfmoon.schemas.keys import split_keys
 from halfmoon.store.book import peer_writer
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, TransferRefused
-from halfmoon.store.pool import Owner
+from halfmoon.store.slots import Owner
 
 if TYPE_CHECKING:
     from halfmoon.store.agent import StoreAgent

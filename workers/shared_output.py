@@ -13,9 +13,9 @@ from halfmoon.bus.errors import BusError
 from halfmoon.schemas.keys import chain_keys
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import StoreError
 from halfmoon.store.segment import PoolView
+from halfmoon.store.worker_client import StoreClient
 from halfmoon.workers.sequence import Sequence
 
 

@@ -20,7 +20,7 @@ from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import CostProfile, Role, WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from halfmoon.schemas.policy import SECOND_NS, Layout
 from halfmoon.schemas.types import Message
-from halfmoon.store.client import StoreClient
+from halfmoon.store.worker_client import StoreClient
 from halfmoon.workers.token_inbox import TokenInbox
 
 T = TypeVar("T")

@@ -70,7 +70,8 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 from halfmoon.store.errors import StoreError, StoreFull
-from halfmoon.store.pool import Owner, Pool, State
+from halfmoon.store.pool import Pool
+from halfmoon.store.slots import Owner, State
 
 DIGEST_EVENTS = 100
 LEASE_TTL_NS = 10 * S

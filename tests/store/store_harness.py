@@ -14,8 +14,8 @@ from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.subjects import kv_for
 from halfmoon.store.agent import StoreAgent
-from halfmoon.store.client import StoreClient
 from halfmoon.store.config import StoreConfig
+from halfmoon.store.worker_client import StoreClient
 
 SECRET = "the tests' secret"
 

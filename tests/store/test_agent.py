@@ -11,8 +11,8 @@ import pytest
 from store_harness import Cluster, cluster, keys, until
 
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferOpened
-from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import BlockMissing
+from halfmoon.store.worker_client import StoreClient
 
 Story = Callable[[Cluster], Awaitable[None]]
 

@@ -32,8 +32,8 @@ from halfmoon.store.errors import (
     TransferError,
     TransferRefused,
 )
-from halfmoon.store.pool import Owner
 from halfmoon.store.segment import SHM, SegmentError, remove_stale
+from halfmoon.store.slots import Owner
 
 BIG = layout(layers=16, block_tokens=512, kv_heads=2, head_dim=64)  # 8 MiB a block
 

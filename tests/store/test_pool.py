@@ -9,7 +9,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreFull
 from halfmoon.store.eviction import EvictionName, make_eviction
-from halfmoon.store.pool import Owner, Pool, State
+from halfmoon.store.pool import Pool
+from halfmoon.store.slots import Owner, State
 
 SLOTS = 6
 

@@ -15,7 +15,7 @@ from transport_harness import Side, another_key, call
 
 from halfmoon.store import tcp_wire as wire
 from halfmoon.store.errors import PeerUnreachable, TransferError, TransferRefused, TransferTimeout
-from halfmoon.store.pool import Owner
+from halfmoon.store.slots import Owner
 from halfmoon.store.transport import Slice
 
 Story = Callable[[Side, Side], Awaitable[None]]

@@ -18,9 +18,10 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello
 from halfmoon.store.book import Book, peer_writer
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.pool import Owner, Pool
+from halfmoon.store.pool import Pool
 from halfmoon.store.segment import Geometry, Segment, host_id, segment_name
 from halfmoon.store.shm import ShmTransport
+from halfmoon.store.slots import Owner
 from halfmoon.store.sums import block_sum, layer_sums
 from halfmoon.store.tcp import TcpTransport
 from halfmoon.store.transport import Call, Peer, Transport
