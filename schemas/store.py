@@ -17,6 +17,7 @@ from halfmoon.schemas.types import BlockKeys, Blocks, Bytes, Count, Id, Message,
 
 Slots = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=65536)]
 Layers = Annotated[int, Meta(ge=0, le=10_000)]
+Tenant = Annotated[str, Meta(max_length=128)]
 
 
 class Done(Message, frozen=True):
@@ -64,6 +65,10 @@ class OpenPut(Message, frozen=True):
     blocks: Blocks
     #: Keys of the chain before `block_keys`: they count as used with them, so that they are not evicted first.
     head_keys: BlockKeys = b""
+    #: Whose quota the new blocks count in; a block of another tenant is refused.
+    tenant: Tenant = ""
+    #: Bytes that the caller takes a block to have; 0: it has asked (`Attached.layout`).
+    block_bytes: Bytes = 0
 
 
 class PutOpened(Message, frozen=True):
@@ -190,6 +195,69 @@ class StoreStatus(Message, frozen=True):
     counters: dict[str, int] = {}
 
 
+# --- any program beside its own agent (`halfmoon.store.client`) -------------------------------------------------
+
+
+class ProbeBlocks(Message, frozen=True):
+    """Verb `probe`: which of these are here? Renews nothing."""
+
+    block_keys: BlockKeys
+    tenant: Tenant = ""
+
+
+class Probed(Message, frozen=True):
+    """Indices of the keys that are committed here, in memory and on the SSD; those of other tenants are not named."""
+
+    dram: Slots = []
+    ssd: Slots = []
+
+
+class TakeBlocks(Message, frozen=True):
+    """Verb `take`: lease those of these blocks that are here for `party`, until `end_lease`; from the SSD too."""
+
+    order_id: Id
+    party: Id
+    block_keys: BlockKeys
+    tenant: Tenant = ""
+    #: Bytes that the caller takes a block to have; 0: it has asked.
+    block_bytes: Bytes = 0
+
+
+class Taken(Message, frozen=True):
+    """`slots[i]`, with its checksum, holds the block of key `present[i]`; the other keys are not here."""
+
+    incarnation: Id
+    present: Slots = []
+    slots: Slots = []
+    checksums: list[int] = []
+
+
+class RemoveBlocks(Message, frozen=True):
+    """Verb `remove`: forget those of these blocks that nobody holds, in every tier."""
+
+    block_keys: BlockKeys
+    tenant: Tenant = ""
+
+
+class Removed(Message, frozen=True):
+    """Indices of the keys that were here and are gone."""
+
+    removed: Slots = []
+
+
+class PinBlocks(Message, frozen=True):
+    """Verb `pin`, for `ttl_ns` (0: no longer). All of them or none; a pin that nobody renews ends by itself.
+
+    `hard`: never evicted; at most half of a pool. Otherwise they go only when nothing else can.
+    """
+
+    party: Id
+    block_keys: BlockKeys
+    ttl_ns: Ns
+    hard: bool = False
+    tenant: Tenant = ""
+
+
 # --- agent to agent ---------------------------------------------------------------------------------------------
 
 
@@ -255,6 +323,7 @@ class ReserveBlocks(Message, frozen=True):
     writer_node_id: Id
     block_keys: BlockKeys
     blocks: Blocks
+    tenant: Tenant = ""
 
 
 class Reserved(Message, frozen=True):

@@ -73,7 +73,7 @@ class StoreAgent:
             bus, node_id=config.node_id, incarnation=self.incarnation, heartbeat_ns=config.heartbeat_ns
         )
         self.book = Book(
-            Pool(config.slot_count, eviction=make_eviction(config.eviction)),
+            Pool(config.slot_count, eviction=make_eviction(config.eviction), quotas=config.slot_quotas),
             ttl_ns=config.lease_ttl_ns,
             grace_ns=config.writer_grace_ns,
             announce=self.announcer.add,

@@ -12,9 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import xxhash
+
 from halfmoon.store.errors import OrderUnknown
 from halfmoon.store.pool import Pool
-from halfmoon.store.slots import Change, Counts, Hold, Owner
+from halfmoon.store.slots import Change, Counts, Hold, Idle, Owner
 
 WORKER = "worker"
 
@@ -43,7 +45,14 @@ class Book:
         return time.monotonic_ns() + self._ttl_ns + self._grace_ns
 
     def open_put(
-        self, owner: Owner, keys: Sequence[bytes], blocks: int, *, writer: str, heads: Sequence[bytes] = ()
+        self,
+        owner: Owner,
+        keys: Sequence[bytes],
+        blocks: int,
+        *,
+        writer: str,
+        heads: Sequence[bytes] = (),
+        tenant: str = "",
     ) -> Hold:
         """As `Pool.open_put`, with `writer` on the reserved slots. `heads`: keys of the chain before `keys`.
 
@@ -51,7 +60,7 @@ class Book:
         """
         self._require_wanted(owner)
         with self._lock:
-            hold = self._pool.open_put(owner, keys, blocks, expires_ns=self._expiry())
+            hold = self._pool.open_put(owner, keys, blocks, expires_ns=self._expiry(), tenant=tenant)
             hold.heads = list(heads)
             self._pool.open_writer(owner, writer, deadline_ns=self._writer_deadline())
             self._announce(self._pool.take_changes())
@@ -100,6 +109,55 @@ class Book:
 
     def keys(self) -> list[bytes]:
         return self._pool.keys()
+
+    def probe(self, keys: Sequence[bytes], tenant: str) -> list[bool]:
+        """Which keys are here, as far as they are for this tenant. Renews nothing."""
+        with self._lock:
+            found = [self._pool.find(key) for key in keys]
+            return [slot is not None and self._pool.slots[slot].tenant in ("", tenant) for slot in found]
+
+    def take(self, owner: Owner, keys: Sequence[bytes], tenant: str) -> tuple[list[int], Hold, list[int]]:
+        """Leases those keys that are here: their indices, the hold, the checksums. Raises WrongTenant."""
+        with self._lock:
+            present = [i for i, key in enumerate(keys) if self._pool.find(key) is not None]
+            some = [keys[i] for i in present]
+            self._pool.require_tenant(some, tenant)
+            hold = self._pool.lease(owner, some, first_block=0, expires_ns=self._expiry())
+            return present, hold, [self._pool.slots[slot].checksum for slot in hold.slots]
+
+    def remove(self, keys: Sequence[bytes], tenant: str) -> list[int]:
+        """Indices of the keys that were here, idle, and are gone. Raises WrongTenant."""
+        with self._lock:
+            self._pool.require_tenant(keys, tenant)
+            gone = [i for i, key in enumerate(keys) if self._pool.remove(key)]
+            self._announce(self._pool.take_changes())
+            return gone
+
+    def pin(self, party: str, keys: Sequence[bytes], tenant: str, *, hard: bool, ttl_ns: int) -> None:
+        """See `PinBlocks`. Raises BlockMissing, WrongTenant, StoreFull."""
+        until_ns = time.monotonic_ns() + ttl_ns if ttl_ns else 0
+        with self._lock:
+            self._pool.require_tenant(keys, tenant)
+            if not hard:
+                self._pool.pin(keys, until_ns=until_ns)
+                return
+            owner = Owner(f"pin-{xxhash.xxh3_128_hexdigest(b''.join(keys))}", party)
+            if until_ns and owner in self._pool.holds:
+                self._pool.holds[owner].expires_ns = until_ns
+            elif until_ns:
+                self._pool.pin_hard(owner, keys, until_ns=until_ns)
+            else:
+                self._pool.release(owner)
+
+    def next_victims(self, ahead: int) -> list[Idle]:
+        """Blocks to save so that the next `ahead` slots can be taken without loss: as many as are not free."""
+        with self._lock:
+            missing = ahead - self._pool.free
+            return self._pool.next_victims(missing) if missing > 0 else []
+
+    def still(self, idle: Idle) -> bool:
+        with self._lock:
+            return self._pool.still(idle)
 
     def open_writer(self, owner: Owner, name: str, deadline_ns: int) -> None:
         with self._lock:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from halfmoon.schemas.policy import SECOND_NS, Layout
@@ -26,6 +27,8 @@ class StoreConfig:
     pool_bytes: int = 1024 * MIB
     #: Which block goes when room is needed.
     eviction: EvictionName = "s3fifo"
+    #: Bytes of the pool that a tenant may use, in whole blocks; who is not named may use all of it.
+    quotas: Mapping[str, int] = field(default_factory=dict)
     #: Address that the TCP data plane listens on. Never all interfaces unless somebody writes so.
     bind: str = "127.0.0.1"
     #: Port of the TCP data plane; 0: any free one. -1: no TCP at all (a single host).
@@ -62,10 +65,17 @@ class StoreConfig:
             raise ValueError("cluster_secret: must not be empty")
         if self.slot_count < 1:
             raise ValueError(f"pool_bytes: {self.pool_bytes} is less than one block of {self.layout.block_bytes} bytes")
+        for tenant, quota in self.quotas.items():
+            if quota < self.layout.block_bytes:
+                raise ValueError(f"quotas: {quota} bytes of {tenant!r} are less than {self.layout.block_bytes}, a block")
         if 2 * self.transfer_ns_max > self.lease_ttl_ns:
             raise ValueError("transfer_ns_max: must be at most half of lease_ttl_ns")
         if self.transport == "tcp" and self.port < 0:
             raise ValueError("port: transport tcp needs a port")
+
+    @property
+    def slot_quotas(self) -> dict[str, int]:
+        return {tenant: quota // self.layout.block_bytes for tenant, quota in self.quotas.items()}
 
     @property
     def slot_count(self) -> int:

@@ -2,6 +2,9 @@
 
     StoreError
     ├── StoreFull            no room, even after evicting all that may be evicted
+    │   └── QuotaExceeded    the tenant's blocks in use are as many as it may have
+    ├── WrongTenant          the block belongs to another tenant
+    ├── WrongSize            the bytes are not as many as a block has
     ├── OrderUnknown         never opened here, expired, or released
     ├── BlockMissing         a miss: the holder answers, but has not (all of) these blocks
     ├── NotAttached          the worker has not mapped the memory of this incarnation of its agent
@@ -33,6 +36,24 @@ class StoreFull(StoreError):
     """No room, even after evicting all that may be evicted."""
 
     code = "store_full"
+
+
+class QuotaExceeded(StoreFull):
+    """The tenant's blocks in use are as many as it may have."""
+
+    code = "quota_exceeded"
+
+
+class WrongTenant(StoreError):
+    """The block belongs to another tenant."""
+
+    code = "wrong_tenant"
+
+
+class WrongSize(StoreError):
+    """The bytes are not as many as a block has."""
+
+    code = "wrong_size"
 
 
 class OrderUnknown(StoreError):
@@ -103,6 +124,9 @@ _BY_CODE: dict[str, type[StoreError]] = {
     kind.code: kind
     for kind in (
         StoreFull,
+        QuotaExceeded,
+        WrongTenant,
+        WrongSize,
         OrderUnknown,
         BlockMissing,
         NotAttached,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 EvictionName = Literal["lru", "lfu", "s3fifo"]
@@ -30,6 +31,12 @@ class Eviction(Protocol):
 
     def victim(self) -> int:
         """Takes out and returns the slot to evict. Raises LookupError when nothing is idle."""
+
+    def order(self) -> Iterator[int]:
+        """Idle slots in about the order in which they would go, were nothing used meanwhile. Changes nothing."""
+
+    def discard(self, slot: int) -> None:
+        """`slot` was emptied, or goes to another order: it is forgotten, idle or not."""
 
     def __len__(self) -> int:
         """Idle slots."""
@@ -61,6 +68,12 @@ class LeastRecentlyUsed:
         if not self._idle:
             raise LookupError("nothing is idle")
         return self._idle.popitem(last=False)[0]
+
+    def order(self) -> Iterator[int]:
+        return iter(self._idle)
+
+    def discard(self, slot: int) -> None:
+        self._idle.pop(slot, None)
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -105,6 +118,13 @@ class LeastFrequentlyUsed:
                 self._age = worth
                 return slot
         raise LookupError("nothing is idle")
+
+    def order(self) -> Iterator[int]:
+        return iter(sorted(self._idle, key=self._idle.__getitem__))
+
+    def discard(self, slot: int) -> None:
+        self._idle.pop(slot, None)
+        self._worth.pop(slot, None)
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -179,6 +199,21 @@ class S3Fifo:
                     return slot
             elif (slot := self._from_main()) is not None:
                 return slot
+
+    def order(self) -> Iterator[int]:
+        queues = [self._first, self._main]
+        if len(self._first) * self.FIRST_SHARE < len(self._uses):
+            queues.reverse()
+        for used in (False, True):
+            for queue in queues:
+                yield from (slot for slot in queue if slot in self._idle and (self._uses[slot] > 0) is used)
+
+    def discard(self, slot: int) -> None:
+        if slot in self._uses:
+            self.remove(slot)
+            self._first.pop(slot, None)
+            self._main.pop(slot, None)
+            del self._uses[slot], self._keys[slot]
 
     def __len__(self) -> int:
         return len(self._idle)

@@ -23,60 +23,76 @@ Source: Mooncake (FAST'25), section 4; architecture: leases and condemned slots 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
-from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreFull
+from halfmoon.store import audit
+from halfmoon.store.errors import BlockMissing, OrderUnknown, QuotaExceeded, StoreError, StoreFull, WrongTenant
 from halfmoon.store.eviction import Eviction, LeastRecentlyUsed
-from halfmoon.store.slots import Change, Counts, Hold, Owner, Slot, State, Writer
+from halfmoon.store.room import Room
+from halfmoon.store.slots import Change, Counts, Hold, Idle, Owner, Slot, State, Writer
+
+#: Hard pins may hold one slot in so many, so that puts go on.
+PINNED_SHARE = 2
 
 
 class Pool:
     """See the module. Not thread safe; `Book` is."""
 
-    def __init__(self, slots: int, *, eviction: Eviction | None = None) -> None:
+    def __init__(
+        self, slots: int, *, eviction: Eviction | None = None, quotas: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """`quotas`: slots that a tenant may use; who is not named may use all."""
         assert slots > 0, slots
         self.slots = [Slot() for _ in range(slots)]
         self.holds: dict[Owner, Hold] = {}
         self.writers: dict[tuple[Owner, str], Writer] = {}
         self._free = list(range(slots - 1, -1, -1))
         self._by_key: dict[bytes, int] = {}
-        self._eviction: Eviction = eviction if eviction is not None else LeastRecentlyUsed()
+        self._room = Room(eviction if eviction is not None else LeastRecentlyUsed())
+        self._quotas = dict(quotas)
+        #: Slots that are not free, by tenant.
+        self._used: Counter[str] = Counter()
+        self._pinned: set[int] = set()
         self._changes: list[Change] = []
 
     # --- put -----------------------------------------------------------------------------------------------------
 
-    def open_put(self, owner: Owner, keys: Sequence[bytes], blocks: int, *, expires_ns: int) -> Hold:
+    def open_put(self, owner: Owner, keys: Sequence[bytes], blocks: int, *, expires_ns: int, tenant: str = "") -> Hold:
         """Leases those of `keys` that are here and reserves slots for the rest, and for `blocks - len(keys)`
         without a key.
 
-        All or nothing. Raises StoreFull, leaving everything as it was; StoreError when the owner has a hold already.
+        All or nothing. Raises StoreFull, QuotaExceeded or WrongTenant, leaving everything as it was; StoreError when
+        the owner has a hold already.
         """
         assert blocks >= len(keys), (blocks, len(keys))
         if owner in self.holds:
             raise StoreError(f"order {owner.order_id} is open for {owner.party} already")
         found = [self._by_key.get(key) for key in keys]
         present = [i for i, slot in enumerate(found) if slot is not None]
-        if len({found[i] for i in present}) != len(present):
+        here = {slot for slot in found if slot is not None}
+        if len(here) != len(present):
             raise StoreError(f"order {owner.order_id} names a block twice")
+        self.require_tenant(keys, tenant)
         needed = blocks - len(present)
-        idle = len(self._eviction) - sum(1 for i in present if found[i] in self._eviction)
+        idle = len(self._room) - sum(1 for slot in here if slot in self._room)
         if needed > len(self._free) + idle:
             raise StoreFull(f"{needed} blocks wanted, {len(self._free)} free and {idle} evictable of {len(self.slots)}")
-        for i in present:
-            slot = found[i]
-            assert slot is not None
-            self._hold_slot(slot)
+        self._make_room_in_quota(tenant, needed, here)
+        for number in here:
+            self._hold_slot(number)
+            self.slots[number].hits += 1
         taken: list[int] = []
         for i in range(blocks):
             slot = found[i] if i < len(keys) else None
             if slot is None:
                 slot = self._take_free()
-                self.slots[slot] = Slot(State.RESERVED, keys[i] if i < len(keys) else b"", holders=1)
+                self.slots[slot] = Slot(State.RESERVED, keys[i] if i < len(keys) else b"", holders=1, tenant=tenant)
+                self._used[tenant] += 1
             taken.append(slot)
-        all_keys = [*keys, *([b""] * (blocks - len(keys)))]
-        hold = Hold(taken, all_keys, expires_ns, present)
-        self.holds[owner] = hold
-        return hold
+        self.holds[owner] = Hold(taken, [*keys, *([b""] * (blocks - len(keys)))], expires_ns, present, tenant=tenant)
+        return self.holds[owner]
 
     def share(self, owner: Owner, to: Owner, *, expires_ns: int) -> Hold:
         """Gives `to` a hold on the same slots: a push whose target is this very node moves nothing."""
@@ -85,7 +101,7 @@ class Pool:
             raise StoreError(f"order {to.order_id} is open for {to.party} already")
         for slot in source.slots:
             self._hold_slot(slot)
-        shared = Hold(list(source.slots), list(source.keys), expires_ns, list(source.present))
+        shared = Hold(list(source.slots), list(source.keys), expires_ns, list(source.present), tenant=source.tenant)
         self.holds[to] = shared
         return shared
 
@@ -120,15 +136,10 @@ class Pool:
         """
         if owner in self.holds:
             raise StoreError(f"order {owner.order_id} is open for {owner.party} already")
-        slots: list[int] = []
-        for key in keys[first_block:]:
-            slot = self._by_key.get(key)
-            if slot is None:
-                wanted = len(keys) - first_block
-                raise BlockMissing(f"{len(slots)} of {wanted} blocks are here", held=len(slots))
-            slots.append(slot)
+        slots = self._all_here(keys[first_block:])
         for slot in slots:
             self._hold_slot(slot)
+            self.slots[slot].hits += 1
         hold = Hold(slots, list(keys[first_block:]), expires_ns, list(range(len(slots))), list(keys[:first_block]))
         self.holds[owner] = hold
         return hold
@@ -143,7 +154,8 @@ class Pool:
     def renew(self, owner: Owner, *, expires_ns: int) -> None:
         """The hold lives until `expires_ns` at least. Raises OrderUnknown."""
         hold = self.hold(owner)
-        hold.expires_ns = max(hold.expires_ns, expires_ns)
+        if not hold.pin:
+            hold.expires_ns = max(hold.expires_ns, expires_ns)
 
     def release(self, owner: Owner) -> bool:
         """Drops a hold: leases end, reserved slots become free, or condemned when a writer is on them. False: no
@@ -157,7 +169,7 @@ class Pool:
             self._settle(slot)
         for key in reversed(hold.heads):
             if (head := self._by_key.get(key)) is not None:
-                self._eviction.touch(head)
+                self._room.touch(head)
         return True
 
     def owners(self, order_id: str) -> list[Owner]:
@@ -176,8 +188,63 @@ class Pool:
         """The slot that holds `key`. Renews nothing."""
         return self._by_key.get(key)
 
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
     def readable(self, slot: int) -> bool:
         return self.slots[slot].state is State.COMMITTED
+
+    # --- pins, removal, idle blocks ------------------------------------------------------------------------------
+
+    def require_tenant(self, keys: Iterable[bytes], tenant: str) -> None:
+        """Raises WrongTenant when one of the blocks that are here is another tenant's."""
+        for key in keys:
+            if (slot := self._by_key.get(key)) is not None and self.slots[slot].tenant not in ("", tenant):
+                raise WrongTenant(f"block {key.hex()} belongs to another tenant")
+
+    def pin(self, keys: Sequence[bytes], *, until_ns: int) -> None:
+        """Softly: until then these go only when nothing else is idle. 0: no longer.
+
+        Raises BlockMissing (with how many are here) and pins nothing then.
+        """
+        slots = self._all_here(keys)
+        for number in reversed(slots):
+            slot = self.slots[number]
+            if until_ns <= 0:
+                self._unpin(number)
+                continue
+            slot.pinned_until_ns = max(slot.pinned_until_ns, until_ns)
+            if number not in self._pinned:
+                self._pinned.add(number)
+                if number in self._room:
+                    self._room.discard(number)
+                    self._room.add(number, slot.key, pinned=True)
+
+    def pin_hard(self, owner: Owner, keys: Sequence[bytes], *, until_ns: int) -> None:
+        """A lease that lasts until then, whoever is active. Raises BlockMissing; StoreFull when too much of the pool
+        would be pinned."""
+        slots = self._all_here(keys)
+        pinned = {slot for hold in self.holds.values() if hold.pin for slot in hold.slots}
+        if len(pinned.union(slots)) > len(self.slots) // PINNED_SHARE:
+            raise StoreFull(f"{len(pinned)} of {len(self.slots)} slots are pinned, and no more than half may be")
+        self.lease(owner, keys, first_block=0, expires_ns=until_ns).pin = True
+
+    def remove(self, key: bytes) -> bool:
+        """Forgets an idle block. False: it is not here, or somebody holds it."""
+        slot = self._by_key.get(key)
+        if slot is None or slot not in self._room:
+            return False
+        self._empty(slot)
+        return True
+
+    def next_victims(self, count: int) -> list[Idle]:
+        """Blocks that will be evicted next, in about that order."""
+        return [Idle(number, self.slots[number]) for number in self._room.first(count, lambda _: True)]
+
+    def still(self, idle: Idle) -> bool:
+        """Whether the block has been there, unchanged, since `next_victims` named it."""
+        return self.slots[idle.number] is idle.slot and idle.slot.state is State.COMMITTED
 
     # --- writers -------------------------------------------------------------------------------------------------
 
@@ -237,6 +304,8 @@ class Pool:
             self.release(owner)
         for owner, name in [at for at, writer in self.writers.items() if writer.deadline_ns <= now_ns]:
             self.close_writer(owner, name)
+        for number in [number for number in self._pinned if self.slots[number].pinned_until_ns <= now_ns]:
+            self._unpin(number)
         return expired
 
     def take_changes(self) -> list[Change]:
@@ -249,59 +318,45 @@ class Pool:
         return list(self._by_key)
 
     def counts(self) -> Counts:
-        by_state = dict.fromkeys(State, 0)
-        leased = leases = 0
-        for slot in self.slots:
-            by_state[slot.state] += 1
-            if slot.state is State.COMMITTED and slot.holders:
-                leased += 1
-                leases += slot.holders
-        return Counts(
-            slots=len(self.slots),
-            free=by_state[State.FREE],
-            reserved=by_state[State.RESERVED],
-            committed=by_state[State.COMMITTED],
-            condemned=by_state[State.CONDEMNED],
-            leased=leased,
-            leases=leases,
-            holds=len(self.holds),
-        )
+        return audit.counts(self.slots, len(self.holds))
 
     def check(self) -> None:
         """The invariant: every slot is accounted for exactly once. Raises AssertionError with the values in it."""
-        holders = [0] * len(self.slots)
-        writers = [0] * len(self.slots)
-        for hold in self.holds.values():
-            assert len(hold.slots) == len(hold.keys), hold
-            for number in hold.slots:
-                holders[number] += 1
-        for writer in self.writers.values():
-            for number in writer.slots:
-                writers[number] += 1
-        free = set(self._free)
-        assert len(free) == len(self._free), "a slot is free twice"
+        audit.check_slots(self.slots, self.holds, self.writers, self._free, self._room)
+        used = Counter(slot.tenant for slot in self.slots if slot.state is not State.FREE)
+        assert used == +self._used, (used, self._used)
+        over = [tenant for tenant, quota in self._quotas.items() if used[tenant] > quota]
+        assert not over, (over, used)
         for number, slot in enumerate(self.slots):
-            here = (number, slot)
-            assert (slot.holders, slot.writers) == (holders[number], writers[number]), here
-            assert (slot.state is State.FREE) == (number in free), here
-            idle = slot.state is State.COMMITTED and not slot.holders and not slot.writers
-            assert (number in self._eviction) == idle, here
-            match slot.state:
-                case State.FREE:
-                    assert (slot.holders, slot.writers) == (0, 0), here
-                case State.RESERVED:
-                    assert slot.holders, here
-                case State.COMMITTED:
-                    assert self._by_key.get(slot.key) == number, here
-                case State.CONDEMNED:
-                    assert slot.writers > slot.holders == 0, here
+            assert (slot.pinned_until_ns > 0) == (number in self._pinned), (number, slot)
+            if slot.state is State.COMMITTED:
+                assert self._by_key.get(slot.key) == number, (number, slot)
         committed = sum(slot.state is State.COMMITTED for slot in self.slots)
         assert len(self._by_key) == committed, (len(self._by_key), committed)
 
     # --- inside --------------------------------------------------------------------------------------------------
 
+    def _all_here(self, keys: Sequence[bytes]) -> list[int]:
+        slots: list[int] = []
+        for key in keys:
+            slot = self._by_key.get(key)
+            if slot is None:
+                raise BlockMissing(f"{len(slots)} of {len(keys)} blocks are here", held=len(slots))
+            slots.append(slot)
+        return slots
+
+    def _make_room_in_quota(self, tenant: str, needed: int, keep: set[int]) -> None:
+        quota = self._quotas.get(tenant)
+        if quota is None or (over := self._used[tenant] + needed - quota) <= 0:
+            return
+        own = self._room.first(over, lambda slot: self.slots[slot].tenant == tenant and slot not in keep)
+        if len(own) < over:
+            raise QuotaExceeded(f"{needed} blocks wanted; tenant {tenant!r} may have {quota} and uses {quota - over}")
+        for slot in own:
+            self._empty(slot)
+
     def _hold_slot(self, number: int) -> None:
-        self._eviction.remove(number)
+        self._room.remove(number)
         self.slots[number].holders += 1
 
     def _settle(self, number: int) -> None:
@@ -311,19 +366,35 @@ class Pool:
             return
         if slot.state is State.COMMITTED:
             if not slot.writers:
-                self._eviction.add(number, slot.key)
+                self._room.add(number, slot.key, pinned=number in self._pinned)
         elif slot.writers:
             slot.state, slot.key = State.CONDEMNED, b""
         elif slot.state is not State.FREE:
-            self.slots[number] = Slot()
-            self._free.append(number)
+            self._free_slot(number)
 
     def _take_free(self) -> int:
         if not self._free:
-            victim = self._eviction.victim()
-            key = self.slots[victim].key
-            del self._by_key[key]
-            self._changes.append(Change("evicted", key))
-            self.slots[victim] = Slot()
-            return victim
+            self._empty(self._room.victim())
         return self._free.pop()
+
+    def _empty(self, number: int) -> None:
+        """Forgets the block of a slot that was idle."""
+        self._room.discard(number)
+        key = self.slots[number].key
+        del self._by_key[key]
+        self._changes.append(Change("evicted", key))
+        self._free_slot(number)
+
+    def _free_slot(self, number: int) -> None:
+        self._used[self.slots[number].tenant] -= 1
+        self._pinned.discard(number)
+        self.slots[number] = Slot()
+        self._free.append(number)
+
+    def _unpin(self, number: int) -> None:
+        slot = self.slots[number]
+        slot.pinned_until_ns = 0
+        self._pinned.discard(number)
+        if number in self._room:
+            self._room.discard(number)
+            self._room.add(number, slot.key, pinned=False)

@@ -14,6 +14,7 @@ from halfmoon.schemas import store as say
 from halfmoon.schemas import subjects
 from halfmoon.schemas.keys import join_keys, split_keys
 from halfmoon.schemas.types import Message
+from halfmoon.store import serve_clients as clients
 from halfmoon.store import serve_peers as peers
 from halfmoon.store.book import WORKER
 from halfmoon.store.errors import OrderUnknown, StoreError, TransferError
@@ -36,6 +37,10 @@ async def serve_all(agent: StoreAgent) -> list[Subscription]:
         ("close_push", say.ClosePush, close_push),
         ("release", say.ReleaseBlocks, release),
         ("status", say.StoreStatusRequest, status),
+        ("probe", say.ProbeBlocks, clients.probe),
+        ("take", say.TakeBlocks, clients.take),
+        ("remove", say.RemoveBlocks, clients.remove),
+        ("pin", say.PinBlocks, clients.pin),
         ("hello", say.Hello, peers.hello),
         ("lease", say.LeaseBlocks, peers.lease),
         ("end_lease", say.EndLease, peers.end_lease),
@@ -93,7 +98,8 @@ async def open_put(agent: StoreAgent, request: say.OpenPut) -> say.PutOpened:
     agent.require_attached(request.worker_id)
     owner = Owner(request.order_id, request.worker_id)
     heads = split_keys(request.head_keys)
-    hold = agent.book.open_put(owner, keys, request.blocks, writer=WORKER, heads=heads)
+    clients.require_size(agent, request.block_bytes)
+    hold = agent.book.open_put(owner, keys, request.blocks, writer=WORKER, heads=heads, tenant=request.tenant)
     return say.PutOpened(
         slots=hold.slots,
         present=hold.present,
@@ -140,6 +146,7 @@ async def _open_push(agent: StoreAgent, owner: Owner, request: say.OpenPush) -> 
             writer_node_id=config.node_id,
             block_keys=join_keys([key for key in hold.keys if key]),
             blocks=len(hold.slots),
+            tenant=hold.tenant,
         )
         drop = say.DropBlocks(
             order_id=request.order_id,

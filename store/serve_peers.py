@@ -44,7 +44,7 @@ async def reserve(agent: StoreAgent, request: say.ReserveBlocks) -> say.Reserved
         raise ValueError(f"blocks: {request.blocks} is less than the number of keys, {len(keys)}")
     agent.require_attached(request.decode_worker_id)
     writer = _writer(request.order_id, request.writer_node_id)
-    hold = agent.book.open_put(writer, keys, request.blocks, writer=writer.party)
+    hold = agent.book.open_put(writer, keys, request.blocks, writer=writer.party, tenant=request.tenant)
     try:
         agent.book.share(writer, Owner(request.order_id, request.decode_worker_id))
     except StoreError:

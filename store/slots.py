@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
+from halfmoon.schemas.events import Tier
+
 
 class State(Enum):
     """Of a slot; see the module."""
@@ -27,6 +29,14 @@ class Change(NamedTuple):
 
     kind: Literal["stored", "evicted"]
     key: bytes
+    tier: Tier = "dram"
+
+
+class Idle(NamedTuple):
+    """A committed block that nobody holds. It is still there as long as `slot` is the pool's slot `number`."""
+
+    number: int
+    slot: Slot
 
 
 @dataclass(slots=True)
@@ -40,6 +50,12 @@ class Slot:
     checksum: int = 0
     holders: int = 0
     writers: int = 0
+    #: Whose quota it counts in, and who alone may name it through `halfmoon.store.client`; "": everybody's.
+    tenant: str = ""
+    #: How often it was leased, or found by a put, since it is here (or on this node's SSD).
+    hits: int = 0
+    #: Evicted before this time only when nothing else is idle; 0: not pinned.
+    pinned_until_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -52,6 +68,9 @@ class Hold:
     present: list[int] = field(default_factory=list)
     #: Keys of the chain before the first block: used with it, though not held.
     heads: list[bytes] = field(default_factory=list)
+    tenant: str = ""
+    #: A hard pin: it is not renewed by activity, and all of them together may hold only a part of the pool.
+    pin: bool = False
 
 
 @dataclass(slots=True)

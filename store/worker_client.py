@@ -135,10 +135,20 @@ class StoreClient:
 
     # --- put and fetch -------------------------------------------------------------------------------------------
 
-    async def open_put(self, order_id: str, block_keys: bytes, *, blocks: int, head_keys: bytes = b"") -> say.PutOpened:
+    async def open_put(
+        self,
+        order_id: str,
+        block_keys: bytes,
+        *,
+        blocks: int,
+        head_keys: bytes = b"",
+        tenant: str = "",
+        block_bytes: int = 0,
+    ) -> say.PutOpened:
         """Leases what is here, reserves slots for the rest. `head_keys`: of the chain before, when it is not whole.
 
-        Raises StoreFull, AgentUnreachable; NotAttached after a restart while older orders are still open.
+        Raises StoreFull (QuotaExceeded), WrongTenant, WrongSize, AgentUnreachable;
+        NotAttached after a restart while older orders are still open.
         """
         request = say.OpenPut(
             order_id=order_id,
@@ -146,14 +156,16 @@ class StoreClient:
             block_keys=block_keys,
             blocks=blocks,
             head_keys=head_keys,
+            tenant=tenant,
+            block_bytes=block_bytes,
         )
         try:
-            opened = await self._ask("open_put", request, say.PutOpened)
+            opened = await self.ask("open_put", request, say.PutOpened)
         except NotAttached:
             if self._orders:
                 raise
             await self.attach(timeout_s=ASK_S)
-            opened = await self._ask("open_put", request, say.PutOpened)
+            opened = await self.ask("open_put", request, say.PutOpened)
         self._orders[order_id] = time.monotonic()
         self._pushes[order_id] = 0
         return opened
@@ -170,7 +182,7 @@ class StoreClient:
             first_block=first_block,
             blocks=blocks,
         )
-        fetched = await self._ask("fetch", request, say.Fetched, long=True)
+        fetched = await self.ask("fetch", request, say.Fetched, long=True)
         if fetched.missing:
             raise BlockMissing(f"{source_node_id} has {fetched.held} of {blocks} blocks", held=fetched.held)
         return fetched
@@ -178,7 +190,7 @@ class StoreClient:
     async def commit(self, order_id: str, *, first_block: int, blocks: int) -> None:
         """These blocks are written: those with keys become visible to others. Raises OrderUnknown."""
         request = say.CommitBlocks(order_id=order_id, worker_id=self._worker_id, first_block=first_block, blocks=blocks)
-        await self._ask("commit", request, say.Done, long=True)
+        await self.ask("commit", request, say.Done, long=True)
 
     # --- push ----------------------------------------------------------------------------------------------------
 
@@ -192,7 +204,7 @@ class StoreClient:
             target_node_id=target_node_id,
             decode_worker_id=decode_worker_id,
         )
-        await self._ask("open_push", request, say.Done, long=True)
+        await self.ask("open_push", request, say.Done, long=True)
 
     def push(self, order_id: str, *, layer: int, first_block: int, blocks: int) -> None:
         """Layer `layer` of these blocks is written here: send it on. Returns at once; from any thread."""
@@ -224,7 +236,11 @@ class StoreClient:
         if self._sending is not None:
             await asyncio.shield(self._sending)
         request = say.ClosePush(order_id=order_id, worker_id=self._worker_id, pushes=self._pushes[order_id])
-        return await self._ask("close_push", request, say.Pushed, long=True)
+        return await self.ask("close_push", request, say.Pushed, long=True)
+
+    def keep(self, order_id: str) -> None:
+        """An order that was opened by another verb is kept alive too, until `release` or `KEEP_S`."""
+        self._orders[order_id] = time.monotonic()
 
     # --- end -----------------------------------------------------------------------------------------------------
 
@@ -236,11 +252,11 @@ class StoreClient:
         self._orders.pop(order_id, None)
         request = say.ReleaseBlocks(order_id=order_id, worker_id=self._worker_id)
         with contextlib.suppress(AgentUnreachable):
-            await self._ask("release", request, say.Done)
+            await self.ask("release", request, say.Done)
 
     async def status(self) -> say.StoreStatus:
         """How full the node is."""
-        return await self._ask("status", say.StoreStatusRequest(), say.StoreStatus)
+        return await self.ask("status", say.StoreStatusRequest(), say.StoreStatus)
 
     async def close(self) -> None:
         """Lets go of the mapping. Orders must have been released."""
@@ -254,7 +270,8 @@ class StoreClient:
             self._view.close()
             self._view, self._attached = None, None
 
-    async def _ask(self, verb: str, message: Message, kind: type[M], *, long: bool = False) -> M:
+    async def ask(self, verb: str, message: Message, kind: type[M], *, long: bool = False) -> M:
+        """A request to the agent, watched. Raises what it answers, or AgentUnreachable."""
         timeout_s = ASK_S
         if long and self._attached is not None:
             timeout_s += 2 * self._attached.transfer_ns_max / 1e9

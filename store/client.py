@@ -1,0 +1,400 @@
+"""The store for any program: put, get, get_into, exists, remove, pin, one block or a batch; asynchronous.
+
+It needs a nats-server and a store agent on this host (`halfmoon store`, or `StoreAgent` in the same program), and
+nothing else of halfmoon. A value is one block, exactly `block_bytes` long, in anything with a buffer: bytes, numpy, a
+torch tensor on the CPU. Values never pass through NATS: they are copied once between the caller's buffer and the
+node's memory, which is mapped here, or not at all (`get` shows the memory itself).
+
+Three answers that are not a value, three errors (`halfmoon.store.errors`):
+
+- `BlockMissing`: nobody that was asked has the block.
+- `TransferError` (`TransferTimeout`, `TransferRefused`, `BytesCorrupted`): it was found, but did not arrive.
+- `AgentUnreachable`, `PeerUnreachable`: the holder, or somebody who may be one, does not answer.
+
+A batch gives one answer a key: the error itself, not raised, where one key failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from nats.errors import Error as NatsError
+
+from halfmoon.bus import errors as bus_errors
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
+from halfmoon.schemas import store as say
+from halfmoon.schemas import subjects
+from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.store.errors import (
+    AgentUnreachable,
+    BlockMissing,
+    BytesCorrupted,
+    PeerUnreachable,
+    StoreError,
+    WrongSize,
+)
+from halfmoon.store.sums import block_sum
+from halfmoon.store.worker_client import StoreClient
+
+Array = npt.NDArray[np.uint8]
+PROBE_S = 2.0
+#: Copies up to this size are made at once; longer ones in a thread (numpy lets go of the interpreter lock).
+INLINE_BYTES = 256 * 1024
+
+
+def key_of(name: str, *, tenant: str = "") -> bytes:
+    """A block key for a name. Equal names of two tenants are two keys."""
+    raw = tenant.encode()
+    return xxhash.xxh3_128_digest(len(raw).to_bytes(4, "little") + raw + name.encode())
+
+
+class Held:
+    """Blocks in the node's memory, as they are, until `release`: `arrays` show it without a copy. Do not write to it.
+
+    Use it as `async with await client.get(key) as held`. While it is held no block of it is evicted; it is kept alive
+    by the client, and ends with it.
+    """
+
+    def __init__(self, client: Client, order_id: str, arrays: list[Array]) -> None:
+        self._client = client
+        self._order_id = order_id
+        self.arrays = arrays
+
+    @property
+    def array(self) -> Array:
+        """u8 `[block_bytes]` of the only block."""
+        (array,) = self.arrays
+        return array
+
+    async def release(self) -> None:
+        """The arrays are read no more. Idempotent."""
+        await self._client.let_go(self._order_id)
+
+    async def __aenter__(self) -> Held:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+
+class _Found(NamedTuple):
+    """By key index: the slot that holds it here, or why there is none; the orders that hold the slots."""
+
+    slots: dict[int, tuple[int, int]]
+    problems: dict[int, StoreError]
+    orders: list[str]
+
+
+class Client:
+    """See the module. Use it from one event loop; make it with `connect`."""
+
+    def __init__(self, bus: Bus, *, node_id: str, tenant: str = "", peers: Sequence[str] = ()) -> None:
+        """`peers`: other nodes that are asked for blocks that are not here; their agents need not be up."""
+        self._bus = bus
+        self._node_id = node_id
+        self._tenant = tenant
+        self._peers = [peer for peer in peers if peer != node_id]
+        self._party = f"client-{uuid.uuid4().hex[:16]}"
+        self._door = StoreClient(bus, node_id=node_id, worker_id=self._party)
+        self._own_bus = False
+        self._held: set[str] = set()
+
+    @classmethod
+    async def connect(
+        cls, url: str = "nats://127.0.0.1:4222", *, node_id: str, tenant: str = "", peers: Sequence[str] = ()
+    ) -> Client:
+        """Connects to NATS and maps the memory of the node's agent. Raises BusError, AgentUnreachable."""
+        bus = await Bus.connect(BusConfig(url=url), name=f"store-client-{node_id}")
+        client = cls(bus, node_id=node_id, tenant=tenant, peers=peers)
+        client._own_bus = True
+        try:
+            await client.attach()
+        except BaseException:
+            await bus.close()
+            raise
+        return client
+
+    async def attach(self) -> None:
+        """Maps the memory of the node's agent; for a client made with a bus of the caller's."""
+        await self._door.attach()
+
+    async def close(self) -> None:
+        """Gives back what is held. The arrays of `Held` stay readable, but are nobody's from here on."""
+        for order_id in list(self._held):
+            await self.let_go(order_id)
+        await self._door.close()
+        if self._own_bus:
+            await self._bus.close()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def block_bytes(self) -> int:
+        """How long every value is."""
+        return self._door.view.geometry.block_bytes
+
+    # --- one block -----------------------------------------------------------------------------------------------
+
+    async def put(self, key: bytes, value: Any) -> None:
+        """Stores a copy; a key that is there keeps its value. Raises StoreFull, QuotaExceeded, WrongSize, WrongTenant,
+        AgentUnreachable."""
+        _raise((await self.batch_put({key: value}))[0])
+
+    async def get(self, key: bytes) -> Held:
+        """The block in place, without a copy; give it back. Raises as the module says."""
+        found = await self._find([key], 0)
+        if found.problems:
+            await self._give_back(found)
+            raise found.problems[0]
+        (order_id,) = found.orders
+        self._held.add(order_id)
+        return Held(self, order_id, [self._slot(found.slots[0][0])])
+
+    async def get_into(self, key: bytes, into: Any, *, verify: bool = False) -> None:
+        """Copies the block into a writable buffer of `block_bytes`. Raises as the module says; WrongSize."""
+        _raise((await self.batch_get_into([key], [into], verify=verify))[0])
+
+    async def exists(self, key: bytes) -> bool:
+        """Whether this node or a peer has it, in memory or on its SSD; keeps nothing alive. Raises PeerUnreachable."""
+        answer = (await self.batch_exists([key]))[0]
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer
+
+    async def remove(self, key: bytes) -> bool:
+        """Forgets the block on this node. False: it was not here, or somebody holds it."""
+        return (await self.batch_remove([key]))[0]
+
+    async def pin(self, keys: Sequence[bytes], *, ttl_s: float, hard: bool = False) -> None:
+        """Keeps blocks of this node's memory for `ttl_s`: soft, they go last; hard, they stay. Renew it by pinning
+        again; it ends by itself. Raises BlockMissing (nothing is pinned then), StoreFull: half of the pool is pinned.
+        """
+        await self._pin(keys, int(ttl_s * 1e9), hard)
+
+    async def unpin(self, keys: Sequence[bytes], *, hard: bool = False) -> None:
+        """Ends a pin of exactly these keys."""
+        await self._pin(keys, 0, hard)
+
+    async def _pin(self, keys: Sequence[bytes], ttl_ns: int, hard: bool) -> None:
+        request = say.PinBlocks(
+            party=self._party, block_keys=_joined(keys), ttl_ns=ttl_ns, hard=hard, tenant=self._tenant
+        )
+        await self._door.ask("pin", request, say.Done)
+
+    # --- batches -------------------------------------------------------------------------------------------------
+
+    async def batch_put(self, values: Mapping[bytes, Any]) -> list[StoreError | None]:
+        """As `put`, in one exchange, in the order of `values`. What the agent refuses as a whole, each key gets."""
+        keys, buffers = list(values), [_bytes_of(value) for value in values.values()]
+        if not keys:
+            return []
+        order_id = self._new_order()
+        sizes = {len(buffer) for buffer in buffers}
+        odd = next(iter(sizes - {self.block_bytes}), self.block_bytes)
+        try:
+            # A wrong size is refused by the agent, not here, so that it is counted where others are.
+            opened = await self._door.open_put(
+                order_id, _joined(keys), blocks=len(keys), tenant=self._tenant, block_bytes=odd
+            )
+            try:
+                todo = [i for i in range(len(keys)) if i not in set(opened.present)]
+                await self._copy([(self._slot(opened.slots[i]), buffers[i]) for i in todo])
+                await self._door.commit(order_id, first_block=0, blocks=len(keys))
+            finally:
+                await self._door.release(order_id)
+        except StoreError as problem:
+            return [problem] * len(keys)
+        return [None] * len(keys)
+
+    async def batch_get_into(
+        self, keys: Sequence[bytes], into: Sequence[Any], *, verify: bool = False
+    ) -> list[StoreError | None]:
+        """As `get_into`, block i into `into[i]`. With `verify` the copies are compared with the checksums of the put;
+        what comes from a disk or over a network always is."""
+        buffers = [_bytes_of(buffer, writable=True) for buffer in into]
+        if len(buffers) != len(keys):
+            raise ValueError(f"into: {len(buffers)} buffers for {len(keys)} keys")
+        sizes = {len(buffer) for buffer in buffers}
+        try:
+            found = await self._find(keys, next(iter(sizes - {self.block_bytes}), 0))
+            try:
+                await self._copy([(buffers[i], self._slot(slot)) for i, (slot, _) in found.slots.items()])
+                if not self._door.view.alive():
+                    raise AgentUnreachable(f"the store agent of node {self._node_id} died")
+            finally:
+                await self._give_back(found)
+        except StoreError as problem:
+            return [problem] * len(keys)
+        if verify:
+            for i, (_, checksum) in found.slots.items():
+                if await asyncio.to_thread(self._sum, buffers[i]) != checksum:
+                    found.problems[i] = BytesCorrupted(f"block {keys[i].hex()} is not what was put")
+        return [found.problems.get(i) for i in range(len(keys))]
+
+    async def batch_exists(self, keys: Sequence[bytes]) -> list[bool | StoreError]:
+        """As `exists`."""
+        request = say.ProbeBlocks(block_keys=_joined(keys), tenant=self._tenant)
+        probed = await self._door.ask("probe", request, say.Probed)
+        here = {*probed.dram, *probed.ssd}
+        missing = [i for i in range(len(keys)) if i not in here]
+        holders, silent = await self._ask_peers([keys[i] for i in missing])
+        there = {missing[at] for at in holders}
+        unknown = PeerUnreachable(f"{', '.join(silent)} did not answer")
+        return [True if i in here or i in there else unknown if silent else False for i in range(len(keys))]
+
+    async def batch_remove(self, keys: Sequence[bytes]) -> list[bool]:
+        """As `remove`."""
+        request = say.RemoveBlocks(block_keys=_joined(keys), tenant=self._tenant)
+        removed = await self._door.ask("remove", request, say.Removed)
+        return [i in removed.removed for i in range(len(keys))]
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _new_order(self) -> str:
+        return f"{self._party}-{uuid.uuid4().hex[:16]}"
+
+    def _slot(self, slot: int) -> Array:
+        array: Array = self._door.view.blocks[slot].reshape(-1)
+        return array
+
+    def _sum(self, block: Array) -> int:
+        layers = block.reshape(self._door.view.geometry.layers, -1)
+        return block_sum(np.array([xxhash.xxh3_64_intdigest(layer.data) for layer in layers], np.uint64))
+
+    async def _copy(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """(to, from)."""
+
+        def copy() -> None:
+            for to, source in pairs:
+                np.copyto(to, source)
+
+        if sum(to.nbytes for to, _ in pairs) <= INLINE_BYTES:
+            copy()
+        else:
+            # Not cancelled in the middle: the slots are held until it is done.
+            copying = asyncio.ensure_future(asyncio.to_thread(copy))
+            try:
+                await asyncio.shield(copying)
+            except asyncio.CancelledError:
+                await asyncio.wait([copying])
+                raise
+
+    async def _find(self, keys: Sequence[bytes], block_bytes: int) -> _Found:
+        """Leases the blocks here, and brings those that peers have."""
+        order_id = self._new_order()
+        request = say.TakeBlocks(
+            order_id=order_id,
+            party=self._party,
+            block_keys=_joined(keys),
+            tenant=self._tenant,
+            block_bytes=block_bytes,
+        )
+        found = _Found({}, {}, [order_id])
+        self._door.keep(order_id)
+        try:
+            taken = await self._door.ask("take", request, say.Taken, long=True)
+            places = zip(taken.present, zip(taken.slots, taken.checksums, strict=True), strict=True)
+            found.slots.update(places)
+            missing = [i for i in range(len(keys)) if i not in found.slots]
+            if missing:
+                await self._bring(keys, missing, found)
+        except BaseException:
+            await self._give_back(found)
+            raise
+        return found
+
+    async def _bring(self, keys: Sequence[bytes], missing: Sequence[int], found: _Found) -> None:
+        holders, silent = await self._ask_peers([keys[i] for i in missing])
+        by_holder: dict[str, list[int]] = {}
+        for at, i in enumerate(missing):
+            if at in holders:
+                by_holder.setdefault(holders[at], []).append(i)
+            elif silent:
+                found.problems[i] = PeerUnreachable(f"block {keys[i].hex()}: {', '.join(silent)} did not answer")
+            else:
+                found.problems[i] = BlockMissing(f"block {keys[i].hex()} is on no node that was asked")
+        for holder, wanted in by_holder.items():
+            order_id = self._new_order()
+            found.orders.append(order_id)
+            try:
+                opened = await self._door.open_put(
+                    order_id, _joined([keys[i] for i in wanted]), blocks=len(wanted), tenant=self._tenant
+                )
+                await self._door.fetch(order_id, holder, first_block=0, blocks=len(wanted))
+            except StoreError as problem:
+                found.problems.update(dict.fromkeys(wanted, problem))
+                continue
+            for i, slot in zip(wanted, opened.slots, strict=True):
+                found.slots[i] = (slot, block_sum(self._door.view.sums[slot]))
+
+    async def _ask_peers(self, keys: Sequence[bytes]) -> tuple[dict[int, str], list[str]]:
+        """Who has the key of that index, and who did not answer."""
+        if not keys or not self._peers:
+            return {}, []
+        request = say.ProbeBlocks(block_keys=_joined(keys), tenant=self._tenant)
+
+        async def ask(peer: str) -> say.Probed | None:
+            try:
+                return await self._bus.request(subjects.store(peer, "probe"), request, say.Probed, timeout_s=PROBE_S)
+            except (bus_errors.BusError, NatsError):
+                return None
+
+        answers = await asyncio.gather(*(ask(peer) for peer in self._peers))
+        holders: dict[int, str] = {}
+        for tier in ("dram", "ssd"):
+            for peer, answer in zip(self._peers, answers, strict=True):
+                for i in getattr(answer, tier) if answer is not None else []:
+                    holders.setdefault(i, peer)
+        return holders, [peer for peer, answer in zip(self._peers, answers, strict=True) if answer is None]
+
+    async def _give_back(self, found: _Found) -> None:
+        for order_id in found.orders:
+            await self.let_go(order_id)
+
+    async def let_go(self, order_id: str) -> None:
+        """Ends what an order of this client holds. Idempotent."""
+        self._held.discard(order_id)
+        await self._door.release(order_id)
+
+
+def _raise(problem: StoreError | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+def _joined(keys: Sequence[bytes]) -> bytes:
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise ValueError(f"key: {key!r} is not {KEY_BYTES} bytes long; key_of makes one of a name")
+    return b"".join(keys)
+
+
+def _bytes_of(buffer: Any, *, writable: bool = False) -> Array:
+    """u8 `[bytes]` that shows the buffer's own memory. Raises TypeError, WrongSize for what is not contiguous."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        if buffer.device.type != "cpu":
+            raise TypeError(f"a tensor on {buffer.device} has no memory that can be mapped here: copy it to the CPU")
+        if not buffer.is_contiguous():
+            raise WrongSize("the tensor is not contiguous")
+        array: Array = buffer.detach().view(-1).view(torch.uint8).numpy()
+        return array
+    try:
+        shown = memoryview(buffer).cast("B")
+    except TypeError as problem:
+        raise TypeError(f"{type(buffer).__name__} shows no contiguous memory: {problem}") from None
+    if writable and shown.readonly:
+        raise TypeError(f"{type(buffer).__name__} cannot be written to")
+    return np.frombuffer(shown, np.uint8)
