@@ -35,6 +35,8 @@ class TakeReply(Message, frozen=True):
     max_tokens: Tokens = 0
     #: Key before the first block, so that generated blocks can be named.
     root_key: bytes = b""
+    #: Whose quota of the stores the blocks count in.
+    tenant: Text = ""
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

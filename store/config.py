@@ -67,7 +67,7 @@ class StoreConfig:
             raise ValueError(f"pool_bytes: {self.pool_bytes} is less than one block of {self.layout.block_bytes} bytes")
         for tenant, quota in self.quotas.items():
             if quota < self.layout.block_bytes:
-                raise ValueError(f"quotas: {quota} bytes of {tenant!r} are less than {self.layout.block_bytes}, a block")
+                raise ValueError(f"quotas: {tenant!r} has {quota} bytes, a block has {self.layout.block_bytes}")
         if 2 * self.transfer_ns_max > self.lease_ttl_ns:
             raise ValueError("transfer_ns_max: must be at most half of lease_ttl_ns")
         if self.transport == "tcp" and self.port < 0:

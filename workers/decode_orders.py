@@ -140,6 +140,7 @@ class DecodeOrders(Worker):
         sequence.params = params_of(reply.sampling)
         sequence.end_ids = end_ids(self.engine, reply.sampling)
         sequence.block_keys, sequence.root_key = reply.block_keys, reply.root_key
+        sequence.tenant = reply.tenant
         sequence.max_tokens = reply.max_tokens or order.max_tokens
         sequence.taken = True
         self._advance(sequence)

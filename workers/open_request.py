@@ -151,6 +151,7 @@ class OpenRequest:
             token_ids=self.packed_prompt,
             block_keys=self.arrived.block_keys,
             root_key=self.root_key,
+            tenant=self.arrived.tenant,
             output_ids=pack_tokens(self.output_ids) if self.output_ids else b"",
             sampling=self.ask.sampling,
             max_tokens=self.arrived.max_tokens,

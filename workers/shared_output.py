@@ -50,6 +50,7 @@ async def share_output(
                 keys[KEY_BYTES * known :],
                 blocks=len(keys) // KEY_BYTES - known,
                 head_keys=keys[: KEY_BYTES * known],
+                tenant=sequence.tenant,
             )
 
             def copy() -> None:
