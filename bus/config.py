@@ -36,7 +36,6 @@ class BusConfig:
             "max_outstanding_pings": 2,
             "connect_timeout": 2,
             "pending_size": 64 << 20,
-            "inbox_prefix": b"_INBOX",
             "skip_subject_validation": True,  # ours are made of checked ids; a client's reply came from the server
             "user": self.user or None,
             "password": self.password or None,

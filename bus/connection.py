@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import ssl
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
@@ -33,10 +34,12 @@ from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.decisions import Ordered, StartPrefill
-from halfmoon.schemas.events import Event, Stamped
+from halfmoon.schemas.events import Event, Stamped, said_by
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.tokens import ProcessError
 from halfmoon.schemas.types import Message
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M")
 Handler = Callable[[Any], "Awaitable[None] | object"]
@@ -99,8 +102,11 @@ class Bus:
                 problems[:] = [problem]
                 if isinstance(problem, _FINAL) or "authorization" in str(problem).lower():
                     raise _Refused
+            elif "permissions violation" in str(problem).lower():
+                log.warning("%s: %s", name, problem)
 
-        options = {**config.options(), "name": name, "reconnected_cb": reconnected, "error_cb": failed}
+        callbacks = {"reconnected_cb": reconnected, "error_cb": failed}
+        options = {**config.options(), **callbacks, "name": name, "inbox_prefix": subjects.inbox(name).encode()}
         nc = DirectClient()
         try:
             await _within(config.connect_timeout_s, nc.connect(**options))
@@ -115,6 +121,9 @@ class Bus:
         box.append(bus)
         try:
             await ensure_streams(nc, bus._limits)
+        except BusError:
+            await nc.close()
+            raise
         except (NatsError, TimeoutError) as problem:
             await nc.close()
             reason = str(problem) or type(problem).__name__
@@ -196,6 +205,9 @@ class Bus:
             try:
                 event: Event = decode(message.payload, Event)
             except MessageInvalid:
+                self.invalid += 1
+                continue
+            if not said_by(message.subject, event):
                 self.invalid += 1
                 continue
             yield Stamped(seq=message.seq, at_ns=message.at_ns, event=event)

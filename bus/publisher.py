@@ -2,7 +2,9 @@
 
 Messages leave in the order of `submit`. One that was lost with a connection is sent again, together with all
 unacknowledged ones after it, in the same order; the stream drops what it already holds by message id (its duplicate
-window is far longer than our patience). So a fact is stored once, and two facts of one process are never swapped.
+window is far longer than our patience). So a fact is stored once, and two facts of one process are not swapped: while
+a stream has no leader (three servers, one of them just died) the server says so, and nothing new leaves before what it
+could not take.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ class Publisher:
         self._empty = asyncio.Event()
         self._empty.set()
         self._tasks: list[asyncio.Task[None]] = []
+        #: The stream could not take something: all of it goes again, before anything new.
+        self._held = False
 
     async def start(self) -> None:
         await self._nc.hear(f"{self._prefix}.*", self._on_ack)
@@ -158,7 +162,7 @@ class Publisher:
             while self._queue:
                 item = self._queue.popleft()
                 if item.number != _POSTED:
-                    if item.number not in self._pending:
+                    if self._held or item.number not in self._pending:
                         continue
                     item.sent_at = time.monotonic()
                 try:
@@ -172,7 +176,10 @@ class Publisher:
         """Some acknowledgement is overdue: send everything unacknowledged again, from the oldest on."""
         while True:
             await asyncio.sleep(RESEND_AFTER_S / 4)
-            if self._pending and not self._queue and self._nc.is_connected:
+            if self._held and self._nc.is_connected:
+                self._held = False
+                self.resend_all()
+            elif self._pending and not self._queue and self._nc.is_connected:
                 oldest = next(iter(self._pending.values()))
                 if oldest.sent_at < time.monotonic() - RESEND_AFTER_S:
                     self.resend_all()
@@ -182,13 +189,15 @@ class Publisher:
         item = self._pending.get(number)
         if item is None:
             return
-        if not payload:  # 503: no stream listens yet; _watch sends it again
+        if not payload:  # 503: no stream listens; _watch sends it again
+            self._held = True
             return
         ack = _decode_ack(payload)
         if ack.error is not None:
             if ack.error.err_code != WRONG_LAST_SEQUENCE:
                 if item.done is None or ack.error.code >= 500:
-                    return  # the stream is not able to just now; _watch sends it again
+                    self._held = True  # the stream is not able to just now; _watch sends it again
+                    return
                 self._settle(number, BusError(f"{item.subject}: {ack.error.description}"))
             else:
                 self._settle(number, LogMoved(ack.error.description))

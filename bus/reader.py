@@ -23,7 +23,7 @@ from nats.errors import Error as NatsError
 
 from halfmoon.bus.client import DirectClient, header
 
-IDLE_HEARTBEAT_S = 2.0
+IDLE_HEARTBEAT_S = 1.0
 _HEARTBEATS_MISSED = 3
 
 

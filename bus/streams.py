@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from nats.aio.client import Client
+from nats.errors import Error as NatsError
 
 from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
 
 SECOND_NS = 1_000_000_000
 STREAM_NAME_IN_USE = 10058
+_MISSING = 10059
+_NO_PEERS = 10005
+#: Servers that find each other, and elect who leads, take a while.
+CLUSTER_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLimits:
     """Bounds of the streams; a stream drops its oldest messages first."""
 
+    #: 0: another process makes them; this one, which may not be allowed to, waits until they are there.
     replicas: int = 1
     #: The event log and the decisions: what replay needs.
     log_bytes_max: int = 8 << 30
@@ -34,8 +43,10 @@ class StreamLimits:
 async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
     """Create EVENTS, DECISIONS, KV and SNAPSHOTS where they are missing; leave existing ones as the operator set them.
 
-    Raises BusError when JetStream refuses (not enabled, no permission, too few servers for the replicas).
+    Raises BusError when JetStream refuses (not enabled, no permission, too few servers for the replicas). A cluster of
+    servers that is not ready yet is waited for.
     """
+    until = time.monotonic() + (0 if limits.replicas == 1 else CLUSTER_S)
     for name, subject, storage, bytes_max, age_ns_max in (
         (subjects.EVENTS_STREAM, subjects.EVENTS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
         (subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
@@ -63,7 +74,29 @@ async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
             "max_consumers": -1,
             "duplicate_window": min(limits.duplicate_window_ns, age_ns_max),
         }
-        reply = await nc.request(f"$JS.API.STREAM.CREATE.{name}", orjson.dumps(config), timeout=10)
-        error = orjson.loads(reply.data).get("error")
-        if error and error.get("err_code") != STREAM_NAME_IN_USE:
-            raise BusError(f"stream {name}: {error.get('description', 'refused')}")
+        while (error := await _ensure(nc, name, config, until)) is not None:
+            if time.monotonic() > until or not _may_pass(error):
+                raise BusError(f"stream {name}: {error.get('description', 'refused')}")
+            await asyncio.sleep(0.1)
+
+
+async def _ensure(nc: Client, name: str, config: dict[str, Any], until: float) -> dict[str, Any] | None:
+    """JetStream's error, None when the stream is there."""
+    waiting = not config["num_replicas"]
+    timeout_s = 10.0 if config["num_replicas"] == 1 else 2.0
+    try:
+        if waiting:
+            reply = await nc.request(f"$JS.API.STREAM.INFO.{name}", timeout=timeout_s)
+        else:
+            reply = await nc.request(f"$JS.API.STREAM.CREATE.{name}", orjson.dumps(config), timeout=timeout_s)
+    except (NatsError, TimeoutError):
+        if time.monotonic() > until:
+            raise
+        return {"code": 503}
+    error: dict[str, Any] | None = orjson.loads(reply.data).get("error")
+    return None if error and error.get("err_code") == STREAM_NAME_IN_USE else error
+
+
+def _may_pass(error: dict[str, Any]) -> bool:
+    """Of a cluster that is not whole yet; of a stream that somebody else is about to make."""
+    return error.get("code") == 503 or error.get("err_code") in (_MISSING, _NO_PEERS)

@@ -4,11 +4,15 @@ A plain subscription delivers sooner than any consumer, because it need not wait
 the server nothing more. What it lacks is made up after a reconnect: messages from the last known place of the stream on
 are read again, and only then those that came meanwhile. So nothing is missed; something may come twice. Decisions carry
 an identity that drops repeats, KV progress may be repeated at will.
+
+What was missed is asked for message by message, not by a consumer: whoever may make a push consumer can have the server
+send stored messages to any subject, and that is a permission that workers shall not need.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
@@ -18,11 +22,13 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from halfmoon.bus.client import DirectClient
-from halfmoon.bus.reader import StreamReader, StreamRefused
+from halfmoon.bus.reader import StreamRefused
 from halfmoon.bus.tasks import end_tasks
 
 #: How often the place in the stream is noted, which bounds what is read again.
 MARK_S = 5.0
+ANSWER_S = 5.0
+_NO_MESSAGE = 10037
 
 
 class StreamTail:
@@ -89,18 +95,20 @@ class StreamTail:
         self._wake.set()
 
     async def _read_up_to(self, last: int) -> None:
-        reader = StreamReader(self._nc, self._stream, filter_subject=self._subject, after=self._mark)
-        try:
-            await reader.open()
-            if reader.pending_at_open:
-                async for message in reader:
-                    self._received.append(message.payload)
-                    self._wake.set()
-                    if message.pending == 0 or message.seq >= last:
-                        break
-        finally:
-            await reader.close()
-        self._mark = last
+        while self._mark < last:
+            question = {"seq": self._mark + 1, "next_by_subj": self._subject}
+            reply = await self._nc.request(
+                f"$JS.API.STREAM.MSG.GET.{self._stream}", orjson.dumps(question), timeout=ANSWER_S
+            )
+            answer = orjson.loads(reply.data)
+            if "message" not in answer:
+                if answer["error"].get("err_code") != _NO_MESSAGE:
+                    raise StreamRefused(f"{self._stream}: {answer['error'].get('description', 'refused')}")
+                self._mark = last
+                return
+            self._received.append(base64.b64decode(answer["message"].get("data", "")))
+            self._wake.set()
+            self._mark = int(answer["message"]["seq"])
 
     async def _keep_mark(self) -> None:
         """What the stream held when it was asked had been sent to us before its answer was."""
@@ -111,7 +119,7 @@ class StreamTail:
                     self._mark = await self._last_seq()
 
     async def _last_seq(self) -> int:
-        reply = await self._nc.request(f"$JS.API.STREAM.INFO.{self._stream}", b"", timeout=5)
+        reply = await self._nc.request(f"$JS.API.STREAM.INFO.{self._stream}", b"", timeout=ANSWER_S)
         answer = orjson.loads(reply.data)
         last = int(answer["state"]["last_seq"])
         if answer["created"] != self._created:  # kept in memory, lost with the server, made anew: it counts from 1

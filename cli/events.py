@@ -13,7 +13,7 @@ import msgspec
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, state_directory
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, state_directory, stream_limits
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.saving import follow, save
 from halfmoon.conductor.replay.stopped import served
@@ -63,7 +63,7 @@ async def _bus(args: argparse.Namespace) -> AsyncIterator[Bus]:
         if args.store:
             config = type(config)(url=stack.enter_context(served(Path(args.store))))
         try:
-            bus = await Bus.connect(config, name="events")
+            bus = await Bus.connect(config, name="events", limits=stream_limits(args))
         except BusUnreachable as problem:
             kept = state_directory(args.cluster) / "nats"
             hint = f"; if the cluster is stopped: --store {kept}" if kept.exists() and not args.store else ""

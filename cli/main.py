@@ -21,6 +21,7 @@ from halfmoon.cli import (
     processes,
     profile,
     replay,
+    secrets,
     simulate,
     size,
     status,
@@ -28,6 +29,10 @@ from halfmoon.cli import (
 )
 from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.workers.model_config import ModelError
+
+COMMANDS = (
+    *(up, generate, chat, status, events, replay, simulate, capacity, size, experiments, policy, profile, secrets),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"halfmoon {importlib.metadata.version('halfmoon')}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     runs = {}
-    for module in (up, generate, chat, status, events, replay, simulate, capacity, size, experiments, policy, profile):
+    for module in COMMANDS:
         module.add(subparsers)
         runs[module.__name__.rpartition(".")[2]] = module.run
     runs.update(processes.add(subparsers))

@@ -41,7 +41,12 @@ def add_bus(parser: argparse.ArgumentParser, *, default: str = DEFAULT_NATS) -> 
     group.add_argument("--nats-ca", metavar="FILE", default="", help="TLS: certificates to trust")
     group.add_argument("--nats-cert", metavar="FILE", default="", help="TLS: our certificate")
     group.add_argument("--nats-key", metavar="FILE", default="", help="TLS: its key")
-    group.add_argument("--nats-replicas", type=int, default=1, help="copies of each stream (3 on a cluster of 3)")
+    group.add_argument(
+        "--nats-replicas",
+        type=int,
+        default=1,
+        help="copies of each stream (3 on a cluster of 3; 0: wait until another process has made the streams)",
+    )
     group.add_argument("--log-mib-max", type=int, default=8192, help="size of the log, where it is made")
     group.add_argument("--log-hours-max", type=int, default=168, help="age of the log, where it is made")
 
@@ -62,9 +67,9 @@ def bus_config(args: argparse.Namespace) -> BusConfig:
 
 def stream_limits(args: argparse.Namespace) -> StreamLimits:
     """Of streams that are made anew. Raises OptionInvalid."""
-    for option in ("nats_replicas", "log_mib_max", "log_hours_max"):
-        if getattr(args, option) < 1:
-            raise OptionInvalid(f"--{option.replace('_', '-')}: at least 1")
+    for option, least in (("nats_replicas", 0), ("log_mib_max", 1), ("log_hours_max", 1)):
+        if getattr(args, option) < least:
+            raise OptionInvalid(f"--{option.replace('_', '-')}: at least {least}")
     return StreamLimits(
         replicas=args.nats_replicas,
         log_bytes_max=args.log_mib_max << 20,

@@ -15,7 +15,7 @@ import orjson
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerUnreachable
-from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, stream_limits
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.policy import Policy
@@ -41,7 +41,7 @@ async def run(args: argparse.Namespace) -> int:
     """Exit status 0 when the policy shown is in force. Raises OptionInvalid, BusError."""
     if (args.action == "set") != bool(args.changes):
         raise OptionInvalid("policy set: KEY=VALUE is missing" if args.action == "set" else "policy show takes no KEY")
-    bus = await Bus.connect(bus_config(args), name="policy")
+    bus = await Bus.connect(bus_config(args), name="policy", limits=stream_limits(args))
     try:
         policy = (await _status(bus)).policy
         if args.changes:
@@ -94,7 +94,7 @@ def _for_people(name: str, value: object) -> str:
 
 
 async def _put_in_force(bus: Bus, policy: Policy) -> None:
-    seq = await bus.append(PolicyChanged(policy=policy), source_id="operator")
+    seq = await bus.append(PolicyChanged(policy=policy), source_id=subjects.OPERATOR)
     try:
         async with asyncio.timeout(IN_FORCE_S):
             while (await _status(bus)).seq < seq:

@@ -34,6 +34,7 @@ from halfmoon.cli.options import (
 )
 from halfmoon.cli.processes import add_frontend, add_policy, add_store, add_worker, say
 from halfmoon.cli.supervisor import Child, Supervisor
+from halfmoon.schemas import subjects
 from halfmoon.schemas.events import FrontendJoined, FrontendLeft, StoreJoined, StoreLeft, WorkerJoined, WorkerLeft
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.segment import remove_stale
@@ -96,11 +97,12 @@ class Cluster:
         name = child.name
         role = child.command[0]
         if role in ("prefill", "decode"):
-            self.bus.append_soon(WorkerLeft(worker_id=name, reason=f"died: {how}"), source_id="up")
+            self.bus.append_soon(WorkerLeft(worker_id=name, reason=f"died: {how}"), source_id=subjects.SUPERVISOR)
         elif role == "store":
-            self.bus.append_soon(StoreLeft(node_id=name.removeprefix("store-"), reason=f"died: {how}"), source_id="up")
+            left = StoreLeft(node_id=name.removeprefix("store-"), reason=f"died: {how}")
+            self.bus.append_soon(left, source_id=subjects.SUPERVISOR)
         elif role == "frontend":
-            self.bus.append_soon(FrontendLeft(frontend_id=name, reason=f"died: {how}"), source_id="up")
+            self.bus.append_soon(FrontendLeft(frontend_id=name, reason=f"died: {how}"), source_id=subjects.SUPERVISOR)
 
     # --- start ------------------------------------------------------------------------------------------------
 

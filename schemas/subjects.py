@@ -1,6 +1,7 @@
 """Every NATS subject and stream of halfmoon, in one place.
 
-Subjects name who sends (events) or who receives (decisions, KV), so that NATS permissions can be given per role.
+Subjects name who sends (events) or who receives (decisions, KV), so that NATS permissions can be given per role
+(`halfmoon.bus.permissions`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ EVENTS_STREAM = "EVENTS"
 DECISIONS_STREAM = "DECISIONS"
 KV_STREAM = "KV"
 SNAPSHOTS_STREAM = "SNAPSHOTS"
+STREAMS = (EVENTS_STREAM, DECISIONS_STREAM, KV_STREAM, SNAPSHOTS_STREAM)
 
 EVENTS_ALL = f"{ROOT}.events.>"
 DECISIONS_ALL = f"{ROOT}.decisions.>"
@@ -19,8 +21,18 @@ KV_ALL = f"{ROOT}.kv.>"
 SNAPSHOTS_ALL = f"{ROOT}.snapshots.>"
 
 
+#: `halfmoon up` tells of the processes that it watches, an operator of a new policy: neither is a process of its own.
+SUPERVISOR = "up"
+OPERATOR = "operator"
+
+
+def inbox(process_id: str) -> str:
+    """What the inboxes of a process begin with, so that nobody else need be allowed to listen there."""
+    return f"{ROOT}.inbox.{process_id}"
+
+
 def event(source_id: str, kind: str) -> str:
-    """`source_id`: the process that saw the fact."""
+    """`source_id`: the process that saw the fact, or SUPERVISOR or OPERATOR."""
     return f"{ROOT}.events.{source_id}.{kind}"
 
 

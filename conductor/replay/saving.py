@@ -31,7 +31,7 @@ from halfmoon.conductor.replay.logfile import (
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode
 from halfmoon.schemas.decisions import Ordered
-from halfmoon.schemas.events import ClusterConfigured, Event
+from halfmoon.schemas.events import ClusterConfigured, Event, said_by
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferFailed
 
 #: Between two messages of a stream that still has some.
@@ -105,6 +105,8 @@ def _event_line(message: StreamMessage) -> EventLine | InvalidLine:
     try:
         event: Event = decode(message.payload, Event)
     except MessageInvalid:
+        return InvalidLine(seq=message.seq, at_ns=message.at_ns)
+    if not said_by(message.subject, event):
         return InvalidLine(seq=message.seq, at_ns=message.at_ns)
     return EventLine(seq=message.seq, at_ns=message.at_ns, event=event)
 

@@ -19,12 +19,12 @@ async def draining(cluster: Cluster, worker_id: str) -> AsyncIterator[None]:
     joined = [s.event for s in await cluster.events() if isinstance(s.event, WorkerJoined)]
     last = [event for event in joined if event.worker_id == worker_id][-1]
     try:
-        await bus.append(WorkerDraining(worker_id=worker_id, incarnation=last.incarnation), source_id="test")
+        await bus.append(WorkerDraining(worker_id=worker_id, incarnation=last.incarnation), source_id="up")
         await asyncio.sleep(0.05)
         yield
     finally:
         await bus.append(
-            WorkerDraining(worker_id=worker_id, incarnation=last.incarnation, draining=False), source_id="test"
+            WorkerDraining(worker_id=worker_id, incarnation=last.incarnation, draining=False), source_id="up"
         )
         await asyncio.sleep(0.05)
         await bus.close()

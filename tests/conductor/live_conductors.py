@@ -68,7 +68,7 @@ async def client(url: str) -> AsyncIterator[Bus]:
 async def say(bus: Bus, *events: Event) -> int:
     seq = 0
     for event in events:
-        seq = await bus.append(event, source_id="x")
+        seq = await bus.append(event, source_id="up")
     return seq
 
 

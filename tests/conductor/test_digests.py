@@ -30,7 +30,7 @@ QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S, digest_events=EVERY)
 async def beats(bus: Bus, count: int) -> int:
     """So many events that change nothing but the place in the log."""
     for _ in range(count - 1):
-        bus.append_soon(WorkerHeartbeat(worker_id="p0", incarnation="i1"), source_id="x")
+        bus.append_soon(WorkerHeartbeat(worker_id="p0", incarnation="i1"), source_id="up")
     return await say(bus, WorkerHeartbeat(worker_id="p0", incarnation="i1"))
 
 

@@ -58,7 +58,7 @@ async def conducted(url: str) -> None:
     while await bus.last_seq() == 0:
         await asyncio.sleep(0.01)
     for event in EVENTS:
-        await bus.append(event, source_id="x")
+        await bus.append(event, source_id="up")
     while await bus.last_seq(subjects.DECISIONS_STREAM) < 2:
         await asyncio.sleep(0.01)
     await bus.nc.jetstream().publish(subjects.event("x", "Nonsense"), b'{"type":"Nonsense","text":"a secret"}')
@@ -77,7 +77,7 @@ async def conducted(url: str) -> None:
     while await bus.last_seq(subjects.KV_STREAM) < 2:
         await asyncio.sleep(0.01)
     for event in ANSWERS:
-        await bus.append(event, source_id="x")
+        await bus.append(event, source_id="up")
     conductor.cancel()
     await asyncio.wait([conductor])
     await bus.close()
@@ -192,12 +192,12 @@ async def test_an_empty_log_is_said_to_be_empty(nats_url: str, tmp_path: Path) -
 
 async def test_a_tail_shows_what_is_new(nats_url: str) -> None:
     bus = await connect(nats_url)
-    await bus.append(EVENTS[0], source_id="x")
+    await bus.append(EVENTS[0], source_id="up")
     tail = follow(bus)
     first = asyncio.ensure_future(anext(tail))
     while bus.nc.stats["in_msgs"] < 6:  # until both readers are there
         await asyncio.sleep(0.01)
-    await bus.append(EVENTS[1], source_id="x")
+    await bus.append(EVENTS[1], source_id="up")
     line = await asyncio.wait_for(first, 10)
     assert isinstance(line, EventLine)
     assert (line.seq, line.event) == (2, EVENTS[1])

@@ -1,0 +1,135 @@
+"""What each role may publish and hear on NATS: the text of `authorization` in a server's configuration.
+
+Every process has a name and an nkey of its own. It speaks under its own name only (events), hears only what is for it
+(orders, KV progress, tokens, answers), and calls only whom its role has to do with: a worker its own node's store
+agent, a frontend workers. Orders come from conductors alone. Streams are made by conductors; consumers, which can have
+the server send stored messages to any subject, by conductors and the operator.
+
+What NATS cannot see is whether a payload fits its subject: events are checked where they are read (`said_by`). What it
+does not keep anybody from: naming another's subject as the reply to a request. Then an answer of a server or a peer,
+never words of one's own, comes where it was not asked for, and is dropped there because it does not decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from halfmoon.schemas import subjects
+from halfmoon.schemas.subjects import ROOT
+
+Role = Literal["conductor", "frontend", "store", "prefill", "decode", "operator", "client"]
+
+_JS = "$JS.API"
+_EVENTS, _DECISIONS, _KV, _SNAPSHOTS = subjects.STREAMS
+#: Answers to any process, and to any client.
+_ANSWERS = [f"{ROOT}.inbox.>"]
+_CLIENT_INBOXES = ["_INBOX.>"]
+_PLACES = [f"{_JS}.STREAM.INFO.{stream}" for stream in subjects.STREAMS]
+_MISSED = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_DECISIONS, _KV)]
+_WORKER = ("WorkerJoined", "WorkerHeartbeat", "WorkerDraining", "WorkerLeft")
+_SAID: dict[str, tuple[str, ...]] = {
+    "conductor": ("ClusterConfigured", "TimerFired", "StateDigested"),
+    "frontend": ("FrontendJoined", "FrontendHeartbeat", "FrontendLeft", "RequestArrived", "RequestCancelled"),
+    "store": (
+        *("StoreJoined", "StoreHeartbeat", "StoreLeft", "StoreInventory"),
+        *("BlocksStored", "BlocksEvicted", "StoreSuspected"),
+    ),
+    "prefill": (*_WORKER, "PrefillFinished", "PrefillFailed"),
+    "decode": (*_WORKER, "DecodeStarted", "DecodeRefused", "DecodeFailed", "RequestFinished"),
+    "operator": ("PolicyChanged",),
+}
+_ASKED_BY_WORKERS = ("attach", "open_put", "fetch", "commit", "open_push", "close_push", "release", "status")
+_ASKED_BY_STORES = ("hello", "lease", "end_lease", "reserve", "renew", "settle", "drop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A process as NATS knows it. `node_id`: of a store agent and of a worker. `public_key`: of its nkey (`U…`)."""
+
+    role: Role
+    name: str
+    node_id: str = ""
+    public_key: str = ""
+
+    @property
+    def publish(self) -> list[str]:
+        me = self.name
+        said = [subjects.event(self.node_id if self.role == "store" else me, kind) for kind in _SAID.get(self.role, ())]
+        match self.role:
+            case "conductor":
+                return [
+                    *said,
+                    *(subjects.DECISIONS_ALL, subjects.SNAPSHOTS_ALL, subjects.status(subjects.CONDUCTORS)),
+                    *_PLACES,
+                    *(f"{_JS}.STREAM.CREATE.{stream}" for stream in subjects.STREAMS),
+                    *(f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_EVENTS, _DECISIONS, _SNAPSHOTS)),
+                    f"{_JS}.STREAM.PURGE.{_SNAPSHOTS}",
+                    *_reading([_EVENTS]),
+                    *_ANSWERS,
+                ]
+            case "frontend":
+                peers = [subjects.give("*"), subjects.resend("*"), subjects.status(subjects.CONDUCTORS)]
+                return [*said, *peers, f"{ROOT}.cancel", *_PLACES, *_MISSED, *_ANSWERS, *_CLIENT_INBOXES]
+            case "store":
+                progress = [subjects.kv("*", k) for k in ("TransferOpened", "TransferFailed", "KvReady", "KvLoaded")]
+                peers = [subjects.store("*", verb) for verb in _ASKED_BY_STORES]
+                return [*said, *progress, *peers, *_PLACES, *_MISSED, *_ANSWERS]
+            case "prefill":
+                return [*said, subjects.kv("*", "PrefillResult"), *self._worker()]
+            case "decode":
+                return [*said, subjects.tokens("*"), *self._worker(), *_ANSWERS]
+            case "operator":
+                gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in subjects.STREAMS]
+                asks = [subjects.status("*"), subjects.store("*", "status"), f"{subjects.API}.*", "$SRV.>"]
+                return [*said, *asks, *_PLACES, *gets, *_reading(subjects.STREAMS)]
+            case "client":
+                return [f"{subjects.API}.*", "$SRV.>"]
+
+    @property
+    def subscribe(self) -> list[str]:
+        me, inbox = self.name, f"{subjects.inbox(self.name)}.>"
+        match self.role:
+            case "conductor":
+                return [inbox, subjects.status(me), subjects.status(subjects.CONDUCTORS)]
+            case "frontend":
+                served = [f"{subjects.API}.*", "$SRV.>", f"{ROOT}.cancel"]
+                own = [subjects.take(me), subjects.tokens(me), subjects.decisions_for(me), subjects.placements_for(me)]
+                return [inbox, *served, *own]
+            case "store":
+                node = self.node_id
+                others = subjects.events_of_kind("StoreJoined")
+                return [inbox, subjects.decisions_for(node), subjects.store(node, "*"), others]
+            case "prefill" | "decode":
+                resend = [subjects.resend(me)] if self.role == "decode" else []
+                return [inbox, subjects.decisions_for(me), subjects.give(me), subjects.kv_for(me), *resend]
+            case "operator":
+                return [f"{subjects.inbox('*')}.>", *_CLIENT_INBOXES]
+            case "client":
+                return _CLIENT_INBOXES
+
+    def _worker(self) -> list[str]:
+        verbs = (*_ASKED_BY_WORKERS, "push", "keep")
+        return [subjects.take("*"), *(subjects.store(self.node_id, verb) for verb in verbs), *_PLACES, *_MISSED]
+
+
+def _reading(streams: Sequence[str]) -> list[str]:
+    """By an ordered consumer."""
+    consumers = [f"{_JS}.CONSUMER.{verb}" for verb in ("CREATE.{}", "DELETE.{}.*")]
+    return [*(line.format(stream) for line in consumers for stream in streams), "$JS.FC.>"]
+
+
+def authorization(identities: Sequence[Identity]) -> str:
+    """The block of nats-server's configuration: who is not in it gets no connection."""
+    users = "\n".join(
+        f"    # {each.name}\n"
+        f"    {{ nkey: {each.public_key}, permissions: "
+        f"{{ publish: {_listed(each.publish)}, subscribe: {_listed(each.subscribe)} }} }}"
+        for each in identities
+    )
+    return f"authorization {{\n  users: [\n{users}\n  ]\n}}\n"
+
+
+def _listed(patterns: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{pattern}"' for pattern in patterns) + "]"

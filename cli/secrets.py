@@ -1,0 +1,195 @@
+"""`halfmoon secrets DIR`: certificates, NATS credentials with each role's permissions, and the cluster's secret.
+
+One directory for each container that is to see it: `nats-1`, ... (configuration and certificate of a server), and for
+each role its processes' nkeys, `ROLE/NAME.nk`, beside the authority's certificate `ca.pem` and, where blocks are named
+or moved, the cluster's `secret`. Servers hold public keys only. CURVE keys are on no disk: a store agent makes them
+when it starts and vouches for them with the cluster's secret.
+
+What is there already stays, so that it may run at every start; an empty directory is a new cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import os
+import secrets as random_bytes
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+import nkeys
+
+from halfmoon.bus.permissions import Identity, Role, authorization
+from halfmoon.cli.options import OptionInvalid, add_config
+from halfmoon.cli.processes import say
+
+DAYS = 3650
+_CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+#: Of a server that listens in the cluster: 4222 for processes, 6222 for the other servers, 8222 for health (loopback).
+_CONFIG = """\
+server_name: {name}
+listen: "0.0.0.0:4222"
+http: "127.0.0.1:8222"
+max_payload: 8388608
+max_pending: 268435456
+jetstream {{ store_dir: "{store}", max_file_store: {file_bytes}, max_memory_store: 268435456 }}
+tls {{ cert_file: "{here}/server.pem", key_file: "{here}/server.key", ca_file: "{here}/ca.pem" }}
+{cluster}include "authorization.conf"
+"""
+_CLUSTER = """\
+cluster {{
+  name: halfmoon
+  listen: "0.0.0.0:6222"
+  routes: [{routes}]
+  tls {{ cert_file: "{here}/server.pem", key_file: "{here}/server.key", ca_file: "{here}/ca.pem", verify: true }}
+}}
+"""
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("secrets", help="certificates, credentials and keys of a cluster of containers")
+    parser.add_argument("directory", help="where to")
+    parser.add_argument("--servers", default="nats-1,nats-2,nats-3", help="host names of the NATS servers")
+    parser.add_argument("--conductors", type=int, default=5, help="how many of each there may be at most")
+    parser.add_argument("--frontends", type=int, default=4)
+    parser.add_argument("--prefill", type=int, default=8)
+    parser.add_argument("--decode", type=int, default=8)
+    parser.add_argument("--seen-at", default="/run/secrets", help="where a NATS server's container finds its own")
+    parser.add_argument("--store-dir", default="/data", help="where a NATS server keeps its streams")
+    parser.add_argument("--log-gib-max", type=int, default=32, help="disk that a NATS server may use")
+    add_config(parser)
+
+
+async def run(args: argparse.Namespace) -> int:
+    for option in ("conductors", "frontends", "prefill", "decode", "log_gib_max"):
+        if getattr(args, option) < 1:
+            raise OptionInvalid(f"--{option.replace('_', '-')}: at least 1")
+    if shutil.which("openssl") is None:
+        raise OptionInvalid("secrets: needs the openssl command")
+    await asyncio.to_thread(make, args)
+    return 0
+
+
+def make(args: argparse.Namespace) -> None:
+    """Raises OSError, OptionInvalid."""
+    place = Path(args.directory)
+    place.mkdir(parents=True, exist_ok=True)
+    servers = [name.strip() for name in args.servers.split(",") if name.strip()]
+    made = _Made()
+    authority = place / "authority"
+    authority.mkdir(mode=0o700, exist_ok=True)
+    if made.missing(authority / "ca.key"):
+        files = ("-keyout", str(authority / "ca.key"), "-out", str(authority / "ca.pem"))
+        _openssl("req", "-x509", *_CURVE, "-days", str(DAYS), *files, "-subj", "/CN=halfmoon")
+    if made.missing(authority / "secret"):
+        _write(authority / "secret", random_bytes.token_hex(32).encode())
+    identities = [_with_key(place / _folder(each), each, made) for each in _wanted(args)]
+    for role in dict.fromkeys(_folder(each) for each in identities):
+        _copy(authority / "ca.pem", place / role)
+        if role in ("prefill", "decode", "frontend"):
+            _copy(authority / "secret", place / role)
+    text = authorization(identities)
+    for name in servers:
+        here = place / name
+        here.mkdir(exist_ok=True)
+        _copy(authority / "ca.pem", here)
+        if made.missing(here / "server.pem"):
+            _certificate(here, name, authority)
+        _write(here / "authorization.conf", text.encode())
+        _write(here / "nats.conf", _configuration(args, servers, name).encode())
+    say(f"secrets in {place}: {made.count} made, {made.kept} there already")
+
+
+class _Made:
+    """Counts."""
+
+    def __init__(self) -> None:
+        self.count = self.kept = 0
+
+    def missing(self, path: Path) -> bool:
+        there = path.exists()
+        self.kept += there
+        self.count += not there
+        return not there
+
+
+def _wanted(args: argparse.Namespace) -> list[Identity]:
+    found = [Identity(role="operator", name="operator"), Identity(role="client", name="client")]
+    found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(1, args.conductors + 1)]
+    found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(1, args.frontends + 1)]
+    for role, count in (("prefill", args.prefill), ("decode", args.decode)):
+        assert role in get_args(Role)
+        for n in range(1, count + 1):
+            node = f"{role}-{n}"
+            found.append(Identity(role="store", name=f"store-{node}", node_id=node))
+            found.append(Identity(role="prefill" if role == "prefill" else "decode", name=node, node_id=node))
+    return found
+
+
+def _folder(identity: Identity) -> str:
+    """A node's store agent and worker are in one container."""
+    return identity.node_id.rpartition("-")[0] if identity.role == "store" else identity.role
+
+
+def _with_key(folder: Path, identity: Identity, made: _Made) -> Identity:
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{identity.name}.nk"
+    if made.missing(file):
+        _write(file, nkeys.encode_seed(random_bytes.token_bytes(32), nkeys.PREFIX_BYTE_USER))
+    try:
+        pair = nkeys.from_seed(bytearray(file.read_bytes().strip()))
+    except nkeys.NkeysError as problem:
+        raise OptionInvalid(f"{file}: {problem}") from None
+    public = bytes(pair.public_key).decode()
+    return Identity(role=identity.role, name=identity.name, node_id=identity.node_id, public_key=public)
+
+
+def _certificate(here: Path, name: str, authority: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        request, names = Path(scratch) / "request", Path(scratch) / "names"
+        own = f"IP:{name}" if _is_address(name) else f"DNS:{name}"
+        names.write_text(f"subjectAltName={own},DNS:localhost,IP:127.0.0.1\n")
+        _openssl("req", *_CURVE, "-subj", f"/CN={name}", "-keyout", str(here / "server.key"), "-out", str(request))
+        _openssl(
+            *("x509", "-req", "-in", str(request), "-CA", str(authority / "ca.pem")),
+            *("-CAkey", str(authority / "ca.key"), "-CAserial", str(authority / "serial"), "-CAcreateserial"),
+            *("-days", str(DAYS), "-extfile", str(names), "-out", str(here / "server.pem")),
+        )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _configuration(args: argparse.Namespace, servers: list[str], name: str) -> str:
+    routes = ", ".join(f'"tls://{other}:6222"' for other in servers if other != name)
+    cluster = _CLUSTER.format(routes=routes, here=args.seen_at) if len(servers) > 1 else ""
+    file_bytes = args.log_gib_max << 30
+    return _CONFIG.format(name=name, store=args.store_dir, file_bytes=file_bytes, here=args.seen_at, cluster=cluster)
+
+
+def _openssl(*words: str) -> None:
+    done = subprocess.run(["openssl", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise OptionInvalid(f"openssl {words[0]}: {done.stderr.strip()[-300:]}")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all; for its owner only."""
+    fresh = path.with_name(f".{path.name}")
+    fresh.unlink(missing_ok=True)
+    fresh.touch(mode=0o600)
+    fresh.write_bytes(content)
+    os.replace(fresh, path)
+
+
+def _copy(path: Path, to: Path) -> None:
+    _write(to / path.name, path.read_bytes())

@@ -1,0 +1,105 @@
+"""Three real nats-servers as one cluster, with the certificates and permissions that `halfmoon secrets` makes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.embedded import die_with_parent, find_server, free_port
+from halfmoon.bus.streams import StreamLimits
+from halfmoon.cli import secrets
+
+NAMES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+START_S = 30.0
+
+
+@dataclass
+class ServerCluster:
+    """`stop` ends what `start` began."""
+
+    place: Path
+    ports: dict[str, tuple[int, int, int]]
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, place: Path) -> ServerCluster:
+        places = ("--seen-at", "HERE", "--store-dir", "HERE/streams")
+        secrets.make(secrets_options(place, "--servers", ",".join(NAMES), *places))
+        cluster = cls(place, {name: (free_port(name), free_port(name), free_port()) for name in NAMES})
+        for name in NAMES:
+            file = place / name / "nats.conf"
+            text = file.read_text().replace("HERE", str(place / name)).replace("0.0.0.0", name)
+            clients, _, health = cluster.ports[name]
+            text = text.replace(":4222", f":{clients}").replace(":8222", f":{health}")
+            for other in NAMES:
+                text = text.replace(f"{other}:6222", f"{other}:{cluster.ports[other][1]}")
+            file.write_text(text)
+            cluster.launch(name)
+        cluster.wait()
+        return cluster
+
+    def launch(self, name: str) -> None:
+        with (self.place / name / "nats.log").open("ab") as output:
+            self.processes[name] = subprocess.Popen(
+                [find_server(), "-c", str(self.place / name / "nats.conf")],
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+            )
+
+    def wait(self) -> None:
+        """Until every server has a leader and is current."""
+        until = time.monotonic() + START_S
+        for name in NAMES:
+            while True:
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[name][2]}/healthz", timeout=1) as reply:
+                        if reply.status == 200:
+                            break
+                except OSError as problem:
+                    if time.monotonic() > until:
+                        tail = (self.place / name / "nats.log").read_text()[-2000:]
+                        raise AssertionError(f"{name}: {problem}\n{tail}") from None
+                    time.sleep(0.05)
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    @property
+    def url(self) -> str:
+        return ",".join(f"tls://{name}:{self.ports[name][0]}" for name in NAMES)
+
+    def config(self, name: str) -> BusConfig:
+        """As the process of that name."""
+        folder = name.removeprefix("store-").partition("-")[0]
+        return BusConfig(
+            url=self.url,
+            tls_ca_file=str(self.place / folder / "ca.pem"),
+            nkey_seed_file=str(self.place / folder / f"{name}.nk"),
+            connect_timeout_s=20,
+        )
+
+    async def connect(self, name: str) -> Bus:
+        replicas = 3 if name.startswith("conductor") else 0
+        return await Bus.connect(self.config(name), name=name, limits=StreamLimits(replicas=replicas))
+
+    async def leader(self, bus: Bus, stream: str) -> str:
+        answer = await bus.js_api(f"STREAM.INFO.{stream}")
+        return str(answer["cluster"]["leader"])
+
+
+def secrets_options(place: Path, *more: str) -> argparse.Namespace:
+    """As the command line has them."""
+    parser = argparse.ArgumentParser()
+    secrets.add(parser.add_subparsers())
+    return parser.parse_args(["secrets", str(place), *more])
+
+

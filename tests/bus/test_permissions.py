@@ -1,0 +1,275 @@
+"""Three real nats-servers with the permissions of `halfmoon secrets`: who may say what, and a server that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import nats
+import nkeys
+import orjson
+import pytest
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusUnreachable
+from halfmoon.bus.permissions import _ASKED_BY_STORES, _ASKED_BY_WORKERS, _SAID
+from halfmoon.schemas import subjects
+from halfmoon.schemas.events import (
+    EVENT_TYPES,
+    PrefillFailed,
+    RequestCancelled,
+    StoreLeft,
+    TimerFired,
+    WorkerLeft,
+)
+from halfmoon.workers.nats_service import settled
+from tests.bus.server_cluster import NAMES, ServerCluster
+
+EVENTS = 300
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerCluster]:
+    cluster = ServerCluster.start(tmp_path_factory.mktemp("servers"))
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+async def conductor(servers: ServerCluster) -> AsyncIterator[Bus]:
+    """Makes the streams."""
+    bus = await servers.connect("conductor-1")
+    yield bus
+    await bus.close()
+
+
+class Plain:
+    """A plain connection with one process's credentials, that notes what the server refuses."""
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+
+    async def note(self, problem: Exception) -> None:
+        self.refused.append(str(problem))
+
+    async def may_publish(self, nc: nats.NATS, subject: str) -> bool:
+        """The refusal of a message comes before the answer to the ping behind it."""
+        self.refused.clear()
+        await nc.publish(subject, b"{}")
+        await settled(nc)
+        return not any(f'Publish to "{subject}"'.lower() in text.lower() for text in self.refused)
+
+    async def may_hear(self, nc: nats.NATS, subject: str) -> bool:
+        self.refused.clear()
+        subscription = await nc.subscribe(subject)
+        await settled(nc)
+        allowed = not any(f'Subscription to "{subject}"'.lower() in text.lower() for text in self.refused)
+        if allowed:
+            await subscription.unsubscribe()
+        return allowed
+
+
+@contextlib.asynccontextmanager
+async def plain(servers: ServerCluster, name: str) -> AsyncIterator[tuple[nats.NATS, Plain]]:
+    noting = Plain()
+    options = servers.config(name).options() | {"error_cb": noting.note, "allow_reconnect": False}
+    nc = await nats.connect(**options)
+    try:
+        yield nc, noting
+    finally:
+        await nc.close()
+
+
+MAY_NOT_SAY = {
+    "prefill-1": [
+        "halfmoon.events.prefill-2.PrefillFinished",
+        "halfmoon.events.decode-1.WorkerLeft",
+        "halfmoon.events.prefill-1.StoreLeft",
+        "halfmoon.events.prefill-1.PolicyChanged",
+        "halfmoon.events.up.WorkerLeft",
+        "halfmoon.decisions.prefill-1.StartPrefill",
+        "halfmoon.snapshots.1.x.head",
+        "halfmoon.store.prefill-2.release",
+        "halfmoon.store.prefill-1.drop",
+        "halfmoon.kv.decode-1.KvReady",
+        "halfmoon.tokens.frontend-1",
+        "$JS.API.CONSUMER.CREATE.EVENTS",
+        "$JS.API.STREAM.CREATE.EVENTS",
+        "$JS.API.STREAM.DELETE.EVENTS",
+        "$JS.API.STREAM.PURGE.EVENTS",
+        "$JS.API.STREAM.MSG.DELETE.EVENTS",
+    ],
+    "decode-1": [
+        "halfmoon.events.decode-2.RequestFinished",
+        "halfmoon.events.decode-1.PrefillFinished",
+        "halfmoon.kv.decode-2.PrefillResult",
+        "halfmoon.decisions.decode-1.StartDecode.x",
+        "$JS.API.CONSUMER.CREATE.DECISIONS",
+    ],
+    "store-prefill-1": [
+        "halfmoon.events.prefill-1.PrefillFinished",
+        "halfmoon.events.prefill-2.BlocksStored",
+        "halfmoon.store.prefill-2.release",
+        "halfmoon.kv.decode-1.PrefillResult",
+        "halfmoon.decisions.prefill-1.ReleaseOrder",
+    ],
+    "frontend-1": [
+        "halfmoon.decisions.prefill-1.StartPrefill",
+        "halfmoon.decisions.decode-1.CancelOrder",
+        "halfmoon.events.frontend-2.RequestArrived",
+        "halfmoon.events.frontend-1.PolicyChanged",
+        "halfmoon.store.prefill-1.release",
+        "halfmoon.snapshots.1.x.head",
+        "$JS.API.STREAM.PURGE.EVENTS",
+    ],
+    "conductor-1": [
+        "halfmoon.events.conductor-2.TimerFired",
+        "halfmoon.events.prefill-1.WorkerLeft",
+        "halfmoon.store.prefill-1.release",
+        "$JS.API.STREAM.DELETE.EVENTS",
+        "$JS.API.STREAM.PURGE.EVENTS",
+        "$JS.API.CONSUMER.CREATE.DECISIONS",
+    ],
+    "operator": ["halfmoon.decisions.prefill-1.StartPrefill", "halfmoon.events.operator.WorkerLeft"],
+    "client": ["halfmoon.events.frontend-1.RequestArrived", "$JS.API.STREAM.INFO.EVENTS", "halfmoon.status.conductors"],
+}
+MAY_NOT_HEAR = {
+    "prefill-1": ["halfmoon.decisions.>", "halfmoon.give.prefill-2", "halfmoon.inbox.>", "halfmoon.tokens.frontend-1"],
+    "decode-1": ["halfmoon.kv.decode-2.>", "halfmoon.take.frontend-1", "halfmoon.v1.generate", "halfmoon.events.>"],
+    "store-prefill-1": ["halfmoon.store.prefill-2.*", "halfmoon.give.prefill-1"],
+    "frontend-1": ["halfmoon.take.frontend-2", "halfmoon.inbox.frontend-2.x", "_INBOX.>"],
+    "client": ["halfmoon.v1.generate", "halfmoon.tokens.*", "halfmoon.inbox.frontend-1.x", ">"],
+}
+
+
+@pytest.mark.parametrize("name", list(MAY_NOT_SAY))
+async def test_a_role_publishes_only_what_is_its_own(servers: ServerCluster, conductor: Bus, name: str) -> None:
+    async with plain(servers, name) as (nc, noting):
+        allowed = [subject for subject in MAY_NOT_SAY[name] if await noting.may_publish(nc, subject)]
+        assert allowed == []
+        role = "store" if name.startswith("store-") else name.partition("-")[0]
+        for kind in _SAID.get(role, ()):  # and this it may
+            assert await noting.may_publish(nc, subjects.event(name.removeprefix("store-"), kind)), kind
+
+
+@pytest.mark.parametrize("name", list(MAY_NOT_HEAR))
+async def test_a_role_hears_only_what_is_its_own(servers: ServerCluster, name: str) -> None:
+    async with plain(servers, name) as (nc, noting):
+        assert [subject for subject in MAY_NOT_HEAR[name] if await noting.may_hear(nc, subject)] == []
+        own = "_INBOX.own.>" if name == "client" else f"{subjects.inbox(name)}.>"
+        assert await noting.may_hear(nc, own)
+
+
+def test_every_event_and_every_call_of_a_store_is_somebodys() -> None:
+    """A message that is added must be allowed to somebody."""
+    said = {kind for kinds in _SAID.values() for kind in kinds}
+    assert said == {kind.__name__ for kind in EVENT_TYPES}
+    serve = (Path(__file__).parents[2] / "store" / "serve.py").read_text()
+    served = {line.split('"')[1] for line in serve.splitlines() if line.startswith('        ("')}
+    assert served == {*_ASKED_BY_WORKERS, *_ASKED_BY_STORES}
+
+
+async def test_a_payload_that_speaks_for_another_is_dropped(servers: ServerCluster, conductor: Bus) -> None:
+    """NATS lets it through: its subject is the sender's own."""
+    worker = await servers.connect("prefill-1")
+    start = await conductor.last_seq()
+    lies = [
+        ("WorkerLeft", WorkerLeft(worker_id="decode-1", reason="a lie")),
+        ("WorkerLeft", StoreLeft(node_id="prefill-1", incarnation="i", reason="of another role")),
+        ("WorkerLeft", TimerFired(key="k", at_ns=1)),
+        ("PrefillFailed", PrefillFailed(order_id="o", request_id="r", worker_id="prefill-2", reason="a lie")),
+    ]
+    for kind, event in lies:
+        worker.publish_soon(subjects.event("prefill-1", kind), event, message_id=f"lie-{kind}-{type(event).__name__}")
+    truth = WorkerLeft(worker_id="prefill-1", reason="the truth")
+    last = await worker.append(truth, source_id="prefill-1")
+    assert last == start + len(lies) + 1, "all are in the stream"
+    async with asyncio.timeout(10):
+        async for stamped in conductor.events(after=start):
+            assert (stamped.seq, stamped.event) == (last, truth)
+            break
+    assert conductor.invalid == len(lies)
+    await worker.close()
+
+
+async def test_who_has_no_credentials_gets_no_connection(servers: ServerCluster, tmp_path: Path) -> None:
+    config = replace(servers.config("prefill-1"), connect_timeout_s=3)
+    unknown = tmp_path / "unknown.nk"
+    unknown.write_bytes(nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER))
+    for wrong in (
+        replace(config, nkey_seed_file=str(unknown)),
+        replace(config, nkey_seed_file=""),
+        replace(config, nkey_seed_file="", user="operator", password="operator"),
+    ):
+        with pytest.raises(BusUnreachable, match="Authorization Violation"):
+            await Bus.connect(wrong, name="prefill-1")
+    with pytest.raises(BusUnreachable, match="certificate verify failed"):
+        await Bus.connect(replace(config, tls_ca_file=ssl.get_default_verify_paths().openssl_cafile), name="prefill-1")
+
+
+async def test_three_copies_of_every_stream(servers: ServerCluster, conductor: Bus) -> None:
+    for stream in subjects.STREAMS:
+        answer = await conductor.js_api(f"STREAM.INFO.{stream}")
+        assert answer["config"]["num_replicas"] == 3, stream
+        assert {answer["cluster"]["leader"], *(each["name"] for each in answer["cluster"]["replicas"])} == set(NAMES)
+
+
+async def test_a_server_ends_and_no_event_is_lost_or_swapped(servers: ServerCluster, conductor: Bus) -> None:
+    """The one that leads the log, while events are appended and read."""
+    frontend = await servers.connect("frontend-1")
+    start = await conductor.last_seq()
+    leader = await servers.leader(conductor, subjects.EVENTS_STREAM)
+    heard: list[str] = []
+
+    async def say() -> None:
+        for number in range(EVENTS):
+            frontend.append_soon(RequestCancelled(request_id=f"r{number}"), source_id="frontend-1")
+            await asyncio.sleep(0.002)
+            if number == EVENTS // 3:
+                servers.processes[leader].terminate()
+
+    async def hear() -> None:
+        async for stamped in conductor.events(after=start):
+            assert isinstance(stamped.event, RequestCancelled)
+            heard.append(stamped.event.request_id)
+            if len(heard) == EVENTS:
+                return
+
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.gather(say(), hear())
+        assert heard == [f"r{number}" for number in range(EVENTS)]
+        assert await servers.leader(conductor, subjects.EVENTS_STREAM) != leader
+    finally:
+        await frontend.close()
+        servers.processes[leader].wait()
+        servers.launch(leader)
+        servers.wait()
+
+
+async def test_the_operator_saves_the_log(servers: ServerCluster, conductor: Bus, tmp_path: Path) -> None:
+    await conductor.append(TimerFired(key="k", at_ns=1), source_id="conductor-1")
+    config = servers.config("operator")
+    environment = {
+        **os.environ,
+        "HALFMOON_NATS": servers.url,
+        "HALFMOON_NATS_CA": config.tls_ca_file,
+        "HALFMOON_NATS_NKEY_FILE": config.nkey_seed_file,
+        "HALFMOON_NATS_REPLICAS": "0",
+    }
+    file = tmp_path / "run.jsonl"
+    words = [sys.executable, "-m", "halfmoon.cli.main", "events", "save", str(file), "--json"]
+    done = await asyncio.to_thread(
+        subprocess.run, words, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert orjson.loads(done.stdout)["events"] >= 1
+    assert '"TimerFired"' in file.read_text()
