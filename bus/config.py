@@ -32,7 +32,7 @@ class BusConfig:
             "allow_reconnect": True,
             "max_reconnect_attempts": -1,
             "reconnect_time_wait": 0.1,
-            "ping_interval": 5,
+            "ping_interval": 2,
             "max_outstanding_pings": 2,
             "connect_timeout": 2,
             "pending_size": 64 << 20,

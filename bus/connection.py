@@ -12,7 +12,7 @@ import inspect
 import logging
 import ssl
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
@@ -30,11 +30,12 @@ from halfmoon.bus.reader import StreamMessage, StreamReader
 from halfmoon.bus.requests import Requests
 from halfmoon.bus.streams import StreamLimits, ensure_streams
 from halfmoon.bus.tail import StreamTail
-from halfmoon.bus.tasks import end_tasks
+from halfmoon.bus.tasks import end_tasks, within
 from halfmoon.schemas import subjects
+from halfmoon.schemas.authors import said_by
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.decisions import Ordered, StartPrefill
-from halfmoon.schemas.events import Event, Stamped, said_by
+from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.tokens import ProcessError
 from halfmoon.schemas.types import Message
@@ -54,18 +55,6 @@ _FINAL = (ssl.SSLCertVerificationError, FileNotFoundError, PermissionError)
 
 class _Refused(Exception):
     """The server's, or our own, final word on who the other is: trying again changes nothing."""
-
-
-async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
-    """Raises TimeoutError. The library may swallow a cancellation: then the work is left to itself."""
-    task = asyncio.ensure_future(work)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-    finally:
-        task.cancel()
-    if not done:
-        raise TimeoutError(f"nothing within {seconds:g} s")
-    task.result()
 
 
 class Bus:
@@ -109,12 +98,12 @@ class Bus:
         options = {**config.options(), **callbacks, "name": name, "inbox_prefix": subjects.inbox(name).encode()}
         nc = DirectClient()
         try:
-            await _within(config.connect_timeout_s, nc.connect(**options))
+            await within(config.connect_timeout_s, nc.connect(**options))
         except (NatsError, NkeysError, OSError, TimeoutError, ValueError, _Refused) as problem:
             cause = problems[-1] if problems else problem
             if problems:  # else it got nowhere, and has nothing to close
                 with contextlib.suppress(TimeoutError, OSError, NatsError):
-                    await _within(CLOSE_S, nc.close())  # after a TLS handshake that failed it never returns
+                    await within(CLOSE_S, nc.close())  # after a TLS handshake that failed it never returns
             reason = str(cause) or type(cause).__name__
             raise BusUnreachable(f"no NATS server takes us at {config.url}: {reason}") from None
         bus = cls(nc, name, limits or StreamLimits())

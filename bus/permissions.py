@@ -41,6 +41,8 @@ _SAID: dict[str, tuple[str, ...]] = {
     "operator": ("PolicyChanged",),
 }
 _ASKED_BY_WORKERS = ("attach", "open_put", "fetch", "commit", "open_push", "close_push", "release", "status")
+#: By programs that use a store as their own cache: none of them is in a cluster of containers, so nobody may.
+_ASKED_BY_PROGRAMS = ("probe", "take", "remove", "pin")
 _ASKED_BY_STORES = ("hello", "lease", "end_lease", "reserve", "renew", "settle", "drop")
 
 

@@ -25,6 +25,9 @@ UNACKED_MAX = 100_000
 RESEND_AFTER_S = 1.0
 SETTLE_PAUSE_S = 0.02
 WRONG_LAST_SEQUENCE = 10071
+#: Of several servers: another's copy of this message is just being stored.
+IN_PROCESS = 10158
+IN_PROCESS_S = 0.02
 
 
 class _AckError(msgspec.Struct):
@@ -194,7 +197,9 @@ class Publisher:
             return
         ack = _decode_ack(payload)
         if ack.error is not None:
-            if ack.error.err_code != WRONG_LAST_SEQUENCE:
+            if ack.error.err_code == IN_PROCESS:  # soon it is there, and we are told so; or not, and ours is taken
+                asyncio.get_running_loop().call_later(IN_PROCESS_S, self._again, item)
+            elif ack.error.err_code != WRONG_LAST_SEQUENCE:
                 if item.done is None or ack.error.code >= 500:
                     self._held = True  # the stream is not able to just now; _watch sends it again
                     return
@@ -207,6 +212,10 @@ class Publisher:
             item.done.set_result(ack.seq)
         if not self._pending:
             self._empty.set()
+
+    def _again(self, item: _Outgoing) -> None:
+        self._queue.append(item)
+        self._wake.set()
 
     def _settle(self, number: int, problem: BusError) -> None:
         item = self._pending.pop(number)

@@ -1,9 +1,9 @@
-"""Ending tasks for certain."""
+"""Ending tasks for certain, and in time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 AGAIN_S = 0.1
@@ -23,3 +23,15 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in done:
             if not task.cancelled():
                 task.exception()
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    """Raises TimeoutError. The library may swallow a cancellation: then the work is left to itself."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+    if not done:
+        raise TimeoutError(f"nothing within {seconds:g} s")
+    task.result()

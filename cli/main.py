@@ -14,6 +14,7 @@ from halfmoon.bus.errors import BusError
 from halfmoon.cli import (
     capacity,
     chat,
+    container,
     events,
     experiments,
     generate,
@@ -31,7 +32,8 @@ from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.workers.model_config import ModelError
 
 COMMANDS = (
-    *(up, generate, chat, status, events, replay, simulate, capacity, size, experiments, policy, profile, secrets),
+    *(up, generate, chat, status, events, replay, simulate, capacity, size, experiments, policy, profile),
+    *(secrets, container),
 )
 
 

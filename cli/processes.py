@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -24,6 +25,7 @@ from halfmoon.cli.options import add_bus, add_config, add_model, add_secret, bus
 from halfmoon.schemas.policy import SECOND_NS, Policy
 
 Subparsers = Any
+HEALTH_S = 1.0
 
 
 def say(text: str) -> None:
@@ -59,6 +61,7 @@ def add(subparsers: Subparsers) -> dict[str, Callable[[argparse.Namespace], Awai
         add_secret(parser)
         add_config(parser)
         parser.add_argument("--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped")
+        parser.add_argument("--health-file", metavar="FILE", default="", help="touched every second while all is well")
     return {
         "conductor": run_conductor,
         "store": run_store,
@@ -127,7 +130,19 @@ def _settle_memory() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-async def _until_stopped(*others: asyncio.Future[Any]) -> None:
+def _touch(file: str) -> None:
+    Path(file).touch()
+
+
+async def _keep_healthy(bus: Bus, file: str) -> None:
+    """What a container's health check looks at: the file is fresh while the event loop turns and NATS is there."""
+    while True:
+        if bus.nc.is_connected:
+            _touch(file)
+        await asyncio.sleep(HEALTH_S)
+
+
+async def _until_stopped(bus: Bus, health_file: str, *others: asyncio.Future[Any]) -> None:
     """Returns at SIGTERM or SIGINT; raises what one of `others` raised."""
     _settle_memory()
     stop = asyncio.Event()
@@ -135,10 +150,17 @@ async def _until_stopped(*others: asyncio.Future[Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     waiting = asyncio.ensure_future(stop.wait())
-    done, _ = await asyncio.wait({waiting, *others}, return_when=asyncio.FIRST_COMPLETED)
-    for future in done - {waiting}:
-        future.result()
-        raise RuntimeError("a part of the process ended by itself")
+    healthy = [asyncio.ensure_future(_keep_healthy(bus, health_file))] if health_file else []
+    try:
+        done, _ = await asyncio.wait({waiting, *healthy, *others}, return_when=asyncio.FIRST_COMPLETED)
+        for future in done - {waiting}:
+            future.result()
+            raise RuntimeError("a part of the process ended by itself")
+    finally:
+        await end_tasks(healthy)
+        if health_file:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(health_file)
 
 
 async def run_conductor(args: argparse.Namespace) -> int:
@@ -150,7 +172,7 @@ async def run_conductor(args: argparse.Namespace) -> int:
     task = asyncio.ensure_future(live.run(bus, conductor_id=args.id, policy=policy_of(args)))
     say(f"conductor {args.id} follows the log")
     try:
-        await _until_stopped(task)
+        await _until_stopped(bus, args.health_file, task)
     except (LogUnreadable, Diverged) as problem:
         say(f"halfmoon: error: {problem}")
         return 1
@@ -188,7 +210,7 @@ async def run_store(args: argparse.Namespace) -> int:
     await agent.start()
     say(f"store agent {args.node}: {(args.pool_mib << 20) // layout.block_bytes} blocks of {layout.block_bytes} bytes")
     try:
-        await _until_stopped()
+        await _until_stopped(bus, args.health_file)
     finally:
         await agent.stop()
         await bus.close()
@@ -240,7 +262,7 @@ async def run_worker(args: argparse.Namespace) -> int:
     await worker.start()
     say(f"{args.command} worker {worker_id} takes orders")
     try:
-        await _until_stopped(worker.failed)
+        await _until_stopped(bus, args.health_file, worker.failed)
     finally:
         await worker.stop(drain_s=args.drain_s)
         if store is not None:
@@ -276,7 +298,7 @@ async def run_frontend(args: argparse.Namespace) -> int:
     await frontend.start()
     say(f"frontend {args.id}: http://{args.http_host}:{frontend.http_port}")
     try:
-        await _until_stopped()
+        await _until_stopped(bus, args.health_file)
     finally:
         await frontend.stop()
         await bus.close()

@@ -1,6 +1,6 @@
 """`halfmoon secrets DIR`: certificates, NATS credentials with each role's permissions, and the cluster's secret.
 
-One directory for each container that is to see it: `nats-1`, ... (configuration and certificate of a server), and for
+One directory for each container that is to see it: `nats-0`, ... (configuration and certificate of a server), and for
 each role its processes' nkeys, `ROLE/NAME.nk`, beside the authority's certificate `ca.pem` and, where blocks are named
 or moved, the cluster's `secret`. Servers hold public keys only. CURVE keys are on no disk: a store agent makes them
 when it starts and vouches for them with the cluster's secret.
@@ -36,6 +36,7 @@ listen: "0.0.0.0:4222"
 http: "127.0.0.1:8222"
 max_payload: 8388608
 max_pending: 268435456
+ping_interval: "5s"
 jetstream {{ store_dir: "{store}", max_file_store: {file_bytes}, max_memory_store: 268435456 }}
 tls {{ cert_file: "{here}/server.pem", key_file: "{here}/server.key", ca_file: "{here}/ca.pem" }}
 {cluster}include "authorization.conf"
@@ -53,7 +54,7 @@ cluster {{
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("secrets", help="certificates, credentials and keys of a cluster of containers")
     parser.add_argument("directory", help="where to")
-    parser.add_argument("--servers", default="nats-1,nats-2,nats-3", help="host names of the NATS servers")
+    parser.add_argument("--servers", default="nats-0,nats-1,nats-2", help="host names of the NATS servers")
     parser.add_argument("--conductors", type=int, default=5, help="how many of each there may be at most")
     parser.add_argument("--frontends", type=int, default=4)
     parser.add_argument("--prefill", type=int, default=8)
@@ -119,11 +120,11 @@ class _Made:
 
 def _wanted(args: argparse.Namespace) -> list[Identity]:
     found = [Identity(role="operator", name="operator"), Identity(role="client", name="client")]
-    found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(1, args.conductors + 1)]
-    found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(1, args.frontends + 1)]
+    found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(args.conductors)]
+    found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(args.frontends)]
     for role, count in (("prefill", args.prefill), ("decode", args.decode)):
         assert role in get_args(Role)
-        for n in range(1, count + 1):
+        for n in range(count):
             node = f"{role}-{n}"
             found.append(Identity(role="store", name=f"store-{node}", node_id=node))
             found.append(Identity(role="prefill" if role == "prefill" else "decode", name=node, node_id=node))

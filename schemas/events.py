@@ -10,7 +10,6 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
-from halfmoon.schemas import subjects
 from halfmoon.schemas.policy import Layout, Policy
 from halfmoon.schemas.types import (
     BlockKeys,
@@ -391,26 +390,6 @@ Event = (
     | RequestFinished
 )
 EVENT_TYPES: tuple[type[Message], ...] = get_args(Event)
-
-#: The field of each event that names the process whose word it is; "" where any that may send it may say it.
-_AUTHORS = ("reporter_id", "worker_id", "frontend_id", "conductor_id", "node_id")
-_EVENTS = subjects.EVENTS_ALL.removesuffix(">")
-_AUTHOR_FIELD: dict[type[Message], str] = {
-    kind: next((name for name in _AUTHORS if name in kind.__struct_fields__), "") for kind in EVENT_TYPES
-}
-
-
-def said_by(subject: str, event: Event) -> bool:
-    """Whether the event is what its subject says, by the process that its subject names.
-
-    NATS checks who publishes on a subject, and nothing of the payload: so this is what keeps one process from
-    speaking for another.
-    """
-    source_id, _, kind = subject.removeprefix(_EVENTS).partition(".")
-    if kind != type(event).__name__:
-        return False
-    field = _AUTHOR_FIELD[type(event)]
-    return not field or source_id == subjects.SUPERVISOR or getattr(event, field) == source_id
 
 
 class Stamped(Part, frozen=True):

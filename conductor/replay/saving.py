@@ -29,9 +29,10 @@ from halfmoon.conductor.replay.logfile import (
     SnapshotLine,
 )
 from halfmoon.schemas import subjects
+from halfmoon.schemas.authors import said_by
 from halfmoon.schemas.codec import MessageInvalid, decode
 from halfmoon.schemas.decisions import Ordered
-from halfmoon.schemas.events import ClusterConfigured, Event, said_by
+from halfmoon.schemas.events import ClusterConfigured, Event
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferFailed
 
 #: Between two messages of a stream that still has some.

@@ -20,7 +20,7 @@ import pytest
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.bus.permissions import _ASKED_BY_STORES, _ASKED_BY_WORKERS, _SAID
+from halfmoon.bus.permissions import _ASKED_BY_PROGRAMS, _ASKED_BY_STORES, _ASKED_BY_WORKERS, _SAID
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
     EVENT_TYPES,
@@ -46,7 +46,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerCluster]
 @pytest.fixture
 async def conductor(servers: ServerCluster) -> AsyncIterator[Bus]:
     """Makes the streams."""
-    bus = await servers.connect("conductor-1")
+    bus = await servers.connect("conductor-0")
     yield bus
     await bus.close()
 
@@ -89,64 +89,65 @@ async def plain(servers: ServerCluster, name: str) -> AsyncIterator[tuple[nats.N
 
 
 MAY_NOT_SAY = {
-    "prefill-1": [
-        "halfmoon.events.prefill-2.PrefillFinished",
-        "halfmoon.events.decode-1.WorkerLeft",
-        "halfmoon.events.prefill-1.StoreLeft",
-        "halfmoon.events.prefill-1.PolicyChanged",
+    "prefill-0": [
+        "halfmoon.events.prefill-1.PrefillFinished",
+        "halfmoon.events.decode-0.WorkerLeft",
+        "halfmoon.events.prefill-0.StoreLeft",
+        "halfmoon.events.prefill-0.PolicyChanged",
         "halfmoon.events.up.WorkerLeft",
-        "halfmoon.decisions.prefill-1.StartPrefill",
+        "halfmoon.decisions.prefill-0.StartPrefill",
         "halfmoon.snapshots.1.x.head",
-        "halfmoon.store.prefill-2.release",
-        "halfmoon.store.prefill-1.drop",
-        "halfmoon.kv.decode-1.KvReady",
-        "halfmoon.tokens.frontend-1",
+        "halfmoon.store.prefill-1.release",
+        "halfmoon.store.prefill-0.drop",
+        "halfmoon.store.prefill-0.remove",
+        "halfmoon.kv.decode-0.KvReady",
+        "halfmoon.tokens.frontend-0",
         "$JS.API.CONSUMER.CREATE.EVENTS",
         "$JS.API.STREAM.CREATE.EVENTS",
         "$JS.API.STREAM.DELETE.EVENTS",
         "$JS.API.STREAM.PURGE.EVENTS",
         "$JS.API.STREAM.MSG.DELETE.EVENTS",
     ],
-    "decode-1": [
-        "halfmoon.events.decode-2.RequestFinished",
-        "halfmoon.events.decode-1.PrefillFinished",
-        "halfmoon.kv.decode-2.PrefillResult",
-        "halfmoon.decisions.decode-1.StartDecode.x",
+    "decode-0": [
+        "halfmoon.events.decode-1.RequestFinished",
+        "halfmoon.events.decode-0.PrefillFinished",
+        "halfmoon.kv.decode-1.PrefillResult",
+        "halfmoon.decisions.decode-0.StartDecode.x",
         "$JS.API.CONSUMER.CREATE.DECISIONS",
     ],
-    "store-prefill-1": [
-        "halfmoon.events.prefill-1.PrefillFinished",
-        "halfmoon.events.prefill-2.BlocksStored",
-        "halfmoon.store.prefill-2.release",
-        "halfmoon.kv.decode-1.PrefillResult",
-        "halfmoon.decisions.prefill-1.ReleaseOrder",
-    ],
-    "frontend-1": [
-        "halfmoon.decisions.prefill-1.StartPrefill",
-        "halfmoon.decisions.decode-1.CancelOrder",
-        "halfmoon.events.frontend-2.RequestArrived",
-        "halfmoon.events.frontend-1.PolicyChanged",
+    "store-prefill-0": [
+        "halfmoon.events.prefill-0.PrefillFinished",
+        "halfmoon.events.prefill-1.BlocksStored",
         "halfmoon.store.prefill-1.release",
+        "halfmoon.kv.decode-0.PrefillResult",
+        "halfmoon.decisions.prefill-0.ReleaseOrder",
+    ],
+    "frontend-0": [
+        "halfmoon.decisions.prefill-0.StartPrefill",
+        "halfmoon.decisions.decode-0.CancelOrder",
+        "halfmoon.events.frontend-1.RequestArrived",
+        "halfmoon.events.frontend-0.PolicyChanged",
+        "halfmoon.store.prefill-0.release",
         "halfmoon.snapshots.1.x.head",
         "$JS.API.STREAM.PURGE.EVENTS",
     ],
-    "conductor-1": [
-        "halfmoon.events.conductor-2.TimerFired",
-        "halfmoon.events.prefill-1.WorkerLeft",
-        "halfmoon.store.prefill-1.release",
+    "conductor-0": [
+        "halfmoon.events.conductor-1.TimerFired",
+        "halfmoon.events.prefill-0.WorkerLeft",
+        "halfmoon.store.prefill-0.release",
         "$JS.API.STREAM.DELETE.EVENTS",
         "$JS.API.STREAM.PURGE.EVENTS",
         "$JS.API.CONSUMER.CREATE.DECISIONS",
     ],
-    "operator": ["halfmoon.decisions.prefill-1.StartPrefill", "halfmoon.events.operator.WorkerLeft"],
-    "client": ["halfmoon.events.frontend-1.RequestArrived", "$JS.API.STREAM.INFO.EVENTS", "halfmoon.status.conductors"],
+    "operator": ["halfmoon.decisions.prefill-0.StartPrefill", "halfmoon.events.operator.WorkerLeft"],
+    "client": ["halfmoon.events.frontend-0.RequestArrived", "$JS.API.STREAM.INFO.EVENTS", "halfmoon.status.conductors"],
 }
 MAY_NOT_HEAR = {
-    "prefill-1": ["halfmoon.decisions.>", "halfmoon.give.prefill-2", "halfmoon.inbox.>", "halfmoon.tokens.frontend-1"],
-    "decode-1": ["halfmoon.kv.decode-2.>", "halfmoon.take.frontend-1", "halfmoon.v1.generate", "halfmoon.events.>"],
-    "store-prefill-1": ["halfmoon.store.prefill-2.*", "halfmoon.give.prefill-1"],
-    "frontend-1": ["halfmoon.take.frontend-2", "halfmoon.inbox.frontend-2.x", "_INBOX.>"],
-    "client": ["halfmoon.v1.generate", "halfmoon.tokens.*", "halfmoon.inbox.frontend-1.x", ">"],
+    "prefill-0": ["halfmoon.decisions.>", "halfmoon.give.prefill-1", "halfmoon.inbox.>", "halfmoon.tokens.frontend-0"],
+    "decode-0": ["halfmoon.kv.decode-1.>", "halfmoon.take.frontend-0", "halfmoon.v1.generate", "halfmoon.events.>"],
+    "store-prefill-0": ["halfmoon.store.prefill-1.*", "halfmoon.give.prefill-0"],
+    "frontend-0": ["halfmoon.take.frontend-1", "halfmoon.inbox.frontend-1.x", "_INBOX.>"],
+    "client": ["halfmoon.v1.generate", "halfmoon.tokens.*", "halfmoon.inbox.frontend-0.x", ">"],
 }
 
 
@@ -174,23 +175,23 @@ def test_every_event_and_every_call_of_a_store_is_somebodys() -> None:
     assert said == {kind.__name__ for kind in EVENT_TYPES}
     serve = (Path(__file__).parents[2] / "store" / "serve.py").read_text()
     served = {line.split('"')[1] for line in serve.splitlines() if line.startswith('        ("')}
-    assert served == {*_ASKED_BY_WORKERS, *_ASKED_BY_STORES}
+    assert served == {*_ASKED_BY_WORKERS, *_ASKED_BY_STORES, *_ASKED_BY_PROGRAMS}
 
 
 async def test_a_payload_that_speaks_for_another_is_dropped(servers: ServerCluster, conductor: Bus) -> None:
     """NATS lets it through: its subject is the sender's own."""
-    worker = await servers.connect("prefill-1")
+    worker = await servers.connect("prefill-0")
     start = await conductor.last_seq()
     lies = [
-        ("WorkerLeft", WorkerLeft(worker_id="decode-1", reason="a lie")),
-        ("WorkerLeft", StoreLeft(node_id="prefill-1", incarnation="i", reason="of another role")),
+        ("WorkerLeft", WorkerLeft(worker_id="decode-0", reason="a lie")),
+        ("WorkerLeft", StoreLeft(node_id="prefill-0", incarnation="i", reason="of another role")),
         ("WorkerLeft", TimerFired(key="k", at_ns=1)),
-        ("PrefillFailed", PrefillFailed(order_id="o", request_id="r", worker_id="prefill-2", reason="a lie")),
+        ("PrefillFailed", PrefillFailed(order_id="o", request_id="r", worker_id="prefill-1", reason="a lie")),
     ]
     for kind, event in lies:
-        worker.publish_soon(subjects.event("prefill-1", kind), event, message_id=f"lie-{kind}-{type(event).__name__}")
-    truth = WorkerLeft(worker_id="prefill-1", reason="the truth")
-    last = await worker.append(truth, source_id="prefill-1")
+        worker.publish_soon(subjects.event("prefill-0", kind), event, message_id=f"lie-{kind}-{type(event).__name__}")
+    truth = WorkerLeft(worker_id="prefill-0", reason="the truth")
+    last = await worker.append(truth, source_id="prefill-0")
     assert last == start + len(lies) + 1, "all are in the stream"
     async with asyncio.timeout(10):
         async for stamped in conductor.events(after=start):
@@ -201,7 +202,7 @@ async def test_a_payload_that_speaks_for_another_is_dropped(servers: ServerClust
 
 
 async def test_who_has_no_credentials_gets_no_connection(servers: ServerCluster, tmp_path: Path) -> None:
-    config = replace(servers.config("prefill-1"), connect_timeout_s=3)
+    config = replace(servers.config("prefill-0"), connect_timeout_s=3)
     unknown = tmp_path / "unknown.nk"
     unknown.write_bytes(nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER))
     for wrong in (
@@ -210,9 +211,9 @@ async def test_who_has_no_credentials_gets_no_connection(servers: ServerCluster,
         replace(config, nkey_seed_file="", user="operator", password="operator"),
     ):
         with pytest.raises(BusUnreachable, match="Authorization Violation"):
-            await Bus.connect(wrong, name="prefill-1")
+            await Bus.connect(wrong, name="prefill-0")
     with pytest.raises(BusUnreachable, match="certificate verify failed"):
-        await Bus.connect(replace(config, tls_ca_file=ssl.get_default_verify_paths().openssl_cafile), name="prefill-1")
+        await Bus.connect(replace(config, tls_ca_file=ssl.get_default_verify_paths().openssl_cafile), name="prefill-0")
 
 
 async def test_three_copies_of_every_stream(servers: ServerCluster, conductor: Bus) -> None:
@@ -224,14 +225,14 @@ async def test_three_copies_of_every_stream(servers: ServerCluster, conductor: B
 
 async def test_a_server_ends_and_no_event_is_lost_or_swapped(servers: ServerCluster, conductor: Bus) -> None:
     """The one that leads the log, while events are appended and read."""
-    frontend = await servers.connect("frontend-1")
+    frontend = await servers.connect("frontend-0")
     start = await conductor.last_seq()
     leader = await servers.leader(conductor, subjects.EVENTS_STREAM)
     heard: list[str] = []
 
     async def say() -> None:
         for number in range(EVENTS):
-            frontend.append_soon(RequestCancelled(request_id=f"r{number}"), source_id="frontend-1")
+            frontend.append_soon(RequestCancelled(request_id=f"r{number}"), source_id="frontend-0")
             await asyncio.sleep(0.002)
             if number == EVENTS // 3:
                 servers.processes[leader].terminate()
@@ -255,8 +256,28 @@ async def test_a_server_ends_and_no_event_is_lost_or_swapped(servers: ServerClus
         servers.wait()
 
 
+async def test_what_three_conductors_say_at_once_is_stored_once(servers: ServerCluster, conductor: Bus) -> None:
+    """Three copies of a message that is just being stored are no error of anybody."""
+    buses = [conductor, await servers.connect("conductor-1"), await servers.connect("conductor-2")]
+    start = await conductor.last_seq()
+
+    async def fire(number: int) -> list[int]:
+        return [
+            await buses[number].append(
+                TimerFired(key=f"k{n}", at_ns=1), source_id=f"conductor-{number}", message_id=f"once-{n}"
+            )
+            for n in range(100)
+        ]
+
+    async with asyncio.timeout(60):
+        told = await asyncio.gather(*(fire(number) for number in range(3)))
+    assert told == [list(range(start + 1, start + 101))] * 3
+    for bus in buses[1:]:
+        await bus.close()
+
+
 async def test_the_operator_saves_the_log(servers: ServerCluster, conductor: Bus, tmp_path: Path) -> None:
-    await conductor.append(TimerFired(key="k", at_ns=1), source_id="conductor-1")
+    await conductor.append(TimerFired(key="k", at_ns=1), source_id="conductor-0")
     config = servers.config("operator")
     environment = {
         **os.environ,
