@@ -1,269 +1,126 @@
-"""How fast blocks move, against what the machine can do in the same run: one memcpy, a plain socket, bare pyzmq.
+"""How fast blocks move, against what the machine can do in the same run: one memcpy, a plain blocking socket, bare
+pyzmq with and without CURVE, and Mooncake's store over TCP.
 
-`python benchmarks/transfer.py [--json] [--rounds N]`. 64 MiB of block-layers (256 KiB each) between two processes, then
-single 4 KiB layers, for the latency. Medians and spread (interquartile), and CPU seconds per GiB of both ends.
+`python benchmarks/transfer.py [--json] [--rounds N] [--mooncake PYTHON]`. 64 MiB of block-layers (256 KiB each) between
+two processes, then single 4 KiB layers, for the latency. Every contender moves once a round, in turn, and ratios are
+medians of the rounds' ratios, so that what else the machine does hits all of them alike. A get of ours is a leased,
+authenticated, verified read; CPU seconds are of both ends (of Mooncake without its master).
+
+Mooncake's store takes part when PYTHON (or $MOONCAKE_PYTHON, or the interpreter of this program) has its wheel:
+`python -m venv V && V/bin/pip install mooncake-transfer-engine-non-cuda`, then `--mooncake V/bin/python`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-import os
-import resource
-import socket
+import contextlib
 import statistics
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-import zmq
 from clusters import finish, parser
+from transfer_ends import MIB, TOTAL, Contender, Memcpy, Mooncake, MooncakeGet, Ours, Plain, python_with_mooncake
 
-from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.store import Hello
-from halfmoon.store.book import Book
-from halfmoon.store.config import StoreConfig
-from halfmoon.store.pool import Pool
-from halfmoon.store.segment import Geometry, Segment, host_id
-from halfmoon.store.shm import ShmTransport
-from halfmoon.store.slots import Owner
-from halfmoon.store.sums import slots_sums
-from halfmoon.store.tcp import TcpTransport
-from halfmoon.store.transport import Call, Peer, Slice, Transport
-
-MIB = 1024 * 1024
-TOTAL = 64 * MIB
-FRAME = MIB
-ENCRYPTION = {"shm": "never", "tcp_hmac": "never", "tcp_curve": "always"}
-Measured = dict[str, float]
+Samples = list[tuple[float, float]]
+#: Ours, what it is held against, the figure, and what it must be: at least (or at most).
+LINES = (
+    ("shm_get", "memcpy", "speed", ">=", 0.9),
+    ("shm_write", "memcpy", "speed", ">=", 0.9),
+    ("tcp_get", "socket", "speed", ">=", 0.8),
+    ("tcp_get", "mooncake_get", "speed", ">=", 1.2),
+    ("tcp_get", "mooncake_get", "cpu", "<=", 0.8),
+    ("tcp_get_4kib", "mooncake_get_4kib", "time", "<=", 2.0),
+    ("curve_get", "pyzmq_curve", "speed", ">=", 0.8),
+)
 
 
-def layout(small: bool) -> Layout:
-    """16 layers of 256 KiB, or of 4 KiB, a block."""
-    return Layout(
-        model="bench",
-        model_fingerprint="bench",
-        layers=16,
-        kv_heads=1,
-        head_dim=64,
-        block_tokens=8 if small else 512,
-        dtype="float32",
-    )
+def play(contenders: list[Contender], rounds: int, in_a_row: int = 1) -> dict[str, Samples]:
+    """Everybody warms up twice, then moves once a round (or `in_a_row` times)."""
+    found: dict[str, Samples] = {contender.name: [] for contender in contenders}
+    for number in range(rounds + 2):
+        for contender in contenders:
+            samples = [contender.go() for _ in range(in_a_row)]
+            if number >= 2:
+                found[contender.name] += samples
+    return found
 
 
-class End:
-    """Memory, book and transport of one process."""
-
-    def __init__(self, kind: str, node_id: str, small: bool) -> None:
-        shape = layout(small)
-        slots = TOTAL // layout(False).block_bytes
-        encryption: Any = ENCRYPTION[kind]
-        name = f"bench{os.getppid() if node_id == 'theirs' else os.getpid()}"
-        self.config = StoreConfig(
-            cluster=name, node_id=node_id, layout=shape, slots=slots, cluster_secret="bench", encryption=encryption
-        )
-        self.segment = Segment.create(f"halfmoon-{name}-{node_id}", self.config.geometry)
-        self.view = self.segment.view
-        self.view.touch()
-        self.book = Book(Pool(slots), ttl_ns=10**12, grace_ns=0, announce=lambda changes: None)
-        self.tcp: TcpTransport | None = None
-        self.transport: Transport = ShmTransport(self.view, ThreadPoolExecutor(2))
-        if kind != "shm":
-            self.transport = self.tcp = TcpTransport(
-                self.view, self.book, self.config, incarnation=node_id, host=host_id(), counters=Counter()
-            )
-            self.tcp.start()
-        self.hello = Hello(
-            node_id=node_id,
-            incarnation=node_id,
-            host=host_id(),
-            segment=self.view.name,
-            slots=slots,
-            layout=shape,
-            endpoints=self.tcp.endpoints if self.tcp else [],
-            public_key=self.tcp.public_key if self.tcp else "",
-        )
-
-    def fill(self) -> None:
-        """Committed blocks in every slot, leased under order "o"; room to write under order "w"."""
-        self.view.blocks[:] = np.random.default_rng(1).integers(0, 256, self.view.blocks.shape, np.uint8)
-        count = len(self.view.blocks)
-        keys = [i.to_bytes(16, "little") for i in range(count)]
-        hold = self.book.open_put(Owner("o", "x"), keys, count, writer="x")
-        self.view.sums[:] = slots_sums(self.view, range(count))
-        self.book.commit(Owner("o", "x"), dict.fromkeys(range(len(hold.slots)), 0))
-
-
-def cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def their_side(kind: str, small: bool, pipe: Connection) -> None:
-    """The other process: serves until it is told to end."""
-    if kind in ENCRYPTION:
-        end = End(kind, "theirs", small)
-        end.fill()
-        pipe.send(end.hello)
-        mine: Hello = pipe.recv()
-        if end.tcp is not None:
-            end.tcp.allow(mine)
-        pipe.send("ready")
-        while pipe.recv() != "end":
-            pipe.send(cpu_s())
-        asyncio.run(end.transport.close())
-        end.segment.close()
-        return
-    payload = bytearray(os.urandom(FRAME)) * (TOTAL // FRAME)
-    view = memoryview(payload)
-    if kind == "socket":
-        listener = socket.create_server(("127.0.0.1", 0))
-        pipe.send(listener.getsockname()[1])
-        peer, _ = listener.accept()
-        while pipe.recv() != "end":
-            peer.sendall(view)
-            pipe.send(cpu_s())
-        return
-    router: Any = zmq.Context().socket(zmq.ROUTER)
-    pipe.send(router.bind_to_random_port("tcp://127.0.0.1"))
-    while pipe.recv() != "end":
-        identity, _ = router.recv_multipart()
-        for first in range(0, TOTAL, FRAME):
-            router.send_multipart([identity, view[first : first + FRAME]], copy=False)
-        pipe.send(cpu_s())
-
-
-def summary(seconds: list[float], size: int, cpu: float = 0.0) -> Measured:
+def summary(samples: Samples, size: int) -> dict[str, float]:
+    seconds = [sample[0] for sample in samples]
     low, _, high = statistics.quantiles(seconds, n=4)
     median = statistics.median(seconds)
-    moved_gib = size * len(seconds) / 2**30
     return {
         "mib_per_s": round(size / MIB / median, 1),
         "ms_median": round(median * 1e3, 3),
         "ms_iqr": round((high - low) * 1e3, 3),
-        "cpu_s_per_gib": round(cpu / moved_gib, 3),
+        "cpu_s_per_gib": round(sum(sample[1] for sample in samples) / (size * len(samples) / 2**30), 3),
     }
 
 
-def other_process(kind: str, small: bool = False) -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=their_side, args=(kind, small, theirs), daemon=True)
-    process.start()
-    return process, ours
+def ratio(mine: Samples, theirs: Samples, figure: str) -> float:
+    """Of the rounds' ratios the median; of CPU, that of the sums."""
+    if figure == "cpu":
+        return sum(cpu for _, cpu in mine) / sum(cpu for _, cpu in theirs)
+    times = [one / other for (one, _), (other, _) in zip(mine, theirs, strict=True)]
+    return statistics.median(times) if figure == "time" else 1 / statistics.median(times)
 
 
-def plain(kind: str, rounds: int) -> Measured:
-    """A blocking socket, or bare pyzmq, into one buffer."""
-    process, pipe = other_process(kind)
-    port = pipe.recv()
-    buffer = memoryview(bytearray(TOTAL))
-    connection: Any
-    if kind == "socket":
-        connection = socket.create_connection(("127.0.0.1", port))
-    else:
-        connection = zmq.Context().socket(zmq.DEALER)
-        connection.connect(f"tcp://127.0.0.1:{port}")
-    times, cpu, theirs_before = [], 0.0, 0.0
-    for number in range(rounds + 1):
-        pipe.send("go")
-        started, started_cpu = time.perf_counter(), cpu_s()
-        if kind == "socket":
-            got = 0
-            while got < TOTAL:
-                got += connection.recv_into(buffer[got:])
-        else:
-            connection.send(b"go")
-            for first in range(0, TOTAL, FRAME):
-                connection.recv_into(buffer[first : first + FRAME])
-        times.append(time.perf_counter() - started)
-        theirs = pipe.recv()
-        if number:
-            cpu += cpu_s() - started_cpu + theirs - theirs_before
-        theirs_before = theirs
-    pipe.send("end")
-    process.join()
-    return summary(times[1:], TOTAL, cpu)
+def lines_of(found: dict[str, Samples]) -> list[dict[str, Any]]:
+    judged = []
+    for mine, theirs, figure, relation, bound in LINES:
+        if mine in found and theirs in found:
+            value = round(ratio(found[mine], found[theirs], figure), 3)
+            holds = value >= bound if relation == ">=" else value <= bound
+            judged.append(
+                {
+                    "of": mine,
+                    "against": theirs,
+                    "figure": figure,
+                    "ratio": value,
+                    "must": f"{relation} {bound}",
+                    "holds": holds,
+                }
+            )
+    return judged
 
 
-async def ours(kind: str, rounds: int, small: bool) -> dict[str, Measured]:
-    """Reads and writes of all 64 MiB, or reads of one 4 KiB layer."""
-    process, pipe = other_process(kind, small)
-    hello: Hello = pipe.recv()
-    end = End(kind, "mine", small)
-    if end.tcp is not None:
-        end.tcp.allow(hello)
-    pipe.send(end.hello)
-    assert pipe.recv() == "ready"
-    geometry = Geometry.of(hello.layout, hello.slots)
-    peer = Peer(hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints))
-    slots = range(1) if small else range(hello.slots)
-    layers = 1 if small else geometry.layers
-    items = [Slice(slot, slot, layer, 1) for layer in range(layers) for slot in slots]
-
-    async def measure(move: Callable[[], Awaitable[None]], count: int) -> Measured:
-        for _ in range(2):
-            await move()
-        pipe.send("cpu")
-        before = pipe.recv() + cpu_s()
-        times = []
-        for _ in range(count):
-            started = time.perf_counter()
-            await move()
-            times.append(time.perf_counter() - started)
-        pipe.send("cpu")
-        return summary(times, len(items) * geometry.layer_block_bytes, pipe.recv() + cpu_s() - before)
-
-    def call() -> Call:
-        return Call("o", "x", time.monotonic_ns() + 10**11)
-
-    found = {"read": await measure(lambda: end.transport.read(peer, items, call()), rounds)}
-    assert (
-        small or (end.view.blocks == np.random.default_rng(1).integers(0, 256, end.view.blocks.shape, np.uint8)).all()
-    )
-    if kind == "shm" and not small:
-        found["write"] = await measure(lambda: end.transport.write(peer, items, call()), rounds)
-    pipe.send("end")
-    await asyncio.to_thread(process.join)
-    await end.transport.close()
-    end.segment.close()
-    return found
-
-
-def memcpy(rounds: int) -> Measured:
-    source = np.random.default_rng(1).integers(0, 256, TOTAL, np.uint8)
-    target = np.empty_like(source)
-    times = []
-    for _ in range(rounds + 1):
-        started, started_cpu = time.perf_counter(), cpu_s()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - started)
-    return summary(times[1:], TOTAL, (cpu_s() - started_cpu) * rounds)
-
-
-def main() -> None:
+def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=20, help="of 64 MiB each")
+    options.add_argument("--mooncake", metavar="PYTHON", default="", help="an interpreter that has Mooncake's wheel")
     args = options.parse_args()
-    found: dict[str, Measured] = {
-        "memcpy": memcpy(args.rounds),
-        "socket": plain("socket", args.rounds),
-        "pyzmq": plain("pyzmq", args.rounds),
-    }
-    for kind in ENCRYPTION:
-        for name, measured in asyncio.run(ours(kind, args.rounds, False)).items():
-            found[f"{kind}_{name}"] = measured
-        found[f"{kind}_get_4kib"] = asyncio.run(ours(kind, 500, True))["read"]
+    found: dict[str, Samples] = {}
+    sizes: dict[str, int] = {}
+    interpreter = python_with_mooncake(args.mooncake)
+    with contextlib.ExitStack() as stack:
+        mooncake = Mooncake(interpreter) if interpreter else None
+        if mooncake is not None:
+            stack.callback(mooncake.close)
+        big: list[Contender] = [Memcpy(), Ours("shm"), Ours("shm", writing=True)]
+        big += [Plain("socket"), Ours("tcp"), Plain("pyzmq"), Plain("pyzmq_curve"), Ours("curve")]
+        small: list[Contender] = [Ours(kind, small=True) for kind in ("shm", "tcp", "curve")]
+        if mooncake is not None:
+            big.insert(5, MooncakeGet(mooncake, "big", TOTAL))
+            small.append(MooncakeGet(mooncake, "small", 4096))
+        for contenders, in_a_row in ((big, 1), (small, 25)):
+            for contender in contenders:
+                stack.callback(contender.close)
+                sizes[contender.name] = contender.size
+            found |= play(contenders, args.rounds, in_a_row)
+    rows = {name: summary(samples, sizes[name]) for name, samples in found.items()}
+    judged = lines_of(found)
     lines = [f"{'':22}{'MiB/s':>10}{'median ms':>12}{'iqr ms':>10}{'CPU s/GiB':>11}"]
-    for name, row in found.items():
+    for name, row in rows.items():
         cells = zip(row.values(), (10, 12, 10, 11), strict=True)
         lines.append(f"{name:22}" + "".join(f"{value:>{width}}" for value, width in cells))
-    finish(args, dict(found), lines)
+    lines.append("")
+    for line in judged:
+        verdict = "holds" if line["holds"] else "MISSED"
+        against = f"{line['figure']} of {line['of']} / {line['against']}"
+        lines.append(f"{against:46}{line['ratio']:>8}   must be {line['must']}   {verdict}")
+    if not interpreter:
+        lines.append("Mooncake's store did not take part: no interpreter with its wheel (--mooncake PYTHON)")
+    finish(args, {**rows, "lines": judged, "mooncake": bool(interpreter)}, lines)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,5 +1,5 @@
-"""The transport between hosts: blocks over TCP (pyzmq), sent from the segment without a copy and received into the
-slots with one.
+"""The transport between hosts: blocks over TCP, sent from the segment and received into the slots without a copy of
+our own.
 
 Links are authenticated always (`tcp_wire`) and encrypted with CURVE by default between hosts; encryption halves the
 speed, so that it can be chosen for each agent. A link is used for one move at a time; moves to the same peer at the
@@ -21,13 +21,18 @@ from halfmoon.schemas.store import Hello
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import PeerUnreachable, TransferError, TransferRefused
 from halfmoon.store.segment import PoolView
+from halfmoon.store.tcp_channel import Broken, CurveChannel, PlainChannel, Watch
 from halfmoon.store.tcp_link import Link
-from halfmoon.store.tcp_server import TcpServer
-from halfmoon.store.transport import Call, Gate, Peer, Slice, Stop, check_items, in_thread
+from halfmoon.store.tcp_server import CurveServer, PlainServer
+from halfmoon.store.tcp_service import TcpService
+from halfmoon.store.tcp_wire import RUNS_PER_MESSAGE, frame_bytes_max
+from halfmoon.store.transport import Call, Gate, Peer, Slice, Stop, check_items, in_thread, moved_bytes
 
 LOOPBACK = "127.0.0.1"
 LINK_THREADS = 8
-Work = Callable[[Link, Stop], None]
+#: Up to here a move is one exchange on the event loop (some 60 µs), beyond it is for a thread.
+SMALL_BYTES = 32 * 1024
+Work = Callable[[Link, Watch], None]
 
 
 class TcpTransport:
@@ -46,15 +51,9 @@ class TcpTransport:
         self._running: set[Stop] = set()
         self._closed = False
         self.endpoints: list[Endpoint] = []
-        self._server = TcpServer(
-            self._context,
-            view,
-            gate,
-            secret=config.cluster_secret,
-            incarnation=incarnation,
-            keys=self._keys,
-            counters=counters,
-        )
+        service = TcpService(view, gate, secret=config.cluster_secret, incarnation=incarnation, counters=counters)
+        self._plain = PlainServer(view, service, stall_ns_max=config.stall_ns_max)
+        self._curve = CurveServer(self._context, view, service, self._keys)
 
     def start(self) -> None:
         """Listens. With encryption "auto" there is a plain socket besides, for this host alone. Raises
@@ -64,18 +63,16 @@ class TcpTransport:
         kinds = {"always": [True], "never": [False], "auto": [True, False]}[config.encryption]
         for encrypted in kinds:
             main = encrypted is kinds[0]
+            server = self._curve if encrypted else self._plain
             try:
-                bound = self._server.listen(
-                    config.bind if main else LOOPBACK, config.port if main else 0, encrypted=encrypted
-                )
-            except zmq.ZMQError as problem:
+                bound = server.listen(config.bind if main else LOOPBACK, config.port if main else 0)
+            except (zmq.ZMQError, OSError) as problem:
                 raise TransferError(f"cannot listen on {config.bind}:{config.port}: {problem}") from None
             host, _, port = bound.removeprefix("tcp://").rpartition(":")
             if main and config.advertise:
                 host = config.advertise
             key = self._keys[0].decode() if encrypted else ""
             self.endpoints.append(Endpoint(transport="tcp", address=f"tcp://{host}:{port}", public_key=key))
-        self._server.start()
 
     @property
     def public_key(self) -> str:
@@ -85,13 +82,15 @@ class TcpTransport:
     def allow(self, hello: Hello) -> None:
         """A genuine hello names the key under which its agent will call."""
         for key in {hello.public_key, *(endpoint.public_key for endpoint in hello.endpoints)} - {""}:
-            self._server.allow(key)
+            self._curve.allow(key)
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
-        await self._move(peer, items, call, lambda link, stop: link.read(items, call, stop))
+        if not await self._small(peer, items, call, reading=True):
+            await self._move(peer, items, call, lambda link, watch: link.read(items, call, watch))
 
     async def write(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
-        await self._move(peer, items, call, lambda link, stop: link.write(items, call, stop))
+        if not await self._small(peer, items, call, reading=False):
+            await self._move(peer, items, call, lambda link, watch: link.write(items, call, watch))
 
     def forget(self, node_id: str) -> None:
         for link in self._idle.pop(node_id, []):
@@ -106,8 +105,41 @@ class TcpTransport:
         self._executor.shutdown(wait=True)
         for node_id in list(self._idle):
             self.forget(node_id)
-        self._server.close()
+        self._plain.close()
+        self._curve.close()
         self._context.destroy(linger=0)
+
+    # --- a few KiB -----------------------------------------------------------------------------------------------
+
+    async def _small(self, peer: Peer, items: Sequence[Slice], call: Call, *, reading: bool) -> bool:
+        """True when the move was made here: it is small, and an idle plain link is there."""
+        if self._closed or len(items) > RUNS_PER_MESSAGE:
+            return False
+        check_items(self._view.geometry, peer.geometry, items)
+        if not items or moved_bytes(peer.geometry, items) > SMALL_BYTES:
+            return False
+        link = self._take_idle(peer)
+        if link is None or not link.can_exchange():
+            if link is not None:
+                self._idle[peer.node_id].append(link)
+            return False
+        stop = Stop(call)
+        self._running.add(stop)
+        try:
+            stop.check()
+            watch = Watch(stop, self._config.stall_ns_max, peer.node_id)
+            await link.exchange(list(items), call, watch, reading=reading)
+        except BaseException as problem:
+            link.close()
+            if isinstance(problem, Broken):
+                raise PeerUnreachable(f"{peer.node_id}: {problem}") from None
+            raise
+        finally:
+            self._running.discard(stop)
+        self._put_idle(link)
+        return True
+
+    # --- in a thread ---------------------------------------------------------------------------------------------
 
     async def _move(self, peer: Peer, items: Sequence[Slice], call: Call, work: Work) -> None:
         if self._closed:
@@ -123,20 +155,15 @@ class TcpTransport:
             self._running.discard(stop)
 
     def _run(self, peer: Peer, endpoint: Endpoint, work: Work, stop: Stop) -> None:
-        """In a thread: on an idle link or a new one, which is idle again afterwards if it did not fail."""
-        link: Link | None = None
-        with contextlib.suppress(IndexError):
-            while link is None:
-                link = self._idle[peer.node_id].pop()
-                if link.peer.incarnation != peer.incarnation or link.broken():
-                    link.close()
-                    link = None
+        """On an idle link or a new one, which is idle again afterwards if it did not fail."""
+        link = self._take_idle(peer)
+        watch = Watch(stop, self._config.stall_ns_max, peer.node_id)
         try:
             if link is None:
-                link = self._connect(peer, endpoint)
-                link.authenticate(stop)
-            work(link, stop)
-        except zmq.ZMQError as problem:
+                link = self._connect(peer, endpoint, watch)
+                link.authenticate(self._config.node_id, self._config.cluster_secret, watch)
+            work(link, watch)
+        except (zmq.ZMQError, Broken) as problem:
             if link is not None:
                 link.close()
             raise PeerUnreachable(f"{peer.node_id}: {problem}") from None
@@ -144,23 +171,44 @@ class TcpTransport:
             if link is not None:
                 link.close()
             raise
+        self._put_idle(link)
+
+    def _take_idle(self, peer: Peer) -> Link | None:
+        """An idle link to this incarnation of the peer. (Of a list, `pop` and `append` are atomic.)"""
+        with contextlib.suppress(IndexError):
+            while True:
+                link = self._idle[peer.node_id].pop()
+                if link.peer.incarnation == peer.incarnation and not link.broken():
+                    return link
+                link.close()
+        return None
+
+    def _put_idle(self, link: Link) -> None:
         if self._closed:
             link.close()
         else:
-            self._idle[peer.node_id].append(link)
+            self._idle[link.peer.node_id].append(link)
 
-    def _connect(self, peer: Peer, endpoint: Endpoint) -> Link:
-        return Link(
+    def _connect(self, peer: Peer, endpoint: Endpoint, watch: Watch) -> Link:
+        longest = frame_bytes_max(self._view)
+        if not endpoint.public_key:
+            timeout_s = self._config.stall_ns_max / 1e9
+            plain = PlainChannel.connect(endpoint.address, watch, frame_bytes_max=longest, timeout_s=timeout_s)
+            return Link(plain, self._view, peer)
+        curve = CurveChannel(
             self._context,
-            self._view,
-            peer,
-            node_id=self._config.node_id,
-            secret=self._config.cluster_secret,
-            address=endpoint.address,
+            endpoint.address,
+            peer=peer.node_id,
             server_key=endpoint.public_key,
             keys=self._keys,
-            stall_ns_max=self._config.stall_ns_max,
+            frame_bytes_max=longest,
         )
+        try:
+            curve.handshake(watch)
+        except BaseException:
+            curve.close()
+            raise
+        return Link(curve, self._view, peer)
 
     def _endpoint(self, peer: Peer) -> Endpoint:
         """Raises TransferRefused when the two agents do not agree on encryption."""

@@ -1,111 +1,182 @@
-"""The receiving end of TCP: one thread, one ROUTER socket for each kind of link (CURVE, plain), plain pyzmq.
+"""The receiving ends of TCP: a thread for each plain connection, and one for all encrypted ones (a pyzmq ROUTER).
 
-Nobody is served who has not proved that he knows the cluster's secret; on a CURVE link his key must be on the allow
-list besides (ZAP). Every write is checked against the book before a byte of it reaches a slot: right order,
-reserved slots, exact sizes. What is refused is answered with a reason and counted (`refused_…`).
+On an encrypted link the caller's CURVE key must be on the allow list (ZAP) before a byte of his is looked at. Over a
+plain link a caller has `ADMISSION_S` to prove that he knows the secret, and there are at most `SESSIONS_MAX` of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
+import socket
 import threading
-from collections import Counter, OrderedDict
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils import z85
 
-from halfmoon.store import tcp_wire as wire
 from halfmoon.store.segment import PoolView
-from halfmoon.store.transport import Gate
+from halfmoon.store.tcp_channel import Broken, FrameMissing, PlainChannel
+from halfmoon.store.tcp_service import Caller, TcpService
+from halfmoon.store.tcp_wire import frame_bytes_max
 
 SESSIONS_MAX = 1024
+ADMISSION_S = 10.0
 
 
-@dataclass(slots=True)
-class Caller:
-    """One connection."""
+class PlainServer:
+    """Callers of plain links, each in a thread of its own: what a socket delivers goes straight into the slots."""
 
-    nonces: bytes
-    node_id: str = ""
-    session: wire.Session | None = None
+    def __init__(self, view: PoolView, service: TcpService, *, stall_ns_max: int) -> None:
+        self._view = view
+        self._service = service
+        self._stall_ns_max = stall_ns_max
+        self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._connections: dict[PlainChannel, threading.Thread] = {}
+        self._accepting: threading.Thread | None = None
+        self._closed = False
+
+    def listen(self, host: str, port: int) -> str:
+        """Binds and serves; the address. Raises OSError (port taken, no such address)."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host.strip("[]"), port), family=family, backlog=128)
+        bound = self._listener.getsockname()
+        at = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]
+        self._accepting = threading.Thread(target=self._accept, name="store-tcp", daemon=True)
+        self._accepting.start()
+        return f"tcp://{at}:{bound[1]}"
+
+    def close(self) -> None:
+        """Ends every connection and its thread. Idempotent."""
+        self._closed = True
+        if self._listener is None or self._accepting is None:
+            return
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; closing does not
+        self._accepting.join()
+        self._listener.close()
+        with self._lock:
+            threads = list(self._connections.values())
+            for channel in self._connections:
+                with contextlib.suppress(OSError):
+                    channel.socket.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if not self._closed:
+                    time.sleep(0.05)  # out of file descriptors
+                continue
+            with self._lock:
+                if self._closed or len(self._connections) >= SESSIONS_MAX:
+                    self._service.count("refused_connection")
+                    connection.close()
+                    continue
+                channel = PlainChannel(connection, frame_bytes_max=frame_bytes_max(self._view))
+                thread = threading.Thread(target=self._serve, args=(channel,), name="store-tcp", daemon=True)
+                self._connections[channel] = thread
+            thread.start()
+
+    def _serve(self, channel: PlainChannel) -> None:
+        caller = Caller()
+        idle, busy = _Waiting(self, caller), _Moving(self, self._stall_ns_max)
+        try:
+            while True:
+                channel.receive(idle)
+                busy.moved()
+                channel.during(busy)
+                self._service.receive(channel, caller, lambda frames: channel.send(frames, busy))
+                channel.drain()
+        except Broken as problem:
+            if problem.kind:
+                self._service.count(f"refused_{problem.kind}")
+        finally:
+            with self._lock:
+                del self._connections[channel]
+            channel.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """`address`: as bound, `tcp://host:port`. `encrypted`: CURVE with the agent's key."""
+class _Waiting:
+    """Between two messages: a peer may be silent as long as it likes, a stranger may not."""
 
-    socket: zmq.Socket[bytes]
-    address: str
-    encrypted: bool
-    callers: OrderedDict[bytes, Caller] = field(default_factory=OrderedDict)
+    def __init__(self, server: PlainServer, caller: Caller) -> None:
+        self._server = server
+        self._caller = caller
+        self._since_s = time.monotonic()
+
+    def moved(self) -> None:
+        pass
+
+    def check(self) -> None:
+        if self._server.closed:
+            raise Broken("closed")
+        if self._caller.session is None and time.monotonic() - self._since_s > ADMISSION_S:
+            raise Broken("not admitted in time")
 
 
-class Refuse(Exception):
-    """`name` counts it, the text is the answer."""
+class _Moving:
+    """In the middle of a message: it goes on, or the connection ends."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(reason)
-        self.name = name
+    def __init__(self, server: PlainServer, stall_ns_max: int) -> None:
+        self._server = server
+        self._stall_ns_max = stall_ns_max
+        self._moved_ns = 0
+
+    def moved(self) -> None:
+        self._moved_ns = time.monotonic_ns()
+
+    def check(self) -> None:
+        if self._server.closed or time.monotonic_ns() - self._moved_ns > self._stall_ns_max:
+            raise Broken("stalled")
 
 
-class TcpServer:
-    """Serves reads and writes of the pool to authenticated peers, in a thread of its own."""
+class CurveServer:
+    """Callers of encrypted links, in one thread."""
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        view: PoolView,
-        gate: Gate,
-        *,
-        secret: str,
-        incarnation: str,
-        keys: tuple[bytes, bytes],
-        counters: Counter[str],
+        self, context: zmq.Context[zmq.Socket[bytes]], view: PoolView, service: TcpService, keys: tuple[bytes, bytes]
     ) -> None:
         self._context = context
-        self._view = view
-        self._gate = gate
-        self._secret = secret
-        self._incarnation = incarnation
-        self._keys = keys
-        self._counters = counters
+        self._service = service
         self._allowed: frozenset[bytes] = frozenset({keys[0]})
-        self._listening: list[Listening] = []
+        self._callers: OrderedDict[bytes, Caller] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind("inproc://zeromq.zap.01")
         self._stop = context.socket(zmq.PAIR)
         self._stop.bind("inproc://stop")
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.sndhwm = 0  # what is sent is not copied, and callers ask for little at a time
+        self._socket.rcvhwm = 64
+        self._socket.router_mandatory = 1
+        self._socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max(view))
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = keys[1]
+        self._socket.zap_domain = b"halfmoon"
 
-    def listen(self, host: str, port: int, *, encrypted: bool) -> str:
-        """Binds; the address. Raises zmq.ZMQError (port taken, no such address)."""
-        socket = self._context.socket(zmq.ROUTER)
-        socket.linger = 0
-        socket.sndhwm = 0  # what is sent is not copied, and callers ask for little at a time
-        socket.rcvhwm = 64
-        socket.router_mandatory = 1
-        layer_bytes = self._view.geometry.layer_block_bytes
-        socket.setsockopt(zmq.MAXMSGSIZE, max(wire.FRAME_BYTES, layer_bytes) + 65536)
-        if encrypted:
-            socket.curve_server = True
-            socket.curve_secretkey = self._keys[1]
-            socket.zap_domain = b"halfmoon"
-        socket.bind(f"tcp://{host}:{port or '*'}")
-        address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._listening.append(Listening(socket, address, encrypted))
-        return address
+    def listen(self, host: str, port: int) -> str:
+        """Binds and serves; the address. Raises zmq.ZMQError (port taken, no such address)."""
+        self._socket.bind(f"tcp://{host}:{port or '*'}")
+        self._thread = threading.Thread(target=self._run, name="store-curve", daemon=True)
+        self._thread.start()
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def allow(self, public_key: str) -> None:
         """Puts a CURVE key on the list."""
         self._allowed = self._allowed | {public_key.encode()}
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="store-tcp", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Ends the thread and closes its sockets."""
@@ -115,157 +186,67 @@ class TcpServer:
             teller.send(b"")
             self._thread.join()
             teller.close(linger=0)
-        for socket in [self._zap, self._stop, *(at.socket for at in self._listening)]:
-            socket.close(linger=0)
+        for closing in (self._zap, self._stop, self._socket):
+            closing.close(linger=0)
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._zap, self._stop, *(at.socket for at in self._listening)):
-            poller.register(socket, zmq.POLLIN)
+        for polled in (self._zap, self._stop, self._socket):
+            poller.register(polled, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._stop in ready:
                 return
             if self._zap in ready:
                 self._judge_key()
-            for listening in self._listening:
-                if listening.socket in ready:
-                    self._receive(listening)
+            if self._socket in ready:
+                self._receive()
 
     def _judge_key(self) -> None:
         """ZAP, RFC 27: version, request id, domain, address, identity, mechanism, credentials."""
         version, request_id, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
         known = mechanism != b"CURVE" or (len(credentials) == 1 and z85.encode(credentials[0]) in self._allowed)
         if not known:
-            self._counters["refused_curve_key"] += 1
+            self._service.count("refused_curve_key")
         status = (b"200", b"OK") if known else (b"400", b"key is not on the allow list")
         self._zap.send_multipart([version, request_id, *status, b"", b""])
 
-    def _receive(self, listening: Listening) -> None:
+    def _receive(self) -> None:
         """One message, all of its frames, whatever is wrong with it."""
-        socket = listening.socket
-        identity = socket.recv()
-        frames = _Frames(socket)
-        caller = listening.callers.get(identity)
-        try:
-            mac, raw = frames.small(), frames.small()
-            if caller is None or caller.session is None:
-                self._admit(listening, identity, caller, wire.decode(raw))
-                return
-            header = caller.session.open(mac, raw)
-            match header:
-                case wire.Read():
-                    self._read(socket, identity, caller.session, header)
-                case wire.Write():
-                    self._write(header, frames)
-                    self._send(socket, identity, caller.session.seal(wire.Ack()))
-                case _:
-                    raise Refuse("malformed", f"{type(header).__name__} is no request")
-        except (Refuse, wire.FrameInvalid) as problem:
-            name = problem.name if isinstance(problem, Refuse) else "malformed"
-            if name == "malformed" and caller is not None and caller.session is not None:
-                del listening.callers[identity]
-                caller = None
-            self._counters[f"refused_{name}"] += 1
-            refusal = wire.Refusal(reason=str(problem), kind="corrupted" if name == "corrupted" else "refused")
-            sealed = caller.session.seal(refusal) if caller and caller.session else (b"", wire.encode(refusal))
-            self._send(socket, identity, sealed)
-        finally:
-            frames.drain()
+        identity = self._socket.recv()
+        frames = _ZmqFrames(self._socket)
+        caller = self._callers.get(identity) or Caller()
 
-    def _admit(self, listening: Listening, identity: bytes, caller: Caller | None, header: wire.AnyHeader) -> None:
-        match header:
-            case wire.Greeting(nonce=nonce) if len(nonce) == wire.NONCE_BYTES:
-                nonces = nonce + secrets.token_bytes(wire.NONCE_BYTES)
-                listening.callers[identity] = Caller(nonces)
-                if len(listening.callers) > SESSIONS_MAX:
-                    listening.callers.popitem(last=False)
-                mine = wire.proof(self._secret, "server", nonces)
-                challenge = wire.Challenge(nonce=nonces[wire.NONCE_BYTES :], proof=mine)
-                self._send(listening.socket, identity, (b"", wire.encode(challenge)))
-            case wire.Answer(node_id=node_id, proof=theirs) if caller is not None:
-                expected = wire.proof(self._secret, "client", caller.nonces, node_id)
-                if not secrets.compare_digest(theirs, expected):
-                    del listening.callers[identity]
-                    raise Refuse("wrong_secret", "the cluster's secret is another")
-                caller.node_id = node_id
-                caller.session = wire.Session(wire.proof(self._secret, "session", caller.nonces), "server")
-                welcome = caller.session.seal(wire.Welcome(incarnation=self._incarnation))
-                self._send(listening.socket, identity, welcome)
-            case _:
-                raise Refuse("unauthenticated", "authenticate first")
+        def reply(message: Sequence[bytes | memoryview]) -> None:
+            with contextlib.suppress(zmq.ZMQError):  # the caller is gone
+                self._socket.send_multipart([identity, *message], copy=False)
 
-    def _read(self, socket: zmq.Socket[bytes], identity: bytes, session: wire.Session, header: wire.Read) -> None:
-        self._check_runs(header.runs)
-        if reason := self._gate.begin_read(header.order_id, [run.slot for run in header.runs]):
-            raise Refuse("no_lease", reason)
-        sums: list[int] = []
-        for run in header.runs:
-            sums += self._view.sums[run.slot, run.first_layer : run.first_layer + run.layers].tolist()
-        payload = [wire.memory(self._view, run.slot, run.first_layer, run.layers) for run in header.runs]
-        self._counters["tcp_read_bytes"] += sum(map(len, payload))
-        self._send(socket, identity, session.seal(wire.Chunk(sums=sums)), payload)
-
-    def _write(self, header: wire.Write, frames: _Frames) -> None:
-        self._check_runs(header.runs)
-        if len(header.sums) != sum(run.layers for run in header.runs):
-            raise Refuse("malformed_write", "as many checksums as layers, please")
-        slots = [run.slot for run in header.runs]
-        if reason := self._gate.begin_write(header.order_id, header.party, slots):
-            raise Refuse("no_reservation", reason)
-        try:
-            sums = iter(header.sums)
-            for run in header.runs:
-                into = wire.memory(self._view, run.slot, run.first_layer, run.layers)
-                frames.into(into)
-                self._counters["tcp_written_bytes"] += len(into)
-                expected = [next(sums) for _ in range(run.layers)]
-                if wire.run_sums(self._view, run.slot, run.first_layer, run.layers) != expected:
-                    raise Refuse("corrupted", f"slot {run.slot} is not what was sent")
-            if frames.more():
-                raise Refuse("wrong_size", "more payload than was announced")
-        finally:
-            self._gate.end_write(header.order_id, header.party)
-
-    def _check_runs(self, runs: Sequence[wire.Run]) -> None:
-        at = self._view.geometry
-        for run in runs:
-            inside = 0 <= run.slot < at.slots and run.first_layer >= 0 and run.layers >= 1
-            if not inside or run.first_layer + run.layers > at.layers:
-                raise Refuse("outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers} outside of the pool")
-
-    def _send(
-        self,
-        socket: zmq.Socket[bytes],
-        identity: bytes,
-        sealed: tuple[bytes, bytes],
-        payload: Sequence[memoryview] = (),
-    ) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the caller is gone
-            socket.send_multipart([identity, *sealed, *payload], copy=False)
+        self._service.receive(frames, caller, reply)
+        frames.drain()
+        if caller.nonces or caller.session is not None:
+            self._callers[identity] = caller
+            if len(self._callers) > SESSIONS_MAX:
+                self._callers.popitem(last=False)
+        else:
+            self._callers.pop(identity, None)
 
 
-class _Frames:
+class _ZmqFrames:
     """The frames of one message, one after the other."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+    def __init__(self, polled: zmq.Socket[bytes]) -> None:
+        self._socket = polled
 
     def more(self) -> bool:
         return bool(self._socket.getsockopt(zmq.RCVMORE))
 
     def small(self) -> bytes:
         if not self.more():
-            raise Refuse("malformed", "a frame is missing")
+            raise FrameMissing("a frame is missing")
         return self._socket.recv()
 
-    def into(self, buffer: memoryview) -> None:
-        """Exactly this many bytes. Raises Refuse."""
-        if not self.more():
-            raise Refuse("wrong_size", "payload is missing")
-        size = self._socket.recv_into(buffer)
-        if size != len(buffer):
-            raise Refuse("wrong_size", f"a frame of {size} bytes where {len(buffer)} were due")
+    def into(self, buffer: memoryview) -> int:
+        return self._socket.recv_into(buffer) if self.more() else -1
 
     def drain(self) -> None:
         while self.more():

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
-import zmq.asyncio
+from store_harness import until
 from transport_harness import Side, another_key, call
 
+from halfmoon.schemas.events import Endpoint
 from halfmoon.store import tcp_wire as wire
 from halfmoon.store.errors import PeerUnreachable, TransferError, TransferRefused, TransferTimeout
 from halfmoon.store.slots import Owner
-from halfmoon.store.transport import Slice
+from halfmoon.store.tcp_channel import CurveChannel, PlainChannel, Watch
+from halfmoon.store.transport import Peer, Slice, Stop
 
 Story = Callable[[Side, Side], Awaitable[None]]
 
@@ -47,21 +52,20 @@ def test_another_secret(kind: str) -> None:
 
 def test_a_server_that_knows_the_greeting_but_not_the_secret() -> None:
     async def story(one: Side, two: Side) -> None:
-        context: Any = zmq.asyncio.Context()
-        liar = context.socket(zmq.ROUTER)
-        port = liar.bind_to_random_port("tcp://127.0.0.1")
+        with socket.create_server(("127.0.0.1", 0)) as liar:
 
-        async def lie() -> None:
-            identity, _, _ = await liar.recv_multipart()
-            challenge = wire.Challenge(nonce=secrets.token_bytes(16), proof=secrets.token_bytes(32))
-            await liar.send_multipart([identity, b"", wire.encode(challenge)])
+            def lie() -> None:
+                channel = PlainChannel(liar.accept()[0], frame_bytes_max=65536)
+                watch = patience()
+                channel.receive(watch)
+                challenge = wire.Challenge(nonce=secrets.token_bytes(16), proof=secrets.token_bytes(32))
+                channel.send([b"", wire.encode(challenge)], watch)
+                channel.close()
 
-        lying = asyncio.create_task(lie())
-        two.hello.endpoints[0] = type(two.hello.endpoints[0])(transport="tcp", address=f"tcp://127.0.0.1:{port}")
-        with pytest.raises(TransferRefused, match="does not know the cluster's secret"):
-            await one.transport.read(two.peer, [Slice(0, 0, 0, 1)], call())
-        await lying
-        context.destroy(linger=0)
+            lying = asyncio.create_task(asyncio.to_thread(lie))
+            with pytest.raises(TransferRefused, match="does not know the cluster's secret"):
+                await one.transport.read(elsewhere(two, liar), [Slice(0, 0, 0, 1)], call())
+            await lying
 
     tell(story)
 
@@ -111,14 +115,38 @@ def test_reads_without_a_lease_and_writes_without_a_reservation() -> None:
     tell(story)
 
 
+def patience() -> Watch:
+    return Watch(Stop(call(seconds=10)), 5_000_000_000, "raw")
+
+
+def elsewhere(two: Side, listener: socket.socket) -> Peer:
+    """The peer, but reached at another socket."""
+    two.hello.endpoints[0] = Endpoint(transport="tcp", address=f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+    return two.peer
+
+
 class Raw:
-    """A caller that speaks frames by hand."""
+    """A caller that speaks frames by hand, over either kind of link."""
 
     def __init__(self, two: Side) -> None:
         self._two = two
-        self._context: Any = zmq.asyncio.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.connect(two.hello.endpoints[0].address)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        endpoint = two.hello.endpoints[0]
+        self.channel: PlainChannel | CurveChannel
+        if not endpoint.public_key:
+            self.channel = PlainChannel.connect(endpoint.address, patience(), frame_bytes_max=1 << 20, timeout_s=3)
+        else:
+            keys = zmq.curve_keypair()
+            two.tcp.allow(msgspec.structs.replace(two.hello, public_key=keys[0].decode()))  # type: ignore[union-attr]
+            self.channel = CurveChannel(
+                self._context,
+                endpoint.address,
+                peer="two",
+                server_key=endpoint.public_key,
+                keys=keys,
+                frame_bytes_max=1 << 20,
+            )
+            self.channel.handshake(patience())
         self.session: wire.Session | None = None
 
     async def enter(self) -> None:
@@ -130,9 +158,12 @@ class Raw:
         self.session = wire.Session(wire.proof(secret, "session", nonces), "client")
 
     async def ask(self, *frames: bytes) -> tuple[bytes, Any]:
-        await self.socket.send_multipart(list(frames))
-        mac, raw, *_ = await asyncio.wait_for(self.socket.recv_multipart(), 3)
-        return mac, wire.decode(raw)
+        return await asyncio.to_thread(self._ask, frames)
+
+    def _ask(self, frames: tuple[bytes, ...]) -> tuple[bytes, Any]:
+        self.channel.send(frames, patience())
+        self.channel.receive(patience())
+        return self.channel.small(), wire.decode(self.channel.small())
 
     def write(self, *, slot: int, layers: int = 1, sums: list[int] | None = None) -> tuple[bytes, bytes]:
         assert self.session is not None
@@ -142,21 +173,23 @@ class Raw:
         )
 
     def close(self) -> None:
+        self.channel.close()
         self._context.destroy(linger=0)
 
 
-def raw_story(story: Callable[[Raw, Side], Awaitable[None]]) -> None:
+def raw_story(story: Callable[[Raw, Side], Awaitable[None]], *, kind: str = "tcp") -> None:
     async def run(one: Side, two: Side) -> None:
-        raw = Raw(two)
+        raw = await asyncio.to_thread(Raw, two)
         try:
             await story(raw, two)
         finally:
             raw.close()
 
-    tell(run)
+    tell(run, kind=kind)
 
 
-def test_frames_before_authentication() -> None:
+@pytest.mark.parametrize("kind", ["tcp", "curve"])
+def test_frames_before_authentication(kind: str) -> None:
     async def story(raw: Raw, two: Side) -> None:
         slot = two.reserved(1)[0]
         header = wire.encode(wire.Write(order_id="o", party="w", runs=[wire.Run(slot, 0, 1)], sums=[0], number=1))
@@ -167,10 +200,11 @@ def test_frames_before_authentication() -> None:
         assert two.counters["refused_malformed"] == 2
         assert not two.view.blocks.any()
 
-    raw_story(story)
+    raw_story(story, kind=kind)
 
 
-def test_wrong_sizes_and_wrong_sums() -> None:
+@pytest.mark.parametrize("kind", ["tcp", "curve"])
+def test_wrong_sizes_and_wrong_sums(kind: str) -> None:
     async def story(raw: Raw, two: Side) -> None:
         await raw.enter()
         slot = two.reserved(1)[0]
@@ -190,10 +224,11 @@ def test_wrong_sizes_and_wrong_sums() -> None:
         two.book.close_writer(Owner("o", "w"), "node-one")
         assert two.book.counts().free == 16
 
-    raw_story(story)
+    raw_story(story, kind=kind)
 
 
-def test_a_replayed_or_forged_header_ends_the_session() -> None:
+@pytest.mark.parametrize("kind", ["tcp", "curve"])
+def test_a_replayed_or_forged_header_ends_the_session(kind: str) -> None:
     async def story(raw: Raw, two: Side) -> None:
         await raw.enter()
         slot = two.reserved(1)[0]
@@ -205,22 +240,59 @@ def test_a_replayed_or_forged_header_ends_the_session() -> None:
         _, refusal = await raw.ask(*raw.write(slot=slot), b"z" * 8192)
         assert refusal.reason == "authenticate first"
 
+    raw_story(story, kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("sent", "counted"),
+    [
+        (struct.pack("<I", 100_000), "malformed"),  # so many frames
+        (struct.pack("<II", 1, 2**31), "malformed"),  # so long a frame
+        (struct.pack("<III", 2, 0, 100) + b"x" * 99, "truncated"),  # a frame that never ends
+        (struct.pack("<II", 3, 0), "truncated"),
+    ],
+)
+def test_bytes_that_are_no_message_end_the_connection_and_are_counted(sent: bytes, counted: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        one.meet(two)
+        host, _, port = two.hello.endpoints[0].address.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            assert await asyncio.to_thread(stranger.recv, 1) == b""
+        assert dict(two.counters) == {f"refused_{counted}": 1}
+        theirs = two.stored(1)
+        await one.transport.read(two.peer, [Slice(0, theirs[0], 0, 1)], call())
+
+    tell(story)
+
+
+def test_a_writer_that_stops_in_the_middle_of_a_frame_frees_the_slot() -> None:
+    async def story(raw: Raw, two: Side) -> None:
+        await raw.enter()
+        slot = two.reserved(1)[0]
+        mac, header = raw.write(slot=slot)
+        prefix = struct.pack("<IIII", 3, len(mac), len(header), 8192)
+        assert isinstance(raw.channel, PlainChannel)
+        raw.channel.socket.sendall(prefix + mac + header + b"x" * 8191)
+        await until(raw.channel.broken)  # after stall_ns_max, which is 1 s
+        assert two.counters["tcp_written_bytes"] == 0
+        two.book.release_order("o")
+        two.book.close_writer(Owner("o", "w"), "node-one")
+        assert two.book.counts().free == 16
+
     raw_story(story)
 
 
 def test_a_server_that_hangs_is_a_timeout_and_one_that_is_not_there_is_unreachable() -> None:
     async def story(one: Side, two: Side) -> None:
-        context: Any = zmq.Context()
-        silent = context.socket(zmq.ROUTER)
-        port = silent.bind_to_random_port("tcp://127.0.0.1")
-        endpoint = type(two.hello.endpoints[0])
-        two.hello.endpoints[0] = endpoint(transport="tcp", address=f"tcp://127.0.0.1:{port}")
-        started = time.monotonic()
-        with pytest.raises(TransferTimeout):
-            await one.transport.read(two.peer, [Slice(0, 0, 0, 1)], call())
-        assert 0.9 < time.monotonic() - started < 2
-        context.destroy(linger=0)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            peer = elsewhere(two, silent)
+            started = time.monotonic()
+            with pytest.raises(TransferTimeout):
+                await one.transport.read(peer, [Slice(0, 0, 0, 1)], call())
+            assert time.monotonic() - started > 0.9
         with pytest.raises(PeerUnreachable):
-            await one.transport.read(two.peer, [Slice(0, 0, 0, 1)], call())
+            await one.transport.read(peer, [Slice(0, 0, 0, 1)], call())
 
     tell(story)

@@ -1,0 +1,409 @@
+"""The contenders of `transfer.py`: each has another process and moves the same 64 MiB, one round at a time, so that
+all of them see the same machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.store import Hello
+from halfmoon.store.book import Book
+from halfmoon.store.config import StoreConfig
+from halfmoon.store.pool import Pool
+from halfmoon.store.segment import Geometry, Segment, host_id, segment_name
+from halfmoon.store.shm import ShmTransport
+from halfmoon.store.slots import Owner
+from halfmoon.store.sums import slots_sums
+from halfmoon.store.tcp import TcpTransport
+from halfmoon.store.transport import Call, Peer, Slice, Transport
+
+MIB = 1024 * 1024
+TOTAL = 64 * MIB
+FRAME = MIB
+ENCRYPTION = {"shm": "never", "tcp": "never", "curve": "always"}
+
+
+class Contender(Protocol):
+    """`go` moves `size` bytes once; seconds, and CPU seconds of both ends."""
+
+    name: str
+    size: int
+
+    def go(self) -> tuple[float, float]: ...
+
+    def close(self) -> None: ...
+
+
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def layout(small: bool) -> Layout:
+    """16 layers of 256 KiB, or of 4 KiB, a block."""
+    tokens = 8 if small else 512
+    return Layout(
+        model="bench",
+        model_fingerprint="bench",
+        layers=16,
+        kv_heads=1,
+        head_dim=64,
+        block_tokens=tokens,
+        dtype="float32",
+    )
+
+
+class Memcpy:
+    """What no transport can beat."""
+
+    name, size = "memcpy", TOTAL
+
+    def __init__(self) -> None:
+        self._source = np.random.default_rng(1).integers(0, 256, TOTAL, np.uint8)
+        self._target = np.zeros_like(self._source)
+
+    def go(self) -> tuple[float, float]:
+        started, before = time.perf_counter(), cpu_s()
+        np.copyto(self._target, self._source)
+        return time.perf_counter() - started, cpu_s() - before
+
+    def close(self) -> None:
+        pass
+
+
+class OtherProcess:
+    """A child that serves, and says its CPU seconds when asked."""
+
+    def __init__(self, kind: str, small: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=their_side, args=(kind, small, theirs), daemon=True)
+        self._process.start()
+
+    def cpu_s(self) -> float:
+        self.pipe.send("cpu")
+        used: float = self.pipe.recv()
+        return used + cpu_s()
+
+    def close(self) -> None:
+        self.pipe.send("end")
+        self._process.join()
+
+
+class Plain:
+    """A blocking socket, or bare pyzmq with or without CURVE, into one buffer."""
+
+    size = TOTAL
+
+    def __init__(self, kind: str) -> None:
+        self.name = kind
+        self._other = OtherProcess(kind)
+        port, key = self._other.pipe.recv()
+        self._buffer = memoryview(bytearray(TOTAL))
+        self._connection: Any
+        if kind == "socket":
+            self._connection = socket.create_connection(("127.0.0.1", port))
+            return
+        self._connection = zmq.Context().socket(zmq.DEALER)
+        if key:
+            self._connection.curve_publickey, self._connection.curve_secretkey = zmq.curve_keypair()
+            self._connection.curve_serverkey = key
+        self._connection.connect(f"tcp://127.0.0.1:{port}")
+
+    def go(self) -> tuple[float, float]:
+        before = self._other.cpu_s()
+        started = time.perf_counter()
+        self._connection.send(b"go")
+        if self.name == "socket":
+            got = 0
+            while got < TOTAL:
+                got += self._connection.recv_into(self._buffer[got:])
+        else:
+            for first in range(0, TOTAL, FRAME):
+                self._connection.recv_into(self._buffer[first : first + FRAME])
+        seconds = time.perf_counter() - started
+        return seconds, self._other.cpu_s() - before
+
+    def close(self) -> None:
+        self._other.close()
+        self._connection.close()
+
+
+class Ours:
+    """A read (or write) of all 64 MiB, or of one 4 KiB layer, by a transport of ours."""
+
+    def __init__(self, kind: str, *, small: bool = False, writing: bool = False) -> None:
+        self.name = f"{kind}_{'write' if writing else 'get'}{'_4kib' if small else ''}"
+        self._other = OtherProcess(kind, small)
+        hello: Hello = self._other.pipe.recv()
+        self._end = End(kind, "mine", small)
+        if self._end.tcp is not None:
+            self._end.tcp.allow(hello)
+        self._other.pipe.send(self._end.hello)
+        assert self._other.pipe.recv() == "ready"
+        geometry = Geometry.of(hello.layout, hello.slots)
+        self._peer = Peer(hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints))
+        slots = range(1) if small else range(hello.slots)
+        layers = 1 if small else geometry.layers
+        self._items = [Slice(slot, slot, layer, 1) for layer in range(layers) for slot in slots]
+        self.size = len(self._items) * geometry.layer_block_bytes
+        self._move = self._end.transport.write if writing else self._end.transport.read
+        self._order = ("w", "bench") if writing else ("o", "bench")
+        self._runner = asyncio.Runner(loop_factory=_loop)
+        self._checked = writing or small
+
+    def go(self) -> tuple[float, float]:
+        before = self._other.cpu_s()
+        seconds = self._runner.run(self._timed())
+        cpu = self._other.cpu_s() - before
+        if not self._checked:
+            assert (self._end.view.blocks == noise(self._end.view.blocks.shape)).all(), self.name
+            self._checked = True
+        return seconds, cpu
+
+    async def _timed(self) -> float:
+        call = Call(*self._order, time.monotonic_ns() + 10**11)
+        started = time.perf_counter()
+        await self._move(self._peer, self._items, call)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._runner.run(self._end.transport.close())
+        self._runner.close()
+        self._end.segment.close()
+        self._other.close()
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """As our processes run."""
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+class Mooncake:
+    """Mooncake's store over TCP: a master, a process that holds the values, one that gets them. Raises OSError."""
+
+    def __init__(self, interpreter: str) -> None:
+        self._stack = contextlib.ExitStack()
+        directory = Path(interpreter).parent
+        port = _free_port()
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        flags = [f"--rpc_port={port}", f"--metrics_port={_free_port()}", "--enable_metric_reporting=false"]
+        self._start([str(directory / "mooncake_master"), *flags])
+        time.sleep(1)
+        program = str(Path(__file__).with_name("mooncake_store.py"))
+        try:
+            self._serving = self._start([interpreter, program, "serve", f"127.0.0.1:{port}"])
+            _require(self._serving, self._log)
+            self._getting = self._start([interpreter, program, "get", f"127.0.0.1:{port}"])
+            _require(self._getting, self._log)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, command: list[str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, bufsize=1
+        )
+        self._stack.callback(_end, process)
+        return process
+
+    def get(self, name: str, size: int) -> tuple[float, float]:
+        before = self._cpu_s()
+        found = _ask(self._getting, name)
+        assert found["bytes"] == size, found
+        return found["seconds"], self._cpu_s() - before
+
+    def _cpu_s(self) -> float:
+        return float(_ask(self._serving, "cpu")["cpu_s"] + _ask(self._getting, "cpu")["cpu_s"])
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class MooncakeGet:
+    """One of its values."""
+
+    def __init__(self, store: Mooncake, name: str, size: int) -> None:
+        self.name = "mooncake_get" if name == "big" else "mooncake_get_4kib"
+        self.size = size
+        self._store, self._key = store, name
+
+    def go(self) -> tuple[float, float]:
+        return self._store.get(self._key, self.size)
+
+    def close(self) -> None:
+        pass
+
+
+def _ask(process: subprocess.Popen[str], line: str) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())
+
+
+def _require(process: subprocess.Popen[str], log: Any) -> None:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line or json.loads(line):
+        log.seek(0)
+        raise OSError(f"Mooncake's store did not start: {line!r} {log.read()[-500:]}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    process.kill()
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+# --- both ends ------------------------------------------------------------------------------------------------------
+
+
+def noise(shape: tuple[int, ...]) -> Any:
+    return np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+
+
+class End:
+    """Memory, book and transport of one process."""
+
+    def __init__(self, kind: str, node_id: str, small: bool) -> None:
+        shape = layout(small)
+        slots = TOTAL // layout(False).block_bytes
+        encryption: Any = ENCRYPTION[kind]
+        name = f"bench{uuid.uuid4().hex[:8]}"
+        self.config = StoreConfig(
+            cluster=name, node_id=node_id, layout=shape, slots=slots, cluster_secret="bench", encryption=encryption
+        )
+        self.segment = Segment.create(segment_name(name, node_id), self.config.geometry)
+        self.view = self.segment.view
+        self.view.touch()
+        self.book = Book(Pool(slots), ttl_ns=10**12, grace_ns=0, announce=lambda changes: None)
+        self.tcp: TcpTransport | None = None
+        self.transport: Transport = ShmTransport(self.view, ThreadPoolExecutor(2))
+        if kind != "shm":
+            self.transport = self.tcp = TcpTransport(
+                self.view, self.book, self.config, incarnation=node_id, host=host_id(), counters=Counter()
+            )
+            self.tcp.start()
+        self.hello = Hello(
+            node_id=node_id,
+            incarnation=node_id,
+            host=host_id(),
+            segment=self.view.name,
+            slots=slots,
+            layout=shape,
+            endpoints=self.tcp.endpoints if self.tcp else [],
+            public_key=self.tcp.public_key if self.tcp else "",
+        )
+
+    def fill(self) -> None:
+        """Committed blocks in every slot, leased under order "o"."""
+        self.view.blocks[:] = noise(self.view.blocks.shape)
+        count = len(self.view.blocks)
+        keys = [i.to_bytes(16, "little") for i in range(count)]
+        hold = self.book.open_put(Owner("o", "x"), keys, count, writer="x")
+        self.view.sums[:] = slots_sums(self.view, range(count))
+        self.book.commit(Owner("o", "x"), dict.fromkeys(range(len(hold.slots)), 0))
+
+
+def their_side(kind: str, small: bool, pipe: Connection) -> None:
+    """The other process: serves until it is told to end."""
+    if kind in ENCRYPTION:
+        end = End(kind, "theirs", small)
+        end.fill()
+        pipe.send(end.hello)
+        mine: Hello = pipe.recv()
+        if end.tcp is not None:
+            end.tcp.allow(mine)
+        pipe.send("ready")
+        while pipe.recv() != "end":
+            pipe.send(cpu_s())
+        asyncio.run(end.transport.close())
+        end.segment.close()
+        return
+    payload = memoryview(bytearray(os.urandom(FRAME)) * (TOTAL // FRAME))
+    poller = zmq.Poller()
+    poller.register(pipe.fileno(), zmq.POLLIN)
+    answer = _serve_socket(pipe, poller) if kind == "socket" else _serve_zmq(kind, pipe, poller)
+    while True:
+        ready = dict(poller.poll())
+        if pipe.fileno() not in ready:
+            answer(payload)
+        elif pipe.recv() == "end":
+            return
+        else:
+            pipe.send(cpu_s())
+
+
+def _serve_socket(pipe: Connection, poller: zmq.Poller) -> Any:
+    listener = socket.create_server(("127.0.0.1", 0))
+    pipe.send((listener.getsockname()[1], b""))
+    peer, _ = listener.accept()
+    poller.register(peer, zmq.POLLIN)
+
+    def answer(payload: memoryview) -> None:
+        if peer.recv(2):
+            peer.sendall(payload)
+        else:
+            poller.unregister(peer)
+
+    return answer
+
+
+def _serve_zmq(kind: str, pipe: Connection, poller: zmq.Poller) -> Any:
+    router: Any = zmq.Context().socket(zmq.ROUTER)
+    public, secret = zmq.curve_keypair()
+    if kind == "pyzmq_curve":
+        router.curve_server, router.curve_secretkey = True, secret
+    pipe.send((router.bind_to_random_port("tcp://127.0.0.1"), public if kind == "pyzmq_curve" else b""))
+    poller.register(router, zmq.POLLIN)
+
+    def answer(payload: memoryview) -> None:
+        identity, _ = router.recv_multipart()
+        for first in range(0, TOTAL, FRAME):
+            router.send_multipart([identity, payload[first : first + FRAME]], copy=False)
+
+    return answer
+
+
+def python_with_mooncake(named: str) -> str:
+    """An interpreter that can import the wheel, "" when there is none."""
+    candidates = [named] if named else [os.environ.get("MOONCAKE_PYTHON", ""), sys.executable]
+    for candidate in candidates:
+        if (
+            candidate
+            and not subprocess.run(
+                [candidate, "-c", "import mooncake.store"], capture_output=True, check=False
+            ).returncode
+        ):
+            return candidate
+    return ""
