@@ -21,7 +21,16 @@ from typing import Any
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.cli import model as models
-from halfmoon.cli.options import add_bus, add_config, add_model, add_secret, bus_config, secret, stream_limits
+from halfmoon.cli.options import (
+    OptionInvalid,
+    add_bus,
+    add_config,
+    add_model,
+    add_secret,
+    bus_config,
+    secret,
+    stream_limits,
+)
 from halfmoon.schemas.policy import SECOND_NS, Policy
 
 Subparsers = Any
@@ -94,6 +103,10 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("store")
     group.add_argument("--pool-mib", type=int, default=512, help="size of the node's KV pool in shared memory")
     group.add_argument("--eviction", choices=("lru", "lfu", "s3fifo"), default="s3fifo", help="which block goes first")
+    group.add_argument("--ssd", default="", metavar="PATH", help="SSD tier: a file, or a directory to make it in")
+    group.add_argument("--ssd-bytes", type=int, default=16 << 30, metavar="N", help="size of that file")
+    group.add_argument("--ssd-hits", type=int, default=0, metavar="K", help="only blocks that were hit so often")
+    group.add_argument("--quota", action="append", default=[], metavar="TENANT=BYTES", help="of a pool; repeatable")
     group.add_argument("--bind", default="127.0.0.1", help="address of the TCP data plane")
     group.add_argument("--data-port", type=int, default=0, help="its port; 0: any free one")
     group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
@@ -199,6 +212,10 @@ async def run_store(args: argparse.Namespace) -> int:
             layout=layout,
             pool_bytes=args.pool_mib << 20,
             eviction=args.eviction,
+            ssd_path=_ssd_path(args),
+            ssd_bytes=args.ssd_bytes,
+            ssd_hits_min=args.ssd_hits,
+            quotas=dict(_quota(text) for text in args.quota),
             bind=args.bind,
             port=args.data_port,
             advertise=args.advertise,
@@ -209,12 +226,30 @@ async def run_store(args: argparse.Namespace) -> int:
     )
     await agent.start()
     say(f"store agent {args.node}: {(args.pool_mib << 20) // layout.block_bytes} blocks of {layout.block_bytes} bytes")
+    if agent.tier is not None and agent.tier.open:
+        tier = agent.tier
+        say(f"store agent {args.node}: SSD tier {agent.config.ssd_path}, {tier.records} blocks, {tier.mode}")
     try:
         await _until_stopped(bus, args.health_file)
     finally:
         await agent.stop()
         await bus.close()
     return 0
+
+
+def _ssd_path(args: argparse.Namespace) -> str:
+    """Raises OptionInvalid."""
+    path = Path(args.ssd)
+    if args.ssd and not (path.is_dir() or path.parent.is_dir()):
+        raise OptionInvalid(f"--ssd: there is no directory {path.parent}")
+    return str(path / f"halfmoon-{args.cluster}-{args.node}.ssd") if args.ssd and path.is_dir() else args.ssd
+
+
+def _quota(text: str) -> tuple[str, int]:
+    tenant, _, size = text.rpartition("=")
+    if not tenant or not size.isdecimal():
+        raise OptionInvalid(f"--quota: {text!r} is not TENANT=BYTES")
+    return tenant, int(size)
 
 
 async def run_worker(args: argparse.Namespace) -> int:

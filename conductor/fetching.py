@@ -176,10 +176,11 @@ def papers_rule(
     node_id, best, _, sharing = matched.sources[0]
     blocks = min(best, blocks_max)
     if node_id == worker.node_id or blocks * 100 <= local * state.policy.fetch_threshold_percent:
-        if local <= matched.dram.get(worker.node_id, 0):
+        dram = matched.dram.get(worker.node_id, 0)
+        if local <= dram:
             return None
         prefill = prefill_ns(worker.cost, tokens, local * worker.block_tokens)
-        return Cut(local, worker.node_id, 0, prefill, queue + prefill, 1, True, local)
+        return Cut(local, worker.node_id, 0, prefill, queue + prefill, 1, True, dram)
     here = _Source(state, worker, tokens, matched.sources[0], now_ns, queue, local)
     transfer = here.transfer_ns(blocks, worker.block_bytes)
     prefill = prefill_ns(worker.cost, tokens, blocks * worker.block_tokens)

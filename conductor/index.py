@@ -77,6 +77,10 @@ class BlockIndex:
                 else:
                     masks[key] = mask ^ bit
 
+    def forget_tier(self, node_id: str, tier: str) -> None:
+        """The node holds nothing on this tier any more."""
+        _clear(self._ssd if tier == "ssd" else self._dram, self._bit(node_id))
+
     def match(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
         """Length, in blocks, of the run from the first that each node holds in any tier; nodes with none are absent.
 
@@ -196,11 +200,15 @@ class BlockIndex:
 
     def _purge(self, bit: int) -> None:
         for masks in (self._dram, self._ssd):
-            for key in [key for key, mask in masks.items() if mask & bit]:
-                if masks[key] == bit:
-                    del masks[key]
-                else:
-                    masks[key] ^= bit
+            _clear(masks, bit)
+
+
+def _clear(masks: dict[bytes, int], bit: int) -> None:
+    for key in [key for key, mask in masks.items() if mask & bit]:
+        if masks[key] == bit:
+            del masks[key]
+        else:
+            masks[key] ^= bit
 
 
 def _keys(block_keys: bytes, start: int, stop: int) -> tuple[bytes, ...]:

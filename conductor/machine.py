@@ -63,6 +63,7 @@ from halfmoon.schemas.events import (
     StoreJoined,
     StoreLeft,
     StoreSuspected,
+    TierLost,
     TimerFired,
     WorkerDraining,
     WorkerHeartbeat,
@@ -204,6 +205,9 @@ def _apply(state: State, event: Event, out: Decisions) -> None:
             if store is not None and event.part not in store.parts_seen:
                 store.parts_seen[event.part] = True
                 state.index.add(event.node_id, event.block_keys, event.tier)
+        case TierLost():
+            if members.known_store(state, event.node_id, event.incarnation):
+                state.index.forget_tier(event.node_id, event.tier)
         case StoreSuspected():
             members.store_suspected(state, event)
         case WorkerJoined():

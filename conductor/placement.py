@@ -213,10 +213,8 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
             cached, transfer, source, ssd = cut.blocks, cut.transfer_ns, cut.node_id, cut.from_ssd
             prefill, ttft, sharing, local = cut.prefill_ns, cut.ttft_ns, cut.sharing, cut.first_block
     fetches = []
-    if source and source != node_id:
+    if source and cached > local:  # from this node itself: from its SSD
         fetches.append(Fetch(node_id=source, first_block=local, blocks=cached - local))
-    elif source:
-        local = cached
     return Candidate(
         worker_id=worker.worker_id,
         node_id=node_id,

@@ -210,42 +210,39 @@ class StoreLeft(Message, frozen=True):
     reason: Text = ""
 
 
-class StoreInventory(Message, frozen=True):
-    """Part `part` of `parts` of all blocks that the agent holds, sent after each StoreJoined."""
-
+class _NodeBlocks(Message, frozen=True, kw_only=True):
     node_id: Id
     incarnation: Id
+    block_keys: BlockKeys
+    tier: Tier = "dram"
+
+    def __post_init__(self) -> None:
+        check_whole_keys(self.block_keys)
+
+
+class StoreInventory(_NodeBlocks, frozen=True, kw_only=True):
+    """Part `part` of `parts` of all blocks that the agent holds, in every tier, sent after each StoreJoined."""
+
     part: Count
     parts: Count
-    block_keys: BlockKeys
-    tier: Tier = "dram"
-
-    def __post_init__(self) -> None:
-        check_whole_keys(self.block_keys)
 
 
-class BlocksStored(Message, frozen=True):
+class BlocksStored(_NodeBlocks, frozen=True):
     """These blocks are committed on the node: whoever asks may read them."""
 
-    node_id: Id
-    incarnation: Id
-    block_keys: BlockKeys
-    tier: Tier = "dram"
 
-    def __post_init__(self) -> None:
-        check_whole_keys(self.block_keys)
-
-
-class BlocksEvicted(Message, frozen=True):
+class BlocksEvicted(_NodeBlocks, frozen=True):
     """These blocks are no longer on this tier of the node."""
 
+
+class TierLost(Message, frozen=True):
+    """The node has nothing on this tier any more: its disk is full, fails, or its file is gone. What it holds later is
+    announced as stored again."""
+
     node_id: Id
     incarnation: Id
-    block_keys: BlockKeys
-    tier: Tier = "dram"
-
-    def __post_init__(self) -> None:
-        check_whole_keys(self.block_keys)
+    tier: Tier
+    reason: Text
 
 
 class StoreSuspected(Message, frozen=True):
@@ -380,6 +377,7 @@ Event = (
     | BlocksStored
     | BlocksEvicted
     | StoreSuspected
+    | TierLost
     | RequestArrived
     | RequestCancelled
     | PrefillFinished

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,8 @@ from halfmoon.store.pushing import Push
 from halfmoon.store.segment import PoolView, Segment, host_id, segment_name
 from halfmoon.store.serve import serve_all
 from halfmoon.store.shm import ShmTransport
-from halfmoon.store.slots import Owner
+from halfmoon.store.slots import Change, Owner
+from halfmoon.store.ssd import SsdTier
 from halfmoon.store.sums import block_sum, slots_sums
 from halfmoon.store.tcp import TcpTransport
 from halfmoon.store.transport import Peer, Transport
@@ -76,7 +78,7 @@ class StoreAgent:
             Pool(config.slot_count, eviction=make_eviction(config.eviction), quotas=config.slot_quotas),
             ttl_ns=config.lease_ttl_ns,
             grace_ns=config.writer_grace_ns,
-            announce=self.announcer.add,
+            announce=self._changed,
         )
         self.peers = Peers(
             bus,
@@ -93,6 +95,18 @@ class StoreAgent:
         self._processes: dict[str, str] = {}
         #: The incarnation last seen of each other agent.
         self._agents: dict[str, str] = {}
+        self.tier: SsdTier | None = None
+        if config.ssd_path:
+            self.tier = SsdTier(
+                config,
+                self.book,
+                view=lambda: self.view,
+                announce=self.announcer.add,
+                counters=self.counters,
+                lost=self._tier_lost,
+            )
+        #: What a reader's lease may take in all, when its blocks come from the SSD first.
+        self.promotion_ns_max = int(config.control_timeout_s * 0.6e9)
         self._segment: Segment | None = None
         self._shm: ShmTransport | None = None
         self._tcp: TcpTransport | None = None
@@ -128,7 +142,9 @@ class StoreAgent:
                 *await serve_all(self),
                 await self.bus.subscribe(joined, StoreJoined, lambda e: self.know_agent(e.node_id, e.incarnation)),
             ]
-            self.announcer.start(self.book, self._joined)
+            if self.tier is not None:
+                await self.tier.start()
+            self.announcer.start(self.book, self._joined, self.tier.keys if self.tier is not None else list)
             self.spawn(self._sweep())
         except BaseException:
             await self.stop()
@@ -147,6 +163,8 @@ class StoreAgent:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+        if self.tier is not None:
+            await self.tier.stop()
         await self.announcer.stop()
         with contextlib.suppress(BusError):
             left = StoreLeft(node_id=self.config.node_id, incarnation=self.incarnation, reason=reason)
@@ -182,6 +200,16 @@ class StoreAgent:
             )
             self._hello = sign(bare, config.cluster_secret)
         return self._hello
+
+    def _changed(self, changes: list[Change]) -> None:
+        if self.tier is not None:
+            lost = [c for c in changes if c.kind == "evicted" and self.tier.find(c.key) is None]
+            self.counters["ssd_unsaved"] += len(lost)
+        self.announcer.add(changes)
+
+    def _tier_lost(self, why: str) -> None:
+        print(f"store agent {self.config.node_id}: the SSD tier is out of use: {why}", file=sys.stderr, flush=True)
+        self.announcer.tier_lost(why)
 
     def _joined(self) -> StoreJoined:
         hello = self.hello()

@@ -24,6 +24,8 @@ from halfmoon.schemas.events import (
     StoreInventory,
     StoreJoined,
     StoreSuspected,
+    Tier,
+    TierLost,
 )
 from halfmoon.schemas.keys import join_keys
 from halfmoon.store.book import Book
@@ -47,14 +49,15 @@ class Announcer:
         self._pending: list[Change] = []
         self._timer: asyncio.TimerHandle | None = None
         self._book: Book | None = None
+        self._ssd_keys: Callable[[], list[bytes]] = list
         self._joined: Callable[[], StoreJoined] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._suspected_ns: dict[str, int] = {}
         self._overloaded = False
 
-    def start(self, book: Book, joined: Callable[[], StoreJoined]) -> None:
-        """Joins: `joined` makes the first message of every announcement, `book` has the inventory."""
-        self._book, self._joined = book, joined
+    def start(self, book: Book, joined: Callable[[], StoreJoined], ssd_keys: Callable[[], list[bytes]] = list) -> None:
+        """Joins: `joined` makes the first message of every announcement, `book` and `ssd_keys` have the inventory."""
+        self._book, self._joined, self._ssd_keys = book, joined, ssd_keys
         self.announce()
         self._beating = asyncio.create_task(self._beat())
 
@@ -84,13 +87,15 @@ class Announcer:
         pending, self._pending = self._pending, []
         start = 0
         while start < len(pending):
-            kind = pending[start].kind
+            kind, _, tier = pending[start]
             end = start
-            while end < len(pending) and pending[end].kind == kind and end - start < KEYS_PER_MESSAGE:
+            while end < len(pending) and pending[end][::2] == (kind, tier) and end - start < KEYS_PER_MESSAGE:
                 end += 1
             keys = join_keys([change.key for change in pending[start:end]])
             message = BlocksStored if kind == "stored" else BlocksEvicted
-            if not self._append(message(node_id=self._node_id, incarnation=self._incarnation, block_keys=keys)):
+            if not self._append(
+                message(node_id=self._node_id, incarnation=self._incarnation, block_keys=keys, tier=tier)
+            ):
                 return
             start = end
 
@@ -101,18 +106,30 @@ class Announcer:
         self.flush()
         if not self._append(self._joined()):
             return
-        keys = self._book.keys()
-        parts = [keys[i : i + KEYS_PER_MESSAGE] for i in range(0, len(keys), KEYS_PER_MESSAGE)] or [[]]
-        for number, part in enumerate(parts):
+        tiers: list[tuple[Tier, list[bytes]]] = [("dram", self._book.keys()), ("ssd", self._ssd_keys())]
+        parts = [
+            (tier, keys[i : i + KEYS_PER_MESSAGE])
+            for tier, keys in tiers
+            for i in range(0, len(keys), KEYS_PER_MESSAGE)
+        ] or [("dram", [])]
+        for number, (tier, part) in enumerate(parts):
             inventory = StoreInventory(
                 node_id=self._node_id,
                 incarnation=self._incarnation,
                 part=number,
                 parts=len(parts),
                 block_keys=join_keys(part),
+                tier=tier,
             )
             if not self._append(inventory):
                 return
+
+    def tier_lost(self, reason: str) -> None:
+        """At once: nothing is on the node's SSD any more. What waits would be stale."""
+        self._pending = [change for change in self._pending if change.tier != "ssd"]
+        lost = TierLost(node_id=self._node_id, incarnation=self._incarnation, tier="ssd", reason=reason[:500])
+        self.flush()
+        self._append(lost)
 
     def suspect(self, node_id: str, reason: str) -> None:
         """At once; at most once a second for each node."""

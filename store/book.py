@@ -104,6 +104,12 @@ class Book:
             self._announce(self._pool.take_changes())
             return done
 
+    def credit(self, key: bytes, hits: int) -> None:
+        """A block that came back from a slower tier brings its hits along."""
+        with self._lock:
+            if (slot := self._pool.find(key)) is not None:
+                self._pool.slots[slot].hits += hits
+
     def find(self, key: bytes) -> int | None:
         return self._pool.find(key)
 

@@ -9,6 +9,8 @@ from typing import Literal
 from halfmoon.schemas.policy import SECOND_NS, Layout
 from halfmoon.store.eviction import EvictionName
 from halfmoon.store.segment import Geometry
+from halfmoon.store.slots import tenant_mark
+from halfmoon.store.ssd_file import records_in
 
 MIB = 1024 * 1024
 
@@ -27,6 +29,18 @@ class StoreConfig:
     pool_bytes: int = 1024 * MIB
     #: Which block goes when room is needed.
     eviction: EvictionName = "s3fifo"
+    #: File of the SSD tier; "": there is none. Its directory must be there.
+    ssd_path: str = ""
+    #: Size of that file, all of it taken at the start.
+    ssd_bytes: int = 0
+    #: Blocks go there when they were hit so often; 0: all.
+    ssd_hits_min: int = 0
+    #: So many of the pool's slots, in percent, are kept free or saved already, so that evicting them loses nothing.
+    ssd_ahead_percent: int = 25
+    #: At an orderly end, blocks are saved for at most so long.
+    ssd_stop_s: float = 5.0
+    #: Threads that read and write the file.
+    ssd_threads: int = 4
     #: Bytes of the pool that a tenant may use, in whole blocks; who is not named may use all of it.
     quotas: Mapping[str, int] = field(default_factory=dict)
     #: Address that the TCP data plane listens on. Never all interfaces unless somebody writes so.
@@ -65,6 +79,10 @@ class StoreConfig:
             raise ValueError("cluster_secret: must not be empty")
         if self.slot_count < 1:
             raise ValueError(f"pool_bytes: {self.pool_bytes} is less than one block of {self.layout.block_bytes} bytes")
+        if self.ssd_path and records_in(self.layout, self.ssd_bytes) < 1:
+            raise ValueError(f"ssd_bytes: {self.ssd_bytes} hold no block of {self.layout.block_bytes} bytes")
+        if not 0 <= self.ssd_ahead_percent <= 100:
+            raise ValueError(f"ssd_ahead_percent: {self.ssd_ahead_percent} is not in 0..100")
         for tenant, quota in self.quotas.items():
             if quota < self.layout.block_bytes:
                 raise ValueError(f"quotas: {tenant!r} has {quota} bytes, a block has {self.layout.block_bytes}")
@@ -75,7 +93,8 @@ class StoreConfig:
 
     @property
     def slot_quotas(self) -> dict[str, int]:
-        return {tenant: quota // self.layout.block_bytes for tenant, quota in self.quotas.items()}
+        """By the mark of the tenant (`slots.tenant_mark`)."""
+        return {tenant_mark(tenant): quota // self.layout.block_bytes for tenant, quota in self.quotas.items()}
 
     @property
     def slot_count(self) -> int:

@@ -103,7 +103,7 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
     asked = False
     moved = 0
     try:
-        wanted = await _copy_local(agent, owner, hold, request)
+        wanted = await copy_local(agent, owner, hold, request)
         if wanted:
             asked = True
             found = await lease_at(agent.peers, request, hold, party=end.party)
@@ -120,7 +120,7 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
                 check=lambda sums: check_sums(source, sums, wanted, request),
             )
         else:
-            await _loaded(agent, request, agent.config.layout.layers - 1)
+            await tell_loaded(agent, request, agent.config.layout.layers - 1)
     except StoreError as problem:
         agent.failed(request.source_node_id, problem)
         raise
@@ -137,12 +137,12 @@ async def _read(agent: StoreAgent, hold: Hold, request: FetchBlocks, source: Sou
     call = Call(request.order_id, source.party, deadline_ns, verify=agent.config.verify_shm)
 
     async def loaded(layer: int) -> None:
-        await _loaded(agent, request, layer)
+        await tell_loaded(agent, request, layer)
 
     return await read_layers(agent.transport_to(source.peer), source, hold, wanted, request, call, loaded)
 
 
-async def _copy_local(agent: StoreAgent, owner: Owner, hold: Hold, request: FetchBlocks) -> list[int]:
+async def copy_local(agent: StoreAgent, owner: Owner, hold: Hold, request: FetchBlocks) -> list[int]:
     """The blocks that must be moved. Those that another order committed here meanwhile are copied within the pool."""
     missing = agent.book.to_commit(owner, request.first_block, request.blocks)
     here = [i for i in missing if agent.book.find(hold.keys[i]) is not None]
@@ -160,7 +160,7 @@ async def _copy_local(agent: StoreAgent, owner: Owner, hold: Hold, request: Fetc
     return [i for i in missing if i not in here]
 
 
-async def _loaded(agent: StoreAgent, request: FetchBlocks, layer: int) -> None:
+async def tell_loaded(agent: StoreAgent, request: FetchBlocks, layer: int) -> None:
     loaded = KvLoaded(order_id=request.order_id, layer=layer, first_block=request.first_block, blocks=request.blocks)
     await agent.bus.publish(subjects.kv(request.worker_id, "KvLoaded"), loaded)
 

@@ -351,7 +351,7 @@ class Pool:
             return
         own = self._room.first(over, lambda slot: self.slots[slot].tenant == tenant and slot not in keep)
         if len(own) < over:
-            raise QuotaExceeded(f"{needed} blocks wanted; tenant {tenant!r} may have {quota} and uses {quota - over}")
+            raise QuotaExceeded(f"{needed} blocks wanted; the tenant may have {quota} and uses {self._used[tenant]}")
         for slot in own:
             self._empty(slot)
 

@@ -19,8 +19,9 @@ from halfmoon.store import serve_peers as peers
 from halfmoon.store.book import WORKER
 from halfmoon.store.errors import OrderUnknown, StoreError, TransferError
 from halfmoon.store.fetching import fetch_blocks
+from halfmoon.store.promotion import load_own
 from halfmoon.store.pushing import Push
-from halfmoon.store.slots import Hold, Owner
+from halfmoon.store.slots import Hold, Owner, tenant_mark
 
 if TYPE_CHECKING:
     from halfmoon.store.agent import StoreAgent
@@ -99,7 +100,8 @@ async def open_put(agent: StoreAgent, request: say.OpenPut) -> say.PutOpened:
     owner = Owner(request.order_id, request.worker_id)
     heads = split_keys(request.head_keys)
     clients.require_size(agent, request.block_bytes)
-    hold = agent.book.open_put(owner, keys, request.blocks, writer=WORKER, heads=heads, tenant=request.tenant)
+    tenant = tenant_mark(request.tenant)
+    hold = agent.book.open_put(owner, keys, request.blocks, writer=WORKER, heads=heads, tenant=tenant)
     return say.PutOpened(
         slots=hold.slots,
         present=hold.present,
@@ -121,6 +123,8 @@ async def fetch(agent: StoreAgent, request: say.FetchBlocks) -> say.Fetched:
     _in_range(hold, request.first_block, request.blocks)
     if not all(hold.keys[request.first_block : request.first_block + request.blocks]):
         raise ValueError("a block without a key cannot be fetched")
+    if request.source_node_id == agent.config.node_id and agent.tier is not None:
+        return await agent.run_for(owner, load_own(agent, owner, request))
     return await agent.run_for(owner, fetch_blocks(agent, owner, request))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING
 
 from halfmoon.schemas import store as say
 from halfmoon.schemas.keys import split_keys
 from halfmoon.store.book import peer_writer
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, TransferRefused
+from halfmoon.store.promotion import promote
 from halfmoon.store.slots import Owner
 
 if TYPE_CHECKING:
@@ -27,8 +29,12 @@ async def hello(agent: StoreAgent, request: say.Hello) -> say.Hello:
 
 async def lease(agent: StoreAgent, request: say.LeaseBlocks) -> say.Leased:
     owner = Owner(request.order_id, request.party)
+    keys = split_keys(request.block_keys)
+    if agent.tier is not None:
+        # The reader waits no longer than it does for any answer; what is not here by then is a miss.
+        await promote(agent, keys[request.first_block :], time.monotonic_ns() + agent.promotion_ns_max)
     try:
-        hold, checksums = agent.book.lease(owner, split_keys(request.block_keys), request.first_block)
+        hold, checksums = agent.book.lease(owner, keys, request.first_block)
     except BlockMissing as problem:
         return say.Leased(incarnation=agent.incarnation, missing=True, held=problem.held)
     return say.Leased(incarnation=agent.incarnation, slots=hold.slots, checksums=checksums)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
+import xxhash
+
 from halfmoon.schemas.events import Tier
 
 
@@ -50,7 +52,8 @@ class Slot:
     checksum: int = 0
     holders: int = 0
     writers: int = 0
-    #: Whose quota it counts in, and who alone may name it through `halfmoon.store.client`; "": everybody's.
+    #: Mark of the tenant in whose quota it counts, who alone may name it through `halfmoon.store.client`; "":
+    #: everybody's.
     tenant: str = ""
     #: How often it was leased, or found by a put, since it is here (or on this node's SSD).
     hits: int = 0
@@ -93,3 +96,8 @@ class Counts:
     leased: int
     leases: int
     holds: int
+
+
+def tenant_mark(tenant: str) -> str:
+    """What a tenant is called in a pool and on its disk: 32 hexadecimal digits; "" of ""."""
+    return xxhash.xxh3_128_hexdigest(tenant.encode()) if tenant else ""

@@ -135,8 +135,8 @@ class PrefillWorker(Worker):
         layout = self.config.layout
         started_ns = time.monotonic_ns()
         blocks = layout.blocks(job.order.prompt_tokens)
-        keys, tenant = job.reply.block_keys, job.reply.tenant
-        put = await patiently(job, "own store", lambda: store.open_put(job.order_id, keys, blocks=blocks, tenant=tenant))
+        keys, whose = job.reply.block_keys, job.reply.tenant
+        put = await patiently(job, "own store", lambda: store.open_put(job.order_id, keys, blocks=blocks, tenant=whose))
         job.slots = list(put.slots)
         job.present = set(put.present)
         usable = (job.order.prompt_tokens - 1) // layout.block_tokens  # one token is always computed

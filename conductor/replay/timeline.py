@@ -26,6 +26,7 @@ from halfmoon.schemas.events import (
     StoreJoined,
     StoreLeft,
     StoreSuspected,
+    TierLost,
     TimerFired,
     WorkerDraining,
     WorkerJoined,
@@ -169,6 +170,9 @@ def _happened(event: Event, at_ns: int, roles: dict[str, str], core: Core) -> li
             return [Happening(at_ns, "lost", _at_node(node, core), f"store agent {node} left: {event.reason}")]
         case StoreSuspected(node_id=node):
             return [Happening(at_ns, "suspected", _at_node(node, core), f"store agent {node}: {event.reason}")]
+        case TierLost(node_id=node):
+            why = f"store agent {node}: its {event.tier} tier is out of use: {event.reason}"
+            return [Happening(at_ns, "lost", _at_node(node, core), why)]
         case FrontendJoined():
             return [Happening(at_ns, "joined", "", f"frontend {event.frontend_id} joined")]
         case FrontendLeft():

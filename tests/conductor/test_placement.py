@@ -16,7 +16,7 @@ from halfmoon.conductor.cost import Link, prefill_ns
 from halfmoon.conductor.placement import Candidate, candidates, decode_candidates, match
 from halfmoon.conductor.state import State
 from halfmoon.schemas.decisions import Fetch, StartDecode, StartPrefill
-from halfmoon.schemas.events import CostProfile, RequestArrived, StoreLeft, StoreSuspected
+from halfmoon.schemas.events import CostProfile, RequestArrived, StoreLeft, StoreSuspected, TierLost
 
 US = 1_000
 
@@ -223,11 +223,14 @@ def test_blocks_on_an_ssd_are_loaded_when_that_is_cheaper_than_computing() -> No
     script(stored("p0", keys(3)))
     script(stored("p0", keys(5)[48:], tier="ssd"))
     assert costs(script, arrived()) == [
-        ("p0", 0, 400, 60_000, 60_040, 500, []),
+        ("p0", 0, 400, 60_000, 60_040, 500, [fetch("p0", 3, 2)]),
         ("p1", 0, 500 + 150 + 400, 60_000, 60_000 + 500 + 15 + 40, 500, [fetch("p0", 0, 5)]),
     ]
     assert [c.from_ssd for c in found(script, arrived())] == [True, True]
-    assert chosen(script, arrived()) == ("p0", "d0", 5, [])
+    assert chosen(script, arrived()) == ("p0", "d0", 3, [fetch("p0", 3, 2)])
+    lost = TierLost(node_id="n-p0", incarnation="i1", tier="ssd", reason="the disk is full")
+    assert script(lost) == []
+    assert [c[-2:] for c in costs(script, arrived())] == [(300, []), (300, [fetch("p0", 0, 3)])]
 
 
 def test_blocks_on_a_slow_ssd_are_computed_again() -> None:

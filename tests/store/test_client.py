@@ -168,7 +168,7 @@ def test_a_tenant_at_its_quota_gives_up_its_own_blocks_and_nobody_elses(nats_url
         assert await other.batch_exists(others) == [True] * 4
         assert await small.batch_exists(own) == [False] * 3 + [True] * 3
         assert agent.book.counts().free == 1
-        with pytest.raises(QuotaExceeded, match=r"'small' may have 3"):
+        with pytest.raises(QuotaExceeded, match=r"the tenant may have 3 and uses 3"):
             _first(await small.batch_put({key_of(f"x{i}"): value(i) for i in range(4)}))
         held = [await small.get(key) for key in own[3:]]
         with pytest.raises(StoreFull):
