@@ -32,10 +32,19 @@ from halfmoon.cli.options import (
     state_directory,
     stream_limits,
 )
-from halfmoon.cli.processes import add_frontend, add_policy, add_store, add_worker, say
+from halfmoon.cli.processes import add_frontend, add_policy, add_store, add_worker, policy_of, say
 from halfmoon.cli.supervisor import Child, Supervisor
+from halfmoon.conductor.beginning import LogUnreadable, first_core
 from halfmoon.schemas import subjects
-from halfmoon.schemas.events import FrontendJoined, FrontendLeft, StoreJoined, StoreLeft, WorkerJoined, WorkerLeft
+from halfmoon.schemas.events import (
+    ClusterConfigured,
+    FrontendJoined,
+    FrontendLeft,
+    StoreJoined,
+    StoreLeft,
+    WorkerJoined,
+    WorkerLeft,
+)
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.segment import remove_stale
 
@@ -130,6 +139,10 @@ class Cluster:
         self.bus = await Bus.connect(bus_config(args), name="up", limits=stream_limits(args))
         after = await self.bus.last_seq()
         watcher = asyncio.create_task(self._watch(after))
+        try:  # before anybody joins: conductors read the log from its ClusterConfigured on
+            await first_core(self.bus, "up", policy_of(args))
+        except LogUnreadable as problem:
+            raise OptionInvalid(str(problem)) from None
         expected = await self._start_children(layout)
         self.say(f"starting {len(self.supervisor.children)} processes; the model is {layout.model}")
         async with asyncio.timeout(START_S_MAX):
@@ -184,6 +197,8 @@ class Cluster:
         assert self.bus is not None
         async for stamped in self.bus.events(after=after):
             match stamped.event:
+                case ClusterConfigured():
+                    self.joined.clear()
                 case WorkerJoined(worker_id=name) | FrontendJoined(frontend_id=name):
                     self.joined.add(name)
                 case StoreJoined(node_id=node):
