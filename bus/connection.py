@@ -326,11 +326,7 @@ class Bus:
         if message_id:
             self._publisher.submit(subject, encode(message), message_id=message_id)
         else:
-            self._publisher.post(subject, encode(message))
-
-    def post(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Any payload, as `publish_soon`."""
-        self._publisher.post(subject, payload, reply, headers)
+            self.nc.send(subject, encode(message))
 
     async def subscribe(self, subject: str, kind: Any, handler: Handler, *, queue: str = "") -> Subscription:
         """`handler(message)` for each, in order; what is no `kind` is dropped and counted.

@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 
 import msgspec
-from nats.errors import ConnectionClosedError, OutboundBufferLimitError
+from nats.errors import MaxPayloadError
 
 from halfmoon.bus.client import DirectClient
 from halfmoon.bus.errors import BusError, BusOverloaded, LogMoved
@@ -46,27 +45,16 @@ class _Ack(msgspec.Struct):
 _decode_ack = msgspec.json.Decoder(_Ack).decode
 
 
-#: In place of a number: a message that nobody acknowledges.
-_POSTED = -1
-
-
 class _Outgoing:
-    __slots__ = ("done", "headers", "number", "payload", "reply", "sent_at", "subject")
+    __slots__ = ("done", "headers", "payload", "reply", "sent_at", "subject")
 
     def __init__(
-        self,
-        subject: str,
-        payload: bytes,
-        reply: str,
-        headers: dict[str, str] | None,
-        number: int = _POSTED,
-        done: asyncio.Future[int] | None = None,
+        self, subject: str, payload: bytes, reply: str, headers: bytes, done: asyncio.Future[int] | None
     ) -> None:
         self.subject = subject
         self.payload = payload
         self.reply = reply
         self.headers = headers
-        self.number = number
         self.done = done
         self.sent_at = 0.0
 
@@ -78,9 +66,9 @@ class Publisher:
         self._nc = nc
         self._prefix = nc.new_inbox()
         self._next = 0
-        self._queue: deque[_Outgoing] = deque()
         self._pending: dict[int, _Outgoing] = {}
-        self._wake = asyncio.Event()
+        #: Of the connection that has been given all that is pending: after a reconnect the old goes before the new.
+        self._reconnects = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -88,8 +76,9 @@ class Publisher:
         self._held = False
 
     async def start(self) -> None:
+        self._reconnects = self._nc.stats["reconnects"]
         await self._nc.hear(f"{self._prefix}.*", self._on_ack)
-        self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._watch())]
+        self._tasks = [asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:
         await end_tasks(self._tasks)
@@ -111,32 +100,30 @@ class Publisher:
         expected_last_seq: int | None = None,
         done: asyncio.Future[int] | None = None,
     ) -> None:
-        """Queue one message; `done` gets its stream sequence. Raises BusOverloaded when too many are unacknowledged."""
+        """Send one message; `done` gets its stream sequence.
+
+        Raises BusOverloaded when too many are unacknowledged, MaxPayloadError when the server would not carry it.
+        """
+        if len(payload) > self._nc.max_payload:
+            raise MaxPayloadError
         if len(self._pending) >= UNACKED_MAX:
             raise BusOverloaded(f"{UNACKED_MAX} messages wait for their acknowledgement")
-        headers = {"Nats-Msg-Id": message_id}
+        headers = f"Nats-Msg-Id: {message_id}\r\n"
         if expected_last_seq is not None:
-            headers["Nats-Expected-Last-Sequence"] = str(expected_last_seq)
+            headers += f"Nats-Expected-Last-Sequence: {expected_last_seq}\r\n"
         number = self._next
         self._next += 1
-        item = _Outgoing(subject, payload, f"{self._prefix}.{number}", headers, number, done)
+        item = _Outgoing(subject, payload, f"{self._prefix}.{number}", headers.encode(), done)
         self._pending[number] = item
-        self._queue.append(item)
-        self._wake.set()
         self._empty.clear()
-
-    def post(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Queue one message that nobody acknowledges: sent at most once."""
-        self._queue.append(_Outgoing(subject, payload, reply, headers))
-        self._wake.set()
+        if not self._held and self._nc.stats["reconnects"] == self._reconnects:
+            self._send(item)
 
     async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything submitted so far is stored, and posts have left; False when time ran out."""
+        """Wait until everything submitted so far is stored; False when time ran out."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
-                while self._queue:
-                    await asyncio.sleep(0)
         return self._empty.is_set()
 
     async def settle(self, timeout_s: float) -> bool:
@@ -153,27 +140,13 @@ class Publisher:
 
     def resend_all(self) -> None:
         """After a reconnect: everything unacknowledged again, in order."""
-        posted = [item for item in self._queue if item.number == _POSTED]
-        self._queue = deque([*self._pending.values(), *posted])
-        if self._queue:
-            self._wake.set()
+        self._reconnects = self._nc.stats["reconnects"]
+        for item in self._pending.values():
+            self._send(item)
 
-    async def _pump(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._queue:
-                item = self._queue.popleft()
-                if item.number != _POSTED:
-                    if self._held or item.number not in self._pending:
-                        continue
-                    item.sent_at = time.monotonic()
-                try:
-                    await self._nc.publish(item.subject, item.payload, reply=item.reply, headers=item.headers)
-                except OutboundBufferLimitError:  # reconnecting: what must be stored is sent again afterwards
-                    continue
-                except ConnectionClosedError:
-                    return
+    def _send(self, item: _Outgoing) -> None:
+        item.sent_at = time.monotonic()
+        self._nc.send(item.subject, item.payload, item.reply, item.headers)
 
     async def _watch(self) -> None:
         """Some acknowledgement is overdue: send everything unacknowledged again, from the oldest on."""
@@ -182,7 +155,7 @@ class Publisher:
             if self._held and self._nc.is_connected:
                 self._held = False
                 self.resend_all()
-            elif self._pending and not self._queue and self._nc.is_connected:
+            elif self._pending and self._nc.is_connected:
                 oldest = next(iter(self._pending.values()))
                 if oldest.sent_at < time.monotonic() - RESEND_AFTER_S:
                     self.resend_all()
@@ -198,7 +171,7 @@ class Publisher:
         ack = _decode_ack(payload)
         if ack.error is not None:
             if ack.error.err_code == IN_PROCESS:  # soon it is there, and we are told so; or not, and ours is taken
-                asyncio.get_running_loop().call_later(IN_PROCESS_S, self._again, item)
+                asyncio.get_running_loop().call_later(IN_PROCESS_S, self._again, number, item)
             elif ack.error.err_code != WRONG_LAST_SEQUENCE:
                 if item.done is None or ack.error.code >= 500:
                     self._held = True  # the stream is not able to just now; _watch sends it again
@@ -213,9 +186,9 @@ class Publisher:
         if not self._pending:
             self._empty.set()
 
-    def _again(self, item: _Outgoing) -> None:
-        self._queue.append(item)
-        self._wake.set()
+    def _again(self, number: int, item: _Outgoing) -> None:
+        if number in self._pending:
+            self._send(item)
 
     def _settle(self, number: int, problem: BusError) -> None:
         item = self._pending.pop(number)

@@ -21,6 +21,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from halfmoon.bus.client import header_lines
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError, Ask, CancelBody, TokenizeBody, chat_ask, completion_ask, decode_body
@@ -135,8 +136,8 @@ class NatsEdge:
     # --- sending ----------------------------------------------------------------------------------------------
 
     def send(self, subject: str, payload: bytes, reply: str = "", headers: Headers | None = None) -> None:
-        """In order, soon; lost in a long loss of the connection: then the client asks again."""
-        self.registry.bus.post(subject, payload, reply, headers)
+        """In order, soon; lost while the connection is: then the client asks again."""
+        self._nc.send(subject, payload, reply, header_lines(headers))
 
     def probe(self, request: OpenRequest) -> str:
         """The reply subject that tells us when nobody listens."""

@@ -198,7 +198,7 @@ class RequestRegistry:
         )
         given = encode(TokensGiven(order_id=order.order_id, taken=self.take(ask)))
         for worker_id in (order.worker_id, order.decode_worker_id):
-            self.bus.post(subjects.give(worker_id), given)
+            self.bus.nc.send(subjects.give(worker_id), given)
 
     def take(self, message: TakeRequest) -> TakeReply:
         request = self.requests.get(message.request_id)
