@@ -34,7 +34,7 @@ _SAID: dict[str, tuple[str, ...]] = {
     "frontend": ("FrontendJoined", "FrontendHeartbeat", "FrontendLeft", "RequestArrived", "RequestCancelled"),
     "store": (
         *("StoreJoined", "StoreHeartbeat", "StoreLeft", "StoreInventory"),
-        *("BlocksStored", "BlocksEvicted", "StoreSuspected"),
+        *("BlocksStored", "BlocksEvicted", "TierLost", "StoreSuspected"),
     ),
     "prefill": (*_WORKER, "PrefillFinished", "PrefillFailed"),
     "decode": (*_WORKER, "DecodeStarted", "DecodeRefused", "DecodeFailed", "RequestFinished"),
