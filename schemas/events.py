@@ -178,6 +178,8 @@ class Endpoint(Part, frozen=True):
     transport: Literal["shm", "tcp", "rdma"]
     address: str
     public_key: str = ""
+    #: NUMA distance of the agent's memory to the NIC, as Linux counts: 10 is near.
+    distance: Annotated[int, Meta(ge=1, le=10_000)] = 10
 
 
 class StoreJoined(Message, frozen=True):

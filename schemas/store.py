@@ -91,11 +91,13 @@ class FetchBlocks(Message, frozen=True):
     source_node_id: Id
     first_block: Blocks
     blocks: Blocks
+    #: Nodes that have the same blocks, for the case that the source fails: tried one after the other.
+    replica_node_ids: list[Id] = []
 
 
 class Fetched(Message, frozen=True):
-    """`blocks` blocks are readable and committed here; `bytes` of them were moved. With `missing` nothing was
-    fetched: the source has only the first `held` of them.
+    """`blocks` blocks are readable and committed here; `bytes` of them were moved, from `source_node_id` (the source
+    or a replica). With `missing` nothing was fetched: nobody who was asked has more than the first `held` of them.
     """
 
     bytes: Bytes
@@ -103,6 +105,7 @@ class Fetched(Message, frozen=True):
     blocks: Blocks
     missing: bool = False
     held: Blocks = 0
+    source_node_id: str = ""
 
 
 class CommitBlocks(Message, frozen=True):

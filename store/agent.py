@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
@@ -30,6 +31,7 @@ from halfmoon.schemas.store import Hello
 from halfmoon.store.announcer import Announcer
 from halfmoon.store.book import WORKER, Book, peer_writer
 from halfmoon.store.config import StoreConfig
+from halfmoon.store.engine import Engine, Kind
 from halfmoon.store.errors import (
     BytesCorrupted,
     NotAttached,
@@ -50,6 +52,7 @@ from halfmoon.store.slots import Change, Owner
 from halfmoon.store.ssd import SsdTier
 from halfmoon.store.sums import block_sum, slots_sums
 from halfmoon.store.tcp import TcpTransport
+from halfmoon.store.topology import Topology, read_topology
 from halfmoon.store.transport import Peer, Transport
 
 T = TypeVar("T")
@@ -108,12 +111,13 @@ class StoreAgent:
         #: What a reader's lease may take in all, when its blocks come from the SSD first.
         self.promotion_ns_max = int(config.control_timeout_s * 0.6e9)
         self._segment: Segment | None = None
-        self._shm: ShmTransport | None = None
+        self._engine: Engine | None = None
         self._tcp: TcpTransport | None = None
         self._work: dict[Owner, Work] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._subscriptions: list[Subscription] = []
         self._hello: Hello | None = None
+        self._topology = Topology()
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -124,7 +128,10 @@ class StoreAgent:
         self._segment = await asyncio.to_thread(Segment.create, name, config.geometry)
         try:
             await asyncio.to_thread(self.view.touch)  # the kernel clears the pages now, not under the first transfer
-            self._shm = ShmTransport(self.view, self.executor)
+            self._topology = await asyncio.to_thread(read_topology, config.topology)
+            transports: dict[Kind, Transport] = {}
+            if config.transport in ("auto", "shm"):
+                transports["shm"] = ShmTransport(self.view, self.executor)
             if config.port >= 0:
                 self._tcp = TcpTransport(
                     self.view,
@@ -135,6 +142,9 @@ class StoreAgent:
                     counters=self.counters,
                 )
                 self._tcp.start()
+                if config.transport in ("auto", "tcp"):
+                    transports["tcp"] = self._tcp
+            self._engine = Engine(transports, host=host_id(), stripes=config.stripe_count, counters=self.counters)
             decisions = await self.bus.open_decisions(config.node_id)
             self.spawn(self._follow(decisions))
             joined = subjects.events_of_kind(StoreJoined.__name__)
@@ -169,7 +179,7 @@ class StoreAgent:
         with contextlib.suppress(BusError):
             left = StoreLeft(node_id=self.config.node_id, incarnation=self.incarnation, reason=reason)
             self.bus.append_soon(left, source_id=self.config.node_id)
-        for transport in (self._shm, self._tcp):
+        for transport in (self._engine, self._tcp):
             if transport is not None:
                 await transport.close()
         self.executor.shutdown(wait=True)
@@ -187,7 +197,10 @@ class StoreAgent:
             config = self.config
             endpoints = [Endpoint(transport="shm", address=segment_name(config.cluster, config.node_id))]
             if self._tcp is not None:
-                endpoints += self._tcp.endpoints
+                for at in self._tcp.endpoints:
+                    host = at.address.removeprefix("tcp://").rpartition(":")[0]
+                    distance = self._topology.distance_of_address(host)
+                    endpoints.append(msgspec.structs.replace(at, distance=distance))
             bare = Hello(
                 node_id=config.node_id,
                 incarnation=self.incarnation,
@@ -226,22 +239,17 @@ class StoreAgent:
 
     def transport_to(self, peer: Peer) -> Transport:
         """Raises PeerUnreachable when there is no common transport."""
-        assert self._shm is not None
-        same_host = peer.host == self.hello().host
-        if self.config.transport in ("auto", "shm") and same_host:
-            return self._shm
-        if self.config.transport in ("auto", "tcp") and self._tcp is not None and peer.endpoint("tcp") is not None:
-            return self._tcp
-        raise PeerUnreachable(f"{peer.node_id} is on another host, and there is no TCP link to it")
+        assert self._engine is not None
+        self._engine.paths(peer)
+        return self._engine
 
     def _learnt(self, hello: Hello) -> None:
         if self._tcp is not None:
             self._tcp.allow(hello)
 
     def _forgotten(self, node_id: str) -> None:
-        for transport in (self._shm, self._tcp):
-            if transport is not None:
-                transport.forget(node_id)
+        if self._engine is not None:
+            self._engine.forget(node_id)
 
     def failed(self, node_id: str, problem: StoreError) -> None:
         """A peer could not be read or written: counted, suspected, and asked anew next time."""

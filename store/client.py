@@ -25,13 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from nats.errors import Error as NatsError
 
-from halfmoon.bus import errors as bus_errors
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as say
-from halfmoon.schemas import subjects
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.store.errors import (
     AgentUnreachable,
@@ -41,11 +38,11 @@ from halfmoon.store.errors import (
     StoreError,
     WrongSize,
 )
+from halfmoon.store.holders import find_holders
 from halfmoon.store.sums import block_sum
 from halfmoon.store.worker_client import StoreClient
 
 Array = npt.NDArray[np.uint8]
-PROBE_S = 2.0
 #: Copies up to this size are made at once; longer ones in a thread (numpy lets go of the interpreter lock).
 INLINE_BYTES = 256 * 1024
 
@@ -317,47 +314,32 @@ class Client:
 
     async def _bring(self, keys: Sequence[bytes], missing: Sequence[int], found: _Found) -> None:
         holders, silent = await self._ask_peers([keys[i] for i in missing])
-        by_holder: dict[str, list[int]] = {}
+        by_holder: dict[tuple[str, ...], list[int]] = {}
         for at, i in enumerate(missing):
             if at in holders:
-                by_holder.setdefault(holders[at], []).append(i)
+                by_holder.setdefault(tuple(holders[at]), []).append(i)
             elif silent:
                 found.problems[i] = PeerUnreachable(f"block {keys[i].hex()}: {', '.join(silent)} did not answer")
             else:
                 found.problems[i] = BlockMissing(f"block {keys[i].hex()} is on no node that was asked")
-        for holder, wanted in by_holder.items():
+        for (holder, *replicas), wanted in by_holder.items():
             order_id = self._new_order()
             found.orders.append(order_id)
             try:
                 opened = await self._door.open_put(
                     order_id, _joined([keys[i] for i in wanted]), blocks=len(wanted), tenant=self._tenant
                 )
-                await self._door.fetch(order_id, holder, first_block=0, blocks=len(wanted))
+                await self._door.fetch(order_id, holder, first_block=0, blocks=len(wanted), replicas=replicas)
             except StoreError as problem:
                 found.problems.update(dict.fromkeys(wanted, problem))
                 continue
             for i, slot in zip(wanted, opened.slots, strict=True):
                 found.slots[i] = (slot, block_sum(self._door.view.sums[slot]))
 
-    async def _ask_peers(self, keys: Sequence[bytes]) -> tuple[dict[int, str], list[str]]:
-        """Who has the key of that index, and who did not answer."""
+    async def _ask_peers(self, keys: Sequence[bytes]) -> tuple[dict[int, list[str]], list[str]]:
         if not keys or not self._peers:
             return {}, []
-        request = say.ProbeBlocks(block_keys=_joined(keys), tenant=self._tenant)
-
-        async def ask(peer: str) -> say.Probed | None:
-            try:
-                return await self._bus.request(subjects.store(peer, "probe"), request, say.Probed, timeout_s=PROBE_S)
-            except (bus_errors.BusError, NatsError):
-                return None
-
-        answers = await asyncio.gather(*(ask(peer) for peer in self._peers))
-        holders: dict[int, str] = {}
-        for tier in ("dram", "ssd"):
-            for peer, answer in zip(self._peers, answers, strict=True):
-                for i in getattr(answer, tier) if answer is not None else []:
-                    holders.setdefault(i, peer)
-        return holders, [peer for peer, answer in zip(self._peers, answers, strict=True) if answer is None]
+        return await find_holders(self._bus, self._peers, _joined(keys), self._tenant)
 
     async def _give_back(self, found: _Found) -> None:
         for order_id in found.orders:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -43,7 +44,8 @@ class StoreConfig:
     ssd_threads: int = 4
     #: Bytes of the pool that a tenant may use, in whole blocks; who is not named may use all of it.
     quotas: Mapping[str, int] = field(default_factory=dict)
-    #: Address that the TCP data plane listens on. Never all interfaces unless somebody writes so.
+    #: Address that the TCP data plane listens on; with several NICs all of theirs, separated by commas. Never all
+    #: interfaces unless somebody writes so.
     bind: str = "127.0.0.1"
     #: Port of the TCP data plane; 0: any free one. -1: no TCP at all (a single host).
     port: int = 0
@@ -69,6 +71,12 @@ class StoreConfig:
     sweep_ns: int = SECOND_NS // 4
     #: Compare checksums on reads over shared memory too (over TCP always): 0.1 ms a MiB.
     verify_shm: bool = False
+    #: Slices of one batch that are under way at once, over a connection each; 0: 1, or 4 with more than 4 cores.
+    stripes: int = 0
+    #: TOML file that says what sysfs does not: NUMA nodes of memory and NICs (`halfmoon.store.topology`).
+    topology: str = ""
+    #: An order with a replica to turn to waits so long for a holder's answer before it does.
+    replica_after_s: float = 0.25
     #: Threads that copy and hash.
     threads: int = 2
 
@@ -95,6 +103,10 @@ class StoreConfig:
     def slot_quotas(self) -> dict[str, int]:
         """By the mark of the tenant (`slots.tenant_mark`)."""
         return {tenant_mark(tenant): quota // self.layout.block_bytes for tenant, quota in self.quotas.items()}
+
+    @property
+    def stripe_count(self) -> int:
+        return self.stripes or (4 if (os.cpu_count() or 1) > 4 else 1)
 
     @property
     def slot_count(self) -> int:

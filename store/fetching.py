@@ -18,13 +18,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from halfmoon.schemas import subjects
 from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.kv import KvLoaded
 from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, LeaseBlocks, Leased
-from halfmoon.store.errors import BytesCorrupted, StoreError
+from halfmoon.store.errors import BytesCorrupted, OrderUnknown, StoreError
 from halfmoon.store.peers import Peers
 from halfmoon.store.slots import Hold, Owner
 from halfmoon.store.transport import Call, Peer, Slice, Stop, Transport, in_thread
@@ -47,15 +48,17 @@ class Source:
     checksums: list[int]
 
 
-async def lease_at(peers: Peers, wanted: FetchBlocks, hold: Hold, *, party: str) -> Source | int:
-    """Leases the blocks at their source. An int: a miss, it has only so many of them. Raises StoreError."""
-    peer = await peers.get(wanted.source_node_id)
+async def lease_at(
+    peers: Peers, node_id: str, wanted: FetchBlocks, hold: Hold, *, party: str, timeout_s: float
+) -> Source | int:
+    """Leases the blocks at a holder. An int: a miss, it has only so many of them. Raises StoreError."""
+    peer = await peers.get(node_id, timeout_s=timeout_s)
     keys = join_keys(hold.keys[: wanted.first_block + wanted.blocks])
     request = LeaseBlocks(order_id=wanted.order_id, party=party, block_keys=keys, first_block=wanted.first_block)
-    leased = await peers.ask(peer.node_id, "lease", request, Leased)
+    leased = await peers.ask(node_id, "lease", request, Leased, timeout_s=timeout_s)
     if leased.missing:
         return leased.held
-    peer = await peers.get(peer.node_id, incarnation=leased.incarnation)
+    peer = await peers.get(node_id, incarnation=leased.incarnation, timeout_s=timeout_s)
     return Source(peer, party, leased.slots, leased.checksums)
 
 
@@ -89,29 +92,56 @@ async def read_layers(
 
 
 async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fetched:
-    """Leases, reads, verifies, commits. Whatever happens, the lease at the source ends and no slot is written
-    afterwards.
+    """Brings the blocks from the source, or else from the first replica that can give them. Whatever happens, leases
+    elsewhere end and no slot is written afterwards.
 
-    Raises OrderUnknown, or a TransferError; a miss is an answer.
+    Raises OrderUnknown, or the last TransferError; a miss is an answer. Then it is for the caller to compute.
     """
     started_ns = time.monotonic_ns()
+    held = 0
+    problem: StoreError | None = None
+    holders = list(dict.fromkeys([request.source_node_id, *request.replica_node_ids]))
+    for place, node_id in enumerate(holders):
+        if place:
+            agent.counters["fetches_from_replicas"] += 1
+        try:
+            found = await _fetch_from(agent, owner, node_id, request, more=place + 1 < len(holders))
+        except OrderUnknown:
+            raise
+        except StoreError as failure:
+            agent.failed(node_id, failure)
+            problem = failure
+            continue
+        if isinstance(found, Fetched):
+            return msgspec.structs.replace(found, elapsed_ns=time.monotonic_ns() - started_ns)
+        agent.counters["fetch_misses"] += 1
+        held = max(held, found)
+    if problem is not None:
+        raise problem
+    return Fetched(bytes=0, elapsed_ns=time.monotonic_ns() - started_ns, blocks=0, missing=True, held=held)
+
+
+async def _fetch_from(
+    agent: StoreAgent, owner: Owner, node_id: str, request: FetchBlocks, *, more: bool
+) -> Fetched | int:
+    """Leases, reads, verifies, commits. An int: a miss, the holder has only so many. `more`: there is another holder
+    to turn to, so that this one is not waited for as long."""
     hold = agent.book.hold(owner)
     number = next(_numbers)
     writer = f"fetch-{number}"
     end = EndLease(order_id=request.order_id, party=f"{agent.config.node_id}-{agent.incarnation}-{number}")
-    agent.book.open_writer(owner, writer, started_ns + agent.config.lease_ttl_ns)
+    agent.book.open_writer(owner, writer, time.monotonic_ns() + agent.config.lease_ttl_ns)
     asked = False
     moved = 0
     try:
         wanted = await copy_local(agent, owner, hold, request)
         if wanted:
             asked = True
-            found = await lease_at(agent.peers, request, hold, party=end.party)
-            if isinstance(found, int):
+            timeout_s = agent.config.replica_after_s if more else agent.config.control_timeout_s
+            source = await lease_at(agent.peers, node_id, request, hold, party=end.party, timeout_s=timeout_s)
+            if isinstance(source, int):
                 asked = False
-                agent.counters["fetch_misses"] += 1
-                return Fetched(bytes=0, elapsed_ns=time.monotonic_ns() - started_ns, blocks=0, missing=True, held=found)
-            source = found
+                return source
             moved = await _read(agent, hold, request, source, wanted)
             await agent.commit(
                 owner,
@@ -121,15 +151,12 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
             )
         else:
             await tell_loaded(agent, request, agent.config.layout.layers - 1)
-    except StoreError as problem:
-        agent.failed(request.source_node_id, problem)
-        raise
     finally:
         agent.book.close_writer(owner, writer)
         if asked:  # answered or not: a lease whose answer is still on the way must end too
-            agent.spawn(agent.peers.tell(request.source_node_id, "end_lease", end))
+            agent.spawn(agent.peers.tell(node_id, "end_lease", end))
     agent.counters["fetched_bytes"] += moved
-    return Fetched(bytes=moved, elapsed_ns=time.monotonic_ns() - started_ns, blocks=request.blocks)
+    return Fetched(bytes=moved, elapsed_ns=0, blocks=request.blocks, source_node_id=node_id)
 
 
 async def _read(agent: StoreAgent, hold: Hold, request: FetchBlocks, source: Source, wanted: Sequence[int]) -> int:

@@ -114,7 +114,8 @@ class Push:
                 break
             remaining_s = (deadline_ns - time.monotonic_ns()) / 1e9
             try:
-                await asyncio.wait_for(self._progress.wait(), max(0.0, remaining_s))
+                async with asyncio.timeout(max(0.0, remaining_s)):  # `wait_for` may swallow a cancellation
+                    await self._progress.wait()
             except TimeoutError:
                 self.fail(TransferTimeout(f"{self._done} of {pushes} pushes done, {self._received} received"))
         if self.failure is not None:

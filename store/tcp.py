@@ -8,9 +8,8 @@ same time use several.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -47,7 +46,7 @@ class TcpTransport:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = zmq.curve_keypair()
         self._executor = ThreadPoolExecutor(LINK_THREADS, thread_name_prefix="store-link")
-        self._idle: dict[str, list[Link]] = defaultdict(list)
+        self._idle: dict[str, deque[Link]] = defaultdict(deque)
         self._running: set[Stop] = set()
         self._closed = False
         self.endpoints: list[Endpoint] = []
@@ -63,16 +62,22 @@ class TcpTransport:
         kinds = {"always": [True], "never": [False], "auto": [True, False]}[config.encryption]
         for encrypted in kinds:
             main = encrypted is kinds[0]
-            server = self._curve if encrypted else self._plain
-            try:
-                bound = server.listen(config.bind if main else LOOPBACK, config.port if main else 0)
-            except (zmq.ZMQError, OSError) as problem:
-                raise TransferError(f"cannot listen on {config.bind}:{config.port}: {problem}") from None
-            host, _, port = bound.removeprefix("tcp://").rpartition(":")
-            if main and config.advertise:
-                host = config.advertise
-            key = self._keys[0].decode() if encrypted else ""
-            self.endpoints.append(Endpoint(transport="tcp", address=f"tcp://{host}:{port}", public_key=key))
+            for address in config.bind.split(",") if main else [LOOPBACK]:
+                self._listen(address.strip(), config.port if main else 0, encrypted, config.advertise if main else "")
+        self._plain.start()
+        self._curve.start()
+
+    def _listen(self, address: str, port: int, encrypted: bool, advertise: str) -> None:
+        server = self._curve if encrypted else self._plain
+        try:
+            bound = server.listen(address, port)
+        except (zmq.ZMQError, OSError) as problem:
+            raise TransferError(f"cannot listen on {address}:{port}: {problem}") from None
+        host, _, port_bound = bound.removeprefix("tcp://").rpartition(":")
+        key = self._keys[0].decode() if encrypted else ""
+        self.endpoints.append(
+            Endpoint(transport="tcp", address=f"tcp://{advertise or host}:{port_bound}", public_key=key)
+        )
 
     @property
     def public_key(self) -> str:
@@ -93,7 +98,7 @@ class TcpTransport:
             await self._move(peer, items, call, lambda link, watch: link.write(items, call, watch))
 
     def forget(self, node_id: str) -> None:
-        for link in self._idle.pop(node_id, []):
+        for link in self._idle.pop(node_id, ()):
             link.close()
 
     async def close(self) -> None:
@@ -118,7 +123,7 @@ class TcpTransport:
         check_items(self._view.geometry, peer.geometry, items)
         if not items or moved_bytes(peer.geometry, items) > SMALL_BYTES:
             return False
-        link = self._take_idle(peer)
+        link = self._take_idle(peer, self._endpoint(peer))
         if link is None or not link.can_exchange():
             if link is not None:
                 self._idle[peer.node_id].append(link)
@@ -156,7 +161,7 @@ class TcpTransport:
 
     def _run(self, peer: Peer, endpoint: Endpoint, work: Work, stop: Stop) -> None:
         """On an idle link or a new one, which is idle again afterwards if it did not fail."""
-        link = self._take_idle(peer)
+        link = self._take_idle(peer, endpoint)
         watch = Watch(stop, self._config.stall_ns_max, peer.node_id)
         try:
             if link is None:
@@ -173,14 +178,20 @@ class TcpTransport:
             raise
         self._put_idle(link)
 
-    def _take_idle(self, peer: Peer) -> Link | None:
-        """An idle link to this incarnation of the peer. (Of a list, `pop` and `append` are atomic.)"""
-        with contextlib.suppress(IndexError):
-            while True:
-                link = self._idle[peer.node_id].pop()
-                if link.peer.incarnation == peer.incarnation and not link.broken():
-                    return link
+    def _take_idle(self, peer: Peer, endpoint: Endpoint) -> Link | None:
+        """An idle link to this endpoint of this incarnation. (Of a deque, `popleft` and `append` are atomic.)"""
+        idle = self._idle[peer.node_id]
+        for _ in range(len(idle)):
+            try:
+                link = idle.popleft()
+            except IndexError:
+                break
+            if link.peer.incarnation != peer.incarnation or link.broken():
                 link.close()
+            elif link.address != endpoint.address:
+                idle.append(link)
+            else:
+                return link
         return None
 
     def _put_idle(self, link: Link) -> None:
@@ -194,7 +205,7 @@ class TcpTransport:
         if not endpoint.public_key:
             timeout_s = self._config.stall_ns_max / 1e9
             plain = PlainChannel.connect(endpoint.address, watch, frame_bytes_max=longest, timeout_s=timeout_s)
-            return Link(plain, self._view, peer)
+            return Link(plain, self._view, peer, endpoint.address)
         curve = CurveChannel(
             self._context,
             endpoint.address,
@@ -208,19 +219,24 @@ class TcpTransport:
         except BaseException:
             curve.close()
             raise
-        return Link(curve, self._view, peer)
+        return Link(curve, self._view, peer, endpoint.address)
+
+    def ways(self, peer: Peer) -> list[Endpoint]:
+        """The peer's endpoints on which both ends agree on encryption."""
+        offered = [at for at in peer.endpoints if at.transport == "tcp"]
+        right = [at for at in offered if bool(at.public_key) != self._goes_plain(peer)]
+        if not right and self._config.encryption == "auto":  # encrypted although it need not be
+            right = [at for at in offered if at.public_key]
+        return right
+
+    def _goes_plain(self, peer: Peer) -> bool:
+        return self._config.encryption == "never" or (self._config.encryption == "auto" and peer.host == self._host)
 
     def _endpoint(self, peer: Peer) -> Endpoint:
         """Raises TransferRefused when the two agents do not agree on encryption."""
-        offered = [at for at in peer.endpoints if at.transport == "tcp"]
-        plain = self._config.encryption == "never" or (self._config.encryption == "auto" and peer.host == self._host)
-        for endpoint in offered:
-            if bool(endpoint.public_key) != plain:
-                return endpoint
-        for endpoint in offered:  # encrypted although it need not be
-            if endpoint.public_key and self._config.encryption == "auto":
-                return endpoint
-        wanted = "plain" if plain else "encrypted"
+        for endpoint in self.ways(peer):
+            return endpoint
+        wanted = "plain" if self._goes_plain(peer) else "encrypted"
         raise TransferRefused(
             f"{peer.node_id} offers no {wanted} link, and encryption is {self._config.encryption!r} here"
         )

@@ -25,8 +25,9 @@ WAKE_S = 0.05
 class Link:
     """Raises TransferErrors, and Broken."""
 
-    def __init__(self, channel: Channel, view: PoolView, peer: Peer) -> None:
+    def __init__(self, channel: Channel, view: PoolView, peer: Peer, address: str) -> None:
         self.peer = peer
+        self.address = address
         self._channel = channel
         self._view = view
         self._session: wire.Session | None = None

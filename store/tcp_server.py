@@ -32,31 +32,36 @@ class PlainServer:
         self._view = view
         self._service = service
         self._stall_ns_max = stall_ns_max
-        self._listener: socket.socket | None = None
+        self._accepting: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._connections: dict[PlainChannel, threading.Thread] = {}
-        self._accepting: threading.Thread | None = None
         self._closed = False
 
     def listen(self, host: str, port: int) -> str:
-        """Binds and serves; the address. Raises OSError (port taken, no such address)."""
+        """Binds; the address. Raises OSError (port taken, no such address)."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host.strip("[]"), port), family=family, backlog=128)
-        bound = self._listener.getsockname()
+        listener = socket.create_server((host.strip("[]"), port), family=family, backlog=128)
+        bound = listener.getsockname()
         at = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]
-        self._accepting = threading.Thread(target=self._accept, name="store-tcp", daemon=True)
-        self._accepting.start()
+        self._accepting[listener] = threading.Thread(
+            target=self._accept, args=(listener,), name="store-tcp", daemon=True
+        )
         return f"tcp://{at}:{bound[1]}"
+
+    def start(self) -> None:
+        """Serves what was bound."""
+        for thread in self._accepting.values():
+            thread.start()
 
     def close(self) -> None:
         """Ends every connection and its thread. Idempotent."""
         self._closed = True
-        if self._listener is None or self._accepting is None:
-            return
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; closing does not
-        self._accepting.join()
-        self._listener.close()
+        for listener, accepting in self._accepting.items():
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; closing does not
+            if accepting.ident is not None:
+                accepting.join()
+            listener.close()
         with self._lock:
             threads = list(self._connections.values())
             for channel in self._connections:
@@ -65,11 +70,10 @@ class PlainServer:
         for thread in threads:
             thread.join()
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 if not self._closed:
                     time.sleep(0.05)  # out of file descriptors
@@ -168,11 +172,14 @@ class CurveServer:
         self._socket.zap_domain = b"halfmoon"
 
     def listen(self, host: str, port: int) -> str:
-        """Binds and serves; the address. Raises zmq.ZMQError (port taken, no such address)."""
+        """Binds; the address. Raises zmq.ZMQError (port taken, no such address)."""
         self._socket.bind(f"tcp://{host}:{port or '*'}")
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(self) -> None:
+        """Serves what was bound; of the socket's threads, from here on only its own."""
         self._thread = threading.Thread(target=self._run, name="store-curve", daemon=True)
         self._thread.start()
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def allow(self, public_key: str) -> None:
         """Puts a CURVE key on the list."""

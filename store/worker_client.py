@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from nats.errors import Error as NatsError
@@ -170,8 +170,11 @@ class StoreClient:
         self._pushes[order_id] = 0
         return opened
 
-    async def fetch(self, order_id: str, source_node_id: str, *, first_block: int, blocks: int) -> say.Fetched:
-        """Blocks of the order become readable here, layer by layer (`KvLoaded`), and are committed.
+    async def fetch(
+        self, order_id: str, source_node_id: str, *, first_block: int, blocks: int, replicas: Sequence[str] = ()
+    ) -> say.Fetched:
+        """Blocks of the order become readable here, layer by layer (`KvLoaded`), and are committed. When the source
+        fails, `replicas` are tried.
 
         Raises BlockMissing (with `held`), OrderUnknown, or a TransferError; then nothing was committed.
         """
@@ -181,6 +184,7 @@ class StoreClient:
             source_node_id=source_node_id,
             first_block=first_block,
             blocks=blocks,
+            replica_node_ids=list(replicas),
         )
         fetched = await self.ask("fetch", request, say.Fetched, long=True)
         if fetched.missing:

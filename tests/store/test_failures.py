@@ -47,10 +47,12 @@ def tell(url: str, story: Callable[[Cluster], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def node_process(here: Cluster, node_id: str, transport: str, *, slots: int = 26) -> subprocess.Popen[bytes]:
-    """An agent of the BIG layout in a process of its own; killed at the end."""
+async def node_process(
+    here: Cluster, node_id: str, transport: str, *, slots: int = 26, layers: int = BIG.layers
+) -> subprocess.Popen[bytes]:
+    """An agent of the BIG layout (or of fewer layers) in a process of its own; killed at the end."""
     path = Path(__file__).parent / "node_process.py"
-    command = [sys.executable, str(path), here.url, here.name, node_id, transport, "auto", str(slots), str(BIG.layers)]
+    command = [sys.executable, str(path), here.url, here.name, node_id, transport, "auto", str(slots), str(layers)]
     process = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"

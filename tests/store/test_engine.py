@@ -1,0 +1,229 @@
+"""The engine over transports that fail on command, and over real ones: which path, retries, rests, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path as File
+from typing import Any
+
+import numpy as np
+import pytest
+from store_harness import layout
+from transport_harness import Side, call
+
+from halfmoon.schemas.events import Endpoint
+from halfmoon.store.engine import SLICE_BYTES, Engine, cut
+from halfmoon.store.errors import PeerUnreachable, TransferError, TransferTimeout
+from halfmoon.store.segment import Geometry
+from halfmoon.store.topology import TopologyInvalid, read_topology
+from halfmoon.store.transport import Call, Peer, Slice
+
+GEOMETRY = Geometry(slots=64, layers=4, layer_block_bytes=1 << 20)
+
+
+class Scripted:
+    """Says what it was asked to move, takes `seconds` for each, fails when the endpoint is in `broken`."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.broken: dict[str, Exception] = {}
+        self.moved: list[tuple[str, list[Slice]]] = []
+        self.running = self.running_max = 0
+
+    async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
+        address = peer.endpoints[0].address
+        self.running += 1
+        self.running_max = max(self.running_max, self.running)
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self.running -= 1
+        if address in self.broken:
+            raise self.broken[address]
+        self.moved.append((address, list(items)))
+
+    write = read
+
+    def forget(self, node_id: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+    @property
+    def addresses(self) -> list[str]:
+        return [address for address, _ in self.moved]
+
+
+def peer(*endpoints: tuple[str, str, int], incarnation: str = "i") -> Peer:
+    found = tuple(Endpoint(transport=kind, address=at, distance=far) for kind, at, far in endpoints)  # type: ignore[arg-type]
+    return Peer("n", incarnation, "host", "segment", GEOMETRY, found)
+
+
+def engine(stripes: int = 1, **transports: Any) -> Engine:
+    return Engine(transports, host="host", stripes=stripes, counters=Counter())
+
+
+BATCH = [Slice(i, i, 0, 4) for i in range(8)]  # 32 MiB: four slices
+
+
+def test_a_batch_is_cut_into_slices_that_cover_it_once() -> None:
+    pieces = cut([Slice(i, 63 - i, 1, 3) for i in range(7)], 1 << 20, 2)
+    assert [sum(item.layers for item in piece) << 20 for piece in pieces] == [SLICE_BYTES, SLICE_BYTES, 5 << 20]
+    layers = [
+        (i.local_slot, i.remote_slot, at)
+        for p in pieces
+        for i in p
+        for at in range(i.first_layer, i.first_layer + i.layers)
+    ]
+    assert layers == [(i, 63 - i, layer) for i in range(7) for layer in (1, 2, 3)]
+    assert cut(BATCH, 1 << 20, 1) == [BATCH]
+
+
+def test_a_failed_path_is_replaced_by_another_then_by_another_transport_then_it_is_said() -> None:
+    async def story() -> None:
+        rdma, tcp = Scripted(), Scripted()
+        over = engine(rdma=rdma, tcp=tcp)
+        there = peer(("rdma", "r1", 10), ("rdma", "r2", 20), ("tcp", "t1", 10))
+        await over.read(there, BATCH[:1], call())
+        assert rdma.addresses == ["r1"]
+        rdma.broken["r1"] = PeerUnreachable("cut")
+        await over.read(there, BATCH[:1], call())
+        assert rdma.addresses == ["r1", "r2"]
+        rdma.broken["r2"] = TransferTimeout("slow")
+        await over.read(there, BATCH[:1], call())
+        assert (rdma.addresses, tcp.addresses) == (["r1", "r2"], ["t1"])
+        tcp.broken["t1"] = PeerUnreachable("cut too")
+        with pytest.raises(PeerUnreachable, match="cut too"):
+            await over.read(there, BATCH[:1], call())
+        with pytest.raises(PeerUnreachable, match="rests"):
+            await over.read(there, BATCH[:1], call())
+        again = peer(("rdma", "r1", 10), incarnation="restarted")
+        rdma.broken.clear()
+        await over.read(again, BATCH[:1], call())  # another process, another history
+
+    asyncio.run(story())
+
+
+def test_a_path_rests_longer_after_each_failure_and_is_probed_by_one_move() -> None:
+    async def story() -> None:
+        tcp = Scripted(seconds=0.05)
+        over = engine(tcp=tcp)
+        there = peer(("tcp", "t1", 10), ("tcp", "t2", 100))
+        (best, _) = over.paths(there)
+        tcp.broken["t1"] = PeerUnreachable("cut")
+        rests = []
+        for _ in range(3):
+            best.rests_until_ns = 0
+            before_ns = time.monotonic_ns()
+            await over.read(there, BATCH[:1], call())
+            rests.append(best.rests_until_ns - before_ns)
+        assert rests[0] < rests[1] < rests[2]
+        tcp.broken.clear()
+        best.rests_until_ns = 0
+        tcp.moved.clear()
+        await asyncio.gather(*(over.read(there, BATCH[:1], call()) for _ in range(3)))
+        assert sorted(tcp.addresses) == ["t1", "t2", "t2"]
+        await over.read(there, BATCH[:1], call())
+        assert tcp.addresses[-1] == "t1"
+
+    asyncio.run(story())
+
+
+def test_slices_are_shared_out_by_bandwidth_and_distance() -> None:
+    async def story() -> None:
+        tcp = Scripted(seconds=0.01)
+        over = engine(stripes=4, tcp=tcp)
+        there = peer(("tcp", "near", 10), ("tcp", "far", 30))
+        many = [Slice(i, i, 0, 4) for i in range(64)]  # 32 slices
+        await over.write(there, many, call())
+        shares = Counter(tcp.addresses)
+        assert 2 * shares["far"] < shares["near"] < 32, shares
+        assert tcp.running_max == 4
+        moved = [item for _, items in tcp.moved for item in items]
+        assert sorted(moved) == many
+
+    asyncio.run(story())
+
+
+def test_no_more_slices_are_under_way_than_there_is_room_and_a_deadline_ends_the_wait() -> None:
+    async def story() -> None:
+        tcp = Scripted(seconds=0.02)
+        over = engine(tcp=tcp)
+        there = peer(("tcp", "t1", 10))
+        await asyncio.gather(*(over.read(there, BATCH[:1], call()) for _ in range(100)))
+        assert tcp.running_max == 32
+        tcp.seconds = 60
+        waiting = [asyncio.create_task(over.read(there, BATCH[:1], call())) for _ in range(32)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(TransferTimeout, match="turn"):
+            await over.read(there, BATCH[:1], call(seconds=-1))
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        tcp.seconds = 0
+        await over.read(there, BATCH[:1], call())  # what was cancelled gave its room back
+        assert over.paths(there)[0].in_flight_bytes == 0
+
+    asyncio.run(story())
+
+
+def test_real_bytes_come_over_tcp_when_the_memory_cannot_be_mapped_and_striped() -> None:
+    async def story() -> None:
+        shape = layout(layers=8, block_tokens=1024, kv_heads=2, head_dim=64)
+        one, two = Side("tcp", "one", shape=shape, slots=8), Side("tcp", "two", shape=shape, slots=8)
+        mapped = Side("shm", "one", shape=shape, slots=8)
+        one.meet(two)
+        assert one.tcp is not None
+        over = Engine({"shm": mapped.transport, "tcp": one.tcp}, host=two.peer.host, stripes=3, counters=one.counters)
+        try:
+            theirs, mine = two.stored(*range(6)), one.reserved(6)
+            gone = Endpoint(transport="shm", address="nowhere")
+            there = Peer(
+                "two",
+                two.incarnation,
+                two.peer.host,
+                "halfmoon-nowhere",
+                two.peer.geometry,
+                (gone, *two.peer.endpoints),
+            )
+            items = [Slice(mine[i], theirs[i], 0, 8) for i in range(6)]
+            await over.read(there, items, call())
+            assert all(np.array_equal(one.view.blocks[mine[i]], two.view.blocks[theirs[i]]) for i in range(6))
+            assert one.counters["retried_shm"] >= 1
+            assert two.counters["tcp_read_bytes"] == 6 * shape.block_bytes
+            with pytest.raises(TransferError, match="not leased"):
+                await over.read(there, items, call(order_id="other"))
+        finally:
+            for side in (one, two, mapped):
+                await side.close()
+
+    asyncio.run(story())
+
+
+def test_topology_is_read_from_sysfs_and_overridden_by_a_file(tmp_path: File) -> None:
+    for name, text in (
+        ("sys/class/net/eth0/device/numa_node", "1\n"),
+        ("sys/class/infiniband/mlx5_0/device/numa_node", "0\n"),
+        ("sys/class/net/lo/address", ""),
+        ("sys/devices/system/node/node0/distance", "10 21\n"),
+        ("sys/devices/system/node/node1/distance", "21 10\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    found = read_topology(sysfs=tmp_path / "sys")
+    assert [found.distance(nic) for nic in ("eth0", "mlx5_0", "lo", "")] == [21, 10, 10, 10]
+    file = tmp_path / "topology.toml"
+    file.write_text('memory_node = 1\n[nics.eth9]\nnuma_node = 0\n[distances]\n"1-0" = 40\n')
+    found = read_topology(str(file), sysfs=tmp_path / "sys")
+    assert [found.distance(nic) for nic in ("eth0", "mlx5_0", "eth9")] == [10, 40, 40]
+    for text, named in (
+        ("nics = 1", "nics"),
+        ("[nics.a]", "nics.a"),
+        ('[distances]\n"x" = 1', "distances.x"),
+        ("more = 1", "more"),
+    ):
+        file.write_text(text)
+        with pytest.raises(TopologyInvalid, match=named):
+            read_topology(str(file), sysfs=tmp_path / "sys")
