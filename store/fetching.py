@@ -24,7 +24,7 @@ import numpy as np
 from halfmoon.schemas import subjects
 from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.kv import KvLoaded
-from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, LeaseBlocks, Leased
+from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, Hello, LeaseBlocks, Leased
 from halfmoon.store.errors import BytesCorrupted, OrderUnknown, StoreError
 from halfmoon.store.peers import Peers
 from halfmoon.store.slots import Hold, Owner
@@ -48,17 +48,19 @@ class Source:
     checksums: list[int]
 
 
-async def lease_at(
-    peers: Peers, node_id: str, wanted: FetchBlocks, hold: Hold, *, party: str, timeout_s: float
-) -> Source | int:
+class _Slow(Exception):
+    """A holder takes its time (it may have to load from its SSD), and there is another one."""
+
+
+async def lease_at(peers: Peers, node_id: str, wanted: FetchBlocks, hold: Hold, *, party: str) -> Source | int:
     """Leases the blocks at a holder. An int: a miss, it has only so many of them. Raises StoreError."""
-    peer = await peers.get(node_id, timeout_s=timeout_s)
+    peer = await peers.get(node_id)
     keys = join_keys(hold.keys[: wanted.first_block + wanted.blocks])
     request = LeaseBlocks(order_id=wanted.order_id, party=party, block_keys=keys, first_block=wanted.first_block)
-    leased = await peers.ask(node_id, "lease", request, Leased, timeout_s=timeout_s)
+    leased = await peers.ask(node_id, "lease", request, Leased)
     if leased.missing:
         return leased.held
-    peer = await peers.get(node_id, incarnation=leased.incarnation, timeout_s=timeout_s)
+    peer = await peers.get(node_id, incarnation=leased.incarnation)
     return Source(peer, party, leased.slots, leased.checksums)
 
 
@@ -108,6 +110,9 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
             found = await _fetch_from(agent, owner, node_id, request, more=place + 1 < len(holders))
         except OrderUnknown:
             raise
+        except _Slow:
+            agent.spawn(_look_after(agent, node_id))
+            continue
         except StoreError as failure:
             agent.failed(node_id, failure)
             problem = failure
@@ -137,8 +142,11 @@ async def _fetch_from(
         wanted = await copy_local(agent, owner, hold, request)
         if wanted:
             asked = True
-            timeout_s = agent.config.replica_after_s if more else agent.config.control_timeout_s
-            source = await lease_at(agent.peers, node_id, request, hold, party=end.party, timeout_s=timeout_s)
+            try:
+                async with asyncio.timeout(agent.config.replica_after_s if more else None):
+                    source = await lease_at(agent.peers, node_id, request, hold, party=end.party)
+            except TimeoutError:
+                raise _Slow from None
             if isinstance(source, int):
                 asked = False
                 return source
@@ -157,6 +165,14 @@ async def _fetch_from(
             agent.spawn(agent.peers.tell(node_id, "end_lease", end))
     agent.counters["fetched_bytes"] += moved
     return Fetched(bytes=moved, elapsed_ns=0, blocks=request.blocks, source_node_id=node_id)
+
+
+async def _look_after(agent: StoreAgent, node_id: str) -> None:
+    """A holder was slow: does it live?"""
+    try:
+        await agent.peers.ask(node_id, "hello", agent.hello(), Hello)
+    except StoreError as problem:
+        agent.failed(node_id, problem)
 
 
 async def _read(agent: StoreAgent, hold: Hold, request: FetchBlocks, source: Source, wanted: Sequence[int]) -> int:

@@ -61,7 +61,7 @@ class Peers:
         self._known: dict[str, Peer] = {}
         self.forgotten: list[Callable[[str], None]] = []
 
-    async def get(self, node_id: str, *, incarnation: str = "", timeout_s: float = 0.0) -> Peer:
+    async def get(self, node_id: str, *, incarnation: str = "") -> Peer:
         """The peer; asked anew when `incarnation` is another than what is known.
 
         Raises PeerUnreachable, LayoutMismatch, TransferRefused (it is not of this cluster).
@@ -71,7 +71,7 @@ class Peers:
             return known
         if known is not None:
             self.forget(node_id)
-        hello = await self.ask(node_id, "hello", self._me(), Hello, timeout_s=timeout_s)
+        hello = await self.ask(node_id, "hello", self._me(), Hello)
         return self.accept(hello)
 
     def accept(self, hello: Hello) -> Peer:

@@ -72,10 +72,10 @@ def read_topology(override: str = "", *, sysfs: Path = SYSFS) -> Topology:
     for name, nic in _table(given, "nics", override).items():
         nics[name] = _checked(nic.get("numa_node") if isinstance(nic, dict) else None, f"{override}: nics.{name}")
     for pair, distance in _table(given, "distances", override).items():
-        one, _, other = pair.partition("-")
-        if not (one.isdigit() and other.isdigit()):
+        near, _, far = pair.partition("-")
+        if not (near.isdigit() and far.isdigit()):
             raise TopologyInvalid(f"{override}: distances.{pair}: must be named like 0-1")
-        distances[int(one), int(other)] = _checked(distance, f"{override}: distances.{pair}")
+        distances[int(near), int(far)] = _checked(distance, f"{override}: distances.{pair}")
     if given:
         raise TopologyInvalid(f"{override}: {next(iter(given))}: unknown field")
     return Topology(memory_node=memory_node, nics=nics, distances=distances)
