@@ -3,6 +3,7 @@
 #   make up [ARGS=...]      environment, then `halfmoon up ARGS`: a whole cluster on this machine
 #   make env                environment only: .venv with exact versions (requirements*.lock); a second time it does nothing
 #   make test [ARGS=...]    environment with tools, then the default tests (pytest ARGS)
+#   make test-slow          environment with tools, then the tests that are left out there for their length
 #   make lint               environment with tools, then ruff, and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
@@ -17,7 +18,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test lint bench experiments golden docs clean clean-env
+.PHONY: help env env-dev up test test-slow lint bench experiments golden docs clean clean-env
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,6 +41,9 @@ up: $(RUN_STAMP)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(DEV_STAMP)
 	@status=0; \

@@ -223,6 +223,7 @@ async def test_three_copies_of_every_stream(servers: ServerCluster, conductor: B
         assert {answer["cluster"]["leader"], *(each["name"] for each in answer["cluster"]["replicas"])} == set(NAMES)
 
 
+@pytest.mark.slow
 async def test_a_server_ends_and_no_event_is_lost_or_swapped(servers: ServerCluster, conductor: Bus) -> None:
     """The one that leads the log, while events are appended and read."""
     frontend = await servers.connect("frontend-0")

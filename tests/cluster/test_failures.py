@@ -147,6 +147,7 @@ async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster,
     await nothing_held(cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["prefill", "decode"])
 async def test_a_store_agent_dies_under_a_request(cluster: Cluster, nc: nats.NATS, half: str) -> None:
     undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))

@@ -115,6 +115,7 @@ async def test_f32_over_shared_memory_says_what_transformers_says(
         await batch_of_eight(cluster, cold)
 
 
+@pytest.mark.slow
 async def test_f32_over_tcp_says_what_transformers_says(
     tmp_path_factory: pytest.TempPathFactory, reference: dict[int, list[int]]
 ) -> None:
@@ -124,6 +125,7 @@ async def test_f32_over_tcp_says_what_transformers_says(
         assert {length: answer["token_ids"] for length, answer in cold.items()} == reference
 
 
+@pytest.mark.slow
 async def test_bf16_gives_the_same_bits_in_all_ways(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("bf16"), "--decode", "1", "--dtype", "bfloat16") as cluster:
         await batch_of_eight(cluster, await all_ways(cluster, SUBSET, "shm"))

@@ -125,6 +125,7 @@ async def test_a_second_ctrl_c_stops_at_once(begun: Callable[..., Cluster]) -> N
 # --- kill -9 --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["conductor-0", "prefill-0", "decode-0", "frontend-0", "nats-server"])
 def test_a_process_is_killed_and_the_cluster_stopped_before_it_is_back(
     begun: Callable[..., Cluster], victim: str
