@@ -20,18 +20,19 @@ from __future__ import annotations
 import msgspec
 
 from halfmoon.conductor.cost import answer_class, expected_decode_ns, expected_tokens, step_ns
+from halfmoon.conductor.fetching import Matched
 from halfmoon.conductor.overload import queue_allowed_ns
 from halfmoon.conductor.placement import (
     EARLIEST_POLICIES,
+    LIGHTEST_POLICIES,
     Candidate,
     DecodeCandidate,
-    Earliest,
     candidates,
     decode_candidates,
     earliest,
     has_room,
+    lightest,
     match,
-    takes_orders,
 )
 from halfmoon.conductor.policy import choose_decode, choose_prefill
 from halfmoon.conductor.state import Request, State, Worker
@@ -84,15 +85,14 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
     """For a request that was never placed."""
     matched = match(state, request, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
-    decodes = decode_candidates(state, request, matched, answer_tokens)
-    if state.policy.name in EARLIEST_POLICIES:
-        prefills = earliest(state, request, matched, now_ns)
-    else:
-        prefills = _chosen(state, candidates(state, request, matched, now_ns), draw)
+    best = earliest(state, request, matched, now_ns) if state.policy.name in EARLIEST_POLICIES else None
+    prefills = candidates(state, request, matched, now_ns) if best is None else [best]
+    short = lightest(state, request, matched, answer_tokens) if state.policy.name in LIGHTEST_POLICIES else None
+    decodes = decode_candidates(state, request, matched, answer_tokens) if short is None else [short.best]
     refusal = _cannot(state, request, prefills, decodes, now_ns)
     if refusal is not None:
         return refusal
-    prefill = prefills.best
+    prefill = choose_prefill(state, [c for c in prefills if not c.full], draw)
     assert prefill is not None, (request, prefills)
     open_decodes = [c for c in decodes if not c.full]
     roomy = [c for c in open_decodes if c.room]
@@ -112,21 +112,12 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
     placement = _placement(state, request, prefill, decode, answer_tokens)
     if admission == "none":
         return placement
+    workers = len(state.pools.prefill.rows) if best is not None else len(prefills)
+    tbt_ns_max = max(c.tbt_ns for c in decodes) if short is None else short.tbt_ns_max
     return (
-        _over_slo(state, request, placement, decodes, now_ns)
-        or _too_large_now(state, request, placement, prefills.found)
+        _over_slo(state, request, matched, placement, tbt_ns_max, now_ns)
+        or _too_large_now(state, request, placement, workers)
         or placement
-    )
-
-
-def _chosen(state: State, found: list[Candidate], draw: str) -> Earliest:
-    """As `earliest`, for a policy that goes by something else."""
-    full = [c for c in found if c.full]
-    return Earliest(
-        best=choose_prefill(state, [c for c in found if not c.full], draw),
-        found=len(found),
-        full=len(full),
-        place_free_ns=min((c.queue_ns // c.orders for c in full), default=-1),
     )
 
 
@@ -167,28 +158,27 @@ def _prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
 
 
 def _cannot(
-    state: State, request: RequestArrived, prefills: Earliest, decodes: list[DecodeCandidate], now_ns: int
+    state: State, request: RequestArrived, prefills: list[Candidate], decodes: list[DecodeCandidate], now_ns: int
 ) -> Refusal | None:
     """Refusals that hold under every admission: nobody there, too long for all, queues full."""
-    roles = [worker.role for worker in state.workers.values() if takes_orders(state, worker)]
-    for role in ("prefill", "decode"):
-        if role not in roles:
+    for role, pool in (("prefill", state.pools.prefill), ("decode", state.pools.decode)):
+        if not pool.workers:
             return Refusal(
                 reason="no_worker",
                 message=f"no {role} worker is there",
                 retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
             )
-    if not prefills.found or not decodes:
+    if not prefills or not decodes:
         return Refusal(
             reason="too_long",
             message=f"{request.prompt_tokens} prompt tokens and {request.max_tokens} more fit no worker",
         )
-    if prefills.full == prefills.found:
+    if all(c.full for c in prefills):
         return Refusal(
             reason="queue_full",
             message="the queue of every prefill worker is full",
             # One place is free when the oldest order is done.
-            retry_after_ns=max(prefills.place_free_ns, RETRY_NS_MIN),
+            retry_after_ns=max(min(c.queue_ns // c.orders for c in prefills), RETRY_NS_MIN),
         )
     if all(c.full for c in decodes):
         wait = min(_wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in decodes)
@@ -197,8 +187,9 @@ def _cannot(
 
 
 def _over_slo(
-    state: State, request: RequestArrived, placement: Placement, decodes: list[DecodeCandidate], now_ns: int
+    state: State, request: RequestArrived, matched: Matched, placement: Placement, tbt_ns_max: int, now_ns: int
 ) -> Refusal | None:
+    """`tbt_ns_max`: the longest step of all decode workers that could take the request."""
     ttft_slo, tbt_slo = slo_ns(state, request)
     ttft_limit, tbt_limit = limit_ns(ttft_slo, request.priority), limit_ns(tbt_slo, request.priority)
     ttft_ns = placement.prefill.ttft_ns
@@ -214,7 +205,7 @@ def _over_slo(
     if state.policy.admission == "late":
         return None
     # With all reservations counted the load can only be higher than at any one time: mostly this is enough.
-    if all(c.tbt_ns <= tbt_limit for c in decodes):
+    if tbt_ns_max <= tbt_limit:
         return None
     end_ns = now_ns + ttft_ns
     decode = placement.decode
@@ -222,8 +213,10 @@ def _over_slo(
     context = request.prompt_tokens + placement.answer_tokens
     load = decode_load(state, worker, end_ns)
     tbt_ns = step_ns(worker.cost, load.sequences + 1, load.context_tokens + context)
-    if tbt_ns <= tbt_limit and _pool_tbt_ns(state, decodes, end_ns) <= tbt_limit:
-        return None
+    if tbt_ns <= tbt_limit:
+        decodes = decode_candidates(state, request, matched, placement.answer_tokens)
+        if _pool_tbt_ns(state, decodes, end_ns) <= tbt_limit:
+            return None
     return Refusal(
         reason="tbt_slo",
         message=f"predicted time between tokens {tbt_ns // 1_000_000} ms; the limit is {tbt_limit // 1_000_000} ms",

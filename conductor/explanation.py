@@ -20,7 +20,6 @@ from halfmoon.conductor.placement import (
     decode_fits,
     match,
     prefill_fits,
-    takes_orders,
 )
 from halfmoon.conductor.state import State, Worker
 from halfmoon.schemas.events import RequestArrived
@@ -102,7 +101,7 @@ def explain(
 def _why_not(state: State, worker: Worker, request: RequestArrived) -> str:
     if worker.draining:
         return "draining"
-    if not takes_orders(state, worker):
+    if not state.takes_orders(worker):
         return "its node's store agent is away"
     fits = prefill_fits(worker, request) if worker.role == "prefill" else decode_fits(worker, request)
     return "it failed this request before" if fits else "the request is too long for it"

@@ -6,21 +6,98 @@ branches, layer-wise overlap and SSD are ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
 from halfmoon.conductor.cost import LINK_STALE_NS, Link, prefill_ns, transfer_ns
 from halfmoon.conductor.state import State, Worker
 
+#: So many holders are looked at one by one.
+FEW_SOURCES = 4
+#: A run of blocks from the first, and the nodes that hold just so much.
+Runs = list[tuple[int, list[str]]]
 
-class Matched(msgspec.Struct, kw_only=True):
-    """Blocks of a prompt by node: in any tier, and in DRAM; and the holders from which one may read, longest first."""
 
-    held: dict[str, int]
-    dram: dict[str, int]
-    #: (node, blocks in any tier, blocks in DRAM, transfers that would leave it then).
-    sources: list[tuple[str, int, int, int]]
+#: Destination, source: what links achieved.
+Links = Mapping[str, Mapping[str, Link]]
+#: A holder: node, blocks in any tier, blocks in DRAM, transfers that would leave it then.
+Source = tuple[str, int, int, int]
+
+
+class Matched:
+    """Blocks of a prompt by node: in any tier, and in DRAM. Runs are longest first."""
+
+    __slots__ = ("_busy", "_now_ns", "_runs", "_state", "dram", "dram_runs", "held", "longest")
+
+    def __init__(self, state: State, runs: Runs, dram_runs: Runs, now_ns: int) -> None:
+        self.held = _by_node(runs)
+        self.dram_runs = dram_runs
+        self.dram = self.held if dram_runs is runs else _by_node(dram_runs)
+        self.longest = runs[0][0] if runs else 0
+        self._state, self._runs, self._now_ns = state, runs, now_ns
+        #: By run: of the holders from which transfers leave, one list for each number of them, by id.
+        self._busy: dict[int, dict[int, list[str]]] = {}
+
+    def sources(self, more_than: int = 0) -> Iterator[Source]:
+        """Holders of more blocks than that, longest first, then by id."""
+        for blocks, nodes in self._runs:
+            if blocks <= more_than:
+                return
+            for node_id in nodes:
+                yield self._source(node_id, blocks)
+
+    def worthwhile(self, own_id: str, measured: Mapping[str, Link] | None, more_than: int) -> Iterator[Source]:
+        """Those of `sources` that may be the best one for the node `own_id`, in the same order.
+
+        Of holders of as many blocks, from which as many transfers leave, over ways that were not measured, the first
+        one does: a first block may be everywhere. `measured`: ways to it; None: not known.
+        """
+        if measured is None or self.dram is not self.held:
+            yield from self.sources(more_than)
+            return
+        for blocks, nodes in self._runs:
+            if blocks <= more_than:
+                return
+            if len(nodes) > FEW_SOURCES:
+                nodes = self._worthwhile(blocks, nodes, own_id, measured)
+            for node_id in nodes:
+                yield self._source(node_id, blocks)
+
+    def _worthwhile(self, blocks: int, nodes: list[str], own_id: str, measured: Mapping[str, Link]) -> list[str]:
+        held = self.held
+        found = [node_id for node_id in measured if held.get(node_id) == blocks and node_id != own_id]
+        if held.get(own_id) == blocks:
+            found.append(own_id)
+        busy = self._busy.get(blocks)
+        if busy is None:
+            busy = self._busy[blocks] = {}
+            for node_id in sorted(self._state.leaving):
+                if held.get(node_id) == blocks:
+                    busy.setdefault(leaving(self._state, node_id, self._now_ns), []).append(node_id)
+        still = (node_id for node_id in nodes if node_id not in self._state.leaving)
+        for alike in (still, *busy.values()):
+            first = next((node_id for node_id in alike if node_id != own_id and node_id not in measured), None)
+            if first is not None:
+                found.append(first)
+        found.sort()
+        return found
+
+    def _source(self, node_id: str, blocks: int) -> Source:
+        return node_id, blocks, self.dram.get(node_id, 0), 1 + leaving(self._state, node_id, self._now_ns)
+
+
+def _by_node(runs: Runs) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for blocks, nodes in runs:
+        held.update(dict.fromkeys(nodes, blocks))
+    return held
+
+
+def leaving(state: State, node_id: str, now_ns: int) -> int:
+    """Transfers that leave a node now."""
+    ends = state.leaving.get(node_id)
+    return sum(1 for end_ns in ends.values() if end_ns > now_ns) if ends else 0
 
 
 class Cut(msgspec.Struct):
@@ -58,16 +135,17 @@ class _Source:
         state: State,
         worker: Worker,
         tokens: int,
-        source: tuple[str, int, int, int],
+        source: Source,
         now_ns: int,
         queue: int,
         local: int,
+        links: Links,
     ) -> None:
         self.node_id, _, self.dram, self.sharing = source
         self.worker, self.tokens, self.queue_ns, self.local = worker, tokens, queue, local
         policy = state.policy
         self.latency_ns = policy.link_latency_ns
-        self.bytes_s = link_bytes_s(state.links, worker.node_id, self.node_id, now_ns, policy.link_bytes_s)
+        self.bytes_s = link_bytes_s(links, worker.node_id, self.node_id, now_ns, policy.link_bytes_s)
         self.ssd_bytes_s = link_bytes_s(state.ssd_links, worker.node_id, self.node_id, now_ns, policy.ssd_bytes_s)
 
     def transfer_ns(self, blocks: int, block_bytes: int) -> int:
@@ -144,23 +222,45 @@ def cheapest(
     state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, queue: int, local: int, blocks_max: int
 ) -> Cut | None:
     """Ours: the best cut over all holders of more than is here; None when the threshold forbids a fetch."""
+    measured = state.pools.links_measured(worker.node_id, state.at_ns) if now_ns >= state.at_ns else None
+    sources = matched.worthwhile(worker.node_id, measured, local)
+    return _cheapest(state, worker, tokens, matched, now_ns, queue, local, blocks_max, sources, state.links)
+
+
+def unmeasured(state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, blocks_max: int) -> Cut | None:
+    """As `cheapest`, were the worker idle, nothing on its node, and every way as fast as is expected of one."""
+    sources = matched.worthwhile(worker.node_id, {}, 0)
+    return _cheapest(state, worker, tokens, matched, now_ns, 0, 0, blocks_max, sources, {})
+
+
+def _cheapest(
+    state: State,
+    worker: Worker,
+    tokens: int,
+    matched: Matched,
+    now_ns: int,
+    queue: int,
+    local: int,
+    blocks_max: int,
+    sources: Iterable[Source],
+    links: Links,
+) -> Cut | None:
     best: Cut | None = None
     fastest = (0, 1)
-    longest = min(matched.sources[0][1], blocks_max)
-    fetching = longest * 100 > local * state.policy.fetch_threshold_percent
-    for source in matched.sources:
+    if local >= blocks_max:
+        return None
+    fetching = min(matched.longest, blocks_max) * 100 > local * state.policy.fetch_threshold_percent
+    for source in sources:
         blocks = min(source[1], blocks_max)
-        if blocks <= local:
-            break  # longest first: no other has more
         if source[0] != worker.node_id and not fetching:
             continue
         if source[2] >= blocks and source[0] != worker.node_id:
             # A holder of no more, over no faster a way, is no better. (Compared per transfer that shares it.)
-            bytes_s = link_bytes_s(state.links, worker.node_id, source[0], now_ns, state.policy.link_bytes_s)
+            bytes_s = link_bytes_s(links, worker.node_id, source[0], now_ns, state.policy.link_bytes_s)
             if bytes_s * fastest[1] <= fastest[0] * source[3]:
                 continue
             fastest = (bytes_s, source[3])
-        here = _Source(state, worker, tokens, source, now_ns, queue, local)
+        here = _Source(state, worker, tokens, source, now_ns, queue, local, links)
         if source[0] == worker.node_id:
             here.latency_ns = 0
         cut = here.best_cut(blocks)
@@ -173,7 +273,8 @@ def papers_rule(
 ) -> Cut | None:
     """Algorithm 1 as printed: fetch all of the best prefix when it is longer than the local one times the threshold."""
     local = min(matched.held.get(worker.node_id, 0), blocks_max)
-    node_id, best, _, sharing = matched.sources[0]
+    source = next(matched.sources())
+    node_id, best, _, sharing = source
     blocks = min(best, blocks_max)
     if node_id == worker.node_id or blocks * 100 <= local * state.policy.fetch_threshold_percent:
         dram = matched.dram.get(worker.node_id, 0)
@@ -181,7 +282,7 @@ def papers_rule(
             return None
         prefill = prefill_ns(worker.cost, tokens, local * worker.block_tokens)
         return Cut(local, worker.node_id, 0, prefill, queue + prefill, 1, True, dram)
-    here = _Source(state, worker, tokens, matched.sources[0], now_ns, queue, local)
+    here = _Source(state, worker, tokens, source, now_ns, queue, local, state.links)
     transfer = here.transfer_ns(blocks, worker.block_bytes)
     prefill = prefill_ns(worker.cost, tokens, blocks * worker.block_tokens)
     return Cut(blocks, node_id, transfer, prefill, queue + transfer + prefill, sharing, blocks > here.dram, local)
@@ -190,15 +291,15 @@ def papers_rule(
 def load_from_own_ssd(
     state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, queue: int, local: int, blocks_max: int
 ) -> Cut | None:
-    for source in matched.sources:
+    for source in matched.sources(local):
         if source[0] == worker.node_id and min(source[1], blocks_max) > local:
-            here = _Source(state, worker, tokens, source, now_ns, queue, local)
+            here = _Source(state, worker, tokens, source, now_ns, queue, local, state.links)
             here.latency_ns = 0
             return here.best_cut(min(source[1], blocks_max))
     return None
 
 
-def link_bytes_s(links: dict[str, dict[str, Link]], destination: str, source: str, now_ns: int, otherwise: int) -> int:
+def link_bytes_s(links: Links, destination: str, source: str, now_ns: int, otherwise: int) -> int:
     """Bandwidth from `source` to `destination` as measured lately, or what is expected otherwise."""
     measured = links.get(destination)
     if measured is None:

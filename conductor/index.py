@@ -6,7 +6,7 @@ node that leaves takes its bits along. Pure; part of the core.
 
 from __future__ import annotations
 
-from itertools import accumulate, repeat
+from itertools import accumulate, compress, repeat
 from operator import and_, or_
 from struct import pack, unpack
 
@@ -19,6 +19,8 @@ CHUNK_BLOCKS = 16
 CHUNK_BLOCKS_MAX = 256
 
 
+#: Digits of a binary number to what they say.
+_BITS = bytes.maketrans(b"01", b"\0\1")
 _STRUCT_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
@@ -82,50 +84,51 @@ class BlockIndex:
         _clear(self._ssd if tier == "ssd" else self._dram, self._bit(node_id))
 
     def match(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
-        """Length, in blocks, of the run from the first that each node holds in any tier; nodes with none are absent.
+        """Length, in blocks, of the run from the first that each node holds in any tier; nodes with none are absent."""
+        return {node_id: blocks for blocks, nodes in self.runs(block_keys, blocks_max) for node_id in nodes}
+
+    def match_dram(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
+        """As `match`, counting only what is in DRAM."""
+        runs = self.runs(block_keys, blocks_max, dram_only=True)
+        return {node_id: blocks for blocks, nodes in runs for node_id in nodes}
+
+    def runs(self, block_keys: bytes, blocks_max: int, *, dram_only: bool = False) -> list[tuple[int, list[str]]]:
+        """Lengths of runs from the first block, longest first, and the nodes that hold just so much, by id.
 
         A key says nothing about the one before it (that may have been evicted), so every key up to the end of the
         longest run is looked up; chunks grow, so that a miss at the start of a long prompt costs little.
         """
-        return self._match(block_keys, blocks_max, bool(self._ssd))
-
-    def match_dram(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
-        """As `match`, counting only what is in DRAM."""
-        return self._match(block_keys, blocks_max, False)
-
-    def _match(self, block_keys: bytes, blocks_max: int, with_ssd: bool) -> dict[str, int]:
         limit = min(len(block_keys) // KEY_BYTES, blocks_max)
-        runs: dict[str, int] = {}
+        found: list[tuple[int, int]] = []
         mask = (1 << len(self._slots)) - 1
         start, chunk = 0, CHUNK_BLOCKS
         while start < limit and mask:
             stop = min(start + chunk, limit)
             keys = _keys(block_keys, start, stop)
             masks = map(self._dram.get, keys, repeat(0))
-            if with_ssd:
+            if self._ssd and not dram_only:
                 masks = map(or_, masks, map(self._ssd.get, keys, repeat(0)))
             held = list(accumulate(masks, and_, initial=mask))
             if held[-1] != mask:
                 for blocks, still in enumerate(held, start - 1):
                     if still != mask:
                         if blocks:
-                            self._record(runs, mask & ~still, blocks)
+                            found.append((blocks, mask & ~still))
                         mask = still
                         if not mask:
                             break
             start = stop
             chunk = min(2 * chunk, CHUNK_BLOCKS_MAX)
         if mask and limit > 0:
-            self._record(runs, mask, limit)
-        return runs
+            found.append((limit, mask))
+        return [(blocks, self._nodes(mask)) for blocks, mask in reversed(found)]
 
-    def _record(self, runs: dict[str, int], mask: int, blocks: int) -> None:
-        while mask:
-            low = mask & -mask
-            node_id = self._slots[low.bit_length() - 1]
-            if node_id:
-                runs[node_id] = blocks
-            mask ^= low
+    def _nodes(self, mask: int) -> list[str]:
+        """Whose bits are set, by id."""
+        if not mask & (mask - 1):
+            return [self._slots[mask.bit_length() - 1]]
+        bits = f"{mask:b}"[::-1].encode().translate(_BITS)
+        return sorted(compress(self._slots, bits))
 
     def holders(self, key: bytes) -> list[str]:
         """Nodes that hold one block, by id: its replicas."""

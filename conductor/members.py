@@ -38,6 +38,7 @@ def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
         if same:
             _carry_over(known, worker)
             state.workers[event.worker_id] = worker
+            state.members_changed()
             if known.asked:
                 dropped = f"worker {event.worker_id} dropped its orders"
                 lose_orders(state, event.worker_id, list(worker.orders), dropped, out, told=True)
@@ -47,6 +48,7 @@ def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
     orphans = _orphans(state, event.worker_id)
     state.workers[event.worker_id] = worker
     state.workers = dict(sorted(state.workers.items()))
+    state.members_changed()
     _arm_loss(state, event.role, event.worker_id, event.incarnation, state.at_ns, out)
     lose_orders(state, event.worker_id, orphans, _was_lost(event.worker_id), out)
     place_parked(state, out)
@@ -106,6 +108,7 @@ def worker_draining(state: State, event: WorkerDraining, out: Decisions) -> None
     worker = state.workers.get(event.worker_id)
     if worker is not None and worker.incarnation == event.incarnation:
         worker.draining = event.draining
+        state.members_changed()
         place_parked(state, out)
 
 
@@ -115,6 +118,7 @@ def worker_left(state: State, worker_id: str, incarnation: str, out: Decisions) 
         return
     orphans = _orphans(state, worker_id)
     del state.workers[worker_id]
+    state.members_changed()
     _forget_timer(state, worker.role, worker_id, worker.incarnation)
     lose_orders(state, worker_id, orphans, _was_lost(worker_id), out)
 
@@ -137,6 +141,7 @@ def store_joined(state: State, event: StoreJoined, out: Decisions) -> None:
     if known is not None and known.incarnation != event.incarnation:
         _forget_timer(state, "store", event.node_id, known.incarnation)
     state.index.join(event.node_id)
+    state.members_changed()
     state.stores[event.node_id] = Store(
         node_id=event.node_id,
         incarnation=event.incarnation,
@@ -166,6 +171,7 @@ def store_suspected(state: State, event: StoreSuspected) -> None:
     store = state.stores.get(event.node_id)
     if store is not None:
         store.suspected_until_ns = state.at_ns + state.policy.suspected_ns
+        state.members_changed()
 
 
 def store_left(state: State, node_id: str, incarnation: str) -> None:
@@ -173,6 +179,7 @@ def store_left(state: State, node_id: str, incarnation: str) -> None:
     if store is None or incarnation not in ("", store.incarnation):
         return
     del state.stores[node_id]
+    state.members_changed()
     state.index.leave(node_id)
     state.links.pop(node_id, None)
     state.ssd_links.pop(node_id, None)

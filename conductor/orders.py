@@ -184,6 +184,7 @@ def free_prefill(state: State, order: Order) -> None:
     worker.reserved_ns -= order.reserved_ns
     worker.pending_blocks -= order.pending_blocks
     worker.prompt_blocks -= order.prompt_blocks
+    state.pools.changed(worker)
 
 
 def free_decode(state: State, order: Order) -> None:
@@ -193,6 +194,7 @@ def free_decode(state: State, order: Order) -> None:
     del worker.orders[order.order_id]
     worker.reserved_blocks -= order.reserved_blocks
     worker.context_tokens -= order.context_tokens
+    state.pools.changed(worker)
 
 
 def _draw(state: State) -> str:
@@ -258,10 +260,12 @@ def _order(state: State, request: Request, placement: Placement, out: Decisions)
     worker.reserved_ns += order.reserved_ns
     worker.pending_blocks += order.pending_blocks
     worker.prompt_blocks += order.prompt_blocks
+    state.pools.changed(worker)
     worker = state.workers[decode.worker_id]
     worker.orders[order_id] = order.reserved_blocks
     worker.reserved_blocks += order.reserved_blocks
     worker.context_tokens += order.context_tokens
+    state.pools.changed(worker)
     if order.fetch_node_id:
         state.leaving.setdefault(order.fetch_node_id, {})[order_id] = now_ns + prefill.transfer_ns
     out.append(

@@ -13,16 +13,22 @@ from collections.abc import Sequence
 import msgspec
 
 from halfmoon.conductor.cost import prefill_ns, step_ns
-from halfmoon.conductor.fetching import Matched, cheapest, load_from_own_ssd, papers_rule
+from halfmoon.conductor.fetching import Matched, Runs, cheapest, load_from_own_ssd, papers_rule, unmeasured
 from halfmoon.conductor.state import State, Worker
 from halfmoon.schemas.decisions import Fetch
-from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.events import CostProfile, RequestArrived
 from halfmoon.schemas.policy import PolicyName
 from halfmoon.schemas.types import KEY_BYTES
 
-#: Policies that take the earliest first token; and those that never move blocks: they use what is on the node.
+#: Policies that take the earliest first token, those that take the shortest decode step, and those that never move
+#: blocks: they use what is on the node.
 EARLIEST_POLICIES: tuple[PolicyName, ...] = ("halfmoon", "mooncake", "local_cache_aware")
+LIGHTEST_POLICIES: tuple[PolicyName, ...] = (*EARLIEST_POLICIES, "least_loaded")
 LOCAL_POLICIES: tuple[PolicyName, ...] = ("local_cache_aware", "least_loaded", "round_robin", "random", "dynamo")
+
+#: Holders of a prefix that are looked at one by one; what more nodes hold (a first block may be everywhere) is as if
+#: held by all.
+FEW_NODES = 32
 
 
 class Candidate(msgspec.Struct, kw_only=True):
@@ -73,24 +79,17 @@ def match(state: State, request: RequestArrived, now_ns: int) -> Matched:
     """The longest prefix that each readable node holds; suspected nodes hold nothing."""
     blocks_max = len(request.block_keys) // KEY_BYTES
     index = state.index
-    held = index.match(request.block_keys, blocks_max)
-    if not held:
-        return Matched(held={}, dram={}, sources=[])
-    for store in state.stores.values():
-        if store.suspected_until_ns > now_ns:
-            held.pop(store.node_id, None)
-    dram = index.match_dram(request.block_keys, blocks_max) if index.has_ssd else held
-    sources = [
-        (node_id, blocks, dram.get(node_id, 0), 1 + leaving(state, node_id, now_ns)) for node_id, blocks in held.items()
-    ]
-    sources.sort(key=lambda source: (-source[1], source[0]))
-    return Matched(held=held, dram=dram, sources=sources)
+    runs = index.runs(request.block_keys, blocks_max)
+    if runs and now_ns < state.pools.suspected_until_ns:
+        runs = [(blocks, [node for node in nodes if not _suspected(state, node, now_ns)]) for blocks, nodes in runs]
+        runs = [(blocks, nodes) for blocks, nodes in runs if nodes]
+    dram_runs = index.runs(request.block_keys, blocks_max, dram_only=True) if index.has_ssd else runs
+    return Matched(state, runs, dram_runs, now_ns)
 
 
-def leaving(state: State, node_id: str, now_ns: int) -> int:
-    """Transfers that leave a node now."""
-    ends = state.leaving.get(node_id)
-    return sum(1 for end_ns in ends.values() if end_ns > now_ns) if ends else 0
+def _suspected(state: State, node_id: str, now_ns: int) -> bool:
+    store = state.stores.get(node_id)
+    return store is not None and store.suspected_until_ns > now_ns
 
 
 def queue_ns(worker: Worker, now_ns: int) -> int:
@@ -112,65 +111,120 @@ def candidates(
     fitting = [
         worker
         for worker in state.workers.values()
-        if worker.role == "prefill" and takes_orders(state, worker) and prefill_fits(worker, request)
+        if worker.role == "prefill" and state.takes_orders(worker) and prefill_fits(worker, request)
     ]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     return [_candidate(state, worker, request.prompt_tokens, matched, now_ns) for worker in workers]
 
 
-class Earliest(msgspec.Struct):
-    """The best of all prefill workers, and what a refusal needs to know of the others."""
-
-    best: Candidate | None
-    #: Workers that could take the request at all, and those of them whose queue is as long as it may be.
-    found: int
-    full: int
-    #: The shortest time after which one more place is free.
-    place_free_ns: int
-
-
-def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: int) -> Earliest:
+def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: int) -> Candidate | None:
     """What `policy.choose_prefill` would take of all `candidates`, under a policy that goes by the time to first token.
 
-    No first token comes before the queue and computing what nobody holds. Workers are looked at in the order of that
-    bound, and no further than the best so far: in a large pool nearly all are passed over.
+    No first token comes before the queue, computing what nobody holds, and the price of copies. Workers are looked at
+    in the order of that bound, and no further than the best so far: in a large pool nearly all are passed over. None:
+    there is no short way, look at them all.
     """
-    policy, tokens = state.policy, request.prompt_tokens
-    longest = matched.sources[0][1] if matched.sources else 0
-    bounds: list[tuple[int, str]] = []
-    found = full = 0
-    place_free_ns = -1
-    for worker in state.workers.values():
-        if worker.role != "prefill" or not takes_orders(state, worker) or not prefill_fits(worker, request):
-            continue
-        found += 1
-        queue = queue_ns(worker, now_ns)
-        if len(worker.orders) >= policy.queued_max_per_worker:
-            full += 1
-            free_ns = queue // len(worker.orders)
-            place_free_ns = free_ns if place_free_ns < 0 else min(place_free_ns, free_ns)
-            continue
-        blocks = min(longest, (tokens - 1) // worker.block_tokens) if worker.block_bytes else 0
-        bound = queue + prefill_ns(worker.cost, tokens, blocks * worker.block_tokens)
-        if blocks and policy.name == "halfmoon":
-            bound += _copies_ns(state, worker, blocks - min(matched.dram.get(worker.node_id, 0), blocks))
-        bounds.append((bound, worker.worker_id))
-    bounds.sort()
+    policy, tokens, pool = state.policy, request.prompt_tokens, state.pools.prefill
+    if tokens > pool.tokens_max or now_ns < state.at_ns:
+        return None
+    blocks = min(matched.longest, (tokens - 1) // pool.block_tokens) if pool.block_tokens else 0
+    bounds = _first_token_bounds(state, matched, tokens, blocks, now_ns)
+    first = bounds.index(min(bounds))
     best: Candidate | None = None
-    rank: tuple[int, int, int, str] = (0, 0, 0, "")
-    for bound, worker_id in bounds:
-        if best is not None and bound > rank[0]:
+    rank = (max(bounds), 0, 0, 0)
+    if pool.rows[first].orders < policy.queued_max_per_worker:
+        best = _candidate(state, pool.workers[first], tokens, matched, now_ns)
+        rank = (best.ttft_ns + best.copies_ns, best.transfer_ns, best.orders, first)
+    near = [
+        (bound, 0, pool.rows[place].orders, place)
+        for place, bound in enumerate(bounds)
+        if bound <= rank[0] and place != first
+    ]
+    near.sort()
+    idle = _Idle(state, tokens, matched, now_ns)
+    for bound in near:
+        if best is not None and bound > rank:
             break
-        here = _candidate(state, state.workers[worker_id], tokens, matched, now_ns)
-        here_rank = (here.ttft_ns + here.copies_ns, here.transfer_ns, here.orders, worker_id)
+        place = bound[-1]
+        worker = pool.workers[place]
+        if len(worker.orders) >= policy.queued_max_per_worker:
+            continue
+        if best is not None and idle.bound(worker, place) > rank:
+            continue
+        here = _candidate(state, worker, tokens, matched, now_ns)
+        here_rank = (here.ttft_ns + here.copies_ns, here.transfer_ns, here.orders, place)
         if best is None or here_rank < rank:
             best, rank = here, here_rank
-    return Earliest(best, found, full, place_free_ns)
+    return best
 
 
-def takes_orders(state: State, worker: Worker) -> bool:
-    """Neither draining nor without its node's store agent, through which all its KVCache comes and goes."""
-    return not worker.draining and (worker.block_bytes == 0 or worker.node_id in state.stores)
+class _Idle:
+    """Bounds for workers that are idle and hold nothing of a prompt: there may be many, and all alike.
+
+    Such a worker does no better than one of the same cost to which every way is as fast as is expected of one, unless a
+    faster way to it was measured.
+    """
+
+    __slots__ = ("_matched", "_now_ns", "_seen", "_state", "_tokens")
+
+    def __init__(self, state: State, tokens: int, matched: Matched, now_ns: int) -> None:
+        self._state, self._tokens, self._matched, self._now_ns = state, tokens, matched, now_ns
+        self._seen: list[tuple[CostProfile, int, int]] = []
+
+    def bound(self, worker: Worker, place: int) -> tuple[int, int, int, int]:
+        """Of its rank; zeros: not known."""
+        state, matched = self._state, self._matched
+        held = matched.held
+        if worker.orders or state.policy.name != "halfmoon" or worker.node_id in held or matched.dram is not held:
+            return 0, 0, 0, 0
+        link_bytes_s = state.policy.link_bytes_s
+        for node_id, link in state.pools.links_measured(worker.node_id, state.at_ns).items():
+            if link.bytes_s > link_bytes_s and node_id in held:
+                return 0, 0, 0, 0
+        for cost, first_token_ns, transfer in self._seen:
+            if cost == worker.cost:
+                return first_token_ns, transfer, 0, place
+        blocks_max = (self._tokens - 1) // worker.block_tokens if worker.block_bytes else 0
+        first_token_ns, transfer = prefill_ns(worker.cost, self._tokens, 0), 0
+        cut = unmeasured(state, worker, self._tokens, matched, self._now_ns, blocks_max) if blocks_max else None
+        if cut is not None and cut.ttft_ns < first_token_ns:
+            first_token_ns, transfer = cut.ttft_ns, cut.transfer_ns
+        first_token_ns += copies_ns(state, worker.cost, worker.block_tokens, min(matched.longest, blocks_max))
+        self._seen.append((worker.cost, first_token_ns, transfer))
+        return first_token_ns, transfer, 0, place
+
+
+def _first_token_bounds(state: State, matched: Matched, tokens: int, blocks: int, now_ns: int) -> list[int]:
+    """Of each prefill worker: its queue, computing what is behind the longest match of `blocks`, and their copies."""
+    pool = state.pools.prefill
+    held_by_all, few = _few_holders(matched)
+    copied = blocks - min(held_by_all, blocks)
+    rest_ns = [
+        prefill_ns(cost, tokens, blocks * pool.block_tokens) + copies_ns(state, cost, pool.block_tokens, copied)
+        for cost in pool.costs
+    ]
+    bounds = [
+        (free_ns - now_ns if free_ns - now_ns > behind_ns else behind_ns) + rest_ns[kind]
+        for free_ns, behind_ns, kind, _ in pool.rows
+    ]
+    for held, nodes in few:
+        lacking = blocks - min(held, blocks)
+        for node_id in nodes:
+            for place in pool.on_node.get(node_id, ()):
+                cost = pool.workers[place].cost
+                bounds[place] += copies_ns(state, cost, pool.block_tokens, lacking)
+                bounds[place] -= copies_ns(state, cost, pool.block_tokens, copied)
+    return bounds
+
+
+def _few_holders(matched: Matched) -> tuple[int, Runs]:
+    """The longest runs, of FEW_NODES at most, and how many blocks all others hold at most."""
+    nodes = 0
+    for place, (blocks, holders) in enumerate(matched.dram_runs):
+        nodes += len(holders)
+        if nodes > FEW_NODES:
+            return blocks, matched.dram_runs[:place]
+    return 0, matched.dram_runs
 
 
 def prefill_fits(worker: Worker, request: RequestArrived) -> bool:
@@ -196,13 +250,11 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
     # At least one token is computed: the last one's logits are needed.
     blocks_max = (tokens - 1) // worker.block_tokens if worker.block_bytes else 0
     local = min(matched.dram.get(node_id, 0), blocks_max)
-    copies_ns = 0
-    if policy.name == "halfmoon" and matched.sources:
-        copies_ns = _copies_ns(state, worker, min(matched.sources[0][1], blocks_max) - local)
+    copies = copies_ns(state, worker.cost, worker.block_tokens, min(matched.longest, blocks_max) - local)
     cached, transfer, source, sharing, ssd = local, 0, "", 1, False
     prefill = prefill_ns(worker.cost, tokens, local * worker.block_tokens)
     ttft = queue + prefill
-    if blocks_max and matched.sources and matched.sources[0][1] > local:
+    if blocks_max and matched.longest > local:
         if policy.name in LOCAL_POLICIES:
             cut = load_from_own_ssd(state, worker, tokens, matched, now_ns, queue, local, blocks_max)
         elif policy.name == "mooncake":
@@ -232,21 +284,21 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
         pending_blocks=worker.pending_blocks,
         prompt_blocks=worker.prompt_blocks,
         uncached_blocks=-(-tokens // worker.block_tokens) - cached,
-        copies_ns=copies_ns,
+        copies_ns=copies,
         full=len(worker.orders) >= policy.queued_max_per_worker,
     )
 
 
-def _copies_ns(state: State, worker: Worker, blocks: int) -> int:
+def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -> int:
     """Price of `blocks` that another node holds and this one will: in a full pool they displace as many others.
 
-    Those would be reused as blocks are on average, each time in place of computing them.
+    Those would be reused as blocks are on average, each time in place of computing them. Only for policy `halfmoon`.
     """
     counters = state.counters
-    if blocks <= 0 or not counters.prompt_tokens:
+    if blocks <= 0 or not counters.prompt_tokens or state.policy.name != "halfmoon":
         return 0
     reused = counters.cached_local_tokens + counters.cached_fetched_tokens
-    block_ns = worker.cost.prefill_per_token_ps * worker.block_tokens // 1_000
+    block_ns = cost.prefill_per_token_ps * block_tokens // 1_000
     return blocks * block_ns * reused // counters.prompt_tokens
 
 
@@ -260,29 +312,59 @@ def decode_candidates(
     fitting = [
         worker
         for worker in state.workers.values()
-        if worker.role == "decode" and takes_orders(state, worker) and decode_fits(worker, request)
+        if worker.role == "decode" and state.takes_orders(worker) and decode_fits(worker, request)
     ]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     context = request.prompt_tokens + answer_tokens
-    queued_max = state.policy.queued_max_per_worker
-    found = []
-    for worker in workers:
-        blocks = decode_blocks(worker, context)
-        sequences = len(worker.orders)
-        found.append(
-            DecodeCandidate(
-                worker_id=worker.worker_id,
-                node_id=worker.node_id,
-                tbt_ns=step_ns(worker.cost, sequences + 1, worker.context_tokens + context),
-                blocks=blocks,
-                reserved_blocks=worker.reserved_blocks,
-                room=has_room(worker, sequences, worker.reserved_blocks, blocks),
-                prefix_blocks=matched.held.get(worker.node_id, 0),
-                sequences=sequences,
-                full=sequences - worker.batch_max >= queued_max,
-            )
-        )
-    return found
+    return [_decode_candidate(state, worker, matched, context) for worker in workers]
+
+
+def _decode_candidate(state: State, worker: Worker, matched: Matched, context: int) -> DecodeCandidate:
+    blocks = decode_blocks(worker, context)
+    sequences = len(worker.orders)
+    return DecodeCandidate(
+        worker_id=worker.worker_id,
+        node_id=worker.node_id,
+        tbt_ns=step_ns(worker.cost, sequences + 1, worker.context_tokens + context),
+        blocks=blocks,
+        reserved_blocks=worker.reserved_blocks,
+        room=has_room(worker, sequences, worker.reserved_blocks, blocks),
+        prefix_blocks=matched.held.get(worker.node_id, 0),
+        sequences=sequences,
+        full=sequences - worker.batch_max >= state.policy.queued_max_per_worker,
+    )
+
+
+class Lightest(msgspec.Struct):
+    """The decode worker with the shortest step among those with room, and the longest step of all."""
+
+    best: DecodeCandidate
+    tbt_ns_max: int
+
+
+def lightest(state: State, request: RequestArrived, matched: Matched, answer_tokens: int) -> Lightest | None:
+    """What `policy.choose_decode` would take of all `decode_candidates`, under a policy that goes by the step.
+
+    None: there is no short way, look at them all.
+    """
+    pool = state.pools.decode
+    context = request.prompt_tokens + answer_tokens
+    if not pool.block_tokens or request.prompt_tokens + request.max_tokens > pool.tokens_max:
+        return None
+    blocks = -(-context // pool.block_tokens)
+    more_ns = [cost.decode_per_context_token_ps * context // 1_000 for cost in pool.costs]  # or 1 ns more: both are cut
+    steps = [step + more_ns[kind] for step, kind, _ in pool.rows]
+    roomy = [ns for ns, row in zip(steps, pool.rows, strict=True) if row.blocks_free >= blocks]
+    if not roomy:
+        return None
+    shortest, longest = min(roomy), max(steps)
+    near = [
+        _decode_candidate(state, pool.workers[place], matched, context)
+        for place, ns in enumerate(steps)
+        if ns <= shortest + 1 or ns == longest
+    ]
+    best = min((c for c in near if c.room), key=lambda c: (c.tbt_ns, -c.prefix_blocks, c.sequences, c.worker_id))
+    return Lightest(best, max(c.tbt_ns for c in near))
 
 
 def decode_blocks(worker: Worker, context_tokens: int) -> int:

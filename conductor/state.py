@@ -6,6 +6,7 @@ the log, sizes are tokens, blocks or bytes as named.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from halfmoon.conductor.cost import Answers, Fit, Link
 from halfmoon.conductor.index import BlockIndex
 from halfmoon.conductor.overload import Offered
+from halfmoon.conductor.pools import Pools
 from halfmoon.schemas.decisions import Decision, Prediction
 from halfmoon.schemas.events import CostProfile, RequestArrived, Role
 from halfmoon.schemas.policy import Layout, Policy
@@ -151,8 +153,8 @@ class Counters(msgspec.Struct, kw_only=True):
     cached_fetched_tokens: int = 0
 
 
-class State(msgspec.Struct, kw_only=True):
-    """All that the core knows: what a snapshot holds and a digest names."""
+class State(msgspec.Struct, kw_only=True, dict=True):
+    """All that the core knows: what a snapshot holds and a digest names. `pools` follows from it and is in neither."""
 
     seq: int = 0
     at_ns: int = 0
@@ -188,6 +190,19 @@ class State(msgspec.Struct, kw_only=True):
     round_robin: dict[str, str] = {}
     offered: Offered = msgspec.field(default_factory=Offered)
     counters: Counters = msgspec.field(default_factory=Counters)
+
+    @cached_property
+    def pools(self) -> Pools:
+        ready = [worker for worker in self.workers.values() if self.takes_orders(worker)]
+        return Pools(ready, self.stores.values(), self.links)
+
+    def takes_orders(self, worker: Worker) -> bool:
+        """Neither draining nor without its node's store agent, through which all its KVCache comes and goes."""
+        return not worker.draining and (worker.block_bytes == 0 or worker.node_id in self.stores)
+
+    def members_changed(self) -> None:
+        """A worker or a store agent joined, drains, is suspected or left: `pools` is made anew."""
+        vars(self).pop("pools", None)
 
 
 class Decisions(list[Decision]):

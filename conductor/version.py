@@ -27,6 +27,7 @@ CORE = {
         "overload",
         "placement",
         "policy",
+        "pools",
         "state",
     ),
     "halfmoon.schemas": ("decisions", "events", "policy", "types"),

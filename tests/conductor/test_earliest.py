@@ -1,35 +1,155 @@
-"""The short way to the earliest first token finds what looking at every worker finds."""
+"""The short ways to the earliest first token and to the shortest step find what looking at every worker finds."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from conductor_scripts import MS, PROFILE, Script, arrived, keys, prefill, stored
 from random_clusters import Cluster
 
+from halfmoon.conductor.cost import LINK_STALE_NS, Link, answer_class, expected_tokens
+from halfmoon.conductor.fetching import Matched, Source
 from halfmoon.conductor.machine import Core
-from halfmoon.conductor.placement import EARLIEST_POLICIES, candidates, earliest, match
-from halfmoon.conductor.policy import choose_prefill
+from halfmoon.conductor.placement import (
+    EARLIEST_POLICIES,
+    LIGHTEST_POLICIES,
+    candidates,
+    decode_candidates,
+    earliest,
+    lightest,
+    match,
+)
+from halfmoon.conductor.policy import choose_decode, choose_prefill
+from halfmoon.conductor.state import State
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.types import KEY_BYTES
 
 
-def compared(seed: int) -> int:
-    """How many arrivals of a random cluster's log were looked at both ways."""
+def compared(seed: int) -> tuple[int, int]:
+    """How often the short way was taken in a random cluster's log: to a prefill worker, to a decode worker."""
     cluster = Cluster(7_000 + seed, checked=False)
     cluster.run(chaos_s=30, calm_s=0)
-    core, count = Core(), 0
+    core, prefills, decodes = Core(), 0, 0
     for stamped in cluster.log:
         state, event = core.state, stamped.event
-        if isinstance(event, RequestArrived) and state.policy.name in EARLIEST_POLICIES:
+        if isinstance(event, RequestArrived):
             now_ns = max(state.at_ns, stamped.at_ns)
-            matched = match(state, event, now_ns)
-            every = candidates(state, event, matched, now_ns)
-            short = earliest(state, event, matched, now_ns)
-            assert short.best == choose_prefill(state, [c for c in every if not c.full], "")
-            assert (short.found, short.full) == (len(every), sum(c.full for c in every))
-            if short.full:
-                assert short.place_free_ns == min(c.queue_ns // c.orders for c in every if c.full)
-            count += len(every) > 1
+            prefills += short_prefill(state, event, now_ns)
+            decodes += short_decode(state, event, now_ns)
         core.step(stamped)
-    return count
+    return prefills, decodes
 
 
-def test_earliest_is_what_the_policy_takes_of_all() -> None:
-    assert sum(compared(seed) for seed in range(20)) > 500
+def short_prefill(state: State, event: RequestArrived, now_ns: int) -> bool:
+    if state.policy.name not in EARLIEST_POLICIES:
+        return False
+    matched = match(state, event, now_ns)
+    every = candidates(state, event, matched, now_ns)
+    best = earliest(state, event, matched, now_ns)
+    if best is None:
+        return False
+    assert best == choose_prefill(state, [c for c in every if not c.full], "")
+    assert len(state.pools.prefill.rows) == len(every)
+    return len(every) > 1
+
+
+def short_decode(state: State, event: RequestArrived, now_ns: int) -> bool:
+    if state.policy.name not in LIGHTEST_POLICIES:
+        return False
+    matched = match(state, event, now_ns)
+    tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
+    every = decode_candidates(state, event, matched, tokens)
+    short = lightest(state, event, matched, tokens)
+    if short is None:
+        return False
+    assert short.best == choose_decode(state, [c for c in every if c.room and not c.full], "")
+    assert short.tbt_ns_max == max(c.tbt_ns for c in every)
+    return len(every) > 1
+
+
+def test_the_short_ways_end_where_the_policy_would_among_all() -> None:
+    taken = [compared(seed) for seed in range(20)]
+    assert sum(prefills for prefills, _ in taken) > 500
+    assert sum(decodes for _, decodes in taken) > 100
+
+
+def test_rows_are_as_if_made_anew_after_every_event() -> None:
+    for seed in range(5):
+        cluster = Cluster(8_000 + seed, checked=False)
+        cluster.run(chaos_s=20, calm_s=0)
+        core = Core()
+        for stamped in cluster.log:
+            assert core.state.pools is not None  # made, so that it must be kept true
+            core.step(stamped)
+            state = core.state
+            anew = msgspec.structs.replace(state).pools
+            assert state.pools.suspected_until_ns == anew.suspected_until_ns
+            for have, want in ((state.pools.prefill, anew.prefill), (state.pools.decode, anew.decode)):
+                assert have.workers == want.workers
+                assert [have.costs[row.kind] for row in have.rows] == [worker.cost for worker in have.workers]
+                assert [row._replace(kind=0) for row in have.rows] == [row._replace(kind=0) for row in want.rows]
+                assert (have.tokens_max, have.block_tokens, have.on_node) == (
+                    want.tokens_max,
+                    want.block_tokens,
+                    want.on_node,
+                )
+
+
+def wide_pool(draw: random.Random) -> Script:
+    """Ten to forty prefill workers with what makes them differ, though many are alike."""
+    script = Script(link_bytes_s=10 ** draw.randrange(7, 11), link_latency_ns=draw.choice([0, 500_000]))
+    count = draw.randrange(10, 41)
+    costs = [PROFILE, msgspec.structs.replace(PROFILE, prefill_per_token_ps=100_000_001)]
+    for number in range(count):
+        script(prefill(number, profile=draw.choice(costs)))
+    holders, sending = draw.choice([2, 8, count]), draw.choice([0.3, 1.0])
+    for number in range(holders):
+        script(stored(f"p{number}", keys(draw.choice([1, 9, 20]))))
+    state = script.core.state
+    state.counters.prompt_tokens, state.counters.cached_local_tokens = 1_000, draw.choice([0, 300])
+    for worker in state.workers.values():
+        if draw.random() < (0.9 if int(worker.worker_id[1:]) < holders else 0.2):
+            worker.orders["x"] = worker.reserved_ns = draw.choice([1_000, 5 * MS, 500 * MS])
+            worker.head_since_ns = script.now_ns
+        state.links[worker.node_id] = {
+            f"n-p{draw.randrange(count)}": Link(
+                bytes_s=10 ** draw.randrange(6, 12),
+                measured_ns=draw.choice([script.now_ns, script.now_ns - LINK_STALE_NS - 1]),
+            )
+            for _ in range(draw.randrange(4))
+        }
+        if draw.random() < sending:
+            ends = (script.now_ns + draw.choice([-1, 1]) for _ in range(draw.randrange(1, 3)))
+            state.leaving[worker.node_id] = {str(place): end_ns for place, end_ns in enumerate(ends)}
+    state.members_changed()
+    return script
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_a_wide_pool_no_holder_and_no_idle_worker_is_passed_over_that_would_be_taken(seed: int) -> None:
+    draw, fetched = random.Random(seed), 0
+    for _ in range(40):
+        script = wide_pool(draw)
+        state, request = script.core.state, arrived(tokens=draw.choice([100, 500, 950, 2_001]), block_keys=keys(20))
+        matched = match(state, request, script.now_ns)
+        best = earliest(state, request, matched, script.now_ns)
+        every = candidates(state, request, EverySource.of(state, request, script.now_ns), script.now_ns)
+        assert candidates(state, request, matched, script.now_ns) == every
+        assert best == choose_prefill(state, every, "")
+        fetched += bool(best and best.fetches)
+    assert fetched > 0
+
+
+class EverySource(Matched):
+    """Looks at every holder."""
+
+    @classmethod
+    def of(cls, state: State, request: RequestArrived, now_ns: int) -> EverySource:
+        runs = state.index.runs(request.block_keys, len(request.block_keys) // KEY_BYTES)
+        return cls(state, runs, runs, now_ns)
+
+    def worthwhile(self, own_id: str, measured: object, more_than: int) -> Iterator[Source]:
+        return self.sources(more_than)

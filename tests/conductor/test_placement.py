@@ -318,7 +318,7 @@ def cheapest_by_trying(state: State, request: RequestArrived, worker_id: str, no
     matched = match(state, request, now_ns)
     local = min(matched.held.get(worker.node_id, 0), cap)
     best = queue + prefill_ns(worker.cost, n, local * size)
-    for node_id, blocks, _, sharing in matched.sources:
+    for node_id, blocks, _, sharing in matched.sources():
         link = state.links.get(worker.node_id, {}).get(node_id)
         bytes_s = link.bytes_s if link else state.policy.link_bytes_s
         for cut in range(local + 1, min(blocks, cap) + 1):

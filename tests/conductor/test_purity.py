@@ -15,6 +15,7 @@ PACKAGE = "halfmoon.conductor."
 PURE = (
     "__future__",
     "collections.abc",
+    "functools",
     "hashlib",
     "itertools",
     "msgspec",
@@ -123,6 +124,7 @@ def test_the_core_consists_of_these_modules() -> None:
         "overload",
         "placement",
         "policy",
+        "pools",
         "state",
     ]
 
