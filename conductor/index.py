@@ -38,38 +38,41 @@ class IndexImage(msgspec.Struct, frozen=True, array_like=True):
 class BlockIndex:
     """Longest prefix of a chain of keys, for all nodes at once."""
 
-    __slots__ = ("_dram", "_slots", "_ssd")
+    __slots__ = ("_bits", "_dram", "_slots", "_ssd")
 
     def __init__(self) -> None:
         self._dram: dict[bytes, int] = {}
         self._ssd: dict[bytes, int] = {}
-        #: Node of each bit; "" is free.
+        #: Node of each bit ("" is free), and the bit of each node.
         self._slots: list[str] = []
+        self._bits: dict[str, int] = {}
 
     def join(self, node_id: str) -> None:
         """`node_id` begins, with nothing. What was known of it is forgotten."""
-        if node_id in self._slots:
-            self._purge(self._bit(node_id))
-        elif "" in self._slots:
-            self._slots[self._slots.index("")] = node_id
-        else:
-            self._slots.append(node_id)
+        if node_id in self._bits:
+            self._purge(self._bits[node_id])
+            return
+        if "" not in self._slots:
+            self._slots.append("")
+        slot = self._slots.index("")
+        self._slots[slot] = node_id
+        self._bits[node_id] = 1 << slot
 
     def leave(self, node_id: str) -> None:
-        if node_id in self._slots:
-            self._purge(self._bit(node_id))
+        if node_id in self._bits:
+            self._purge(self._bits.pop(node_id))
             self._slots[self._slots.index(node_id)] = ""
 
     def add(self, node_id: str, block_keys: bytes, tier: str) -> None:
         """Blocks are readable on a node that has joined."""
-        bit = self._bit(node_id)
+        bit = self._bits[node_id]
         masks = self._ssd if tier == "ssd" else self._dram
         get = masks.get
         for key in _keys(block_keys, 0, len(block_keys) // KEY_BYTES):
             masks[key] = get(key, 0) | bit
 
     def discard(self, node_id: str, block_keys: bytes, tier: str) -> None:
-        bit = self._bit(node_id)
+        bit = self._bits[node_id]
         masks = self._ssd if tier == "ssd" else self._dram
         for key in _keys(block_keys, 0, len(block_keys) // KEY_BYTES):
             mask = masks.get(key, 0)
@@ -81,7 +84,7 @@ class BlockIndex:
 
     def forget_tier(self, node_id: str, tier: str) -> None:
         """The node holds nothing on this tier any more."""
-        _clear(self._ssd if tier == "ssd" else self._dram, self._bit(node_id))
+        _clear(self._ssd if tier == "ssd" else self._dram, self._bits[node_id])
 
     def match(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
         """Length, in blocks, of the run from the first that each node holds in any tier; nodes with none are absent."""
@@ -179,6 +182,7 @@ class BlockIndex:
     def from_image(cls, image: IndexImage) -> BlockIndex:
         index = cls()
         index._slots = list(image.slots)
+        index._bits = {node_id: 1 << slot for slot, node_id in enumerate(index._slots) if node_id}
         for keys, packed, masks in (
             (image.dram_keys, image.dram_masks, index._dram),
             (image.ssd_keys, image.ssd_masks, index._ssd),
@@ -195,11 +199,8 @@ class BlockIndex:
             for key, mask in masks.items():
                 assert mask > 0, ("no holder", key.hex())
                 assert not mask & ~live, ("bits of no node", key.hex(), mask, live)
-        named = [node for node in self._slots if node]
-        assert len(named) == len(dict.fromkeys(named)), ("a node with two bits", self._slots)
-
-    def _bit(self, node_id: str) -> int:
-        return 1 << self._slots.index(node_id)
+        bits = [(node, 1 << slot) for slot, node in enumerate(self._slots) if node]
+        assert bits == sorted(self._bits.items(), key=lambda one: one[1]), ("a node with two bits", self._slots)
 
     def _purge(self, bit: int) -> None:
         for masks in (self._dram, self._ssd):

@@ -14,7 +14,7 @@ import io
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import zstandard
@@ -197,21 +197,28 @@ def reuse(path: str | Path, pool_tokens: int = 0) -> float:
     return hits / total
 
 
-def copies(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
-    """`count` requests: the trace beside itself as often as needed, each copy with texts of its own.
+def copies(arrivals: Sequence[Arrival], count: int, *, beside: int = 0) -> list[Arrival]:
+    """`count` requests: the trace `beside` itself so many times (0: as often as needed), and again when it has ended.
 
-    Its rate grows with the number of copies; copy k comes k milliseconds later.
+    Each copy has texts of its own. Its rate grows with the number of copies beside each other; copy k comes k
+    milliseconds later.
     """
-    rounds = -(-count // len(arrivals))
-    made: list[Any] = []
-    for place, arrival in enumerate(arrivals):
-        for copy in range(rounds):
+    beside = beside or -(-count // len(arrivals))
+    length_ns = arrivals[-1].at_ns + beside * MS_NS
+    made: list[Arrival] = []
+    turn = 0
+    while len(made) < count:
+        for place in sorted(
+            range(len(arrivals) * beside), key=lambda at: (arrivals[at // beside].at_ns + at % beside * MS_NS, at)
+        ):
+            arrival, copy = arrivals[place // beside], turn * beside + place % beside
             keys = arrival.block_keys
             if copy:
                 mark = copy.to_bytes(4, "big")
                 keys = b"".join([mark + keys[at + 4 : at + 16] for at in range(0, len(keys), 16)])
-            made.append((arrival.at_ns + copy * MS_NS, place, copy, arrival, keys))
-    made.sort(key=lambda one: one[:3])
-    return [
-        msgspec.structs.replace(arrival, at_ns=at_ns, block_keys=keys) for at_ns, _, _, arrival, keys in made[:count]
-    ]
+            at_ns = turn * length_ns + arrival.at_ns + place % beside * MS_NS
+            made.append(msgspec.structs.replace(arrival, at_ns=at_ns, block_keys=keys))
+            if len(made) == count:
+                break
+        turn += 1
+    return made

@@ -51,7 +51,7 @@ from halfmoon.schemas.types import KEY_BYTES
 
 HEARTBEAT_NS = 10 * SECOND_NS
 LOST_AFTER_NS = 4 * HEARTBEAT_NS
-#: The invariants are looked at once in so many events (their cost grows with the state).
+#: The invariants are looked at once in so many events, and in no fewer than there are blocks: they look at each.
 CHECK_EVERY = 5_000
 
 
@@ -116,7 +116,8 @@ class World:
         self._keys: dict[str, list[bytes]] = {}
         self._digest = blake2b(digest_size=16)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._events = self._checked = 0
+        self._events = 0
+        self._check_at = CHECK_EVERY
         self.open = 0
         self.nodes: dict[str, Node] = {}
         self.prefill_workers: dict[str, PrefillWorker] = {}
@@ -191,9 +192,9 @@ class World:
             self._digest.update(self._encode(decisions))
             for decision in decisions:
                 self._do(decision)
-        if self._events - self._checked >= CHECK_EVERY:
-            self._checked = self._events
+        if self._events >= self._check_at:
             check(self.core.state)
+            self._check_at = self._events + max(CHECK_EVERY, self.core.state.index.blocks)
 
     def _do(self, decision: Decision) -> None:
         match decision:

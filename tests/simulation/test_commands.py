@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import zstandard
 
 KEYS = {
     *("requests", "completed", "rejected", "wasted_prefills", "ttft_ms", "tbt_ms", "token_reuse", "hits_by_source"),
@@ -84,14 +85,17 @@ def test_bad_input_is_one_line(words: list[str], message: str, trace_file: Path)
     assert run.stderr.count("\n") == 1
 
 
-def test_an_interrupted_simulation_marks_its_report(trace_file: Path) -> None:
+def test_an_interrupted_simulation_marks_its_report(trace_file: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "trace.jsonl"
+    os.mkfifo(pipe)
     process = subprocess.Popen(
-        [sys.executable, "-m", "halfmoon.cli.main", "simulate", "--trace", str(trace_file), "--json"],
+        [sys.executable, "-m", "halfmoon.cli.main", "simulate", "--trace", str(pipe), "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-    time.sleep(2.0)
+    with trace_file.open("rb") as packed, pipe.open("wb") as to_process:
+        zstandard.ZstdDecompressor().copy_stream(packed, to_process)
+    time.sleep(1.0)  # it has read the trace
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
