@@ -3,11 +3,12 @@
 Copies of the conversation trace beside each other, as many as keep the load of each worker the same. CPU time, not wall
 time, because other programs may run.
 
-`--full` adds a million requests to a thousand workers (a quarter of an hour, 10 GB), or keeps that row of the last time.
+`--full` is a million requests to a thousand workers; else that row of the last time is kept.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from pathlib import Path
@@ -44,14 +45,23 @@ def measure(workers: int, requests: int) -> dict[str, Any]:
     }
 
 
+def kept(name: str) -> dict[str, Any] | None:
+    """The row of a million requests in results/NAME.json."""
+    path = ROOT / "results" / f"{name}.json"
+    row: dict[str, Any] | None = json.loads(path.read_bytes()).get("full") if name and path.exists() else None
+    return row
+
+
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--workers", default="16,64,256,1000")
     options.add_argument("--requests", default="3000,12000,48000")
-    options.add_argument("--requests-each", type=int, default=3000, help="for the growth with workers")
+    options.add_argument("--requests-each", type=int, default=12000, help="for the growth with workers")
+    options.add_argument("--full", action="store_true", help="also a million requests to a thousand workers")
     args = options.parse_args()
     by_workers = [measure(int(count), args.requests_each) for count in args.workers.split(",")]
     by_requests = [measure(16, int(count)) for count in args.requests.split(",")]
+    full = measure(1000, 1_000_000) if args.full else kept(args.save)
     folder = Path(ROOT / "results" / "experiments")
     curves(
         folder / "scale_workers.png",
@@ -63,19 +73,22 @@ def main() -> None:
     )
     curves(
         folder / "scale_requests.png",
-        {"16 workers": [(row["requests"], row["cpu_s"]) for row in by_requests]},
+        {
+            "16 workers": [(row["requests"], row["cpu_s"]) for row in by_requests],
+            "1,000 workers": [(row["requests"], row["cpu_s"]) for row in (by_workers[-1], full) if row],
+        },
         xlabel="requests",
         ylabel="CPU s",
         log_x=True,
         log_y=True,
     )
-    rows = by_workers + by_requests
+    rows = by_workers + by_requests + ([full] if full else [])
     lines = [
         f"{row['workers']:5d} workers {row['requests']:8d} requests: {row['cpu_s']:8.1f} s, "
         f"{row['ms_a_request']:6.2f} ms a request"
         for row in rows
     ]
-    finish(args, {"by_workers": by_workers, "by_requests": by_requests}, lines)
+    finish(args, {"by_workers": by_workers, "by_requests": by_requests, "full": full}, lines)
 
 
 if __name__ == "__main__":
