@@ -43,7 +43,7 @@ _SAID: dict[str, tuple[str, ...]] = {
 _ASKED_BY_WORKERS = ("attach", "open_put", "fetch", "commit", "open_push", "close_push", "release", "status")
 #: By programs that use a store as their own cache: none of them is in a cluster of containers, so nobody may.
 _ASKED_BY_PROGRAMS = ("probe", "take", "remove", "pin")
-_ASKED_BY_STORES = ("hello", "lease", "end_lease", "reserve", "renew", "settle", "drop")
+_ASKED_BY_STORES = ("hello", "lease", "end_lease", "reserve", "renew", "settle", "drop", "pair")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,8 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--bind", default="127.0.0.1", help="address of the TCP data plane")
     group.add_argument("--data-port", type=int, default=0, help="its port; 0: any free one")
     group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
-    group.add_argument("--transport", choices=("auto", "shm", "tcp"), default="auto")
+    group.add_argument("--transport", choices=("auto", "shm", "tcp", "rdma"), default="auto")
+    group.add_argument("--rdma", default="auto", metavar="DEVICE[:PORT[:GID]]", help="RDMA port; auto, or off")
     group.add_argument("--encryption", choices=("auto", "always", "never"), default="auto")
 
 
@@ -221,6 +222,7 @@ async def run_store(args: argparse.Namespace) -> int:
             advertise=args.advertise,
             transport=args.transport,
             encryption=args.encryption,
+            rdma=args.rdma,
             cluster_secret=secret(args),
         ),
     )

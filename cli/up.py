@@ -363,6 +363,7 @@ def _store_flags(args: argparse.Namespace) -> list[str]:
     return [
         *("--pool-mib", str(args.pool_mib), "--bind", args.bind),
         *("--transport", args.transport, "--encryption", args.encryption, "--eviction", args.eviction),
+        *("--rdma", args.rdma),
         *("--ssd", args.ssd, "--ssd-bytes", str(args.ssd_bytes), "--ssd-hits", str(args.ssd_hits)),
         *(flag for quota in args.quota for flag in ("--quota", quota)),
     ]

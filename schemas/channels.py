@@ -179,6 +179,7 @@ _STORE_VERBS: tuple[tuple[str, type[Message], type[Message] | None], ...] = (
     ("renew", store.RenewBlocks, store.Done),
     ("settle", store.SettleBlocks, store.Done),
     ("drop", store.DropBlocks, store.Done),
+    ("pair", store.QueuePair, store.QueuePair),
 )
 
 

@@ -196,6 +196,8 @@ class StoreStatus(Message, frozen=True):
     pushes_open: Count
     #: By name: bytes moved by transport and direction, refusals by reason, failures by kind.
     counters: dict[str, int] = {}
+    #: Transports that this agent has not, and why.
+    absent: dict[str, str] = {}
 
 
 # --- any program beside its own agent (`halfmoon.store.client`) -------------------------------------------------
@@ -262,6 +264,14 @@ class PinBlocks(Message, frozen=True):
 
 
 # --- agent to agent ---------------------------------------------------------------------------------------------
+
+
+class RemoteMemory(Part, frozen=True):
+    """Registered memory as a peer names it: a decimal address, because it may need all 64 bits, bytes, and the key."""
+
+    address: Annotated[str, Meta(pattern=r"^[0-9]{1,20}$")]
+    size: Bytes
+    rkey: Count
 
 
 class Hello(Message, frozen=True):
@@ -360,3 +370,31 @@ class DropBlocks(Message, frozen=True):
     order_id: Id
     decode_worker_id: Id
     writer_node_id: Id
+
+
+class QueuePair(Message, frozen=True):
+    """Verb `pair`, asked and answered alike: one end of an RDMA connection, for the other to connect its own to.
+
+    `region`: where the pool's segment is in this agent's memory, and `mailbox`: where this end is told something.
+    `proof`: HMAC-SHA256 of the fields under the cluster's secret.
+    """
+
+    node_id: Id
+    incarnation: Id
+    #: For whom it is made; nobody else takes it.
+    to_node_id: Id
+    to_incarnation: Id
+    #: Counts what this incarnation has asked of that one, from 1; the answer repeats it. Nothing is taken twice.
+    number: Count
+    answer: bool
+    qpn: Count
+    psn: Count
+    gid: Annotated[str, Meta(max_length=39)]
+    lid: Count
+    ethernet: bool
+    mtu: Count
+    region: RemoteMemory
+    mailbox: RemoteMemory
+    #: The receiver's queue pairs that this agent still uses; its others for this agent can go.
+    still: Annotated[list[Count], Meta(max_length=1024)] = []
+    proof: str = ""

@@ -45,6 +45,8 @@ from halfmoon.store.eviction import make_eviction
 from halfmoon.store.peers import Peers, sign
 from halfmoon.store.pool import Pool
 from halfmoon.store.pushing import Push
+from halfmoon.store.rdma import RdmaTransport
+from halfmoon.store.rdma_open import open_rdma
 from halfmoon.store.segment import PoolView, Segment, host_id, segment_name
 from halfmoon.store.serve import serve_all
 from halfmoon.store.shm import ShmTransport
@@ -112,6 +114,9 @@ class StoreAgent:
         self.promotion_ns_max = int(config.control_timeout_s * 0.6e9)
         self._segment: Segment | None = None
         self._engine: Engine | None = None
+        self.rdma: RdmaTransport | None = None
+        #: Name of a transport, and why it is not there.
+        self.absent: dict[str, str] = {}
         self._tcp: TcpTransport | None = None
         self._work: dict[Owner, Work] = {}
         self._background: set[asyncio.Task[Any]] = set()
@@ -132,6 +137,8 @@ class StoreAgent:
             transports: dict[Kind, Transport] = {}
             if config.transport in ("auto", "shm"):
                 transports["shm"] = ShmTransport(self.view, self.executor)
+            if (rdma := open_rdma(self)) is not None:
+                self.rdma = transports["rdma"] = rdma
             if config.port >= 0:
                 self._tcp = TcpTransport(
                     self.view,
@@ -201,6 +208,7 @@ class StoreAgent:
                     host = at.address.removeprefix("tcp://").rpartition(":")[0]
                     distance = self._topology.distance_of_address(host)
                     endpoints.append(msgspec.structs.replace(at, distance=distance))
+            endpoints += self.rdma.endpoints if self.rdma is not None else []
             bare = Hello(
                 node_id=config.node_id,
                 incarnation=self.incarnation,

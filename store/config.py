@@ -9,6 +9,7 @@ from typing import Literal
 
 from halfmoon.schemas.policy import SECOND_NS, Layout
 from halfmoon.store.eviction import EvictionName
+from halfmoon.store.rdma_device import Wanted
 from halfmoon.store.segment import Geometry
 from halfmoon.store.slots import tenant_mark
 from halfmoon.store.ssd_file import records_in
@@ -51,8 +52,11 @@ class StoreConfig:
     port: int = 0
     #: Address that peers connect to, when it is not `bind` (containers); without a port.
     advertise: str = ""
-    #: "auto": shared memory between agents of one host, TCP between hosts. The others force one.
-    transport: Literal["auto", "shm", "tcp"] = "auto"
+    #: "auto": shared memory between agents of one host, RDMA between hosts that have it, TCP between others. The others
+    #: force one.
+    transport: Literal["auto", "shm", "tcp", "rdma"] = "auto"
+    #: "auto": the first active port. "off", or DEVICE, DEVICE:PORT, DEVICE:PORT:GID as in /sys/class/infiniband.
+    rdma: str = "auto"
     #: CURVE on TCP links. "auto": only between hosts; it halves the speed. Links are authenticated in any case.
     encryption: Literal["auto", "always", "never"] = "auto"
     #: What all agents of the cluster know and nobody else does; authenticates the data plane.
@@ -98,6 +102,10 @@ class StoreConfig:
             raise ValueError("transfer_ns_max: must be at most half of lease_ttl_ns")
         if self.transport == "tcp" and self.port < 0:
             raise ValueError("port: transport tcp needs a port")
+        if self.transport == "rdma" and self.rdma == "off":
+            raise ValueError("rdma: transport rdma needs a device")
+        if self.rdma != "off":
+            Wanted.parse(self.rdma)
 
     @property
     def slot_quotas(self) -> dict[str, int]:

@@ -49,6 +49,7 @@ async def serve_all(agent: StoreAgent) -> list[Subscription]:
         ("renew", say.RenewBlocks, peers.renew),
         ("settle", say.SettleBlocks, peers.settle),
         ("drop", say.DropBlocks, peers.drop),
+        ("pair", say.QueuePair, peers.pair),
     ]
     node_id = agent.config.node_id
     subscriptions = [
@@ -248,6 +249,7 @@ async def status(agent: StoreAgent, _: say.StoreStatusRequest) -> say.StoreStatu
         holds=counts.holds,
         pushes_open=agent.pushes_open(),
         counters=dict(agent.counters),
+        absent=dict(agent.absent),
     )
 
 

@@ -89,6 +89,12 @@ async def drop(agent: StoreAgent, request: say.DropBlocks) -> say.Done:
     return say.Done()
 
 
+async def pair(agent: StoreAgent, request: say.QueuePair) -> say.QueuePair:
+    if agent.rdma is None:
+        raise TransferRefused(f"{agent.config.node_id} has no RDMA: {agent.absent.get('rdma', 'not started')}")
+    return agent.rdma.accept(request)
+
+
 def _writer(order_id: str, node_id: str) -> Owner:
     """The writing node holds the reservation beside the decode worker, which may have read all and released it before
     the last block is committed."""

@@ -11,7 +11,8 @@ import pytest
 from store_harness import Cluster, cluster, keys, until
 
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferOpened
-from halfmoon.store.errors import BlockMissing
+from halfmoon.schemas.store import QueuePair, RemoteMemory
+from halfmoon.store.errors import BlockMissing, TransferError, TransferRefused
 from halfmoon.store.worker_client import StoreClient
 
 Story = Callable[[Cluster], Awaitable[None]]
@@ -126,5 +127,42 @@ def test_a_push_to_the_own_node_moves_nothing_and_both_workers_hold_the_slots(na
         await two.release("o1")
         counts = here.agents["n1"].book.counts()
         assert (counts.free, counts.committed, counts.holds) == (30, 2, 0)
+
+    tell(nats_url, story)
+
+
+def test_rdma_that_is_not_there_is_reported_and_another_transport_is_taken(nats_url: str) -> None:
+    async def story(here: Cluster) -> None:
+        await here.agent("n1", rdma="none0")
+        two = await here.agent("n2", transport="tcp")
+        assert two.absent["rdma"] == "transport is tcp"
+        one = await here.client("n1", "w1")
+        absent = (await one.status()).absent["rdma"]
+        assert absent.startswith("no RDMA device")
+        peer = await two.peers.get("n1")
+        assert peer.endpoint("rdma") is None
+        engine: Any = two.transport_to(peer)
+        assert [path.kind for path in engine.paths(peer)] == ["tcp"]
+        memory = RemoteMemory(address="0", size=1, rkey=1)
+        offer = QueuePair(
+            node_id="n2",
+            incarnation=two.incarnation,
+            to_node_id="n1",
+            to_incarnation=peer.incarnation,
+            number=1,
+            answer=False,
+            qpn=1,
+            psn=1,
+            gid="::1",
+            lid=0,
+            ethernet=True,
+            mtu=1024,
+            region=memory,
+            mailbox=memory,
+        )
+        with pytest.raises(TransferRefused, match=f"n1 has no RDMA: {absent}"):
+            await two.peers.ask("n1", "pair", offer, QueuePair)
+        with pytest.raises(TransferError, match="RDMA is not to be had: no RDMA device"):
+            await here.agent("n3", rdma="none0", transport="rdma")
 
     tell(nats_url, story)

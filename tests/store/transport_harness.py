@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections import Counter
@@ -12,13 +13,16 @@ import msgspec
 import numpy as np
 from store_harness import SECRET, keys, layout
 
+from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.store import Hello
+from halfmoon.schemas.store import Hello, QueuePair
 from halfmoon.store.book import Book, peer_writer
 from halfmoon.store.config import StoreConfig
+from halfmoon.store.errors import PeerUnreachable
 from halfmoon.store.pool import Pool
+from halfmoon.store.rdma import RdmaTransport
 from halfmoon.store.segment import Geometry, Segment, host_id, segment_name
 from halfmoon.store.shm import ShmTransport
 from halfmoon.store.slots import Owner
@@ -26,8 +30,10 @@ from halfmoon.store.sums import block_sum, layer_sums
 from halfmoon.store.tcp import TcpTransport
 from halfmoon.store.transport import Call, Peer, Transport
 
-KINDS = ("shm", "tcp", "curve")
-ENCRYPTION = {"shm": "auto", "tcp": "never", "curve": "always"}
+#: The guest of `make test-rdma` says which devices it has, one for each end.
+DEVICES = os.environ.get("HALFMOON_RDMA_DEVICES", "").split()
+KINDS = ("shm", "tcp", "curve", *(["rdma"] if DEVICES else []))
+ENCRYPTION = {"shm": "auto", "tcp": "never", "curve": "always", "rdma": "auto"}
 
 
 class Side:
@@ -37,6 +43,7 @@ class Side:
         self, kind: str, node_id: str, *, shape: Layout | None = None, slots: int = 16, **changes: Any
     ) -> None:
         self.kind = kind
+        self.closed = False
         fields: dict[str, Any] = {
             "cluster": f"t{uuid.uuid4().hex[:8]}",
             "node_id": node_id,
@@ -45,7 +52,11 @@ class Side:
             "cluster_secret": SECRET,
             "encryption": ENCRYPTION[kind],
             "stall_ns_max": 1_000_000_000,
+            "rdma": "off",
         }
+        if kind == "rdma":
+            # A guest without hardware support computes slowly.
+            fields |= {"rdma": DEVICES[node_id != "one"], "stall_ns_max": 5_000_000_000}
         self.config = StoreConfig(**{**fields, **changes})
         self.incarnation = uuid.uuid4().hex[:16]
         self.counters: Counter[str] = Counter()
@@ -56,8 +67,21 @@ class Side:
         self.tcp: TcpTransport | None = None
         self.transport: Transport
         endpoints = [Endpoint(transport="shm", address=self.view.name)]
+        self.others: dict[str, Side] = {}
+        self.rdma: RdmaTransport | None = None
         if kind == "shm":
             self.transport = ShmTransport(self.view, self.executor)
+        elif kind == "rdma":
+            self.rdma = self.transport = RdmaTransport(
+                self.view,
+                self.book,
+                self.config,
+                self.executor,
+                incarnation=self.incarnation,
+                counters=self.counters,
+                exchange=self.exchange,
+            )
+            endpoints = self.rdma.endpoints
         else:
             self.tcp = self.transport = TcpTransport(
                 self.view,
@@ -88,12 +112,20 @@ class Side:
 
     def meet(self, other: Side) -> None:
         for one, two in ((self, other), (other, self)):
+            one.others[two.config.node_id] = two
             if one.tcp is not None:
                 one.tcp.allow(two.hello)
 
-    def stored(self, *numbers: int, seed: int = 1) -> list[int]:
-        """Committed blocks, leased under order "o"; their slots."""
-        owner = Owner("o", "store")
+    async def exchange(self, node_id: str, offer: QueuePair) -> QueuePair:
+        """As over the bus: encoded, and nobody answers for an agent that is gone."""
+        rdma = self.others[node_id].rdma
+        if rdma is None or self.others[node_id].closed:
+            raise PeerUnreachable(f"nobody serves {node_id}")
+        return decode(encode(rdma.accept(decode(encode(offer), QueuePair))), QueuePair)
+
+    def stored(self, *numbers: int, seed: int = 1, order_id: str = "o") -> list[int]:
+        """Committed blocks, leased under the order; their slots."""
+        owner = Owner(order_id, "store")
         hold = self.book.open_put(owner, split_keys(keys(*numbers)), len(numbers), writer="worker")
         for i, slot in enumerate(hold.slots):
             self.view.blocks[slot] = noise(self.view.blocks[slot].shape, seed + i)
@@ -106,6 +138,7 @@ class Side:
         return list(self.book.open_put(owner, [], blocks, writer=peer_writer("one")).slots)
 
     async def close(self) -> None:
+        self.closed = True
         await self.transport.close()
         self.executor.shutdown()
         self.segment.close()
