@@ -38,7 +38,13 @@ async def load_own(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fet
         wanted = await copy_local(agent, owner, hold, request)
         if wanted:
             assert agent.tier is not None
-            lent = agent.tier.lend([hold.keys[i] for i in wanted])
+            try:
+                lent = agent.tier.lend([hold.keys[i] for i in wanted])
+            except BlockMissing as problem:
+                agent.counters["ssd_misses"] += 1
+                held = wanted[problem.held] - request.first_block  # what lies between is in the pool by now
+                elapsed_ns = time.monotonic_ns() - started_ns
+                return Fetched(bytes=0, elapsed_ns=elapsed_ns, blocks=0, missing=True, held=held)
             try:
                 await _read_layers(agent, hold, request, wanted, lent, Call(owner.order_id, owner.party, deadline_ns))
                 await _commit(agent, owner, hold, wanted, lent, request.first_block, request.blocks)
@@ -47,10 +53,6 @@ async def load_own(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fet
             moved = len(wanted) * agent.config.layout.block_bytes
         else:
             await tell_loaded(agent, request, agent.config.layout.layers - 1)
-    except BlockMissing as problem:
-        agent.counters["ssd_misses"] += 1
-        elapsed_ns = time.monotonic_ns() - started_ns
-        return Fetched(bytes=0, elapsed_ns=elapsed_ns, blocks=0, missing=True, held=problem.held)
     finally:
         agent.book.close_writer(owner, writer)
     return Fetched(bytes=moved, elapsed_ns=time.monotonic_ns() - started_ns, blocks=request.blocks)
