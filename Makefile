@@ -9,6 +9,8 @@
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make chaos [SEEDS=n] [SEED=n]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed
 #   make chaos-live [SECONDS=n] [SEED=n]   environment, then a cluster whose processes are killed and stopped (600 s)
+#   make crash-points [POINTS=n]  environment, then a store agent killed at n lines of its code (1,500: at each once)
+#   make soak [HOURS=n]     environment, then n hours of the trace against one store agent (24)
 #   make test-rdma          environment with tools, then RDMA for real, in a guest with soft-RoCE under QEMU (needs root,
 #                           Debian; says why where it skips), with the bandwidth into results/rdma.json
 #   make experiments [ARGS=...]  environment, then the papers' results by simulation, into results/ (half an hour)
@@ -20,7 +22,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-rdma lint bench experiments golden docs clean clean-env
+.PHONY: help env env-dev up test test-slow test-rdma crash-points soak lint bench experiments golden docs clean clean-env
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -67,6 +69,12 @@ golden: $(DEV_STAMP)
 
 chaos: $(RUN_STAMP)
 	$(BIN)/python tests/chaos/run.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
+
+crash-points: $(DEV_STAMP)
+	$(BIN)/python tests/store/crash_points.py --points $(or $(POINTS),1500)
+
+soak: $(RUN_STAMP)
+	$(BIN)/python tests/store/soak.py --hours $(or $(HOURS),24)
 
 chaos-live: $(DEV_STAMP)
 	$(BIN)/python tests/chaos/live.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)

@@ -197,6 +197,7 @@ def test_a_restart_finds_what_was_saved_and_saves_what_was_idle(nats_url: str, t
     tell(nats_url, story)
 
 
+@pytest.mark.slow
 def test_only_blocks_that_were_hit_often_enough_are_saved(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier", ssd_hits_min=2)
@@ -214,6 +215,7 @@ def test_only_blocks_that_were_hit_often_enough_are_saved(nats_url: str, tmp_pat
     tell(nats_url, story)
 
 
+@pytest.mark.slow
 def test_a_small_file_gives_up_the_oldest_and_says_so(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier", slots=4, ssd_bytes=3 * PAGE_BYTES + 10 * BLOCK)
@@ -305,7 +307,9 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_the_rest_goes_on(nats_url: str
     tell(nats_url, story)
 
 
-@pytest.mark.parametrize("what", ["full", "broken", "vanished", "replaced", "cut"])
+@pytest.mark.parametrize(
+    "what", ["full", "vanished", *(pytest.param(at, marks=pytest.mark.slow) for at in ("broken", "replaced", "cut"))]
+)
 def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(nats_url: str, tmp_path: Path, what: str) -> None:
     async def story(here: Cluster) -> None:
         path = tmp_path / "tier"
@@ -365,6 +369,7 @@ def test_a_lost_file_is_opened_anew(nats_url: str, tmp_path: Path, monkeypatch: 
     tell(nats_url, story)
 
 
+@pytest.mark.slow
 def test_no_room_for_the_file_is_said_and_the_node_serves_without(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier", ssd_bytes=1 << 50)
