@@ -13,6 +13,8 @@
 #   make soak [HOURS=n]     environment, then n hours of the trace against one store agent (24)
 #   make test-rdma          environment with tools, then RDMA for real, in a guest with soft-RoCE under QEMU (needs root,
 #                           Debian; says why where it skips), with the bandwidth into results/rdma.json
+#   make test-docker [ARGS=...]  environment with tools, then docker/compose.yaml on a real engine, which is installed and
+#                           started where there is none and the machine allows it (root, Debian); a quarter of an hour
 #   make experiments [ARGS=...]  environment, then the papers' results by simulation, into results/ (half an hour)
 #   make docs               environment, then docs/asyncapi.json anew from the message classes
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
@@ -22,7 +24,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-rdma crash-points soak lint bench experiments golden docs clean clean-env
+.PHONY: help env env-dev up test test-slow test-rdma test-docker crash-points soak lint bench experiments golden docs clean clean-env
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -81,6 +83,9 @@ chaos-live: $(DEV_STAMP)
 
 experiments: $(RUN_STAMP)
 	$(BIN)/halfmoon experiments $(ARGS)
+
+test-docker: $(DEV_STAMP)
+	HALFMOON_TEST_DOCKER=1 $(BIN)/python -m pytest -s tests/docker $(ARGS)
 
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json

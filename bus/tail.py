@@ -43,6 +43,7 @@ class StreamTail:
         self._received: deque[bytes] = deque()
         self._held: deque[bytes] | None = None
         self._wake = asyncio.Event()
+        self._losses = 0
         self._sub: Subscription | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -65,6 +66,7 @@ class StreamTail:
 
     def lost_connection(self) -> None:
         """Hold what comes from now on until what was missed has been read."""
+        self._losses += 1
         if self._held is None:
             self._held = deque()
             self._tasks.append(asyncio.create_task(self._catch_up()))
@@ -83,11 +85,13 @@ class StreamTail:
 
     async def _catch_up(self) -> None:
         while True:
+            losses = self._losses
             try:
                 last = await self._last_seq()
                 if last > self._mark:
                     await self._read_up_to(last)
-                break
+                if losses == self._losses:  # else something after `last` was missed too
+                    break
             except (NatsError, TimeoutError, KeyError, StreamRefused):  # the server is not ready yet
                 await asyncio.sleep(0.1)
         held, self._held = self._held or deque(), None
@@ -111,12 +115,22 @@ class StreamTail:
             self._mark = int(answer["message"]["seq"])
 
     async def _keep_mark(self) -> None:
-        """What the stream held when it was asked had been sent to us before its answer was."""
+        """What the stream held when it was last asked, long ago, has been sent to us since. (Of what it holds now that
+        is certain only with one server: with three, an answer and a message come by different ways.)
+
+        An answer that comes after a loss, to a question from before it, says nothing.
+        """
+        earlier = self._mark
         while True:
+            before = self._losses, self._created
             await asyncio.sleep(MARK_S)
             if self._held is None and self._nc.is_connected:
                 with contextlib.suppress(NatsError, TimeoutError, KeyError):
-                    self._mark = await self._last_seq()
+                    last = await self._last_seq()
+                    if before == (self._losses, self._created):
+                        self._mark, earlier = earlier, last
+                        continue
+            earlier = self._mark
 
     async def _last_seq(self) -> int:
         reply = await self._nc.request(f"$JS.API.STREAM.INFO.{self._stream}", b"", timeout=ANSWER_S)

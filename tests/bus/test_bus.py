@@ -18,6 +18,7 @@ from halfmoon.schemas.decisions import CancelOrder, Ordered
 from halfmoon.schemas.events import FrontendHeartbeat, RequestCancelled, Stamped
 from halfmoon.schemas.kv import KvReady
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
+from halfmoon.workers.nats_service import settled
 
 
 def cancelled(number: int) -> RequestCancelled:
@@ -150,7 +151,7 @@ async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -
         return ResendReply(known=False)
 
     await server.serve("halfmoon.resend.w", ResendRequest, answer)
-    await server.nc.flush()
+    await settled(server.nc)
     assert await asker.request("halfmoon.resend.w", question, ResendReply, timeout_s=2) == ResendReply(known=False)
     with pytest.raises(PeerError, match="no_such_index"):
         await asker.request(

@@ -1,0 +1,77 @@
+"""Clients of both frontends, and when each of their requests began and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+from tests.chaos.live import WRONG, Load
+from tests.docker.stack import Stack
+
+CLIENTS = 3
+FIRST_S = 120.0
+
+
+class BothFrontends:
+    """In turn, as a load balancer would."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._ports = itertools.cycle(stack.ports)
+
+    @property
+    def http(self) -> str:
+        return f"http://127.0.0.1:{next(self._ports)}"
+
+
+class RunningLoad:
+    """A load in a thread of its own, so that the test may call `docker` meanwhile."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.load = Load(BothFrontends(stack), random.Random(1), CLIENTS)  # type: ignore[arg-type]
+        self.finished: list[tuple[float, float]] = []
+        once = self.load._once
+
+        async def timed(*words: object, **more: object) -> tuple[str, str]:
+            started = time.monotonic()
+            how, text = await once(*words, **more)  # type: ignore[arg-type]
+            if how == "finished":
+                self.finished.append((started, time.monotonic()))
+            return how, text
+
+        self.load._once = timed  # type: ignore[method-assign]
+        self._thread = threading.Thread(target=lambda: asyncio.run(self.load.run()), daemon=True)
+
+    def start(self) -> None:
+        asyncio.run(self.load.learn())
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.load.stop()
+        self._thread.join(180)
+        assert not self._thread.is_alive()
+
+    def first_after(self, at: float) -> float:
+        """Seconds from `at` to the first good end of a request that began later."""
+        until = time.monotonic() + FIRST_S
+        while time.monotonic() < until:
+            ends = [end for begin, end in list(self.finished) if begin >= at]
+            if ends:
+                return min(ends) - at
+            time.sleep(0.05)
+        raise AssertionError(f"no request that began after it was answered within {FIRST_S:.0f} s: {self.load.ended}")
+
+    def slowest_since(self, at: float) -> float:
+        return max((end - begin for begin, end in list(self.finished) if end >= at), default=0.0)
+
+    def mark(self) -> SimpleNamespace:
+        return SimpleNamespace(at=time.monotonic(), ended=self.load.ended.copy())
+
+    def since(self, mark: SimpleNamespace) -> dict[str, int]:
+        """How requests ended since. Raises when one ended wrongly."""
+        ended = {how: count - mark.ended[how] for how, count in self.load.ended.items() if count > mark.ended[how]}
+        assert not any(how in WRONG for how in ended), (ended, self.load.wrong)
+        return ended

@@ -1,0 +1,178 @@
+"""The cluster of docker/compose.yaml, from a clean checkout, as the tests drive it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+import urllib.error
+import urllib.request
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfmoon.bus.embedded import free_port
+from tests.docker.engine import base_image, run
+
+ROOT = Path(__file__).parents[2]
+WHOLE = {"prefill": 2, "decode": 2, "store": 4, "frontend": 2}
+CONDUCTORS = 3
+WHOLE_S = 240.0
+
+
+@dataclass
+class Stack:
+    """`up` before anything else; `down` leaves neither container, network nor volume."""
+
+    checkout: Path
+    project: str = field(default_factory=lambda: f"hm{uuid.uuid4().hex[:6]}")
+    ports: tuple[int, int] = field(default_factory=lambda: (free_port(), free_port()))
+    image: str = "halfmoon:test"
+    build_s: float = 0.0
+    compose: list[str] = field(default_factory=lambda: [*_compose()])
+    base: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "HALFMOON_TAG": "test",
+            "HALFMOON_BASE": self.base,
+            "HALFMOON_BUILD_NETWORK": "host",
+            "HALFMOON_HTTP_PORT": str(self.ports[0]),
+            "HALFMOON_HTTP_PORT_1": str(self.ports[1]),
+            "HALFMOON_POOL_MIB": "192",
+            "HALFMOON_SHM": "256m",
+            # Twelve containers on two cores take their time; what is asked for here is an answer, not a fast one.
+            "HALFMOON_TTFT_SLO_MS": "120000",
+            "HALFMOON_TBT_SLO_MS": "20000",
+        }
+
+    @property
+    def http(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    def command(self, *words: str, timeout: float = 300) -> str:
+        file = str(self.checkout / "docker" / "compose.yaml")
+        return run(*self.compose, "-p", self.project, "-f", file, *words, timeout=timeout, env=self.environment).stdout
+
+    def build(self) -> None:
+        """The image, out of the checkout alone (and the wheels that this machine has at hand)."""
+        self.base = base_image()
+        for folder in os.environ.get("PIP_FIND_LINKS", "").split():
+            for wheel in Path(folder).glob("torch-*.whl"):
+                shutil.copy(wheel, self.checkout / "docker" / "wheels")
+        started = time.monotonic()
+        self.command("build", "secrets", timeout=1800)
+        self.build_s = time.monotonic() - started
+
+    def up(self, *more: str) -> None:
+        self.command("up", "-d", *more, timeout=600)
+
+    def down(self) -> None:
+        left = run("docker", "ps", "-aq", "--filter", f"label=test={self.project}").stdout.split()
+        if left:
+            run("docker", "rm", "-f", *left)
+        self.command("down", "-v", "-t", "30", "--remove-orphans", timeout=300)
+
+    # --- containers --------------------------------------------------------------------------------------------------
+
+    def containers(self, service: str = "") -> list[str]:
+        """Names, of those that run or did; not of `secrets`, which ends."""
+        label = f"label=com.docker.compose.project={self.project}"
+        columns = '{{.Names}} {{.Label "com.docker.compose.service"}}'
+        shown = run("docker", "ps", "-a", "--filter", label, "--format", columns)
+        pairs = [line.split() for line in shown.stdout.splitlines()]
+        return sorted(name for name, of in pairs if of == service or (not service and of != "secrets"))
+
+    def health(self, container: str) -> str:
+        return run("docker", "inspect", "-f", "{{.State.Health.Status}}", container).stdout.strip()
+
+    def docker(self, *words: str, timeout: float = 120) -> str:
+        return run("docker", *words, timeout=timeout).stdout
+
+    # --- how it is ---------------------------------------------------------------------------------------------------
+
+    def get(self, path: str, port: int = 0, timeout: float = 3) -> tuple[int, dict[str, Any]]:
+        """(0, {}) when nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port or self.ports[0]}{path}", timeout=timeout) as reply:
+                return reply.status, json.loads(reply.read())
+        except urllib.error.HTTPError as problem:
+            return problem.code, {}
+        except (OSError, ValueError):
+            return 0, {}
+
+    def missing(self) -> str:
+        """What is not there yet; "" when all is."""
+        for name in self.containers():
+            if (health := self.health(name)) != "healthy":
+                return f"{name} is {health}"
+        for port in self.ports:
+            _, status = self.get("/status", port)
+            roles = [node["role"] for node in status.get("nodes", []) if node["state"] == "ready"]
+            found = {role: roles.count(role) for role in WHOLE}
+            if found != WHOLE:
+                return f"the frontend at {port} knows {found}"
+            if len(status["conductors"]) < CONDUCTORS:
+                return f"{len(status['conductors'])} conductors answer"
+        return ""
+
+    def wait_whole(self, within_s: float = WHOLE_S) -> float:
+        """Seconds that it took."""
+        started = time.monotonic()
+        while problem := self.missing():
+            assert time.monotonic() - started < within_s, f"after {within_s:.0f} s {problem}"
+            time.sleep(0.25)
+        return time.monotonic() - started
+
+    # --- as an operator ----------------------------------------------------------------------------------------------
+
+    def as_role(self, role: str, key: str, *words: str, timeout: float = 120, check: bool = True) -> tuple[int, str]:
+        """A command in a container of its own, with the credentials of a role; status and output."""
+        server = "tls://nats-0:4222,tls://nats-1:4222,tls://nats-2:4222"
+        settings = {"NATS": server, "NATS_CA": "/run/secrets/ca.pem", "NATS_REPLICAS": "0"}
+        if key:
+            settings["NATS_NKEY_FILE"] = f"/run/secrets/{key}.nk"
+        options = [word for name, value in settings.items() for word in ("-e", f"HALFMOON_{name}={value}")]
+        options += ["--network", f"{self.project}_inside", "-v", f"{self.project}_secrets-{role}:/run/secrets:ro"]
+        options += ["--init", "--label", f"test={self.project}"]
+        done = run("docker", "run", "--rm", "-i", *options, self.image, *words, timeout=timeout, check=check)
+        return done.returncode, done.stdout + done.stderr
+
+    def log(self) -> list[dict[str, Any]]:
+        """Every event, in order."""
+        words = "halfmoon events save /tmp/run.jsonl >&2 && cat /tmp/run.jsonl"
+        _, output = self.as_role("operator", "operator", "sh", "-c", words)
+        return [_event(line) for line in output.splitlines() if line.startswith("{") and '"event"' in line]
+
+    def replayed(self) -> str:
+        """The event log, saved and stepped over again: what `halfmoon replay` says. Raises when it differs."""
+        save = "halfmoon events save /tmp/run.jsonl.zst >&2 && halfmoon replay /tmp/run.jsonl.zst --json"
+        _, output = self.as_role("operator", "operator", "sh", "-c", save)
+        found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+        assert found["identical"], output
+        assert found["decisions"] > 0, output
+        return f"{found['events']:,} events, {found['decisions']:,} decisions, identical"
+
+
+def _event(line: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(line).get("event", {})
+    return found
+
+
+def clean_checkout(place: Path) -> Path:
+    """Of what is committed here."""
+    run("git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(place))
+    return place
+
+
+def _compose() -> list[str]:
+    for words in (["docker", "compose"], ["docker-compose"]):
+        with contextlib.suppress(FileNotFoundError):
+            if run(*words, "version", check=False).returncode == 0:
+                return words
+    raise AssertionError("neither docker compose nor docker-compose is there")

@@ -1,0 +1,278 @@
+"""docker/compose.yaml on a real engine: a first answer, who may do what, every container killed, cut off, restarted.
+
+The order of the tests is that of the file: they share one cluster. Each fault happens under load; every request must
+end with the text that it has in peace, or with a clear error, and the event log must replay identically after each.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+
+import pytest
+
+from tests.docker.load import RunningLoad
+from tests.docker.stack import Stack
+
+#: How long the load goes on while something is missing.
+MISSING_S = 5.0
+SERVICES = ("nats-0", "nats-1", "nats-2", "conductor", "prefill", "decode", "frontend-0", "frontend-1")
+REPLICAS = {"conductor": 3, "prefill": 2, "decode": 2}
+EACH = [(service, n) for service in SERVICES for n in range(REPLICAS.get(service, 1))]
+
+ENDS = ("RequestFinished", "RequestCancelled")
+
+SCAN = """
+import json, socket, sys
+found = {}
+for name in sys.argv[1:]:
+    host = socket.gethostbyname(name)
+    found[name] = []
+    for port in range(1, 65536):
+        with socket.socket() as probe:
+            probe.settimeout(2)
+            if probe.connect_ex((host, port)) == 0:
+                found[name].append(port)
+print(json.dumps(found))
+"""
+
+WRONG_KEYS = """
+import sys, zmq, zmq.utils.monitor
+from zmq import curve_keypair
+host = sys.argv[1]
+def tries(server_key, keys):
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 0
+    if server_key:
+        socket.curve_serverkey, (socket.curve_publickey, socket.curve_secretkey) = server_key, keys
+    monitor = socket.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
+    )
+    socket.connect(f"tcp://{host}:7400")
+    if not monitor.poll(5000):
+        return "nothing"
+    event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
+    return "taken" if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else "refused"
+right = sys.argv[2].encode()
+print("right server key, own key unknown:", tries(right, curve_keypair()))
+print("wrong server key:", tries(curve_keypair()[0], curve_keypair()))
+print("no key:", tries(b"", None))
+"""
+
+
+def complete(stack: Stack, port: int, **fields: object) -> dict[str, object]:
+    body = json.dumps({"prompt": "The moon is", "max_tokens": 12, "temperature": 0, **fields}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        answer: dict[str, object] = json.loads(reply.read())
+        return answer
+
+
+def test_a_first_answer_from_each_frontend(stack: Stack, report: list[str]) -> None:
+    texts = set()
+    for port in stack.ports:
+        started = time.monotonic()
+        answer = complete(stack, port)
+        report.append(f"first answer at {port}: {time.monotonic() - started:.1f} s, {answer['choices'][0]['text']!r}")  # type: ignore[index]
+        texts.add(answer["choices"][0]["text"])  # type: ignore[index]
+    assert texts == {" a celestial body that orbits the Earth, but it's not"}
+    assert "identical" in stack.replayed()
+
+
+def test_blocks_move_between_containers(stack: Stack) -> None:
+    """A node's containers do not share memory: its blocks come to another over the encrypted link."""
+    prompt = [int(n) % 4000 + 100 for n in range(7, 7 + 13 * 300, 13)]
+    answer = complete(stack, stack.ports[0], prompt=prompt, max_tokens=4)
+    assert answer["usage"]["prompt_tokens"] == 300  # type: ignore[index]
+    _, status = stack.get("/status")
+    assert status["cache"]["blocks"] >= 1
+
+
+def test_containers_are_small_and_without_rights(stack: Stack) -> None:
+    for name in stack.containers():
+        it = json.loads(stack.docker("inspect", name))[0]
+        host = it["HostConfig"]
+        assert it["Config"]["User"] == "10001:10001", name
+        assert host["ReadonlyRootfs"], name
+        assert host["CapDrop"] == ["ALL"], name
+        assert host["Memory"] > 0, name
+        assert host["NanoCpus"] > 0, name
+        assert host["PidsLimit"] == 256, name
+        assert stack.docker("exec", name, "id", "-u").strip() == "10001"
+
+
+def test_only_the_frontends_ports_are_published(stack: Stack) -> None:
+    found = {}
+    for name in stack.containers():
+        bindings = json.loads(stack.docker("inspect", "-f", "{{json .HostConfig.PortBindings}}", name)) or {}
+        for port, hosts in bindings.items():
+            found[name] = (port, [(host["HostIp"], host["HostPort"]) for host in hosts])
+    assert sorted(found.values()) == sorted(("8000/tcp", [("127.0.0.1", str(port))]) for port in stack.ports)
+
+
+def test_a_port_scan_finds_what_should_be_there(stack: Stack, report: list[str]) -> None:
+    """Every TCP port of one container of each kind, from a container in the same network."""
+    wanted = {"nats-0": [4222, 6222], "conductor": [], "prefill": [7400], "decode": [7400], "frontend-0": [8000]}
+    hosts = {}
+    for service in wanted:
+        hosts[stack.docker("inspect", "-f", "{{.Config.Hostname}}", stack.containers(service)[0]).strip()] = service
+    _, output = stack.as_role("client", "client", "python3", "-c", SCAN, *hosts, timeout=600)
+    found = {hosts[host]: sorted(ports) for host, ports in json.loads(output.splitlines()[-1]).items()}
+    report.append(f"port scan: {found}")
+    assert found == wanted
+
+
+def test_wrong_credentials_are_refused(stack: Stack, report: list[str]) -> None:
+    status, output = stack.as_role("client", "", "halfmoon", "status", check=False)
+    assert status == 1
+    assert "Authorization Violation" in output
+    seed = "nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)"
+    forged = f"python3 -c \"import nkeys, os; open('/tmp/x.nk', 'wb').write({seed})\""
+    words = f"{forged} && halfmoon status --nats-nkey-file /tmp/x.nk"
+    status, output = stack.as_role("client", "", "sh", "-c", words, check=False)
+    assert status == 1
+    assert "Authorization Violation" in output
+    report.append(f"wrong NATS credentials: {output.strip().splitlines()[-1]}")
+
+
+def test_a_workers_credentials_on_the_wrong_subject_are_refused(stack: Stack, report: list[str]) -> None:
+    program = """
+import asyncio, sys
+from halfmoon.bus.config import BusConfig
+from halfmoon.workers.nats_service import settled
+import nats
+async def main():
+    refused = []
+    async def note(problem): refused.append(str(problem))
+    here = "/run/secrets"
+    config = BusConfig(url="tls://nats-0:4222", nkey_seed_file=f"{here}/prefill-0.nk", tls_ca_file=f"{here}/ca.pem")
+    nc = await nats.connect(**config.options(), error_cb=note)
+    for subject in sys.argv[1:]:
+        await nc.publish(subject, b"{}")
+    await settled(nc)
+    print(f"{len(refused)} refused:", *refused, sep="\\n")
+    await nc.close()
+asyncio.run(main())
+"""
+    wrong = (
+        "halfmoon.events.prefill-1.WorkerLeft",
+        "halfmoon.decisions.decode-0.StartDecode",
+        "halfmoon.store.prefill-1.release",
+        "$JS.API.STREAM.PURGE.EVENTS",
+    )
+    _, output = stack.as_role("prefill", "prefill-0", "python3", "-c", program, *wrong)
+    assert f"{len(wrong)} refused:" in output, output
+    for subject in wrong:
+        assert subject.lower() in output.lower()
+    report.append("a prefill worker's credentials: " + " | ".join(output.strip().splitlines()))
+
+
+def test_a_wrong_curve_key_is_refused(stack: Stack, report: list[str]) -> None:
+    """The right public key of the server is in its announcement in the log, which an operator may read."""
+    joined = [event for event in stack.log() if event["type"] == "StoreJoined"][-1]
+    endpoint = next(each for each in joined["endpoints"] if each["transport"] == "tcp")
+    host = endpoint["address"].removeprefix("tcp://").partition(":")[0]
+    _, output = stack.as_role("client", "client", "python3", "-c", WRONG_KEYS, host, endpoint["public_key"])
+    report.append("CURVE: " + " | ".join(output.strip().splitlines()))
+    assert [line.rpartition(": ")[2] for line in output.strip().splitlines()] == ["refused"] * 3
+
+
+@pytest.mark.parametrize(("service", "number"), EACH, ids=[f"{service}-{n}" for service, n in EACH])
+def test_killed_under_load(stack: Stack, load: RunningLoad, report: list[str], service: str, number: int) -> None:
+    name = stack.containers(service)[number]
+    _fault(
+        stack, load, report, f"killed {service} ({name})",
+        begin=lambda: stack.docker("kill", name),
+        end=lambda: stack.docker("start", name),
+        frontend=service.startswith("frontend"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("service", ["prefill", "decode", "nats-0"])
+def test_cut_off_from_the_network_under_load(stack: Stack, load: RunningLoad, report: list[str], service: str) -> None:
+    name, network = stack.containers(service)[0], f"{stack.project}_inside"
+    aliases = ["--alias", service] if service.startswith("nats") else []
+    _fault(
+        stack, load, report, f"cut off {service} ({name})",
+        begin=lambda: stack.docker("network", "disconnect", network, name),
+        end=lambda: stack.docker("network", "connect", *aliases, network, name),
+        frontend=False,
+        missing_s=12.0,
+    )  # fmt: skip
+
+
+def _fault(
+    stack: Stack, load: RunningLoad, report: list[str], what: str, *,
+    begin: Callable[[], object], end: Callable[[], object], frontend: bool, missing_s: float = MISSING_S,
+) -> None:  # fmt: skip
+    mark = load.mark()
+    if frontend:
+        load.load.frontend_hit_at = time.monotonic() + 3600  # its connections break, and new ones are refused
+    begin()
+    at = time.monotonic()
+    first_s = load.first_after(at)
+    time.sleep(max(0.0, missing_s - (time.monotonic() - at)))
+    end()
+    whole_s = stack.wait_whole()
+    load.first_after(time.monotonic())
+    load.load.frontend_hit_at = time.monotonic()
+    ended = load.since(mark)
+    assert ended.get("finished", 0) > 0
+    if not frontend:
+        assert set(ended) == {"finished"}, ended
+    replayed = stack.replayed()
+    report.append(
+        f"{what}: first answer to a request sent after it {first_s:.1f} s, slowest {load.slowest_since(at):.1f} s, "
+        f"whole {whole_s:.1f} s after it was given back; ends {ended}; log: {replayed}"
+    )
+
+
+def test_a_rolling_restart_loses_no_request(stack: Stack, load: RunningLoad, report: list[str]) -> None:
+    """`docker restart` of every container, one after another: each drains, and what it has accepted ends well."""
+    mark, started, before = load.mark(), time.monotonic(), len(stack.log())
+    for name in stack.containers():
+        frontend = "frontend" in name
+        if frontend:
+            load.load.frontend_hit_at = time.monotonic() + 3600
+        stack.docker("restart", "-t", "30", name)
+        stack.wait_whole()
+        if frontend:
+            load.first_after(time.monotonic())
+            load.load.frontend_hit_at = time.monotonic()
+    load.first_after(time.monotonic())
+    ended = load.since(mark)
+    # Who comes while a frontend is away finds nobody (Docker's proxy of the published port takes the connection before
+    # the frontend listens, and drops it), or hears that it is stopping; what it has accepted it finishes.
+    away = {"nobody listens", "connection lost", "error 503 stopping", "error 503 starting"}
+    assert set(ended) <= {"finished", *away}, ended
+    log = stack.log()[before:]
+    ids = {kind: {event["request_id"] for event in log if event["type"] == kind} for kind in ENDS}
+    begun = {event["request_id"] for event in log[:-200] if event["type"] == "RequestArrived"}
+    assert len(begun) > 20
+    assert begun <= ids["RequestFinished"], begun - ids["RequestFinished"]
+    assert not ids["RequestCancelled"]
+    replayed = stack.replayed()
+    report.append(
+        f"rolling restart of {len(stack.containers())} containers in {time.monotonic() - started:.0f} s: "
+        f"slowest request {load.slowest_since(started):.1f} s; ends {ended}; log: {replayed}"
+    )
+
+
+def test_more_prefill_nodes_join(stack: Stack, load: RunningLoad, report: list[str]) -> None:
+    mark, started = load.mark(), time.monotonic()
+    stack.up("--no-recreate", "--scale", "prefill=4")
+    while True:
+        _, status = stack.get("/status")
+        ready = [node for node in status.get("nodes", []) if node["role"] == "prefill" and node["state"] == "ready"]
+        if len(ready) == 4:
+            break
+        assert time.monotonic() - started < 240, status
+        time.sleep(0.5)
+    assert sorted(node["id"] for node in ready) == [f"prefill-{n}" for n in range(4)]
+    report.append(f"--scale prefill=4: all four take orders after {time.monotonic() - started:.1f} s")
+    assert set(load.since(mark)) == {"finished"}

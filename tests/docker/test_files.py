@@ -1,0 +1,73 @@
+"""The files of docker/ as far as they can be checked without an engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+MANIFESTS = sorted((ROOT / "docker" / "kubernetes").glob("*.yaml"))
+COMPOSE = ROOT / "docker" / "compose.yaml"
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [each for each in yaml.safe_load_all(path.read_text()) if each]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_manifest_fits_kubernetes_schema(path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate").validate
+    for document in documents(path):
+        validate(document, "1.29", strict=True)
+
+
+def test_the_schema_check_can_fail() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    document = next(each for each in documents(MANIFESTS[0]) if each["kind"] == "StatefulSet")
+    document["spec"]["replicaz"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(document, "1.29", strict=True)
+
+
+def test_compose_and_kubernetes_run_the_same_processes() -> None:
+    """Same image, same settings by name, every setting one that the process knows."""
+    compose = yaml.safe_load(COMPOSE.read_text())["services"]
+    found: dict[str, set[str]] = {}
+    for path in MANIFESTS:
+        for document in documents(path):
+            if document["kind"] == "StatefulSet":
+                for container in document["spec"]["template"]["spec"]["containers"]:
+                    assert container["image"] == "halfmoon:0.1.0"
+                    found[container["name"]] = {each["name"] for each in container["env"]}
+    assert set(found) == {"nats", "conductor", "store", "prefill", "decode", "frontend"}
+    options = (ROOT / "cli" / "options.py").read_text() + (ROOT / "cli" / "processes.py").read_text()
+    known = {
+        f"HALFMOON_{flag.replace('-', '_').upper()}" for flag in re.findall(r'add_argument\(\s*"--([a-z-]+)"', options)
+    }
+    settings = {name for service in compose.values() for name in service.get("environment") or {}}
+    used = {name for name in {*settings, *(name for names in found.values() for name in names)} if "HALFMOON" in name}
+    assert used - known == set()
+    assert settings - found["store"] - found["conductor"] - found["frontend"] - found["prefill"] <= {
+        *("GOMEMLIMIT", "GOMAXPROCS", "HALFMOON_DTYPE", "HALFMOON_NUMERICS", "HALFMOON_API_KEYS_FILE"),
+        *("HALFMOON_POLICY", "HALFMOON_ADMISSION", "HALFMOON_LOG_MIB_MAX"),
+    }
+
+
+def test_every_service_is_bounded_checked_and_without_rights() -> None:
+    for name, service in yaml.safe_load(COMPOSE.read_text())["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"] is True, name
+        assert service["mem_limit"], name
+        if name == "secrets":
+            assert service["network_mode"] == "none"
+            continue
+        assert service["healthcheck"]["test"], name
+        assert service["stop_grace_period"] == "30s", name
+        assert service["cpus"], name
+        assert service["pids_limit"], name
+        assert ("ports" in service) == name.startswith("frontend"), name
+        assert service["networks"] == (["inside", "edge"] if name.startswith("frontend") else ["inside"]), name
