@@ -15,6 +15,7 @@ from halfmoon.cli import (
     capacity,
     chat,
     container,
+    drain,
     events,
     experiments,
     generate,
@@ -33,7 +34,7 @@ from halfmoon.workers.model_config import ModelError
 
 COMMANDS = (
     *(up, generate, chat, status, events, replay, simulate, capacity, size, experiments, policy, profile),
-    *(secrets, container),
+    *(secrets, container, drain),
 )
 
 

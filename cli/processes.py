@@ -86,6 +86,8 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     names = ("halfmoon", "mooncake", "local_cache_aware", "least_loaded", "round_robin", "random", "dynamo")
     group.add_argument("--policy", choices=names, default=defaults.name)
     group.add_argument("--admission", choices=("predicted", "early", "late", "none"), default=defaults.admission)
+    group.add_argument("--fetch-replicas", type=int, default=2, help="other holders named with a fetch; 0: none")
+    group.add_argument("--hot-transfers", type=int, default=4, help="copy a prefix that so many read at once; 0: never")
     group.add_argument("--ttft-slo-ms", type=int, default=defaults.ttft_slo_ns // 1_000_000)
     group.add_argument("--tbt-slo-ms", type=int, default=defaults.tbt_slo_ns // 1_000_000)
 
@@ -96,6 +98,8 @@ def policy_of(args: argparse.Namespace) -> Policy:
         admission=args.admission,
         ttft_slo_ns=args.ttft_slo_ms * 1_000_000,
         tbt_slo_ns=args.tbt_slo_ms * 1_000_000,
+        fetch_replicas=args.fetch_replicas,
+        hot_transfers=args.hot_transfers,
     )
 
 
@@ -232,9 +236,9 @@ async def run_store(args: argparse.Namespace) -> int:
         tier = agent.tier
         say(f"store agent {args.node}: SSD tier {agent.config.ssd_path}, {tier.records} blocks, {tier.mode}")
     try:
-        await _until_stopped(bus, args.health_file)
+        await _until_stopped(bus, args.health_file, asyncio.ensure_future(agent.drained.wait()))
     finally:
-        await agent.stop()
+        await agent.stop(reason="drained" if agent.drained.is_set() else "stopped")
         await bus.close()
     return 0
 

@@ -39,6 +39,7 @@ from halfmoon.schemas.decisions import (
     Ordered,
     RejectRequest,
     ReleaseOrder,
+    ReplicateBlocks,
     SetTimer,
     StartDecode,
     StartPrefill,
@@ -58,7 +59,7 @@ def target(decision: Decision) -> str:
     match decision:
         case StartPrefill() | StartDecode() | CancelOrder():
             return decision.worker_id
-        case ReleaseOrder():
+        case ReleaseOrder() | ReplicateBlocks():
             return decision.node_id
         case RejectRequest() | FailRequest():
             return decision.frontend_id

@@ -10,6 +10,7 @@ import msgspec
 from halfmoon.conductor.admission import Placement, Refusal, decide, place_again, slo_ns
 from halfmoon.conductor.explanation import explain
 from halfmoon.conductor.overload import learn_offered
+from halfmoon.conductor.replication import spread_hot_prefix
 from halfmoon.conductor.state import FINISHED_MAX, Decisions, Order, Request, State
 from halfmoon.schemas.decisions import (
     CancelOrder,
@@ -296,3 +297,4 @@ def _order(state: State, request: Request, placement: Placement, out: Decisions)
             predicted=predicted,
         )
     )
+    spread_hot_prefix(state, event, prefill, out)

@@ -9,6 +9,7 @@ Source: Mooncake (FAST'25), Algorithm 1; which blocks to fetch from where is in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import msgspec
 
@@ -266,7 +267,8 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
             prefill, ttft, sharing, local = cut.prefill_ns, cut.ttft_ns, cut.sharing, cut.first_block
     fetches = []
     if source and cached > local:  # from this node itself: from its SSD
-        fetches.append(Fetch(node_id=source, first_block=local, blocks=cached - local))
+        replicas = replicas_of(matched, cached, 0 if ssd else policy.fetch_replicas, source, node_id)
+        fetches.append(Fetch(node_id=source, first_block=local, blocks=cached - local, replicas=replicas))
     return Candidate(
         worker_id=worker.worker_id,
         node_id=node_id,
@@ -287,6 +289,14 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
         copies_ns=copies,
         full=len(worker.orders) >= policy.queued_max_per_worker,
     )
+
+
+def replicas_of(matched: Matched, blocks: int, count: int, *but: str) -> list[str]:
+    """Up to `count` nodes that have the first `blocks` in DRAM, longest prefix first, without those in `but`."""
+    if not count:
+        return []
+    held = (node for node, _, dram, _ in matched.sources(blocks - 1) if dram >= blocks and node not in but)
+    return list(islice(held, count))
 
 
 def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -> int:

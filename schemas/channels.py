@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from halfmoon.schemas import api, decisions, events, kv, snapshots, status, store, subjects, tokens
+from halfmoon.schemas import api, decisions, events, kv, replicas, snapshots, status, store, subjects, tokens
 from halfmoon.schemas.types import Message
 
 
@@ -180,6 +180,8 @@ _STORE_VERBS: tuple[tuple[str, type[Message], type[Message] | None], ...] = (
     ("settle", store.SettleBlocks, store.Done),
     ("drop", store.DropBlocks, store.Done),
     ("pair", store.QueuePair, store.QueuePair),
+    ("replicate", replicas.Replicate, replicas.Replicated),
+    ("drain", replicas.DrainStore, replicas.Drained),
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from halfmoon.schemas.types import Blocks, Count, Id, Message, Ns, Part, Seq, Text, Tokens
+from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, Message, Ns, Part, Seq, Text, Tokens
 
 RejectReason = Literal[
     "ttft_slo",  # predicted time to first token is over the SLO
@@ -38,6 +38,8 @@ class Fetch(Part, frozen=True):
     node_id: Id
     first_block: Blocks
     blocks: Blocks
+    #: Other nodes that have all of them, for the case that this one fails.
+    replicas: list[Id] = []
 
 
 class StartPrefill(Message, frozen=True):
@@ -124,6 +126,15 @@ class AnnounceYourself(Message, frozen=True):
     target_id: Id
 
 
+class ReplicateBlocks(Message, frozen=True):
+    """To a store agent: many read these blocks from `source_node_id`; hold them too. `BlocksStored` is the answer."""
+
+    node_id: Id
+    source_node_id: Id
+    block_keys: BlockKeys
+    tenant: Text = ""
+
+
 class SetTimer(Message, frozen=True):
     """To the conductors' own shells; never published: `TimerFired(key)` is due at `at_ns`."""
 
@@ -139,6 +150,7 @@ Decision = (
     | RejectRequest
     | FailRequest
     | AnnounceYourself
+    | ReplicateBlocks
     | SetTimer
 )
 DECISION_TYPES: tuple[type[Message], ...] = get_args(Decision)

@@ -44,6 +44,10 @@ class Policy(Part, frozen=True):
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
     link_latency_ns: Ns = 500_000
+    #: So many other holders are named with a fetch, to turn to when its source fails.
+    fetch_replicas: Annotated[int, Meta(ge=0, le=16)] = 0
+    #: A prefix gets one more holder when so many transfers leave the one that has it (0: never).
+    hot_transfers: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 

@@ -91,14 +91,12 @@ class FetchBlocks(Message, frozen=True):
     source_node_id: Id
     first_block: Blocks
     blocks: Blocks
-    #: Nodes that have the same blocks, for the case that the source fails: tried one after the other.
-    replica_node_ids: list[Id] = []
+    replica_node_ids: list[Id] = []  # that have them too, for the case that the source fails
 
 
 class Fetched(Message, frozen=True):
-    """`blocks` blocks are readable and committed here; `bytes` of them were moved, from `source_node_id` (the source
-    or a replica). With `missing` nothing was fetched: nobody who was asked has more than the first `held` of them.
-    """
+    """`blocks` blocks are readable and committed here; `bytes` were moved, from the source or a replica. With `missing`
+    nothing was: nobody who was asked has more than the first `held` of them."""
 
     bytes: Bytes
     elapsed_ns: Ns
@@ -208,6 +206,7 @@ class ProbeBlocks(Message, frozen=True):
 
     block_keys: BlockKeys
     tenant: Tenant = ""
+    mark: str = ""  # in place of the tenant, from agents that know no more than its mark
 
 
 class Probed(Message, frozen=True):
@@ -242,6 +241,7 @@ class RemoveBlocks(Message, frozen=True):
 
     block_keys: BlockKeys
     tenant: Tenant = ""
+    mark: str = ""
 
 
 class Removed(Message, frozen=True):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import msgspec
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
@@ -25,7 +24,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import AnnounceYourself, ReleaseOrder
+from halfmoon.schemas.decisions import AnnounceYourself, ReleaseOrder, ReplicateBlocks
 from halfmoon.schemas.events import Endpoint, StoreJoined, StoreLeft
 from halfmoon.schemas.store import Hello
 from halfmoon.store.announcer import Announcer
@@ -47,6 +46,7 @@ from halfmoon.store.pool import Pool
 from halfmoon.store.pushing import Push
 from halfmoon.store.rdma import RdmaTransport
 from halfmoon.store.rdma_open import open_rdma
+from halfmoon.store.replicas import obey
 from halfmoon.store.segment import PoolView, Segment, host_id, segment_name
 from halfmoon.store.serve import serve_all
 from halfmoon.store.shm import ShmTransport
@@ -122,6 +122,10 @@ class StoreAgent:
         self._background: set[asyncio.Task[Any]] = set()
         self._subscriptions: list[Subscription] = []
         self._hello: Hello | None = None
+        #: Copies that a conductor ordered are made one after the other.
+        self.replicating = asyncio.Lock()
+        #: Set when this node was drained: its process stops.
+        self.drained = asyncio.Event()
         self._topology = Topology()
 
     # --- life ----------------------------------------------------------------------------------------------------
@@ -204,10 +208,7 @@ class StoreAgent:
             config = self.config
             endpoints = [Endpoint(transport="shm", address=segment_name(config.cluster, config.node_id))]
             if self._tcp is not None:
-                for at in self._tcp.endpoints:
-                    host = at.address.removeprefix("tcp://").rpartition(":")[0]
-                    distance = self._topology.distance_of_address(host)
-                    endpoints.append(msgspec.structs.replace(at, distance=distance))
+                endpoints += self._topology.measured(self._tcp.endpoints)
             endpoints += self.rdma.endpoints if self.rdma is not None else []
             bare = Hello(
                 node_id=config.node_id,
@@ -385,6 +386,8 @@ class StoreAgent:
                     self.spawn(self.release_order(order_id))
                 case AnnounceYourself():
                     self.announcer.announce()
+                case ReplicateBlocks():
+                    self.spawn(obey(self, ordered.decision))
                 case _:
                     self.counters["decisions_not_for_stores"] += 1
 

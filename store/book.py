@@ -116,6 +116,24 @@ class Book:
     def keys(self) -> list[bytes]:
         return self._pool.keys()
 
+    def mark_spare(self, owner: Owner) -> None:
+        """What this order reserved is a copy ahead of need. Before it commits."""
+        with self._lock:
+            hold = self._pool.hold(owner)
+            for i, slot in enumerate(hold.slots):
+                self._pool.slots[slot].spare = i not in hold.present
+
+    def hottest(self) -> list[tuple[bytes, str]]:
+        """Every committed key with its tenant ("": anybody's); what is in use first, what is evicted next last."""
+        with self._lock:
+            idle = self._pool.next_victims(len(self._pool.slots))
+            going = {victim.slot.key: None for victim in reversed(idle)}
+            slots = self._pool.slots
+            held = [key for key in self._pool.keys() if key not in going]  # noqa: SIM118
+            keys = [*held, *going]
+            found = [(key, self._pool.find(key)) for key in keys]
+            return [(key, slots[slot].tenant) for key, slot in found if slot is not None]
+
     def probe(self, keys: Sequence[bytes], tenant: str) -> list[bool]:
         """Which keys are here, as far as they are for this tenant. Renews nothing."""
         with self._lock:

@@ -99,13 +99,13 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
 
     Raises OrderUnknown, or the last TransferError; a miss is an answer. Then it is for the caller to compute.
     """
-    started_ns = time.monotonic_ns()
     held = 0
     problem: StoreError | None = None
     holders = list(dict.fromkeys([request.source_node_id, *request.replica_node_ids]))
     for place, node_id in enumerate(holders):
         if place:
             agent.counters["fetches_from_replicas"] += 1
+        started_ns = time.monotonic_ns()
         try:
             found = await _fetch_from(agent, owner, node_id, request, more=place + 1 < len(holders))
         except OrderUnknown:

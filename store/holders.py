@@ -19,10 +19,10 @@ LATE_S = 0.02
 
 
 async def find_holders(
-    bus: Bus, node_ids: Sequence[str], block_keys: bytes, tenant: str
+    bus: Bus, node_ids: Sequence[str], block_keys: bytes, tenant: str = "", *, mark: str = ""
 ) -> tuple[dict[int, list[str]], list[str]]:
     """Which nodes have the key of that index, those that have it in memory first; and which did not answer."""
-    request = say.ProbeBlocks(block_keys=block_keys, tenant=tenant)
+    request = say.ProbeBlocks(block_keys=block_keys, tenant=tenant, mark=mark)
 
     async def ask(node_id: str) -> say.Probed | None:
         try:

@@ -366,7 +366,7 @@ class Pool:
             return
         if slot.state is State.COMMITTED:
             if not slot.writers:
-                self._room.add(number, slot.key, pinned=number in self._pinned)
+                self._room.add(number, slot.key, pinned=number in self._pinned, spare=slot.spare and not slot.hits)
         elif slot.writers:
             slot.state, slot.key = State.CONDEMNED, b""
         elif slot.state is not State.FREE:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from nats.aio.subscription import Subscription
 
 from halfmoon.bus.errors import PeerError
+from halfmoon.schemas import replicas as copies
 from halfmoon.schemas import store as say
 from halfmoon.schemas import subjects
 from halfmoon.schemas.keys import join_keys, split_keys
 from halfmoon.schemas.types import Message
+from halfmoon.store import replicas
 from halfmoon.store import serve_clients as clients
 from halfmoon.store import serve_peers as peers
 from halfmoon.store.book import WORKER
@@ -38,6 +40,8 @@ async def serve_all(agent: StoreAgent) -> list[Subscription]:
         ("close_push", say.ClosePush, close_push),
         ("release", say.ReleaseBlocks, release),
         ("status", say.StoreStatusRequest, status),
+        ("replicate", copies.Replicate, replicas.replicate),
+        ("drain", copies.DrainStore, replicas.drain),
         ("probe", say.ProbeBlocks, clients.probe),
         ("take", say.TakeBlocks, clients.take),
         ("remove", say.RemoveBlocks, clients.remove),

@@ -23,7 +23,7 @@ def require_size(agent: StoreAgent, block_bytes: int) -> None:
 
 
 async def probe(agent: StoreAgent, request: say.ProbeBlocks) -> say.Probed:
-    keys, tenant = split_keys(request.block_keys), tenant_mark(request.tenant)
+    keys, tenant = split_keys(request.block_keys), request.mark or tenant_mark(request.tenant)
     here = agent.book.probe(keys, tenant)
     ssd = [i for i, key in enumerate(keys) if _on_ssd(agent, key, tenant)]
     return say.Probed(dram=[i for i, yes in enumerate(here) if yes], ssd=ssd)
@@ -41,7 +41,7 @@ async def take(agent: StoreAgent, request: say.TakeBlocks) -> say.Taken:
 
 
 async def remove(agent: StoreAgent, request: say.RemoveBlocks) -> say.Removed:
-    keys, tenant = split_keys(request.block_keys), tenant_mark(request.tenant)
+    keys, tenant = split_keys(request.block_keys), request.mark or tenant_mark(request.tenant)
     removed = agent.book.remove(keys, tenant)
     if agent.tier is not None:
         held = {i for i, here in enumerate(agent.book.probe(keys, tenant)) if here}

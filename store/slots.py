@@ -57,6 +57,8 @@ class Slot:
     tenant: str = ""
     #: How often it was leased, or found by a put, since it is here (or on this node's SSD).
     hits: int = 0
+    #: A copy that was made ahead of need: the first to go until it is hit.
+    spare: bool = False
     #: Evicted before this time only when nothing else is idle; 0: not pinned.
     pinned_until_ns: int = 0
 

@@ -147,7 +147,7 @@ class PrefillWorker(Worker):
             first = max(fetch.first_block, job.cached_blocks)
             blocks = min(fetch.first_block + fetch.blocks, usable) - first
             if blocks > 0 and first == job.cached_blocks:
-                job.fetch_node = fetch.node_id
+                job.fetch_node, job.fetch_replicas = fetch.node_id, fetch.replicas
                 job.fetched_blocks = blocks
                 break
         if job.fetched_blocks:
@@ -157,13 +157,14 @@ class PrefillWorker(Worker):
     async def _fetch(self, job: Job, loads: LayerLoads) -> None:
         assert self.store is not None
         try:
+            first, blocks, others = job.cached_blocks, job.fetched_blocks, job.fetch_replicas
             fetched = await self.store.fetch(
-                job.order_id, job.fetch_node, first_block=job.cached_blocks, blocks=job.fetched_blocks
+                job.order_id, job.fetch_node, first_block=first, blocks=blocks, replicas=others
             )
         except (StoreError, BusError) as problem:
             loads.fail(str(problem))
             return
-        job.fetched_bytes = fetched.bytes
+        job.fetch_node, job.fetched_bytes = fetched.source_node_id or job.fetch_node, fetched.bytes
         job.fetch_ns = fetched.elapsed_ns
         loads.fetched_up_to(self.config.layout.layers - 1)
 

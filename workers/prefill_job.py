@@ -35,6 +35,7 @@ class Job:
         self.cached_blocks = 0  # of the prefix, held here before anything was fetched
         self.fetched_blocks = 0
         self.fetch_node = ""
+        self.fetch_replicas: list[str] = []
         self.fetched_bytes = 0
         self.fetch_ns = 0
         self.loads: LayerLoads | None = None

@@ -30,6 +30,7 @@ from halfmoon.schemas.decisions import (
     FailRequest,
     RejectRequest,
     ReleaseOrder,
+    ReplicateBlocks,
     SetTimer,
     StartDecode,
     StartPrefill,
@@ -223,6 +224,8 @@ class World:
                 self.clock.at(decision.at_ns, self._append, TimerFired(key=decision.key, at_ns=decision.at_ns))
             case ReleaseOrder():
                 pass  # the worker let go of it
+            case ReplicateBlocks():
+                pass  # a simulated pool has copies of what was fetched, and no others
             case AnnounceYourself():
                 raise AssertionError(("a simulated process was forgotten", decision))
 

@@ -125,6 +125,7 @@ def test_the_core_consists_of_these_modules() -> None:
         "placement",
         "policy",
         "pools",
+        "replication",
         "state",
     ]
 

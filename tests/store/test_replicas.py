@@ -1,8 +1,9 @@
-"""Two holders of the same blocks, of which one dies: every get is answered, and soon."""
+"""Several holders of the same blocks: one dies, hangs or leaves; copies are made, moved, and the cold ones go first."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,11 +11,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from store_harness import Cluster, cluster
+from store_harness import Cluster, cluster, until
 from test_failures import BIG, log, node_process
 
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import Ordered, ReplicateBlocks
 from halfmoon.schemas.events import StoreSuspected
+from halfmoon.schemas.keys import join_keys
+from halfmoon.schemas.replicas import Drained, DrainStore, Replicate, Replicated
 from halfmoon.store.client import Client
+from halfmoon.store.errors import StoreError
+from halfmoon.store.slots import tenant_mark
 
 GETS = 1000
 
@@ -81,5 +88,123 @@ def test_a_holder_killed_in_the_middle_of_a_thousand_gets_costs_no_answer(nats_u
         assert set(suspected) <= {"n1"}
         before_ms, after_ms = (round(1e3 * slowest_s[killed]) for killed in (False, True))
         print(f"{transport}: {GETS} gets, slowest {before_ms} ms before, {after_ms} ms after, {dict(counters)}")
+
+    tell(nats_url, story)
+
+
+def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: str) -> None:
+    async def story(here: Cluster) -> None:
+        agents = {node: await here.agent(node, slots=16) for node in ("n1", "n2", "n3")}
+        size = agents["n1"].config.layout.block_bytes
+        values = {key(i): value(i, size) for i in range(6)}
+        async with await Client.connect(here.url, node_id="n1", tenant="t") as one:
+            await one.batch_put(values)
+            bus = await here.bus("program")
+            asked = Replicate(block_keys=join_keys([*values, key(99)]), source_node_id="n1", mark=tenant_mark("t"))
+            done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=10)
+            assert done == Replicated(blocks=6)
+            done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=10)
+            assert done == Replicated(blocks=0)  # it has them
+            assert agents["n1"].book.counts().committed == agents["n2"].book.counts().committed == 6
+            moved = msgspec.structs.replace(asked, move=True, source_node_id="n2")
+            assert await bus.request(subjects.store("n3", "replicate"), moved, Replicated, timeout_s=10) == Replicated(
+                blocks=6
+            )
+            assert [agent.book.counts().committed for agent in agents.values()] == [6, 0, 6]
+        order = ReplicateBlocks(node_id="n2", source_node_id="n3", block_keys=join_keys([key(0), key(1)]), tenant="t")
+        await (await here.bus("conductor")).order(Ordered(cause_seq=1, position=0, decision=order), target_id="n2")
+        await until(lambda: agents["n2"].book.counts().committed == 2)
+        async with await Client.connect(here.url, node_id="n2", tenant="t") as two:
+            into = np.zeros(size, np.uint8)
+            await two.get_into(key(1), into, verify=True)
+            assert np.array_equal(into, values[key(1)])
+        async with await Client.connect(here.url, node_id="n2", tenant="another") as other:
+            with pytest.raises(StoreError):
+                await other.get_into(key(1), into)
+        for agent in agents.values():
+            await until(lambda agent=agent: (agent.book.counts().holds, agent.book.counts().reserved) == (0, 0))
+
+    tell(nats_url, story)
+
+
+def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str) -> None:
+    async def story(here: Cluster) -> None:
+        agents = {"n1": await here.agent("n1", slots=32), "n2": await here.agent("n2", slots=8)}
+        agents["n3"] = await here.agent("n3", slots=8)
+        size = agents["n1"].config.layout.block_bytes
+        values = {key(i): value(i, size) for i in range(20)}
+        bus = await here.bus("operator")
+        async with await Client.connect(here.url, node_id="n1") as one:
+            await one.batch_put(values)
+            for _ in range(3):  # hot
+                await one.batch_get_into([key(3), key(4)], [np.zeros(size, np.uint8)] * 2)
+        copy = Replicate(block_keys=join_keys([key(0)]), source_node_id="n1")
+        assert await bus.request(subjects.store("n2", "replicate"), copy, Replicated, timeout_s=10) == Replicated(
+            blocks=1
+        )
+        drain = DrainStore(target_node_ids=["n1", "n2", "n3"])
+        drained = await bus.request(subjects.store("n1", "drain"), drain, Drained, timeout_s=30)
+        assert drained == Drained(moved=15, elsewhere=1, left=4)
+        await asyncio.wait_for(agents["n1"].drained.wait(), 5)
+        await agents["n1"].stop(reason="drained")
+        kept = set(agents["n2"].book.keys()) | set(agents["n3"].book.keys())
+        assert len(kept) == 16
+        assert kept >= {key(0), key(3), key(4)}  # the hot ones, whatever else had to go
+        for node in ("n2", "n3"):
+            async with await Client.connect(here.url, node_id=node) as reader:
+                for name in agents[node].book.keys():  # noqa: SIM118
+                    into = np.zeros(size, np.uint8)
+                    await reader.get_into(name, into, verify=True)
+                    assert np.array_equal(into, values[name])
+
+    tell(nats_url, story)
+
+
+def test_a_copy_that_nobody_reads_goes_before_what_is_used(nats_url: str) -> None:
+    async def story(here: Cluster) -> None:
+        one, two = await here.agent("n1", slots=16), await here.agent("n2", slots=10)
+        size = one.config.layout.block_bytes
+        bus = await here.bus("program")
+        async with (
+            await Client.connect(here.url, node_id="n1") as there,
+            await Client.connect(here.url, node_id="n2") as here_too,
+        ):
+            await here_too.batch_put({key(i): value(i, size) for i in range(4)})
+            for _ in range(3):
+                await here_too.batch_get_into([key(i) for i in range(4)], [np.zeros(size, np.uint8)] * 4)
+            await there.batch_put({key(i): value(i, size) for i in range(10, 16)})
+            copies = Replicate(block_keys=join_keys([key(i) for i in range(10, 16)]), source_node_id="n1", spare=True)
+            assert (await bus.request(subjects.store("n2", "replicate"), copies, Replicated, timeout_s=10)).blocks == 6
+            await here_too.get_into(key(12), np.zeros(size, np.uint8))  # this one is of use
+            await here_too.batch_put({key(i): value(i, size) for i in range(20, 25)})
+            assert set(two.book.keys()) == {key(i) for i in (*range(4), 12, *range(20, 25))}
+
+    tell(nats_url, story)
+
+
+def test_a_holder_that_hangs_is_passed_over_and_suspected(nats_url: str) -> None:
+    async def story(here: Cluster) -> None:
+        shape = msgspec.structs.replace(BIG, layers=1)
+        hanging = await node_process(here, "n1", "tcp", slots=4, layers=1)
+        await node_process(here, "n2", "tcp", slots=4, layers=1)
+        agent = await here.agent("n3", transport="tcp", layout=shape, slots=4, control_timeout_s=1.0)
+        for node in ("n1", "n2"):
+            async with await Client.connect(here.url, node_id=node) as put:
+                await put.put(key(1), value(1, shape.block_bytes))
+        three = await here.client("n3", "w3")
+        await three.open_put("o", key(1), blocks=1)
+        hanging.send_signal(signal.SIGSTOP)
+        try:
+            fetched = await three.fetch("o", "n1", first_block=0, blocks=1, replicas=["n2"])
+            assert fetched.source_node_id == "n2"
+            await three.release("o")
+
+            async def suspected() -> bool:
+                return any(isinstance(e, StoreSuspected) and e.node_id == "n1" for e in await log(here))
+
+            await until(suspected)
+            assert agent.counters["fetches_from_replicas"] == 1
+        finally:
+            hanging.send_signal(signal.SIGCONT)
 
     tell(nats_url, story)
