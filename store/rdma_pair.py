@@ -40,7 +40,8 @@ PIECE_BYTES = 1024 * 1024
 PIECES = 32
 #: `wr_id`s: the pair's own number, a flag for receives, the cell.
 RECEIVED = 1 << 15
-_UNREACHABLE = {"RETRY_EXC_ERR", "RNR_RETRY_EXC_ERR", "RESP_TIMEOUT_ERR"}
+#: A new pair would not do better: the memory is not what it was said to be.
+_REFUSED = {"REM_ACCESS_ERR", "REM_INV_REQ_ERR", "REM_OP_ERR", "LOC_PROT_ERR", "LOC_LEN_ERR"}
 #: Not its own error: another request of the pair failed before it.
 FLUSHED = "WR_FLUSH_ERR"
 
@@ -94,10 +95,10 @@ class Pair:
         if one.problem:
             if one.problem == FLUSHED and self.problem is None:
                 self.fail(PairBroken(f"the queue pair to {self.node_id} was given up"))
-            elif one.problem in _UNREACHABLE:
-                self.fail(PairBroken(f"{self.node_id} does not answer over RDMA ({one.problem})"))
-            elif one.problem != FLUSHED:
+            elif one.problem in _REFUSED:
                 self.fail(TransferRefused(f"RDMA to {self.node_id} failed: {one.problem}"))
+            elif one.problem != FLUSHED:  # no answer, or the device could not send: a port that went down
+                self.fail(PairBroken(f"{self.node_id} cannot be reached over RDMA ({one.problem})"))
         elif one.wr_id & RECEIVED:
             try:
                 self._receive()

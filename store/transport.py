@@ -1,10 +1,8 @@
 """How bytes of blocks get from one node's pool to another's: one interface, several implementations.
 
-`shm` (same host) and `tcp` exist. The interface is cut so that these fit without a change:
+`shm` (same host), `rdma` and `tcp` exist. A `Slice` is one contiguous run on both sides: a few work requests of RDMA. The
+interface is cut so that these fit without a change:
 
-- *RDMA*: a `Peer` carries whatever an endpoint needs (a public key today, an rkey and a queue pair number then);
-  `read` and `write` are one-sided in the interface already, and a `Slice` is one contiguous run on both sides,
-  which is one work request.
 - *An SSD tier* is a peer that is this node itself: `read` from a file into slots, `write` out of them; it needs no
   lease.
 - *Replicas*: choosing a source is not done here. A transport moves between two pools and says how that went; who is

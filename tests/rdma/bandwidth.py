@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from clusters import beside
 from store_harness import Cluster, cluster, keys
 from test_agent import stored
-from test_two_hosts import DEVICES, FAR, LAYERS, NEAR, SHAPE, node
+from test_two_hosts import DEVICES, FAR, FIELDS, LAYERS, NEAR, SHAPE, node
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.store import ReserveBlocks, Reserved
@@ -73,7 +73,7 @@ def perftest(program: str) -> float:
 async def measure(here: Cluster, rounds: int) -> dict[str, list[float]]:
     """MiB/s of every round, by name."""
     await node(here, "n2", DEVICES[1], slots=2 * BLOCKS)
-    agent = await here.agent("n1", layout=SHAPE, slots=BLOCKS, rdma=DEVICES[0], transport="rdma")
+    agent = await here.agent("n1", slots=BLOCKS, rdma=DEVICES[0], **FIELDS)
     transport = agent.rdma
     assert transport is not None
     near, far = await here.client("n1", "w1"), await here.client("n2", "w2")

@@ -12,9 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from store_harness import Cluster
 
 
-async def main(
-    url: str, cluster: str, node_id: str, transport: str, encryption: str, slots: str, layers: str, rdma: str = "off"
-) -> None:
+async def main(url: str, cluster: str, node_id: str, transport: str, encryption: str, slots: str, layers: str) -> None:
     from contextlib import AsyncExitStack
 
     from store_harness import layout
@@ -23,8 +21,7 @@ async def main(
         here = Cluster(url, stack)
         here.name = cluster
         shape = layout(layers=int(layers), block_tokens=512, kv_heads=2, head_dim=64)
-        fields = {"transport": transport, "encryption": encryption, "rdma": rdma}
-        await here.agent(node_id, slots=int(slots), layout=shape, **fields)
+        await here.agent(node_id, transport=transport, encryption=encryption, slots=int(slots), layout=shape)
         print("ready", flush=True)
         ended = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
