@@ -1,7 +1,7 @@
 """How bytes of blocks get from one node's pool to another's: one interface, several implementations.
 
-`shm` (same host), `rdma` and `tcp` exist. A `Slice` is one contiguous run on both sides: a few work requests of RDMA. The
-interface is cut so that these fit without a change:
+`shm` (same host), `rdma` and `tcp` exist. A `Slice` is one contiguous run on both sides: a few work requests of RDMA.
+The interface is cut so that these fit without a change:
 
 - *An SSD tier* is a peer that is this node itself: `read` from a file into slots, `write` out of them; it needs no
   lease.
