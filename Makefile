@@ -85,7 +85,7 @@ experiments: $(RUN_STAMP)
 	$(BIN)/halfmoon experiments $(ARGS)
 
 test-docker: $(DEV_STAMP)
-	HALFMOON_TEST_DOCKER=1 $(BIN)/python -m pytest -s tests/docker $(ARGS)
+	HALFMOON_TEST_DOCKER=1 $(BIN)/python -m pytest -s -o faulthandler_timeout=1900 tests/docker $(ARGS)
 
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json
