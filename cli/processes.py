@@ -111,7 +111,9 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ssd-bytes", type=int, default=16 << 30, metavar="N", help="size of that file")
     group.add_argument("--ssd-hits", type=int, default=0, metavar="K", help="only blocks that were hit so often")
     group.add_argument("--quota", action="append", default=[], metavar="TENANT=BYTES", help="of a pool; repeatable")
-    group.add_argument("--bind", default="127.0.0.1", help="address of the TCP data plane")
+    group.add_argument("--bind", default="127.0.0.1", help="address of the TCP data plane; with several NICs: A,B")
+    group.add_argument("--stripes", type=int, default=0, help="slices of a transfer at once; 0: by the number of cores")
+    group.add_argument("--topology", default="", metavar="FILE", help="TOML: NUMA nodes of memory and NICs, over sysfs")
     group.add_argument("--data-port", type=int, default=0, help="its port; 0: any free one")
     group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
     group.add_argument("--transport", choices=("auto", "shm", "tcp", "rdma"), default="auto")
@@ -222,6 +224,8 @@ async def run_store(args: argparse.Namespace) -> int:
             ssd_hits_min=args.ssd_hits,
             quotas=dict(_quota(text) for text in args.quota),
             bind=args.bind,
+            stripes=args.stripes,
+            topology=args.topology,
             port=args.data_port,
             advertise=args.advertise,
             transport=args.transport,
@@ -235,9 +239,14 @@ async def run_store(args: argparse.Namespace) -> int:
     if agent.tier is not None and agent.tier.open:
         tier = agent.tier
         say(f"store agent {args.node}: SSD tier {agent.config.ssd_path}, {tier.records} blocks, {tier.mode}")
+    stopped = asyncio.create_task(_until_stopped(bus, args.health_file))
+    drained = asyncio.create_task(agent.drained.wait())
     try:
-        await _until_stopped(bus, args.health_file, asyncio.ensure_future(agent.drained.wait()))
+        await asyncio.wait([stopped, drained], return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            stopped.result()
     finally:
+        await end_tasks([stopped, drained])
         await agent.stop(reason="drained" if agent.drained.is_set() else "stopped")
         await bus.close()
     return 0

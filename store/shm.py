@@ -17,7 +17,7 @@ import xxhash
 
 from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError
 from halfmoon.store.segment import PoolView, SegmentError
-from halfmoon.store.transport import Call, Peer, Slice, Stop, check_items, in_thread, moved_bytes
+from halfmoon.store.transport import Call, Peer, Slice, Stop, check_items, in_thread, joined, moved_bytes
 
 INLINE_BYTES = 256 * 1024
 #: One numpy call copies at most this much, so that a stop or a deadline is seen within about a millisecond.
@@ -107,7 +107,7 @@ class ShmTransport:
         step = max(1, PIECE_BYTES // max(1, remote.geometry.layer_block_bytes))
         if not remote.alive():
             raise PeerUnreachable(f"the agent of segment {remote.name} is dead")
-        for item in items:
+        for item in joined(items):
             end = item.first_layer + item.layers
             for first in range(item.first_layer, end, step):
                 stop.check()

@@ -30,7 +30,7 @@ import msgspec
 import xxhash
 
 from halfmoon.store.segment import PoolView
-from halfmoon.store.transport import Slice
+from halfmoon.store.transport import Slice, joined
 
 FRAME_BYTES = 512 * 1024
 
@@ -184,18 +184,6 @@ def split(items: Sequence[Slice], layer_block_bytes: int, message_bytes: int = M
             total += size
     if message:
         yield message
-
-
-def joined(items: Sequence[Slice]) -> list[Slice]:
-    """The same layers, those of a block that follow each other as one run."""
-    runs: list[Slice] = []
-    for item in sorted(items):
-        last = runs[-1] if runs else None
-        if last is not None and last[:2] == item[:2] and last.first_layer + last.layers == item.first_layer:
-            runs[-1] = last._replace(layers=last.layers + item.layers)
-        else:
-            runs.append(item)
-    return runs
 
 
 def frame_bytes_max(view: PoolView) -> int:

@@ -135,6 +135,18 @@ def moved_bytes(geometry: Geometry, items: Sequence[Slice]) -> int:
     return sum(item.layers for item in items) * geometry.layer_block_bytes
 
 
+def joined(items: Sequence[Slice]) -> list[Slice]:
+    """The same layers, those of a block that follow each other as one run."""
+    runs: list[Slice] = []
+    for item in sorted(items):
+        last = runs[-1] if runs else None
+        if last is not None and last[:2] == item[:2] and last.first_layer + last.layers == item.first_layer:
+            runs[-1] = last._replace(layers=last.layers + item.layers)
+        else:
+            runs.append(item)
+    return runs
+
+
 async def in_thread(executor: Executor, work: Callable[[], T], stop: Stop) -> T:
     """Runs `work` in `executor`. When cancelled, tells it to stop and waits until it has, so that nothing is
     touched afterwards.
