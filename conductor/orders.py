@@ -292,7 +292,8 @@ def _order(state: State, request: Request, placement: Placement, out: Decisions)
             prefill_worker_id=prefill.worker_id,
             prompt_tokens=event.prompt_tokens,
             max_tokens=event.max_tokens,
-            tbt_slo_ns=slo_ns(state, event)[1],
+            # Under `none` everything is queued: nothing is refused, nor is it after its prefill.
+            tbt_slo_ns=0 if state.policy.admission == "none" else slo_ns(state, event)[1],
             placement=request.placements,
             predicted=predicted,
         )

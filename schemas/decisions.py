@@ -74,6 +74,7 @@ class StartDecode(Message, frozen=True):
     prefill_worker_id: Id
     prompt_tokens: Tokens
     max_tokens: Tokens
+    #: The worker refuses when a step would take longer after this prefill; 0: it takes whatever comes.
     tbt_slo_ns: Ns
     #: 1 for the first placement of the request.
     placement: Count = 1

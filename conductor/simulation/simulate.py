@@ -41,9 +41,6 @@ def simulate(
     """
     began = time.perf_counter()
     slo = slo or Slo(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
-    if policy.admission == "none":
-        # "Everything is queued": the decode worker's double check is part of refusing.
-        policy = msgspec.structs.replace(policy, tbt_slo_ns=0)
     world = World(cluster, msgspec.structs.replace(policy, seed=seed), profile, seed=seed, noise_percent=noise_percent)
     if outcomes is not None:
         world.outcomes = outcomes

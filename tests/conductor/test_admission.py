@@ -18,7 +18,7 @@ from conductor_scripts import (
     prefilled,
 )
 
-from halfmoon.schemas.decisions import Prediction, RejectRequest, StartPrefill
+from halfmoon.schemas.decisions import Prediction, RejectRequest, StartDecode, StartPrefill
 from halfmoon.schemas.events import CostProfile, WorkerDraining
 from halfmoon.schemas.policy import AdmissionName
 
@@ -123,9 +123,19 @@ def test_a_request_is_held_to_its_own_objectives() -> None:
     assert verdict(script, "c", ttft_slo_ns=110 * MS, tbt_slo_ns=110 * MS) == ""
 
 
+def decode_limit(script: Script, request_id: str, **fields: Any) -> int:
+    """What a step may take where the request is decoded."""
+    _, then = script.orders(arrived(request_id, **fields))
+    assert isinstance(then, StartDecode)
+    return then.tbt_slo_ns
+
+
 def test_none_queues_everything_and_late_looks_at_prefill_only() -> None:
     script = pool(admission="none", ttft_slo_ns=100 * MS, tbt_slo_ns=105 * MS)
     assert [verdict(script, f"r{n}") for n in range(20)] == [""] * 20
+    assert decode_limit(script, "own", tbt_slo_ns=1) == 0  # nor does a decode worker refuse it
+    script = pool(admission="late", tbt_slo_ns=105 * MS)
+    assert (decode_limit(script, "own", tbt_slo_ns=1), decode_limit(script, "other")) == (1, 105 * MS)
     script = pool(admission="late", ttft_slo_ns=250 * MS, tbt_slo_ns=105 * MS)
     assert [verdict(script, f"r{n}") for n in range(4)] == ["", "", "ttft_slo", "ttft_slo"]
 
