@@ -23,8 +23,8 @@ mean of its longest 10 % of token intervals. A verdict in capitals is a disagree
 
 
 NAMES = (
-    *("hits", "reuse", "ttft", "gpu-time", "global-local", "bandwidth"),
-    *("capacity", "better", "overload", "split", "prediction"),
+    *("hits", "reuse", "ttft", "ttft-by-speed", "gpu-time", "global-local", "bandwidth"),
+    *("capacity", "better", "elsewhere", "overload", "admissions", "split", "decode-speed", "prediction"),
 )
 
 
@@ -32,18 +32,23 @@ def experiments() -> dict[str, Experiment]:
     """All of them, by name. Imported late: they draw with matplotlib."""
     from halfmoon.conductor.simulation import experiments_cache as cache
     from halfmoon.conductor.simulation import experiments_load as load
+    from halfmoon.conductor.simulation import experiments_why as why
 
     return {
         "hits": cache.block_hits,
         "reuse": cache.equal_memory,
         "ttft": cache.ttft_by_policy,
+        "ttft-by-speed": why.ttft_by_speed,
         "gpu-time": cache.prefill_gpu_time,
         "global-local": cache.global_against_local,
         "bandwidth": cache.bandwidth,
         "capacity": load.capacity,
         "better": load.better,
+        "elsewhere": why.elsewhere,
         "overload": load.overload,
+        "admissions": why.admissions,
         "split": load.split,
+        "decode-speed": why.decode_speed,
         "prediction": load.prediction,
     }
 

@@ -189,7 +189,7 @@ def _cannot(
 def _over_slo(
     state: State, request: RequestArrived, matched: Matched, placement: Placement, tbt_ns_max: int, now_ns: int
 ) -> Refusal | None:
-    """`tbt_ns_max`: the longest step of all decode workers that could take the request."""
+    """`tbt_ns_max`: no decode worker that could take the request would have a longer step."""
     ttft_slo, tbt_slo = slo_ns(state, request)
     ttft_limit, tbt_limit = limit_ns(ttft_slo, request.priority), limit_ns(tbt_slo, request.priority)
     ttft_ns = placement.prefill.ttft_ns
@@ -207,16 +207,17 @@ def _over_slo(
     # With all reservations counted the load can only be higher than at any one time: mostly this is enough.
     if tbt_ns_max <= tbt_limit:
         return None
+    decodes = decode_candidates(state, request, matched, placement.answer_tokens)
+    if all(c.tbt_ns <= tbt_limit for c in decodes):
+        return None
     end_ns = now_ns + ttft_ns
     decode = placement.decode
     worker = state.workers[decode.worker_id]
     context = request.prompt_tokens + placement.answer_tokens
     load = decode_load(state, worker, end_ns)
     tbt_ns = step_ns(worker.cost, load.sequences + 1, load.context_tokens + context)
-    if tbt_ns <= tbt_limit:
-        decodes = decode_candidates(state, request, matched, placement.answer_tokens)
-        if _pool_tbt_ns(state, decodes, end_ns) <= tbt_limit:
-            return None
+    if tbt_ns <= tbt_limit and _pool_tbt_ns(state, decodes, end_ns) <= tbt_limit:
+        return None
     return Refusal(
         reason="tbt_slo",
         message=f"predicted time between tokens {tbt_ns // 1_000_000} ms; the limit is {tbt_limit // 1_000_000} ms",

@@ -269,7 +269,7 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
     # A request that was placed before may carry tokens of its answer, so its length is not known here.
     if worker is not None and worker.learns and request.placements == 1 and cached < request.event.prompt_tokens:
         worker.cost = refit_prefill(worker.fit, worker.cost, request.event.prompt_tokens, cached, event.compute_ns)
-        state.pools.changed(worker)
+        state.pools.refitted(worker)
     if event.fetch_node_id and event.fetch_node_id in state.stores:
         links = state.ssd_links if order.fetch_ssd else state.links
         sharing = order.fetch_sharing if order.fetch_node_id == event.fetch_node_id else 1
@@ -318,7 +318,7 @@ def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> N
         worker.cost = refit_decode(
             worker.fit, worker.cost, event.step_sequences, event.step_context_tokens, event.step_ns
         )
-        state.pools.changed(worker)
+        state.pools.refitted(worker)
     if worker is not None:
         compare_orders(state, worker, event, out)
 

@@ -30,6 +30,8 @@ LOCAL_POLICIES: tuple[PolicyName, ...] = ("local_cache_aware", "least_loaded", "
 #: Holders of a prefix that are looked at one by one; what more nodes hold (a first block may be everywhere) is as if
 #: held by all.
 FEW_NODES = 32
+#: Later than any first token.
+NEVER_NS = 2**62
 
 
 class Candidate(msgspec.Struct, kw_only=True):
@@ -132,15 +134,16 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
     bounds = _first_token_bounds(state, matched, tokens, blocks, now_ns)
     first = bounds.index(min(bounds))
     best: Candidate | None = None
-    rank = (max(bounds), 0, 0, 0)
+    rank = (NEVER_NS, 0, 0, 0)
     if pool.rows[first].orders < policy.queued_max_per_worker:
         best = _candidate(state, pool.workers[first], tokens, matched, now_ns)
         rank = (best.ttft_ns + best.copies_ns, best.transfer_ns, best.orders, first)
-    near = [
-        (bound, 0, pool.rows[place].orders, place)
-        for place, bound in enumerate(bounds)
-        if bound <= rank[0] and place != first
-    ]
+    cached = blocks * pool.block_tokens
+    least_ns = prefill_ns(pool.least, tokens, cached)
+    near = []
+    for place in [place for place, bound in enumerate(bounds) if bound <= rank[0] and place != first]:
+        own_ns = bounds[place] - least_ns + prefill_ns(pool.workers[place].cost, tokens, cached)
+        near.append((own_ns, 0, pool.rows[place].orders, place))
     near.sort()
     idle = _Idle(state, tokens, matched, now_ns)
     for bound in near:
@@ -196,25 +199,21 @@ class _Idle:
 
 
 def _first_token_bounds(state: State, matched: Matched, tokens: int, blocks: int, now_ns: int) -> list[int]:
-    """Of each prefill worker: its queue, computing what is behind the longest match of `blocks`, and their copies."""
+    """Of each prefill worker: its queue, and at the least cost of all computing what is behind the longest match of
+    `blocks`, and their copies."""
     pool = state.pools.prefill
     held_by_all, few = _few_holders(matched)
-    copied = blocks - min(held_by_all, blocks)
-    rest_ns = [
-        prefill_ns(cost, tokens, blocks * pool.block_tokens) + copies_ns(state, cost, pool.block_tokens, copied)
-        for cost in pool.costs
-    ]
+    least_ns = prefill_ns(pool.least, tokens, blocks * pool.block_tokens)
+    rest_ns = least_ns + copies_ns(state, pool.least, pool.block_tokens, blocks - min(held_by_all, blocks))
     bounds = [
-        (free_ns - now_ns if free_ns - now_ns > behind_ns else behind_ns) + rest_ns[kind]
-        for free_ns, behind_ns, kind, _ in pool.rows
+        rest_ns + (free_ns - now_ns if free_ns - now_ns > behind_ns else behind_ns)
+        for free_ns, behind_ns, _ in pool.rows
     ]
     for held, nodes in few:
-        lacking = blocks - min(held, blocks)
+        fewer_ns = rest_ns - least_ns - copies_ns(state, pool.least, pool.block_tokens, blocks - min(held, blocks))
         for node_id in nodes:
             for place in pool.on_node.get(node_id, ()):
-                cost = pool.workers[place].cost
-                bounds[place] += copies_ns(state, cost, pool.block_tokens, lacking)
-                bounds[place] -= copies_ns(state, cost, pool.block_tokens, copied)
+                bounds[place] -= fewer_ns
     return bounds
 
 
@@ -346,7 +345,7 @@ def _decode_candidate(state: State, worker: Worker, matched: Matched, context: i
 
 
 class Lightest(msgspec.Struct):
-    """The decode worker with the shortest step among those with room, and the longest step of all."""
+    """The decode worker with the shortest step among those with room; no step is longer than `tbt_ns_max`."""
 
     best: DecodeCandidate
     tbt_ns_max: int
@@ -362,19 +361,22 @@ def lightest(state: State, request: RequestArrived, matched: Matched, answer_tok
     if not pool.block_tokens or request.prompt_tokens + request.max_tokens > pool.tokens_max:
         return None
     blocks = -(-context // pool.block_tokens)
-    more_ns = [cost.decode_per_context_token_ps * context // 1_000 for cost in pool.costs]  # or 1 ns more: both are cut
-    steps = [step + more_ns[kind] for step, kind, _ in pool.rows]
-    roomy = [ns for ns, row in zip(steps, pool.rows, strict=True) if row.blocks_free >= blocks]
+    roomy = [step for step, blocks_free in pool.rows if blocks_free >= blocks]
     if not roomy:
         return None
-    shortest, longest = min(roomy), max(steps)
-    near = [
-        _decode_candidate(state, pool.workers[place], matched, context)
-        for place, ns in enumerate(steps)
-        if ns <= shortest + 1 or ns == longest
-    ]
-    best = min((c for c in near if c.room), key=lambda c: (c.tbt_ns, -c.prefix_blocks, c.sequences, c.worker_id))
-    return Lightest(best, max(c.tbt_ns for c in near))
+    # A step with this context too: at least, and at most (both parts were cut to whole ns).
+    least_ns = pool.least.decode_per_context_token_ps * context // 1_000
+    most_ns = pool.most.decode_per_context_token_ps * context // 1_000 + 1
+    limit_ns = min(roomy) + most_ns - least_ns
+    near = []
+    for place, (step, blocks_free) in enumerate(pool.rows):
+        if step <= limit_ns and blocks_free >= blocks:
+            worker = pool.workers[place]
+            sequences, held = len(worker.orders), matched.held.get(worker.node_id, 0)
+            tbt_ns = step_ns(worker.cost, sequences + 1, worker.context_tokens + context)
+            near.append((tbt_ns, -held, sequences, place))
+    best = pool.workers[min(near)[-1]]
+    return Lightest(_decode_candidate(state, best, matched, context), max(step for step, _ in pool.rows) + most_ns)
 
 
 def decode_blocks(worker: Worker, context_tokens: int) -> int:

@@ -18,8 +18,6 @@ from halfmoon.schemas.events import CostProfile
 if TYPE_CHECKING:
     from halfmoon.conductor.state import Store, Worker
 
-#: So many costs that no worker has any more are kept, beside one for each worker.
-KINDS_SPARE = 16
 #: KV blocks that are free where there is no KV.
 NO_KV_BLOCKS = 2**62
 
@@ -29,7 +27,6 @@ class PrefillRow(NamedTuple):
 
     free_ns: int
     behind_ns: int
-    kind: int
     orders: int
 
 
@@ -37,7 +34,6 @@ class DecodeRow(NamedTuple):
     """`step_ns`: of a step with one sequence more, but not its context."""
 
     step_ns: int
-    kind: int
     #: For one request more; -1: the batch is full.
     blocks_free: int
 
@@ -48,12 +44,15 @@ Row = TypeVar("Row", PrefillRow, DecodeRow)
 class Pool(Generic[Row]):
     """Workers of one role in the order of their ids, and at the same places their rows."""
 
-    __slots__ = ("_kinds", "_places", "_row", "block_tokens", "costs", "on_node", "rows", "tokens_max", "workers")
+    __slots__ = (
+        *("_changes", "_places", "_row", "block_tokens", "least", "most", "on_node", "rows", "tokens_max", "workers"),
+    )
 
-    def __init__(self, workers: list[Worker], row: Callable[[Worker, int], Row]) -> None:
-        self._row: Callable[[Worker, int], Row] = row
+    def __init__(self, workers: list[Worker], row: Callable[[Worker], Row]) -> None:
+        self._row: Callable[[Worker], Row] = row
         self._places = {worker.worker_id: place for place, worker in enumerate(workers)}
         self.workers = workers
+        self.rows: list[Row] = [row(worker) for worker in workers]
         #: Places by node.
         self.on_node: dict[str, list[int]] = {}
         for place, worker in enumerate(workers):
@@ -64,26 +63,36 @@ class Pool(Generic[Row]):
             self.tokens_max = -1
         #: Of a block that may be cached; 0: there is no KV.
         self.block_tokens = workers[0].block_tokens if workers and workers[0].block_bytes else 0
-        self._make_rows()
+        self._bound_costs()
 
-    def _make_rows(self) -> None:
-        #: Different costs, and the number of each. Workers alike have the same: what it says is computed once.
-        self.costs: list[CostProfile] = []
-        self._kinds: dict[tuple[int, ...], int] = {}
-        self.rows: list[Row] = [self._row(worker, self._kind(worker.cost)) for worker in self.workers]
+    def _bound_costs(self) -> None:
+        """No worker's cost is below `least` or above `most` in any of its parts."""
+        self.least = self.most = self.workers[0].cost if self.workers else CostProfile()
+        self._changes = 0
+        for worker in self.workers:
+            self._include(worker.cost)
+
+    def _include(self, cost: CostProfile) -> None:
+        if cost != self.least:
+            self.least = _each(min, self.least, cost)
+        if cost != self.most:
+            self.most = _each(max, self.most, cost)
 
     def changed(self, worker: Worker) -> None:
         place = self._places.get(worker.worker_id)
         if place is not None:
-            self.rows[place] = self._row(worker, self._kind(worker.cost))
-            if len(self.costs) > 2 * len(self.rows) + KINDS_SPARE:
-                self._make_rows()
+            self.rows[place] = self._row(worker)
 
-    def _kind(self, cost: CostProfile) -> int:
-        kind = self._kinds.setdefault(msgspec.structs.astuple(cost), len(self.costs))
-        if kind == len(self.costs):
-            self.costs.append(cost)
-        return kind
+    def refitted(self, worker: Worker) -> None:
+        self.changed(worker)
+        self._include(worker.cost)
+        self._changes += 1
+        if self._changes > len(self.workers):  # the bounds only widen; so that they stay close
+            self._bound_costs()
+
+
+def _each(choose: Callable[[int, int], int], one: CostProfile, other: CostProfile) -> CostProfile:
+    return CostProfile(*map(choose, msgspec.structs.astuple(one), msgspec.structs.astuple(other)))
 
 
 class Pools:
@@ -124,27 +133,34 @@ class Pools:
         return links
 
     def changed(self, worker: Worker) -> None:
-        """Its load or its cost is another."""
+        """Its load is another."""
         if worker.role == "prefill":
             self.prefill.changed(worker)
         else:
             self.decode.changed(worker)
 
+    def refitted(self, worker: Worker) -> None:
+        """Its cost is another."""
+        if worker.role == "prefill":
+            self.prefill.refitted(worker)
+        else:
+            self.decode.refitted(worker)
 
-def prefill_row(worker: Worker, kind: int) -> PrefillRow:
+
+def prefill_row(worker: Worker) -> PrefillRow:
     free_ns = behind_ns = 0
     if worker.orders:
         free_ns = worker.head_since_ns + worker.reserved_ns
         behind_ns = worker.reserved_ns - worker.orders[next(iter(worker.orders))]
-    return PrefillRow(free_ns, behind_ns, kind, len(worker.orders))
+    return PrefillRow(free_ns, behind_ns, len(worker.orders))
 
 
-def decode_row(worker: Worker, kind: int) -> DecodeRow:
+def decode_row(worker: Worker) -> DecodeRow:
     sequences = len(worker.orders)
     blocks_free = NO_KV_BLOCKS
     if worker.block_bytes:
         blocks_free = worker.kv_blocks - worker.reserved_blocks if sequences < worker.batch_max else -1
-    return DecodeRow(step_ns(worker.cost, sequences + 1, worker.context_tokens), kind, blocks_free)
+    return DecodeRow(step_ns(worker.cost, sequences + 1, worker.context_tokens), blocks_free)
 
 
 def _tokens_max(worker: Worker) -> int:

@@ -173,6 +173,7 @@ def bandwidth(context: Context) -> Section:
         xlabel="network of a node, Gb/s",
         ylabel="mean TTFT, s",
         log_x=True,
+        dashed="halfmoon",
     )
     ours, theirs = dict(points["halfmoon"]), dict(points["mooncake"])
     flat = ours[100] / ours[800] - 1

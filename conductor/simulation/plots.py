@@ -13,6 +13,7 @@ from halfmoon.conductor.simulation.report import Report
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 SIZE = (8.0, 4.5)
 #: PNG files without the date and version that matplotlib would write into them: equal runs give equal files.
@@ -34,7 +35,7 @@ def plot_run(folder: Path, report: Report, outcomes: Mapping[str, Outcome]) -> l
     tbt_ms = sorted(outcome.tbt_ns / 1e6 for outcome in finished if outcome.output_tokens > 1)
     return [
         distributions(folder / "ttft_tbt.png", report, ttft_s, tbt_ms),
-        loads(folder / "load.png", {f"{report.system}, {report.policy}": report}),
+        loads(folder / "load.png", {f"{report.system}, policy {report.policy}": report}),
         hits(folder / "hit_rate.png", outcomes),
     ]
 
@@ -50,11 +51,13 @@ def distributions(path: Path, report: Report, ttft_s: Sequence[float], tbt_ms: S
         if values:
             axis.plot(values, [(place + 1) / len(values) for place in range(len(values))], color="C0")
             axis.set_xscale("log")
+            axis.xaxis.set_major_formatter("{x:g}")
         axis.axvline(limit, color="C3", linestyle="--", linewidth=1, label=f"SLO {limit:g}")
         axis.axhline(0.9, color="grey", linewidth=0.5)
         axis.set(xlabel=label, ylabel="share of requests", ylim=(0, 1.02))
-        axis.legend(loc="lower right", frameon=False)
-    figure.suptitle(f"{report.system}, {report.policy}: {report.completed} of {report.requests} requests finished")
+        axis.legend(loc="upper left", bbox_to_anchor=(0.0, 0.88), frameon=False)
+    finished = f"{report.completed} of {report.requests} requests finished"
+    figure.suptitle(f"{report.system}, policy {report.policy}: {finished}")
     return save(figure, path)
 
 
@@ -91,11 +94,13 @@ def curves(
     log_x: bool = False,
     log_y: bool = False,
     level: float | None = None,
+    dashed: str = "",
 ) -> Path:
-    """Named lines through (x, y), on one pair of axes; `level` is drawn across."""
+    """Named lines through (x, y), on one pair of axes; `level` is drawn across, the line `dashed` so."""
     figure, axis = plt.subplots(figsize=SIZE)
     for name, points in lines.items():
-        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, label=name)
+        style = "--" if name == dashed else "-"
+        axis.plot([x for x, _ in points], [y for _, y in points], style, marker="o", markersize=4, label=name)
     if log_x:
         axis.set_xscale("log")
         ticks = sorted({x for points in lines.values() for x, _ in points})
@@ -104,7 +109,11 @@ def curves(
     if log_y:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
+        heights = [y for points in lines.values() for _, y in points]
+        if max(heights) > 30 * min(heights):
+            axis.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axis.yaxis.set_minor_formatter("{x:g}")
     else:
         highest = max((y for points in lines.values() for _, y in points), default=1.0)
         axis.set_ylim(0, 1.3 * highest)
