@@ -110,6 +110,8 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ssd", default="", metavar="PATH", help="SSD tier: a file, or a directory to make it in")
     group.add_argument("--ssd-bytes", type=int, default=16 << 30, metavar="N", help="size of that file")
     group.add_argument("--ssd-hits", type=int, default=0, metavar="K", help="only blocks that were hit so often")
+    group.add_argument("--kv-events", default="", metavar="ADDRESS", help="publish KV events (ZMQ, as vLLM does)")
+    group.add_argument("--kv-events-replay", default="", metavar="ADDRESS", help="answer who asks for past ones")
     group.add_argument("--quota", action="append", default=[], metavar="TENANT=BYTES", help="of a pool; repeatable")
     group.add_argument("--bind", default="127.0.0.1", help="address of the TCP data plane; with several NICs: A,B")
     group.add_argument("--stripes", type=int, default=0, help="slices of a transfer at once; 0: by the number of cores")
@@ -219,6 +221,8 @@ async def run_store(args: argparse.Namespace) -> int:
             layout=layout,
             pool_bytes=args.pool_mib << 20,
             eviction=args.eviction,
+            kv_events=args.kv_events,
+            kv_events_replay=args.kv_events_replay,
             ssd_path=_ssd_path(args),
             ssd_bytes=args.ssd_bytes,
             ssd_hits_min=args.ssd_hits,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +40,10 @@ from halfmoon.store.errors import (
     TransferTimeout,
 )
 from halfmoon.store.eviction import make_eviction
+from halfmoon.store.kv_events import KvEvents
 from halfmoon.store.peers import Peers, sign
 from halfmoon.store.pool import Pool
+from halfmoon.store.promotion import make_tier
 from halfmoon.store.pushing import Push
 from halfmoon.store.rdma import RdmaTransport
 from halfmoon.store.rdma_open import open_rdma
@@ -51,7 +52,6 @@ from halfmoon.store.segment import PoolView, Segment, host_id, segment_name
 from halfmoon.store.serve import serve_all
 from halfmoon.store.shm import ShmTransport
 from halfmoon.store.slots import Change, Owner
-from halfmoon.store.ssd import SsdTier
 from halfmoon.store.sums import block_sum, slots_sums
 from halfmoon.store.tcp import TcpTransport
 from halfmoon.store.topology import Topology, read_topology
@@ -100,16 +100,9 @@ class StoreAgent:
         self._processes: dict[str, str] = {}
         #: The incarnation last seen of each other agent.
         self._agents: dict[str, str] = {}
-        self.tier: SsdTier | None = None
-        if config.ssd_path:
-            self.tier = SsdTier(
-                config,
-                self.book,
-                view=lambda: self.view,
-                announce=self.announcer.add,
-                counters=self.counters,
-                lost=self._tier_lost,
-            )
+        self.kv_events = KvEvents(config.kv_events, config.kv_events_replay, config.layout.block_tokens)
+        self.announcer.listeners.append(self.kv_events.add)
+        self.tier = make_tier(self) if config.ssd_path else None
         #: What a reader's lease may take in all, when its blocks come from the SSD first.
         self.promotion_ns_max = int(config.control_timeout_s * 0.6e9)
         self._segment: Segment | None = None
@@ -163,8 +156,9 @@ class StoreAgent:
                 *await serve_all(self),
                 await self.bus.subscribe(joined, StoreJoined, lambda e: self.know_agent(e.node_id, e.incarnation)),
             ]
+            self.kv_events.start()
             if self.tier is not None:
-                await self.tier.start()
+                self.kv_events.add(await self.tier.start())
             self.announcer.start(self.book, self._joined, self.tier.keys if self.tier is not None else list)
             self.spawn(self._sweep())
         except BaseException:
@@ -186,6 +180,7 @@ class StoreAgent:
         await asyncio.gather(*background, return_exceptions=True)
         if self.tier is not None:
             await self.tier.stop()
+        await self.kv_events.stop()
         await self.announcer.stop()
         with contextlib.suppress(BusError):
             left = StoreLeft(node_id=self.config.node_id, incarnation=self.incarnation, reason=reason)
@@ -228,10 +223,6 @@ class StoreAgent:
             lost = [c for c in changes if c.kind == "evicted" and self.tier.find(c.key) is None]
             self.counters["ssd_unsaved"] += len(lost)
         self.announcer.add(changes)
-
-    def _tier_lost(self, why: str) -> None:
-        print(f"store agent {self.config.node_id}: the SSD tier is out of use: {why}", file=sys.stderr, flush=True)
-        self.announcer.tier_lost(why)
 
     def _joined(self) -> StoreJoined:
         hello = self.hello()

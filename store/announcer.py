@@ -54,6 +54,8 @@ class Announcer:
         self._beating: asyncio.Task[None] | None = None
         self._suspected_ns: dict[str, int] = {}
         self._overloaded = False
+        #: Told of the same changes.
+        self.listeners: list[Callable[[list[Change]], None]] = []
 
     def start(self, book: Book, joined: Callable[[], StoreJoined], ssd_keys: Callable[[], list[bytes]] = list) -> None:
         """Joins: `joined` makes the first message of every announcement, `book` and `ssd_keys` have the inventory."""
@@ -73,6 +75,8 @@ class Announcer:
 
     def add(self, changes: list[Change]) -> None:
         """Called with the pool's changes, in order, on the event loop."""
+        for listener in self.listeners:
+            listener(changes)
         if not changes or self._overloaded:
             return
         self._pending += changes

@@ -38,13 +38,16 @@ class StoreConfig:
     #: Blocks go there when they were hit so often; 0: all.
     ssd_hits_min: int = 0
     #: So many of the pool's slots, in percent, are kept free or saved already, so that evicting them loses nothing.
-    ssd_ahead_percent: int = 25
+    ssd_ahead_percent: int = 50
     #: At an orderly end, blocks are saved for at most so long.
     ssd_stop_s: float = 5.0
     #: Threads that read and write the file.
     ssd_threads: int = 4
     #: Bytes of the pool that a tenant may use, in whole blocks; who is not named may use all of it.
     quotas: Mapping[str, int] = field(default_factory=dict)
+    #: ZMQ address at which KV events are published, and at which they can be asked for again; "": they are not.
+    kv_events: str = ""
+    kv_events_replay: str = ""
     #: Address that the TCP data plane listens on; with several NICs all of theirs, separated by commas. Never all
     #: interfaces unless somebody writes so.
     bind: str = "127.0.0.1"

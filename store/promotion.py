@@ -5,6 +5,7 @@ into the pool for a reader from elsewhere. Loading is never started by a guess: 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from halfmoon.schemas.store import FetchBlocks, Fetched
 from halfmoon.store.errors import BlockMissing, BytesCorrupted, StoreError
 from halfmoon.store.fetching import GROUP_BYTES, copy_local, tell_loaded
 from halfmoon.store.slots import Hold, Owner
-from halfmoon.store.ssd import Lent
+from halfmoon.store.ssd import Lent, SsdTier
 from halfmoon.store.ssd_file import Move
 from halfmoon.store.transport import Call
 
@@ -21,6 +22,24 @@ if TYPE_CHECKING:
     from halfmoon.store.agent import StoreAgent
 
 _numbers = itertools.count(1)
+
+
+def make_tier(agent: StoreAgent) -> SsdTier:
+    """The agent's."""
+    config = agent.config
+
+    def lost(why: str) -> None:
+        print(f"store agent {config.node_id}: the SSD tier is out of use: {why}", file=sys.stderr, flush=True)
+        agent.announcer.tier_lost(why)
+
+    return SsdTier(
+        config,
+        agent.book,
+        view=lambda: agent.view,
+        announce=agent.announcer.add,
+        counters=agent.counters,
+        lost=lost,
+    )
 
 
 async def load_own(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fetched:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from halfmoon.store.book import Book
 from halfmoon.store.config import StoreConfig
@@ -97,10 +97,12 @@ class SsdTier:
 
     # --- life ----------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Opens the file, or says why not (`TierLost`) and tries again later."""
-        await self._open()  # not announced: it is in the inventory
+    async def start(self) -> list[Change]:
+        """Opens the file, or says why not (`TierLost`) and tries again later. What was in it, which is not announced:
+        the inventory has it."""
+        await self._open()
         self._saving = asyncio.create_task(self._save())
+        return self._all("stored")
 
     async def stop(self) -> None:
         """Saves what is idle for up to `ssd_stop_s`, so that a restart finds it, and lets go of the file."""
@@ -165,6 +167,7 @@ class SsdTier:
     def _give_up(self, why: str) -> None:
         """Nothing is here any more; who reads just now gets an error, or the bytes."""
         self._counters["ssd_lost"] += 1
+        self._announce(self._all("evicted"))  # replaced in the log by one event
         self._entries.clear()
         self._records.clear()
         self._free.clear()
@@ -177,6 +180,9 @@ class SsdTier:
 
     def keys(self) -> list[bytes]:
         return list(self._records)
+
+    def _all(self, kind: Literal["stored", "evicted"]) -> list[Change]:
+        return [Change(kind, key, "ssd") for key in self._records]
 
     def __len__(self) -> int:
         return len(self._records)
@@ -298,7 +304,7 @@ class SsdTier:
                 await self._pause(self._reopen_s)
                 self._reopen_s = min(REOPEN_S_MAX, 2 * self._reopen_s)
                 await self._open()
-                self._announce([Change("stored", key, "ssd") for key in self._records])
+                self._announce(self._all("stored"))
             elif time.monotonic() - looked_s > LOOK_S:
                 looked_s = time.monotonic()
                 if why := await self._in_thread(self._file.gone):
