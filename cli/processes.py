@@ -212,32 +212,30 @@ async def run_store(args: argparse.Namespace) -> int:
     if layout.block_bytes == 0:
         say("this engine has no KVCache: there is nothing to store")
         return 0
-    bus = await _connect(args, f"store-{args.node}")
-    agent = StoreAgent(
-        bus,
-        StoreConfig(
-            cluster=args.cluster,
-            node_id=args.node,
-            layout=layout,
-            pool_bytes=args.pool_mib << 20,
-            eviction=args.eviction,
-            kv_events=args.kv_events,
-            kv_events_replay=args.kv_events_replay,
-            ssd_path=_ssd_path(args),
-            ssd_bytes=args.ssd_bytes,
-            ssd_hits_min=args.ssd_hits,
-            quotas=dict(_quota(text) for text in args.quota),
-            bind=args.bind,
-            stripes=args.stripes,
-            topology=args.topology,
-            port=args.data_port,
-            advertise=args.advertise,
-            transport=args.transport,
-            encryption=args.encryption,
-            rdma=args.rdma,
-            cluster_secret=secret(args),
-        ),
+    config = StoreConfig(
+        cluster=args.cluster,
+        node_id=args.node,
+        layout=layout,
+        pool_bytes=args.pool_mib << 20,
+        eviction=args.eviction,
+        kv_events=args.kv_events,
+        kv_events_replay=args.kv_events_replay,
+        ssd_path=_ssd_path(args),
+        ssd_bytes=args.ssd_bytes,
+        ssd_hits_min=args.ssd_hits,
+        quotas=dict(_quota(text) for text in args.quota),
+        bind=args.bind,
+        stripes=args.stripes,
+        topology=args.topology,
+        port=args.data_port,
+        advertise=args.advertise,
+        transport=args.transport,
+        encryption=args.encryption,
+        rdma=args.rdma,
+        cluster_secret=secret(args),
     )
+    bus = await _connect(args, f"store-{args.node}")
+    agent = StoreAgent(bus, config)
     await agent.start()
     say(f"store agent {args.node}: {(args.pool_mib << 20) // layout.block_bytes} blocks of {layout.block_bytes} bytes")
     if agent.tier is not None and agent.tier.open:
