@@ -28,6 +28,7 @@ CORE = {
         "placement",
         "policy",
         "pools",
+        "replication",
         "state",
     ),
     "halfmoon.schemas": ("decisions", "events", "policy", "types"),
