@@ -43,7 +43,11 @@ _SAID: dict[str, tuple[str, ...]] = {
 _ASKED_BY_WORKERS = ("attach", "open_put", "fetch", "commit", "open_push", "close_push", "release", "status")
 #: By programs that use a store as their own cache: none of them is in a cluster of containers, so nobody may.
 _ASKED_BY_PROGRAMS = ("probe", "take", "remove", "pin")
-_ASKED_BY_STORES = ("hello", "lease", "end_lease", "reserve", "renew", "settle", "drop", "pair")
+_ASKED_BY_STORES = (
+    *("hello", "lease", "end_lease", "reserve", "renew", "settle", "drop", "pair"),
+    *("probe", "replicate", "remove"),  # copies of blocks on other nodes
+)
+_ASKED_BY_OPERATORS = ("status", "drain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,8 @@ class Identity:
                 return [*said, subjects.tokens("*"), *self._worker(), *_ANSWERS]
             case "operator":
                 gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in subjects.STREAMS]
-                asks = [subjects.status("*"), subjects.store("*", "status"), f"{subjects.API}.*", "$SRV.>"]
+                stores = [subjects.store("*", verb) for verb in _ASKED_BY_OPERATORS]
+                asks = [subjects.status("*"), *stores, f"{subjects.API}.*", "$SRV.>"]
                 return [*said, *asks, *_PLACES, *gets, *_reading(subjects.STREAMS)]
             case "client":
                 return [f"{subjects.API}.*", "$SRV.>"]

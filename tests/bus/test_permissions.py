@@ -20,7 +20,7 @@ import pytest
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.bus.permissions import _ASKED_BY_PROGRAMS, _ASKED_BY_STORES, _ASKED_BY_WORKERS, _SAID
+from halfmoon.bus.permissions import _ASKED_BY_OPERATORS, _ASKED_BY_PROGRAMS, _ASKED_BY_STORES, _ASKED_BY_WORKERS, _SAID
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
     EVENT_TYPES,
@@ -175,7 +175,7 @@ def test_every_event_and_every_call_of_a_store_is_somebodys() -> None:
     assert said == {kind.__name__ for kind in EVENT_TYPES}
     serve = (Path(__file__).parents[2] / "store" / "serve.py").read_text()
     served = {line.split('"')[1] for line in serve.splitlines() if line.startswith('        ("')}
-    assert served == {*_ASKED_BY_WORKERS, *_ASKED_BY_STORES, *_ASKED_BY_PROGRAMS}
+    assert served == {*_ASKED_BY_WORKERS, *_ASKED_BY_STORES, *_ASKED_BY_PROGRAMS, *_ASKED_BY_OPERATORS}
 
 
 async def test_a_payload_that_speaks_for_another_is_dropped(servers: ServerCluster, conductor: Bus) -> None:
