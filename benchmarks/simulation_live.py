@@ -10,19 +10,18 @@ logged, and is compared on the requests that did not calibrate.
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
-import time
 from typing import Any
 
 import msgspec
-import nats
-import orjson
 import uvloop
 from clusters import ROOT, cluster, finish, parser
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
+from halfmoon.cli.bench_clients import NatsTarget
+from halfmoon.cli.bench_driver import Driver, Limits
+from halfmoon.cli.bench_workload import Texts, traced
 from halfmoon.conductor.cost import prefill_fit, refit_prefill
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.simulation.outcomes import Outcome
@@ -45,41 +44,21 @@ from halfmoon.schemas.events import (
 
 SCALE = 32
 BLOCK_TOKENS = 512 // SCALE
-MAX_TOKENS = 2_048 // SCALE
-
-
-def prompt_of(arrival: Arrival) -> list[int]:
-    """Token ids that are equal where the trace's blocks are."""
-    tokens: list[int] = []
-    for at in range(0, len(arrival.block_keys), 16):
-        draw = random.Random(arrival.block_keys[at : at + 16])
-        tokens += [draw.randrange(1000, 40000) for _ in range(BLOCK_TOKENS)]
-    draw = random.Random(arrival.block_keys[-16:] + b"tail")
-    wanted = max(1, arrival.prompt_tokens // SCALE)
-    tokens += [draw.randrange(1000, 40000) for _ in range(wanted - len(tokens))]
-    return tokens[:wanted]
 
 
 async def drive(nats_url: str, arrivals: list[Arrival], speed: float) -> list[dict[str, Any]]:
     """Send every request at its time; the answers, in the order of the trace."""
-    nc = await nats.connect(nats_url)
-    began = time.monotonic() + 1.0
-
-    async def one(arrival: Arrival) -> dict[str, Any]:
-        await asyncio.sleep(max(0.0, began + arrival.at_ns / 1e9 / speed - time.monotonic()))
-        fields = {
-            "prompt": prompt_of(arrival),
-            "max_tokens": max(1, arrival.output_tokens // SCALE),
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        reply = await nc.request("halfmoon.v1.generate", orjson.dumps(fields), timeout=300)
-        answer: dict[str, Any] = orjson.loads(reply.data)
-        return answer
-
-    answers = await asyncio.gather(*(one(arrival) for arrival in arrivals))
-    await nc.close()
-    return list(answers)
+    target = NatsTarget(BusConfig(url=nats_url))
+    try:
+        model = await target.open()
+        plan = traced(arrivals, scale=SCALE, speed=speed, context=model.context)
+        driver = Driver(target, Texts(model.vocab_size, 0), plan, Limits())
+        await driver.run()
+    finally:
+        await target.close()
+    failed = [record.reason for record in driver.records if record.outcome == "failed"]
+    assert not failed, failed
+    return [record.answer for record in driver.records if record.outcome == "finished"]
 
 
 async def read_log(nats_url: str) -> list[Stamped]:
@@ -114,7 +93,7 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
         for decision in core.step(stamped):
             if isinstance(decision, StartPrefill):
                 predicted[decision.request_id] = decision.predicted
-    by_id = {answer["id"]: answer for answer in answers if "error" not in answer}
+    by_id = {answer["id"]: answer for answer in answers}
     world = {type(s.event): s.event for s in log if isinstance(s.event, (ClusterConfigured, StoreJoined, WorkerJoined))}
     worker, layout = world[WorkerJoined], world[StoreJoined].layout
     roles = [s.event.role for s in log if isinstance(s.event, WorkerJoined)]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from halfmoon.bus.errors import BusError
 from halfmoon.cli import (
+    bench,
     capacity,
     chat,
     container,
@@ -33,7 +34,7 @@ from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.workers.model_config import ModelError
 
 COMMANDS = (
-    *(up, generate, chat, status, events, replay, simulate, capacity, size, experiments, policy, profile),
+    *(up, generate, chat, status, bench, events, replay, simulate, capacity, size, experiments, policy, profile),
     *(secrets, container, drain),
 )
 

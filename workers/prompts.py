@@ -66,6 +66,7 @@ class PromptReader:
             "created": created_s,
             "owned_by": "halfmoon",
             "max_model_len": self.config.context_tokens,
+            "vocab_size": self._tokenizer.vocab_size,
         }
         return {"object": "list", "data": [model]}
 
