@@ -15,6 +15,8 @@
 #                           Debian; says why where it skips), with the bandwidth into results/rdma.json
 #   make test-docker [ARGS=...]  environment with tools, then docker/compose.yaml on a real engine, which is installed and
 #                           started where there is none and the machine allows it (root, Debian); a quarter of an hour
+#   make test-observability  environment with tools, then a real Prometheus (Debian's, unpacked into build/) over a real cluster:
+#                           every panel's query, every alert; three minutes; says why where it skips
 #   make experiments [ARGS=...]  environment, then the papers' results by simulation, into results/ (half an hour)
 #   make docs               environment, then docs/asyncapi.json anew from the message classes
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
@@ -24,7 +26,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-rdma test-docker crash-points soak lint bench experiments golden docs clean clean-env
+.PHONY: help env env-dev up test test-slow test-rdma test-docker test-observability crash-points soak lint bench experiments golden docs clean clean-env
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -86,6 +88,9 @@ experiments: $(RUN_STAMP)
 
 test-docker: $(DEV_STAMP)
 	HALFMOON_TEST_DOCKER=1 $(BIN)/python -m pytest -s -o faulthandler_timeout=1900 tests/docker $(ARGS)
+
+test-observability: $(DEV_STAMP)
+	HALFMOON_TEST_OBSERVABILITY=1 $(BIN)/python -m pytest tests/observability $(ARGS)
 
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json

@@ -46,7 +46,6 @@ M = TypeVar("M")
 Handler = Callable[[Any], "Awaitable[None] | object"]
 Answerer = Callable[[Any], "Awaitable[Message] | Message"]
 
-
 #: For closing a connection that was refused.
 CLOSE_S = 0.2
 #: A certificate that is not trusted; a file of ours that cannot be read.
@@ -72,6 +71,10 @@ class Bus:
         self._stamp = uuid.uuid4().hex[:12]
         self._count = 0
         self.on_reconnect: list[Callable[[], None]] = []
+
+    @property
+    def unacknowledged(self) -> int:
+        return self._publisher.unacked
 
     # --- connection -------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--names-dir", default="/run/names", help="shared by the host's containers: locks on names")
     parser.add_argument("--secrets-dir", default="/run/secrets", help="the role's part of what `secrets` made")
     parser.add_argument("--health-dir", default="/run/halfmoon", help="a file here is fresh while a process is well")
+    parser.add_argument("--metrics-port", type=int, default=0, help="serve metrics there, a node's store one above")
     parser.add_argument("--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped")
     add_config(parser)
 
@@ -42,12 +43,14 @@ def add(subparsers: Any) -> None:
 async def run(args: argparse.Namespace) -> int:
     name, lock = take_name(args.role, Path(args.names_dir), Path(args.secrets_dir))
     common = ["--drain-s", str(args.drain_s)]
+    if args.role != "frontend":  # its own port has them
+        common += _metrics(args, 0)
     if args.role in ("conductor", "frontend"):
         os.set_inheritable(lock, True)
         words = [args.role, "--id", name, *common, *_known_as(args, name)]
         os.execv(sys.executable, [sys.executable, "-m", "halfmoon.cli.main", *words])
     worker = [args.role, "--node", name, "--id", name, *common, *_known_as(args, name)]
-    store = ["store", "--node", name, *common, *_known_as(args, f"store-{name}")]
+    store = ["store", "--node", name, *common, *_metrics(args, 1), *_known_as(args, f"store-{name}")]
     if not os.environ.get("HALFMOON_ADVERTISE"):
         store += ["--advertise", socket.gethostname()]
     return await _node(name, store, worker, drain_s=args.drain_s)
@@ -66,6 +69,10 @@ def take_name(role: str, names: Path, secrets: Path) -> tuple[str, int]:
         number += 1
     taken = f"all {number} names are taken: make more with `halfmoon secrets --{role}`" if number else "there are none"
     raise OptionInvalid(f"credentials of a {role} in {secrets}: {taken}")
+
+
+def _metrics(args: argparse.Namespace, above: int) -> list[str]:
+    return ["--metrics", f"0.0.0.0:{args.metrics_port + above}"] if args.metrics_port else []
 
 
 def _known_as(args: argparse.Namespace, name: str) -> list[str]:

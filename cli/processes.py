@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.metrics import process_registry
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.cli import model as models
+from halfmoon.cli.metrics import add_metrics, shown
 from halfmoon.cli.options import (
     OptionInvalid,
     add_bus,
@@ -69,6 +71,7 @@ def add(subparsers: Subparsers) -> dict[str, Callable[[argparse.Namespace], Awai
         add_bus(parser)
         add_secret(parser)
         add_config(parser)
+        add_metrics(parser)
         parser.add_argument("--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped")
         parser.add_argument("--health-file", metavar="FILE", default="", help="touched every second while all is well")
     return {
@@ -189,12 +192,25 @@ async def run_conductor(args: argparse.Namespace) -> int:
     from halfmoon.conductor import live
     from halfmoon.conductor.beginning import LogUnreadable
     from halfmoon.conductor.digests import Diverged
+    from halfmoon.conductor.metrics import ConductorMetrics
 
     bus = await _connect(args, args.id)
-    task = asyncio.ensure_future(live.run(bus, conductor_id=args.id, policy=policy_of(args)))
+    registry = process_registry(bus, role="conductor", process_id=args.id)
+    figures: list[ConductorMetrics] = []
+
+    def started(shell: live.Shell) -> None:
+        figures.append(ConductorMetrics(bus, shell.core, shell.tally))
+        registry.register(figures[0])
+
+    async def refresh() -> None:
+        for each in figures:
+            await each.refresh()
+
+    task = asyncio.ensure_future(live.run(bus, conductor_id=args.id, policy=policy_of(args), started=started))
     say(f"conductor {args.id} follows the log")
     try:
-        await _until_stopped(bus, args.health_file, task)
+        async with shown(args, registry, refresh):
+            await _until_stopped(bus, args.health_file, task)
     except (LogUnreadable, Diverged) as problem:
         say(f"halfmoon: error: {problem}")
         return 1
@@ -207,6 +223,7 @@ async def run_conductor(args: argparse.Namespace) -> int:
 async def run_store(args: argparse.Namespace) -> int:
     from halfmoon.store.agent import StoreAgent
     from halfmoon.store.config import StoreConfig
+    from halfmoon.store.metrics import StoreMetrics
 
     layout = models.layout_of(args)
     if layout.block_bytes == 0:
@@ -236,7 +253,11 @@ async def run_store(args: argparse.Namespace) -> int:
     )
     bus = await _connect(args, f"store-{args.node}")
     agent = StoreAgent(bus, config)
+    metrics = StoreMetrics(agent)
+    metrics.follow()
     await agent.start()
+    registry = process_registry(bus, role="store", process_id=f"store-{args.node}", node_id=args.node)
+    registry.register(metrics)
     say(f"store agent {args.node}: {(args.pool_mib << 20) // layout.block_bytes} blocks of {layout.block_bytes} bytes")
     if agent.tier is not None and agent.tier.open:
         tier = agent.tier
@@ -244,7 +265,8 @@ async def run_store(args: argparse.Namespace) -> int:
     stopped = asyncio.create_task(_until_stopped(bus, args.health_file))
     drained = asyncio.create_task(agent.drained.wait())
     try:
-        await asyncio.wait([stopped, drained], return_when=asyncio.FIRST_COMPLETED)
+        async with shown(args, registry):
+            await asyncio.wait([stopped, drained], return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             stopped.result()
     finally:
@@ -313,8 +335,11 @@ async def run_worker(args: argparse.Namespace) -> int:
     )
     await worker.start()
     say(f"{args.command} worker {worker_id} takes orders")
+    registry = process_registry(bus, role=args.command, process_id=worker_id, node_id=args.node)
+    registry.register(worker.metrics)
     try:
-        await _until_stopped(bus, args.health_file, worker.failed)
+        async with shown(args, registry):
+            await _until_stopped(bus, args.health_file, worker.failed)
     finally:
         await worker.stop(drain_s=args.drain_s)
         if store is not None:
@@ -350,7 +375,8 @@ async def run_frontend(args: argparse.Namespace) -> int:
     await frontend.start()
     say(f"frontend {args.id}: http://{args.http_host}:{frontend.http_port}")
     try:
-        await _until_stopped(bus, args.health_file)
+        async with shown(args, frontend.registry.metrics.registry):
+            await _until_stopped(bus, args.health_file)
     finally:
         await frontend.stop()
         await bus.close()

@@ -22,6 +22,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer, free_port
 from halfmoon.bus.errors import BusUnreachable
 from halfmoon.cli import model as models
+from halfmoon.cli.metrics import Targets
 from halfmoon.cli.options import (
     OptionInvalid,
     add_bus,
@@ -62,6 +63,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--decode", type=int, default=2, help="decode nodes")
     parser.add_argument("--conductors", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="HTTP port (default: 8000, or a free one)")
+    parser.add_argument("--metrics-port", type=int, default=0, help="serve metrics at ports from this on (default: no)")
     parser.add_argument("--nats-port", type=int, default=0, help="of our nats-server (default: 4222, or a free one)")
     add_model(parser)
     add_worker(parser)
@@ -84,6 +86,7 @@ class Cluster:
         self.bus: Bus | None = None
         self.supervisor = Supervisor(self._on_death, self._on_line)
         self.http_port = 0
+        self.targets = Targets(args.metrics_port)
         self.joined: set[str] = set()
         self.ready = False
         self.started_at = time.monotonic()
@@ -173,6 +176,7 @@ class Cluster:
         flags = ["--id", "frontend-0", "--http-host", args.http_host, "--http-port", str(http_port)]
         if args.api_keys_file:
             flags += ["--api-keys-file", args.api_keys_file]
+        self.targets.add("frontend", self.http.removeprefix("http://"))
         await self._child("frontend-0", "frontend", [*flags, "--open-requests-max", str(args.open_requests_max)])
         return names
 
@@ -185,6 +189,8 @@ class Cluster:
         for flag in ("nats_replicas", "log_mib_max", "log_hours_max"):
             common += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
         common += ["--drain-s", str(DRAIN_S)]
+        if command != "frontend":
+            common += self.targets.flags(command)
         if command != "conductor":
             common += ["--layout-file", str(self.directory / "layout.json"), "--model", args.model]
             common += ["--engine", args.engine, "--device", args.device, "--block-tokens", str(args.block_tokens)]
@@ -247,7 +253,7 @@ class Cluster:
         if self.server is not None:
             self.server.stop()
         remove_stale(self.args.cluster)
-        for name in ("cluster.json", "layout.json", "secret"):
+        for name in ("cluster.json", "layout.json", "prometheus.json", "secret"):
             (self.directory / name).unlink(missing_ok=True)
 
 
@@ -260,7 +266,8 @@ async def run(args: argparse.Namespace) -> int:
     directory = state_directory(args.cluster)
     directory.mkdir(parents=True, exist_ok=True)
     lock = _lock(directory, args.cluster)
-    (directory / "cluster.json").unlink(missing_ok=True)  # of one that was killed
+    for name in ("cluster.json", "prometheus.json"):
+        (directory / name).unlink(missing_ok=True)  # of one that was killed
     cluster = Cluster(args, directory)
     stop = asyncio.Event()
     signals = 0
@@ -300,12 +307,13 @@ async def run(args: argparse.Namespace) -> int:
 
 def _print_addresses(cluster: Cluster, directory: Path) -> None:
     args = cluster.args
+    metrics = cluster.targets.write(directory / "prometheus.json")
     addresses = {"nats": args.nats, "http": cluster.http, "pid": os.getpid()}
     (directory / "cluster.json").write_text(json.dumps(addresses))
     where = "" if args.cluster == "local" else f" --nats {args.nats}"
     cluster.say(f"ready: {args.prefill} prefill and {args.decode} decode nodes")
     print(
-        f"\n  NATS  {args.nats}\n  HTTP  {cluster.http}\n\n"
+        f"\n  NATS  {args.nats}\n  HTTP  {cluster.http}\n{metrics}\n"
         f'Try, in another terminal:\n\n  halfmoon generate "The moon is"{where}\n\n'
         f"Processes write to {directory / 'output'}. Ctrl-C stops the cluster.",
         flush=True,

@@ -68,11 +68,13 @@ class Digests:
         if at_seq // core.state.policy.digest_events % SNAPSHOT_DIGESTS == 0:
             self._spawn(self._save(at_seq, snapshot))
 
-    def hear(self, event: StateDigested) -> None:
-        """A conductor's word, ours too, as the log has it."""
-        if self._agreement.heard(event) and event.at_seq not in self._judging:
+    def hear(self, event: StateDigested) -> bool:
+        """A conductor's word, ours too, as the log has it. True when it is known to differ from ours."""
+        differs = self._agreement.heard(event)
+        if differs and event.at_seq not in self._judging:
             self._judging.add(event.at_seq)
             self._spawn(self._judge(event.at_seq))
+        return differs
 
     async def stop(self) -> None:
         await end_tasks(self._tasks)

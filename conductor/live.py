@@ -29,6 +29,7 @@ from halfmoon.conductor.beginning import TURN_EVENTS, check_gap, check_version, 
 from halfmoon.conductor.clusterview import conductor_status
 from halfmoon.conductor.digests import Digests
 from halfmoon.conductor.machine import Core
+from halfmoon.conductor.metrics import Tally
 from halfmoon.conductor.timers import Timers
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import (
@@ -76,6 +77,7 @@ class Shell:
         self.core = core
         self._after = core.seq if after is None else after
         self.caught_up = asyncio.Event()
+        self.tally = Tally()
         self._bus = bus
         self._conductor_id = conductor_id
         self._timers = Timers(core.timers)
@@ -115,11 +117,14 @@ class Shell:
                 await check_gap(self._bus, before)
             if isinstance(event, ClusterConfigured):
                 check_version(event)
+            started_ns = time.perf_counter_ns()
             decisions = self.core.step(stamped)
+            if live := self.caught_up.is_set():
+                self.tally.stepped(type(event).__name__, time.perf_counter_ns() - started_ns, decisions)
             if isinstance(event, TimerFired):
                 self._timers.fired(event.key, event.at_ns)
             elif isinstance(event, StateDigested):
-                self._digests.hear(event)
+                self.tally.digest_mismatches += self._digests.hear(event) and live
             for position, decision in enumerate(decisions):
                 await self._carry_out(stamped.seq, position, decision)
             self._heard = (self.core.state.at_ns, time.monotonic_ns())

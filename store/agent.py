@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from halfmoon.schemas.store import Hello
 from halfmoon.store.announcer import Announcer
 from halfmoon.store.book import WORKER, Book, peer_writer
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.engine import Engine, Kind
+from halfmoon.store.engine import Engine, Kind, Moved
 from halfmoon.store.errors import (
     BytesCorrupted,
     NotAttached,
@@ -191,6 +191,11 @@ class StoreAgent:
         self.executor.shutdown(wait=True)
         self._segment.close()
         self._segment = None
+
+    @property
+    def moved(self) -> Mapping[tuple[str, str], Moved]:
+        """By transport and direction."""
+        return self._engine.moved if self._engine is not None else {}
 
     @property
     def view(self) -> PoolView:

@@ -19,10 +19,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from halfmoon.bus.metrics import LATENCY_S, Times
 from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError, TransferTimeout
 from halfmoon.store.tcp import TcpTransport
 from halfmoon.store.topology import NEAR
@@ -39,6 +40,17 @@ MEASURED_BYTES_MIN = 256 * 1024
 EWMA_WEIGHT = 0.2
 REST_NS = 100_000_000
 REST_NS_MAX = 10_000_000_000
+
+
+class Moved:
+    """What went over a transport in one direction since the start. `descriptors`: contiguous runs, one a block."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.descriptors = 0
+        self.times = Times(LATENCY_S)
+        #: By the code of the error.
+        self.failures: Counter[str] = Counter()
 
 
 class Path:
@@ -87,6 +99,8 @@ class Engine:
         self._counters = counters
         self._room = asyncio.Semaphore(UNDER_WAY_MAX)
         self._paths: dict[tuple[str, str], list[Path]] = {}
+        #: By transport, and "read" or "write".
+        self.moved: defaultdict[tuple[str, str], Moved] = defaultdict(Moved)
 
     def paths(self, peer: Peer) -> list[Path]:
         """Best transport first. Raises PeerUnreachable when there is none."""
@@ -181,11 +195,18 @@ class Engine:
         path.moves += 1
         at_once = path.moves
         move = path.transport.read if reading else path.transport.write
+        moved = self.moved[path.kind, "read" if reading else "write"]
         try:
             await move(path.peer, items, call)
-            path.went_well(size, time.monotonic_ns() - started_ns, at_once)
-        except (PeerUnreachable, TransferTimeout, BytesCorrupted):
-            if call.remaining_s() > 0:  # a deadline that was too short is not the path's fault
+            elapsed_ns = time.monotonic_ns() - started_ns
+            path.went_well(size, elapsed_ns, at_once)
+            moved.bytes += size
+            moved.descriptors += len(items)
+            moved.times.observe(elapsed_ns)
+        except TransferError as problem:
+            moved.failures[problem.code] += 1
+            # A deadline that was too short is not the path's fault.
+            if isinstance(problem, PeerUnreachable | TransferTimeout | BytesCorrupted) and call.remaining_s() > 0:
                 path.failed(time.monotonic_ns())
             raise
         finally:

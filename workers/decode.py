@@ -44,7 +44,9 @@ class DecodeWorker(DecodeOrders):
             sampled = await self.compute(self._step, batch)
             now_ns = time.monotonic_ns()
             self._in_step = []
-            self._times.observe(now_ns - started_ns, len(batch), sum(s.length for s in batch))
+            taken = now_ns - started_ns, len(batch), sum(s.length for s in batch)
+            self._times.observe(*taken)
+            self.metrics.stepped(*taken)
             self._after_step(batch, sampled, now_ns)
             if self.config.layout.layers == 0:
                 await asyncio.sleep(0)  # an engine that computes nothing must not starve the loop
@@ -68,6 +70,7 @@ class DecodeWorker(DecodeOrders):
                 sequence.started_ns = time.monotonic_ns()
                 self._running.append(sequence)
                 assert sequence.result is not None
+                self.metrics.joined(sequence.ready_wall_ns)
                 self.report(
                     DecodeStarted(
                         order_id=sequence.order_id,
@@ -141,6 +144,8 @@ class DecodeWorker(DecodeOrders):
             index = len(sequence.output)
             if sequence.add(token, now_ns):
                 fresh.append((sequence, index))
+            if index == 1:
+                self.metrics.first_step(now_ns - sequence.started_ns)
         self._deliveries.send(fresh)
         for sequence in batch:
             if sequence.stage is Stage.ENDED:

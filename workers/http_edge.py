@@ -19,10 +19,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from halfmoon.bus.metrics import CONTENT_TYPE, exposition
 from halfmoon.schemas.api import ApiError, Ask, TokenizeBody, chat_ask, completion_ask, decode_body
 from halfmoon.workers.answers import OpenAiForm
 from halfmoon.workers.cluster_status import ClusterStatus
-from halfmoon.workers.metrics import CONTENT_TYPE, exposition
 from halfmoon.workers.open_request import OpenRequest, Piece
 from halfmoon.workers.request_registry import RequestRegistry
 from halfmoon.workers.status_page import status_page

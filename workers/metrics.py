@@ -1,46 +1,24 @@
-"""Prometheus metrics: the frontend's, and how any process shows its own.
+"""Prometheus metrics of a frontend: requests as their clients see them.
 
-Names that existing dashboards use are kept (`vllm:...`); what has no such name is `halfmoon_...`. A registry belongs to
-one process object, not to the module, so that two frontends in one process do not share counters.
+Names that existing dashboards use are kept (`vllm:...`); what has no such name is `halfmoon_...`. Each name is of one
+kind of process, so that a sum over a cluster counts nothing twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from halfmoon.bus.metrics import INTERVAL_S, LATENCY_S, SECOND_NS
+from halfmoon.schemas.decisions import RejectReason
+from halfmoon.workers.slo import Slo
 
 if TYPE_CHECKING:
     from halfmoon.workers.open_request import OpenRequest
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
-_INTERVAL_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 _TOKENS = tuple(2**power for power in range(0, 18))
-
-SECOND_NS = 1_000_000_000
-
-
-def exposition(registry: CollectorRegistry) -> bytes:
-    """All metrics of `registry` in Prometheus' text form."""
-    return generate_latest(registry)
-
-
-async def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> web.AppRunner:
-    """`/metrics` of a process that has no HTTP server of its own; `await runner.cleanup()` ends it. Raises OSError."""
-
-    async def show(_: web.Request) -> web.Response:
-        return web.Response(body=exposition(registry), headers={"content-type": CONTENT_TYPE})
-
-    app = web.Application()
-    app.router.add_get("/metrics", show)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, host, port).start()
-    return runner
 
 
 class FrontendMetrics:
@@ -48,17 +26,18 @@ class FrontendMetrics:
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry(auto_describe=True)
+        self.slo = Slo()
         self._model = model
         self.running = self._gauge("vllm:num_requests_running", "Requests that have their first token.")
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token.")
         self.ttft = self._seconds("vllm:time_to_first_token_seconds", "From arrival to the first token.")
-        self.interval = self._seconds("vllm:inter_token_latency_seconds", "Between tokens.", _INTERVAL_S)
+        self.interval = self._seconds("vllm:inter_token_latency_seconds", "Between tokens.", INTERVAL_S)
         self.e2e = self._seconds("vllm:e2e_request_latency_seconds", "From arrival to the last token.")
         self.queue = self._seconds("vllm:request_queue_time_seconds", "In the prefill worker's queue.")
         self.prefill = self._seconds("vllm:request_prefill_time_seconds", "Computing prefill.")
         self.decode = self._seconds("vllm:request_decode_time_seconds", "From the first token to the last.")
         self.transfer = self._seconds("halfmoon_request_transfer_seconds", "Fetching KVCache before prefill.")
-        self.decode_wait = self._seconds("halfmoon_request_decode_wait_seconds", "From prefill to decode.")
+        self.handover = self._seconds("halfmoon_request_handover_seconds", "What else the first token took.")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the KVCache.")
@@ -74,6 +53,19 @@ class FrontendMetrics:
         self._errors = Counter(
             "halfmoon_request_errors", "Requests answered with an error.", ["status"], registry=self.registry
         )
+        self._slo_results = Counter(
+            "halfmoon_slo_requests", "Accepted requests, by SLO.", ["model_name", "result"], registry=self.registry
+        )
+        # Each is shown from the start, or Prometheus would not see its first one.
+        for metric, values in (
+            (self._success, ("stop", "length")),
+            (self._rejections, get_args(RejectReason)),
+            (self._slo_results, ("met", "ttft", "tbt", "failed")),
+        ):
+            for value in values:
+                metric.labels(model, value)
+        for status in (400, 404, 413, 422, 429, 499, 500, 503):
+            self._errors.labels(str(status))
         self.resumed = self._counter("halfmoon_requests_resumed", "Requests taken by a second decode worker.")
         self.resends = self._counter("halfmoon_token_resends", "Times that missing tokens were asked for.")
 
@@ -84,7 +76,10 @@ class FrontendMetrics:
             return
         self.generation_tokens.inc(fresh)
         if had:
-            self.interval.observe((request.last_at_ns - last_at_ns) / fresh / SECOND_NS)
+            interval_ns = (request.last_at_ns - last_at_ns) // fresh
+            for _ in range(fresh):
+                self.interval.observe(interval_ns / SECOND_NS)
+                request.intervals_ns.append(interval_ns)
             return
         self.ttft.observe((request.first_at_ns - request.arrived_at_ns) / SECOND_NS)
         self.prompt_tokens.inc(request.arrived.prompt_tokens)
@@ -95,7 +90,8 @@ class FrontendMetrics:
             self.queue.observe(timing.queue_ns / SECOND_NS)
             self.transfer.observe(timing.transfer_ns / SECOND_NS)
             self.prefill.observe(timing.prefill_ns / SECOND_NS)
-            self.decode_wait.observe(timing.decode_wait_ns / SECOND_NS)
+            known_ns = timing.queue_ns + timing.prefill_ns  # fetching overlaps both
+            self.handover.observe(max(0, request.first_at_ns - request.arrived_at_ns - known_ns) / SECOND_NS)
 
     def finish(self, request: OpenRequest) -> None:
         """The last piece went out."""
@@ -103,6 +99,14 @@ class FrontendMetrics:
         self.output_length.observe(len(request.output_ids))
         self.e2e.observe((request.last_at_ns - request.arrived_at_ns) / SECOND_NS)
         self.decode.observe((request.last_at_ns - request.first_at_ns) / SECOND_NS)
+        result = self.slo.judge(
+            request.first_at_ns - request.arrived_at_ns,
+            request.intervals_ns,
+            ttft_slo_ns=request.arrived.ttft_slo_ns,
+            tbt_slo_ns=request.arrived.tbt_slo_ns,
+        )
+        if result:
+            self._slo_results.labels(self._model, result).inc()
 
     def show_open(self, requests: Iterable[OpenRequest]) -> None:
         running = waiting = 0
@@ -117,8 +121,11 @@ class FrontendMetrics:
     def rejected(self, reason: str) -> None:
         self._rejections.labels(self._model, reason).inc()
 
-    def failed(self, status: int) -> None:
+    def failed(self, status: int, *, accepted: bool = False) -> None:
+        """A request was answered with an error. One of ours, after it was `accepted`, counts against the SLO."""
         self._errors.labels(str(status)).inc()
+        if accepted and status >= 500:
+            self._slo_results.labels(self._model, "failed").inc()
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, ["model_name"], registry=self.registry).labels(self._model)
@@ -126,7 +133,7 @@ class FrontendMetrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model)
 
-    def _seconds(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
+    def _seconds(self, name: str, text: str, buckets: tuple[float, ...] = LATENCY_S) -> Histogram:
         return self._histogram(name, text, buckets)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

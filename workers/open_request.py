@@ -64,6 +64,7 @@ class OpenRequest:
         "finish_reason",
         "first_at_ns",
         "heard_at_ns",
+        "intervals_ns",
         "keep_samples",
         "last_at_ns",
         "listener",
@@ -108,6 +109,8 @@ class OpenRequest:
         self.last_at_ns = 0
         self.heard_at_ns = now_ns
         self.polled_at_ns = now_ns
+        #: Between tokens; of tokens that came together, equal parts.
+        self.intervals_ns: list[int] = []
         self.order_id = ""
         self.order_rank = (-1, -1)
         self.decode_worker = ""

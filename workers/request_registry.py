@@ -16,6 +16,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.metrics import process_registry
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas import subjects
@@ -43,7 +44,8 @@ class RequestRegistry:
         self.bus = bus
         self.config = config
         self.tokenizer = tokenizer
-        self.metrics = FrontendMetrics(config.model)
+        of_process = process_registry(bus, role="frontend", process_id=config.frontend_id)
+        self.metrics = FrontendMetrics(config.model, of_process)
         self.prompts = PromptReader(config, tokenizer, layout)
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
@@ -71,6 +73,7 @@ class RequestRegistry:
         )
         self.spawn(self._follow_decisions(reader))
         self.spawn(self._tick())
+        self.spawn(self.metrics.slo.follow(self.bus))
         self._joined = True
 
     async def stop(self) -> None:
@@ -164,7 +167,7 @@ class RequestRegistry:
     def fail(self, request: OpenRequest, error: ApiError, reason: str = "") -> None:
         """End it with an error for the client; `reason` when the cluster must be told too."""
         if self._remove(request):
-            self.metrics.failed(error.status)
+            self.metrics.failed(error.status, accepted=True)
             if reason:
                 self._tell_cancelled(request, reason)
             request.listener.on_error(request, error)

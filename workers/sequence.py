@@ -11,8 +11,7 @@ from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, Timing
 from halfmoon.workers.sampling_params import SamplingParams
-
-TBT_WORST_PERCENT = 10
+from halfmoon.workers.slo import tbt_ns
 
 
 class Stage(Enum):
@@ -103,8 +102,7 @@ class Sequence:
 
     def tbt_ns(self) -> int:
         """Mean of the longest 10 % of token intervals (at least one)."""
-        worst = sorted(self.intervals_ns, reverse=True)[: max(1, len(self.intervals_ns) * TBT_WORST_PERCENT // 100)]
-        return sum(worst) // len(worst) if worst else 0
+        return tbt_ns(self.intervals_ns)
 
     def timing(self, decode_worker: str) -> Timing:
         result = self.result

@@ -22,6 +22,7 @@ from halfmoon.schemas.policy import SECOND_NS, Layout
 from halfmoon.schemas.types import Message
 from halfmoon.store.worker_client import StoreClient
 from halfmoon.workers.token_inbox import TokenInbox
+from halfmoon.workers.worker_metrics import WorkerMetrics
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class Worker(ABC):
         self.config = config
         self.incarnation = uuid.uuid4().hex[:16]
         self.inbox = TokenInbox(bus, config.worker_id)
+        self.metrics = WorkerMetrics(self)
         self.draining = False
         #: Cause of the newest decision that was obeyed; heartbeats tell it beside the open orders.
         self.obeyed_seq = 0
@@ -174,4 +176,5 @@ class Worker(ABC):
         return await self._loop.run_in_executor(self._compute, work, *args)
 
     def report(self, event: Message) -> None:
+        self.metrics.saw(event)
         self.bus.append_soon(event, source_id=self.config.worker_id)  # type: ignore[arg-type]

@@ -44,16 +44,18 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
                     assert container["image"] == "halfmoon:0.1.0"
                     found[container["name"]] = {each["name"] for each in container["env"]}
     assert set(found) == {"nats", "conductor", "store", "prefill", "decode", "frontend"}
-    options = (ROOT / "cli" / "options.py").read_text() + (ROOT / "cli" / "processes.py").read_text()
+    sources = ("options.py", "processes.py", "metrics.py", "container.py")
+    options = "".join((ROOT / "cli" / name).read_text() for name in sources)
     known = {
         f"HALFMOON_{flag.replace('-', '_').upper()}" for flag in re.findall(r'add_argument\(\s*"--([a-z-]+)"', options)
     }
-    settings = {name for service in compose.values() for name in service.get("environment") or {}}
+    ours = [service for service in compose.values() if "profiles" not in service]
+    settings = {name for service in ours for name in service.get("environment") or {}}
     used = {name for name in {*settings, *(name for names in found.values() for name in names)} if "HALFMOON" in name}
     assert used - known == set()
     assert settings - found["store"] - found["conductor"] - found["frontend"] - found["prefill"] <= {
         *("GOMEMLIMIT", "GOMAXPROCS", "HALFMOON_DTYPE", "HALFMOON_NUMERICS", "HALFMOON_API_KEYS_FILE"),
-        *("HALFMOON_POLICY", "HALFMOON_ADMISSION", "HALFMOON_LOG_MIB_MAX"),
+        *("HALFMOON_POLICY", "HALFMOON_ADMISSION", "HALFMOON_LOG_MIB_MAX", "HALFMOON_METRICS_PORT"),
     }
 
 
@@ -69,5 +71,6 @@ def test_every_service_is_bounded_checked_and_without_rights() -> None:
         assert service["stop_grace_period"] == "30s", name
         assert service["cpus"], name
         assert service["pids_limit"], name
-        assert ("ports" in service) == name.startswith("frontend"), name
-        assert service["networks"] == (["inside", "edge"] if name.startswith("frontend") else ["inside"]), name
+        published = name.startswith("frontend") or name == "grafana"
+        assert ("ports" in service) == published, name
+        assert service["networks"] == (["inside", "edge"] if published else ["inside"]), name

@@ -148,8 +148,9 @@ def test_what_operators_look_at(run: Any) -> None:
         assert samples["vllm:generation_tokens_total"] == 5
         assert samples["vllm:time_to_first_token_seconds_count"] == 1
         assert samples["vllm:prefix_cache_hits_total"] == 16
-        assert samples["halfmoon_request_errors_total"] == 1
-        (finished,) = (s for s in families["vllm:request_success"].samples if s.name.endswith("_total"))
+        (failed,) = (s for s in families["halfmoon_request_errors"].samples if s.name.endswith("_total") and s.value)
+        assert (failed.labels, failed.value) == ({"status": "400"}, 1)
+        (finished,) = (s for s in families["vllm:request_success"].samples if s.name.endswith("_total") and s.value)
         assert finished.labels == {"model_name": MODEL, "finished_reason": "length"}
         cluster.double.ready = False
         await asyncio.sleep(0.3)

@@ -1,0 +1,135 @@
+"""How any process shows its metrics to Prometheus, and what all of them show: who it is, its CPU and memory, its bus.
+
+Own names are `halfmoon_...`. A registry belongs to one process object, not to the module. What changes often is counted
+in plain integers (`Times`, counters of the parts themselves) and read when somebody asks, so that it costs the hot path
+next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from halfmoon.bus.connection import Bus
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECOND_NS = 1_000_000_000
+
+#: Bounds of histograms, in seconds: of a request's stages; of tokens and steps; of what the control plane does.
+LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+INTERVAL_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
+STEP_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+
+#: By the values of the labels, a tuple.
+Values = Mapping[Any, float]
+
+
+class Times:
+    """A histogram of durations for one thread, without a lock."""
+
+    __slots__ = ("_bounds_ns", "_bounds_s", "counts", "sum_ns")
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds_s = bounds_s
+        self._bounds_ns = [int(bound * SECOND_NS) for bound in bounds_s]
+        self.counts = [0] * (len(bounds_s) + 1)
+        self.sum_ns = 0
+
+    def observe(self, ns: int) -> None:
+        self.counts[bisect_left(self._bounds_ns, ns)] += 1
+        self.sum_ns += ns
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """As Prometheus has them: each bound with how many were at most that."""
+        found: list[tuple[str, float]] = []
+        total = 0
+        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self.counts, strict=True):
+            total += count
+            found.append((bound, total))
+        return found
+
+
+def counter(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+    """A family of counters; Prometheus' `_total` is added to the name."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def gauge(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def histogram(name: str, text: str, labels: Sequence[str], values: Mapping[Any, Times]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for key, times in values.items():
+        family.add_metric(key, times.buckets(), times.sum_ns / SECOND_NS)
+    return family
+
+
+class ProcessMetrics(Collector):
+    """What every process shows."""
+
+    def __init__(self, bus: Bus, *, role: str, process_id: str, node_id: str = "") -> None:
+        self._bus = bus
+        self._me = (role, process_id, node_id, importlib.metadata.version("halfmoon"))
+
+    def collect(self) -> Iterable[Metric]:
+        bus = self._bus
+        yield gauge("halfmoon_process_info", "Who this is.", ("role", "id", "node", "version"), {self._me: 1})
+        stats = bus.nc.stats
+        yield gauge("halfmoon_bus_connected", "1 while NATS is there.", (), {(): bus.nc.is_connected})
+        yield gauge("halfmoon_bus_unacknowledged", "Messages not stored yet.", (), {(): bus.unacknowledged})
+        yield counter("halfmoon_bus_reconnects", "Times that NATS was lost and found.", (), {(): stats["reconnects"]})
+        yield counter("halfmoon_bus_invalid_messages", "Messages that were dropped unread.", (), {(): bus.invalid})
+        moved = {("in",): stats["in_bytes"], ("out",): stats["out_bytes"]}
+        yield counter("halfmoon_bus_bytes", "Payload over NATS.", ("direction",), moved)
+
+
+def process_registry(bus: Bus, *, role: str, process_id: str, node_id: str = "") -> CollectorRegistry:
+    """A registry with what every process shows."""
+    registry = CollectorRegistry(auto_describe=True)
+    ProcessCollector(registry=registry)
+    registry.register(ProcessMetrics(bus, role=role, process_id=process_id, node_id=node_id))
+    return registry
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """All metrics of `registry` in Prometheus' text form."""
+    return generate_latest(registry)
+
+
+async def serve_metrics(
+    registry: CollectorRegistry, *, host: str, port: int, refresh: Callable[[], Awaitable[None]] | None = None
+) -> web.AppRunner:
+    """`/metrics` of a process; `await runner.cleanup()` ends it. `refresh` asks others first. Raises OSError."""
+    from aiohttp import web
+
+    async def show(_: web.Request) -> web.Response:
+        if refresh is not None:
+            await refresh()
+        return web.Response(body=exposition(registry), headers={"content-type": CONTENT_TYPE})
+
+    app = web.Application()
+    app.router.add_get("/metrics", show)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    return runner

@@ -1,0 +1,84 @@
+"""Where processes show their metrics, and the list of such places that `halfmoon up` writes for Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from halfmoon.bus.metrics import serve_metrics
+from halfmoon.cli.options import OptionInvalid
+
+LOOPBACK = "127.0.0.1"
+PORT_MAX = 65535
+
+
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--metrics", metavar="HOST:PORT", default="", help="serve /metrics for Prometheus there")
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of `--metrics`; `[::1]:9464` too. Raises OptionInvalid."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= PORT_MAX:
+        raise OptionInvalid(f"--metrics: {text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+@contextlib.asynccontextmanager
+async def shown(
+    args: argparse.Namespace, registry: CollectorRegistry, refresh: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[None]:
+    """Within it `registry` is served, if `--metrics` says where. Raises OptionInvalid when the port cannot be had."""
+    if not args.metrics:
+        yield
+        return
+    host, port = address(args.metrics)
+    try:
+        runner = await serve_metrics(registry, host=host, port=port, refresh=refresh)
+    except OSError as problem:
+        raise OptionInvalid(f"--metrics {args.metrics}: {problem.strerror or problem}") from None
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+class Targets:
+    """The processes of a cluster on this machine, at one port after another from `base` on; 0: none is served."""
+
+    def __init__(self, base: int) -> None:
+        self._base = base
+        self._count = 0
+        self._groups: list[dict[str, object]] = []
+
+    def flags(self, role: str) -> list[str]:
+        """For the command of the next process. Raises OptionInvalid when its port cannot be had."""
+        if not self._base:
+            return []
+        port = self._base + self._count
+        self._count += 1
+        try:
+            with socket.create_server((LOOPBACK, port)):
+                pass
+        except (OSError, OverflowError) as problem:
+            why = getattr(problem, "strerror", None) or problem
+            raise OptionInvalid(f"--metrics-port {self._base}: port {port}: {why}") from None
+        self.add(role, f"{LOOPBACK}:{port}")
+        return ["--metrics", f"{LOOPBACK}:{port}"]
+
+    def add(self, role: str, at: str) -> None:
+        """A process that is served at `at` already."""
+        self._groups.append({"targets": [at], "labels": {"job": role}})
+
+    def write(self, file: Path) -> str:
+        """As Prometheus' `file_sd_configs` read it. What to tell a person; "" when nothing is served."""
+        if not self._base:
+            return ""
+        file.write_text(json.dumps(self._groups, indent=1) + "\n")
+        return f"  Metrics  http://{LOOPBACK}:{self._base} and on; all in {file}\n"

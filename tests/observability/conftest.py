@@ -1,0 +1,20 @@
+"""What needs a real Prometheus is asked for by `make test-observability`, and skips with the reason where none is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.observability.server import Unavailable, command
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    if not os.environ.get("HALFMOON_TEST_OBSERVABILITY"):
+        pytest.skip("Prometheus: `make test-observability` runs these")
+    try:
+        command("prometheus")
+        return command("promtool")
+    except Unavailable as problem:
+        pytest.skip(str(problem))

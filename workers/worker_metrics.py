@@ -1,0 +1,133 @@
+"""Metrics of a prefill or decode worker: what its answers to orders say, its steps, its own cache.
+
+A request's way is measured in parts by whoever sees them: queue, fetch, compute and push by the prefill worker; waiting
+for KV, waiting for room in the batch, and the first step by the decode worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from halfmoon.bus.metrics import INTERVAL_S, LATENCY_S, Times, Values, counter, gauge, histogram
+from halfmoon.schemas.events import (
+    DecodeFailed,
+    DecodeRefused,
+    DecodeStarted,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFinished,
+)
+
+if TYPE_CHECKING:
+    from halfmoon.workers.worker import Worker
+
+#: Where cached tokens of a prompt come from. A worker's own paged cache keeps nothing for the next request: of "device"
+#: there are none.
+SOURCES = ("device", "host", "p2p", "disk")
+
+
+class WorkerMetrics(Collector):
+    """Of one worker. It is told of every event that the worker reports (`saw`)."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._ends: Counter[str] = Counter({"finished": 0, "failed": 0, "refused": 0})
+        self._cached: Counter[str] = Counter(dict.fromkeys(SOURCES, 0))
+        self._preemptions = 0
+        # Prefill.
+        self._queue, self._fetch, self._compute, self._push = (Times(LATENCY_S) for _ in range(4))
+        # Decode.
+        self._kv_wait, self._room_wait, self._first_step = (Times(LATENCY_S) for _ in range(3))
+        self._steps = Times(INTERVAL_S)
+        self._step_sequences = self._step_context_tokens = 0
+
+    # --- what happens -----------------------------------------------------------------------------------------
+
+    def saw(self, event: Any) -> None:
+        """An answer to an order goes out."""
+        match event:
+            case PrefillFinished():
+                self._ends["finished"] += 1
+                self._queue.observe(event.queue_ns)
+                self._compute.observe(event.compute_ns)
+                self._push.observe(event.push_ns)
+                self._cached["host"] += event.cached_local_tokens
+                if event.cached_fetched_tokens:
+                    own = event.fetch_node_id == self._worker.config.node_id
+                    self._cached["disk" if own else "p2p"] += event.cached_fetched_tokens
+                    self._fetch.observe(event.fetch_ns)
+            case DecodeStarted():
+                self._kv_wait.observe(event.wait_ns)
+            case RequestFinished():
+                self._ends["finished"] += 1
+                self._preemptions += event.preemptions
+            case PrefillFailed() | DecodeFailed():
+                self._ends["failed"] += 1
+            case DecodeRefused():
+                self._ends["refused"] += 1
+            case _:
+                pass  # joins and heartbeats
+
+    def joined(self, ready_wall_ns: int) -> None:
+        """A sequence joins the batch; everything of it has been here since `ready_wall_ns` (0: just now)."""
+        self._room_wait.observe(max(0, time.time_ns() - ready_wall_ns) if ready_wall_ns else 0)
+
+    def stepped(self, step_ns: int, sequences: int, context_tokens: int) -> None:
+        """One decode step was made."""
+        self._steps.observe(step_ns)
+        self._step_sequences += sequences
+        self._step_context_tokens += context_tokens
+
+    def first_step(self, ns: int) -> None:
+        """A sequence has made its first step, so long after it joined."""
+        self._first_step.observe(ns)
+
+    # --- what is shown ----------------------------------------------------------------------------------------
+
+    def collect(self) -> Iterable[Metric]:
+        worker = self._worker
+        model = (worker.config.layout.model,)
+        ends: Values = {(end,): count for end, count in self._ends.items()}
+        yield counter("halfmoon_orders", "Orders answered, by how they ended.", ("result",), ends)
+        yield gauge("halfmoon_orders_open", "Orders taken and not answered.", (), {(): worker.orders_open()})
+        blocks = worker.config.kv_blocks
+        used = blocks - worker.engine.allocator.free_blocks
+        yield gauge("halfmoon_kv_cache_blocks", "Blocks of the worker's own paged cache in use.", (), {(): used})
+        yield gauge("halfmoon_kv_cache_blocks_max", "Blocks of that cache.", (), {(): blocks})
+        yield gauge(
+            "vllm:kv_cache_usage_perc", "Share of that cache in use, 0 to 1.", ("model_name",), {model: used / blocks}
+        )
+        yield from self._prefill(model) if worker.role == "prefill" else self._decode(model)
+
+    def _prefill(self, model: tuple[str]) -> Iterable[Metric]:
+        cached = {(*model, source): count for source, count in self._cached.items()}
+        yield counter(
+            "vllm:prompt_tokens_cached_by_source", "Prompt tokens not computed.", ("model_name", "source"), cached
+        )
+        for name, text, times in (
+            ("halfmoon_prefill_queue_seconds", "From order to prefill.", self._queue),
+            ("halfmoon_prefill_fetch_seconds", "Fetching cached blocks, of those that did.", self._fetch),
+            ("halfmoon_prefill_compute_seconds", "Computing prefill.", self._compute),
+            ("halfmoon_prefill_push_seconds", "Moving KVCache to the decode node, in all.", self._push),
+        ):
+            yield histogram(name, text, (), {(): times})
+
+    def _decode(self, model: tuple[str]) -> Iterable[Metric]:
+        preempted = {model: self._preemptions}
+        yield counter("vllm:num_preemptions", "Sequences swapped out to host memory.", ("model_name",), preempted)
+        for name, text, times in (
+            ("halfmoon_decode_kv_wait_seconds", "From the end of prefill until all KVCache is here.", self._kv_wait),
+            ("halfmoon_decode_queue_seconds", "From then until room in the batch.", self._room_wait),
+            ("halfmoon_decode_first_step_seconds", "From joining the batch to the next token.", self._first_step),
+            ("halfmoon_decode_step_seconds", "One step of the batch.", self._steps),
+        ):
+            yield histogram(name, text, (), {(): times})
+        yield counter("halfmoon_decode_step_sequences", "Sequences, over all steps.", (), {(): self._step_sequences})
+        context = {(): self._step_context_tokens}
+        yield counter("halfmoon_decode_step_context_tokens", "Tokens of context, over all steps.", (), context)
