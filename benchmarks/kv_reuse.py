@@ -46,7 +46,7 @@ class Steered:
         for draining in (True, False):
             for worker_id, incarnation in others.items():
                 event = WorkerDraining(worker_id=worker_id, incarnation=incarnation, draining=draining)
-                await self.bus.append(event, source_id="bench")
+                await self.bus.append(event, source_id=worker_id)  # only a worker says it of itself
             if draining:
                 await asyncio.sleep(0.1)
                 fields = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
@@ -55,6 +55,10 @@ class Steered:
         assert "error" not in answer, answer
         await asyncio.sleep(0.5)  # the last events of the request
         return answer
+
+    async def close(self) -> None:
+        await self.bus.close()
+        await self.nc.close()
 
 
 async def connect(addresses: dict[str, Any]) -> Steered:
@@ -83,7 +87,7 @@ async def reuse(addresses: dict[str, Any], runs: int) -> list[dict[str, float]]:
                 "ratio": warm["timing_ms"]["ttft"] / cold["timing_ms"]["ttft"],
             }
         )
-    await cluster_.bus.close()
+    await cluster_.close()
     return rows
 
 
@@ -97,7 +101,7 @@ async def overlap(addresses: dict[str, Any], runs: int) -> list[dict[str, float]
         if isinstance(started, PrefillFinished):
             started, finished = finished, started
         rows.append({"wait_ms": started.wait_ns / 1e6, "pushed_mib": finished.pushed_bytes / 2**20})
-    await cluster_.bus.close()
+    await cluster_.close()
     return rows
 
 

@@ -291,16 +291,19 @@ class Bus:
             await tail.close()
 
     async def last_decision(self) -> Ordered | None:
-        """The newest decision in the stream, whoever it is for; None when it holds none (any more)."""
-        last = await self.last_seq(subjects.DECISIONS_STREAM)
-        if last == 0:
-            return None
-        try:
-            reply = await self.nc.jetstream().get_msg(subjects.DECISIONS_STREAM, seq=last)
-        except NotFoundError:
-            return None
-        ordered: Ordered = decode(reply.data or b"", Ordered)
-        return ordered
+        """The newest decision in the stream, whoever it is for, or None; what is no decision is passed over."""
+        first, last = await self.held(subjects.DECISIONS_STREAM)
+        for seq in range(last, max(first, 1) - 1, -1):
+            try:
+                reply = await self.nc.jetstream().get_msg(subjects.DECISIONS_STREAM, seq=seq)
+                ordered: Ordered = decode(reply.data or b"", Ordered)
+            except NotFoundError:
+                continue
+            except MessageInvalid:
+                self.invalid += 1
+            else:
+                return ordered
+        return None
 
     async def open_kv(self, worker_id: str) -> StreamTail:
         """For `follow_kv`: no KV progress published after this returns is missed."""

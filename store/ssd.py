@@ -272,7 +272,7 @@ class SsdTier:
             some = [blocks[at.slot, at.first_layer : at.first_layer + at.layers] for at in run]
             file.read(run[0].record, run[0].first_layer, some)
 
-        runs = runs_of(moves, self._config.layout)
+        runs = runs_of(moves, self._config.layout, self._config.ssd_threads)
         self._reading += 1
         works = [asyncio.ensure_future(in_thread(self._threads, functools.partial(read, run), stop)) for run in runs]
         try:
@@ -367,8 +367,8 @@ class SsdTier:
         pairs = dict(zip(sorted(records), wanted, strict=False))
         blocks = self._view().blocks
         layers = self._config.layout.layers
-        runs = runs_of([Move(record, idle.number, 0, layers) for record, idle in pairs.items()], self._config.layout)
-        for run in runs:
+        moves = [Move(record, idle.number, 0, layers) for record, idle in pairs.items()]
+        for run in runs_of(moves, self._config.layout, 1):
             file.write(run[0].record, [blocks[at.slot] for at in run])
         kept = {}
         for record, idle in pairs.items():

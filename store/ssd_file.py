@@ -237,9 +237,9 @@ class SsdFile:
         return PAGE_BYTES + self._table_bytes
 
 
-def runs_of(moves: Sequence[Move], layout: Layout) -> list[list[Move]]:
-    """By record; whole records that follow each other in one run, up to RUN_BYTES of them."""
-    longest = max(1, RUN_BYTES // layout.block_bytes)
+def runs_of(moves: Sequence[Move], layout: Layout, threads: int) -> list[list[Move]]:
+    """By record; whole records that follow each other in one run of up to RUN_BYTES, but a run for each thread."""
+    longest = max(1, min(RUN_BYTES // layout.block_bytes, len(moves) // threads))
     runs: list[list[Move]] = []
     for at in sorted(moves):
         last = runs[-1] if runs else []

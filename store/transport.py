@@ -138,12 +138,16 @@ def moved_bytes(geometry: Geometry, items: Sequence[Slice]) -> int:
 def joined(items: Sequence[Slice]) -> list[Slice]:
     """The same layers, those of a block that follow each other as one run."""
     runs: list[Slice] = []
-    for item in sorted(items):
-        last = runs[-1] if runs else None
-        if last is not None and last[:2] == item[:2] and last.first_layer + last.layers == item.first_layer:
-            runs[-1] = last._replace(layers=last.layers + item.layers)
-        else:
-            runs.append(item)
+    local = remote = first = end = -1
+    for local_slot, remote_slot, first_layer, layers in sorted(items):
+        if local_slot == local and remote_slot == remote and first_layer == end:
+            end += layers
+            continue
+        if end > 0:
+            runs.append(Slice(local, remote, first, end - first))
+        local, remote, first, end = local_slot, remote_slot, first_layer, first_layer + layers
+    if end > 0:
+        runs.append(Slice(local, remote, first, end - first))
     return runs
 
 
