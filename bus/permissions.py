@@ -76,7 +76,8 @@ class Identity:
                     *_ANSWERS,
                 ]
             case "frontend":
-                peers = [subjects.give("*"), subjects.resend("*"), subjects.status(subjects.CONDUCTORS)]
+                asks = [subjects.status(subjects.CONDUCTORS), subjects.view(subjects.CONDUCTORS), subjects.explain("*")]
+                peers = [subjects.give("*"), subjects.resend("*"), *asks]
                 return [*said, *peers, f"{ROOT}.cancel", *_PLACES, *_MISSED, *_ANSWERS, *_CLIENT_INBOXES]
             case "store":
                 progress = [subjects.kv("*", k) for k in ("TransferOpened", "TransferFailed", "KvReady", "KvLoaded")]
@@ -99,7 +100,8 @@ class Identity:
         me, inbox = self.name, f"{subjects.inbox(self.name)}.>"
         match self.role:
             case "conductor":
-                return [inbox, subjects.status(me), subjects.status(subjects.CONDUCTORS)]
+                asked = [subjects.status(me), subjects.status(subjects.CONDUCTORS)]
+                return [inbox, *asked, subjects.view(subjects.CONDUCTORS), subjects.explain(me)]
             case "frontend":
                 served = [f"{subjects.API}.*", "$SRV.>", f"{ROOT}.cancel"]
                 own = [subjects.take(me), subjects.tokens(me), subjects.decisions_for(me), subjects.placements_for(me)]

@@ -63,7 +63,7 @@ async def first_core(bus: Bus, conductor_id: str, policy: Policy, *, checked: bo
         core = await usable_snapshot(bus, checked=checked)
         if core is not None:
             return core, core.seq
-        begun = await _begun(bus)
+        begun = await begun_at(bus)
         if begun:
             return Core(checked=checked), begun - 1
         first, _ = await bus.held(subjects.EVENTS_STREAM)
@@ -108,7 +108,7 @@ async def usable_snapshot(bus: Bus, *, before: int | None = None, checked: bool 
 async def digest_at(bus: Bus, seq: int) -> str | None:
     """The digest of the state after event `seq`, as a fresh core finds it; None when the log does not reach back."""
     core = await usable_snapshot(bus, before=seq)
-    after = core.seq if core is not None else await _begun(bus) - 1
+    after = core.seq if core is not None else await begun_at(bus) - 1
     if not 0 <= after < seq:
         return None
     core = core or Core()
@@ -134,7 +134,7 @@ async def leading_snapshot(bus: Bus) -> tuple[int, bytes] | None:
     return None
 
 
-async def _begun(bus: Bus) -> int:
+async def begun_at(bus: Bus) -> int:
     """Sequence of the newest ClusterConfigured; 0 when the log has none (any more)."""
     question = orjson.dumps({"last_by_subj": subjects.events_of_kind(ClusterConfigured.__name__)})
     answer = await bus.js_api(f"STREAM.MSG.GET.{subjects.EVENTS_STREAM}", question)

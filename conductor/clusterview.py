@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 import msgspec
 
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.placement import queue_ns
+from halfmoon.conductor.state import State
 from halfmoon.schemas.status import ConductorStatus, NodeStatus, RequestCounts
 
 
 def conductor_status(core: Core, *, conductor_id: str, caught_up: bool) -> ConductorStatus:
     """What `core` knows, as of its last event."""
     state = core.state
+    layout = next((worker.layout for worker in state.workers.values()), None)
+    return ConductorStatus(
+        conductor_id=conductor_id,
+        seq=core.seq,
+        digest=core.digest(),
+        caught_up=caught_up,
+        policy=state.policy,
+        model=layout.model if layout is not None else "",
+        block_tokens=layout.block_tokens if layout is not None else 0,
+        nodes=node_statuses(state),
+        index_blocks=state.index.blocks,
+        requests_in_flight=len(state.requests),
+        requests_parked=len(state.parked),
+        counts=request_counts(state),
+    )
+
+
+def request_counts(state: State) -> RequestCounts:
+    """Since the log began."""
+    return msgspec.convert(msgspec.structs.asdict(state.counters), RequestCounts)
+
+
+def ssd_counts(state: State) -> dict[str, int]:
+    """Blocks that each node holds on SSD, nodes without any left out. Looks at all of them."""
+    nodes, every = state.index.ssd_masks
+    masks = Counter(every)
+    found = {node: sum(masks[mask] for mask in masks if mask >> bit & 1) for bit, node in enumerate(nodes)}
+    return {node: blocks for node, blocks in sorted(found.items()) if blocks}
+
+
+def node_statuses(state: State) -> list[NodeStatus]:
+    """Workers, store agents, frontends, each by id."""
     nodes = []
     for worker in state.workers.values():
         orders_state: Literal["ready", "draining"] = "draining" if worker.draining else "ready"
@@ -44,18 +78,4 @@ def conductor_status(core: Core, *, conductor_id: str, caught_up: bool) -> Condu
         )
     for frontend_id, frontend in sorted(state.frontends.items()):
         nodes.append(NodeStatus(id=frontend_id, role="frontend", state="ready", running=frontend.open_requests))
-    layout = next((worker.layout for worker in state.workers.values()), None)
-    return ConductorStatus(
-        conductor_id=conductor_id,
-        seq=core.seq,
-        digest=core.digest(),
-        caught_up=caught_up,
-        policy=state.policy,
-        model=layout.model if layout is not None else "",
-        block_tokens=layout.block_tokens if layout is not None else 0,
-        nodes=nodes,
-        index_blocks=state.index.blocks,
-        requests_in_flight=len(state.requests),
-        requests_parked=len(state.parked),
-        counts=msgspec.convert(msgspec.structs.asdict(state.counters), RequestCounts),
-    )
+    return nodes

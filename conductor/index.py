@@ -6,6 +6,7 @@ node that leaves takes its bits along. Pure; part of the core.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate, compress, repeat
 from operator import and_, or_
 from struct import pack, unpack
@@ -153,6 +154,11 @@ class BlockIndex:
                 for node in nodes:
                     found[node] += 1
         return found
+
+    @property
+    def ssd_masks(self) -> tuple[list[str], Iterable[int]]:
+        """Node of each bit, and the mask of every block on SSD; for people."""
+        return self._slots, self._ssd.values()
 
     @property
     def blocks(self) -> int:

@@ -31,6 +31,7 @@ from halfmoon.conductor.digests import Digests
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.metrics import Tally
 from halfmoon.conductor.timers import Timers
+from halfmoon.conductor.viewing import Viewing
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
@@ -86,6 +87,7 @@ class Shell:
         self._heard: tuple[int, int] | None = None
         #: Identity of the newest decision that was stored before we started.
         self._published = (0, -1)
+        self.viewing = Viewing(bus, core, conductor_id=conductor_id)
         self._digests = Digests(bus, core, conductor_id=conductor_id, incarnation=uuid.uuid4().hex[:16])
 
     async def run(self, *, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
@@ -94,6 +96,7 @@ class Shell:
             self._published = (last.cause_seq, last.position)
         for name in (self._conductor_id, subjects.CONDUCTORS):
             await self._bus.serve(subjects.status(name), StatusRequest, self._status)
+        await self.viewing.serve()
         timers = asyncio.create_task(self._fire_timers())
         following = asyncio.create_task(self._follow(after_step))
         try:
@@ -117,10 +120,12 @@ class Shell:
                 await check_gap(self._bus, before)
             if isinstance(event, ClusterConfigured):
                 check_version(event)
+            self.viewing.before(stamped)
             started_ns = time.perf_counter_ns()
             decisions = self.core.step(stamped)
             if live := self.caught_up.is_set():
                 self.tally.stepped(type(event).__name__, time.perf_counter_ns() - started_ns, decisions)
+            self.viewing.after(stamped, decisions)
             if isinstance(event, TimerFired):
                 self._timers.fired(event.key, event.at_ns)
             elif isinstance(event, StateDigested):
@@ -154,6 +159,7 @@ class Shell:
 
     def _catch_up(self) -> None:
         self.caught_up.set()
+        self.viewing.caught_up = True
         if self._heard is None:
             self._heard = (self.core.state.at_ns, time.monotonic_ns())
         log.info("conductor %s has read the log up to %d", self._conductor_id, self.core.seq)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from halfmoon.schemas import api, decisions, events, kv, replicas, snapshots, status, store, subjects, tokens
+from halfmoon.schemas import api, decisions, events, kv, replicas, snapshots, status, store, subjects, tokens, view
 from halfmoon.schemas.types import Message
 
 
@@ -153,6 +153,22 @@ _PROCESSES: tuple[Channel, ...] = (
         action="receive",
         messages=(status.StatusRequest,),
         replies=(status.ConductorStatus, *_REFUSAL),
+    ),
+    Channel(
+        name="view",
+        address=subjects.view(subjects.CONDUCTORS),
+        summary="What the cluster's page shows, asked by a frontend while somebody looks. Every conductor answers.",
+        action="receive",
+        messages=(view.ViewRequest,),
+        replies=(view.ClusterView,),
+    ),
+    Channel(
+        name="explain",
+        address=subjects.explain("{conductor_id}"),
+        summary="Why a request went where it went: every candidate, and what then happened.",
+        action="receive",
+        messages=(view.ExplainRequest,),
+        replies=(view.Explained, *_REFUSAL),
     ),
 )
 

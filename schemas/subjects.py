@@ -102,3 +102,13 @@ CONDUCTORS = "conductors"
 def status(process_id: str) -> str:
     """A process answers how it is; `status(CONDUCTORS)` is answered by every conductor."""
     return f"{ROOT}.status.{process_id}"
+
+
+def view(process_id: str) -> str:
+    """A conductor answers with what the cluster's page shows; asked of `view(CONDUCTORS)`."""
+    return f"{ROOT}.view.{process_id}"
+
+
+def explain(process_id: str) -> str:
+    """A conductor answers why a request went where it went."""
+    return f"{ROOT}.explain.{process_id}"

@@ -8,6 +8,7 @@ disconnects cancels its handler, and so its request, everywhere. aiohttp sets TC
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -24,14 +25,17 @@ from halfmoon.schemas.api import ApiError, Ask, TokenizeBody, chat_ask, completi
 from halfmoon.workers.answers import OpenAiForm
 from halfmoon.workers.cluster_status import ClusterStatus
 from halfmoon.workers.open_request import OpenRequest, Piece
+from halfmoon.workers.page.assets import Assets
+from halfmoon.workers.page.feed import PageFeed
 from halfmoon.workers.request_registry import RequestRegistry
-from halfmoon.workers.status_page import status_page
 from halfmoon.workers.version import VERSION
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 log = logging.getLogger(__name__)
 
+#: Who looks at the page and reads nothing for so long is cut off.
+WRITE_S = 20.0
 _JSON = "application/json"
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -58,8 +62,12 @@ class HttpEdge:
             "/metrics": ("GET", self._metrics),
             "/version": ("GET", self._version),
             "/status": ("GET", self._show_status),
-            "/": ("GET", self._page),
+            "/page/stream": ("GET", self._page_stream),
+            "/page/explain": ("GET", self._page_explain),
         }
+        self._feed = PageFeed(registry.bus, registry.config)
+        assets = Assets()
+        self._handlers.update(dict.fromkeys(assets.paths, ("GET", assets.answer)))
 
     async def start(self) -> None:
         """Raises OSError when the port is taken."""
@@ -74,6 +82,7 @@ class HttpEdge:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def stop(self) -> None:
+        await self._feed.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -201,8 +210,35 @@ class HttpEdge:
     async def _show_status(self, _: web.BaseRequest) -> web.StreamResponse:
         return _json(await self._status.read())
 
-    async def _page(self, _: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(text=status_page(await self._status.read()), content_type="text/html")
+    async def _page_stream(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._authorize_all(request)
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        async with contextlib.aclosing(self._feed.watch()) as views:
+            first = await anext(views)  # a refusal is a status
+            await response.prepare(request)
+            await _within(response.write(b"retry: 1000\n\n" + first))
+            async for view in views:
+                await _within(response.write(view))
+        return response
+
+    async def _page_explain(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._authorize_all(request)
+        body = await self._feed.explain(request.query.get("request", ""))
+        return web.Response(body=body, content_type=_JSON, headers={"cache-control": "no-store"})
+
+    def _authorize_all(self, request: web.BaseRequest) -> None:
+        """The page shows requests of every tenant: not for a key that is one tenant's. Raises ApiError 401, 403."""
+        if self._authorize(request):
+            raise ApiError(403, "this key is one tenant's; the page shows all", code="not_for_tenants")
+
+
+async def _within(writing: Awaitable[None]) -> None:
+    """Raises ConnectionError: who does not read for so long is gone."""
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await writing
+    except TimeoutError:
+        raise ConnectionError("the page does not read") from None
 
 
 async def _body(request: web.BaseRequest) -> bytes:

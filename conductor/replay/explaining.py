@@ -9,8 +9,8 @@ from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.wording import clock, duration
 from halfmoon.schemas.decisions import Fetch
 
-_PREFILL = ("", "prefill", "queue", "transfer", "prefill", "first token", "copies", "cached", "fetched", "")
-_DECODE = ("", "decode", "between tokens", "KV blocks", "reserved", "batch", "prefix", "")
+PREFILL_HEADS = ("", "prefill", "queue", "transfer", "prefill", "first token", "copies", "cached", "fetched", "")
+DECODE_HEADS = ("", "decode", "between tokens", "KV blocks", "reserved", "batch", "prefix", "")
 
 
 def explained(life: Life) -> str:
@@ -74,7 +74,7 @@ def remarks(why: Explanation, placed: Placed | None) -> list[str]:
 def prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tuple[str, ...]]:
     """A heading, a row for each candidate, and below the `chosen` one what happened."""
     reasons = prefill_reasons(why, chosen)
-    rows: list[tuple[str, ...]] = [_PREFILL]
+    rows: list[tuple[str, ...]] = [PREFILL_HEADS]
     for c in why.prefill:
         rows.append(
             (
@@ -120,7 +120,7 @@ def fetched(fetches: list[Fetch], sharing: int, from_ssd: bool) -> str:
 def decode_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tuple[str, ...]]:
     """As `prefill_rows`."""
     reasons = decode_reasons(why, chosen)
-    rows: list[tuple[str, ...]] = [_DECODE]
+    rows: list[tuple[str, ...]] = [DECODE_HEADS]
     for c in why.decode:
         rows.append(
             (

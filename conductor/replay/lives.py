@@ -6,7 +6,7 @@ computed, the log says when that was over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
@@ -88,9 +88,13 @@ class Life(msgspec.Struct, kw_only=True):
 
 
 class Lives:
-    """Collects lives: `see` every line of a replay, in order, with the core that has just stepped over it."""
+    """Collects lives: `see` every line of a replay, in order, with the core that has just stepped over it.
 
-    def __init__(self) -> None:
+    Only those of requests that are `wanted`, by their ids.
+    """
+
+    def __init__(self, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        self._wanted = wanted
         self.of: dict[str, Life] = {}
         self._orders: dict[str, tuple[Life, Placed]] = {}
         #: Requests that have not ended.
@@ -120,6 +124,8 @@ class Lives:
         """What was open before the log begins."""
         state = core.state
         for request_id, request in state.requests.items():
+            if not self._wanted(request_id):
+                continue
             life = Life(arrived=request.event, seq=0, arrived_ns=request.arrived_ns)
             self.of[request_id] = self._open[request_id] = life
             order = state.orders.get(request.order_id)
@@ -150,7 +156,7 @@ class Lives:
     def _event(self, line: EventLine, core: Core) -> None:
         event = line.event
         match event:
-            case RequestArrived():
+            case RequestArrived() if self._wanted(event.request_id):
                 life = self.of.get(event.request_id)
                 if life is None:
                     life = Life(arrived=event, seq=line.seq, arrived_ns=line.at_ns)
@@ -186,6 +192,8 @@ class Lives:
 
     def _decision(self, decision: Decision, line: EventLine) -> None:
         match decision:
+            case StartPrefill() | RejectRequest() | FailRequest() if not self._wanted(decision.request_id):
+                pass
             case StartPrefill():
                 life = self.of[decision.request_id]
                 if life.placed:
@@ -205,6 +213,13 @@ class Lives:
                 self._end(self.of[decision.request_id], "failed", line.at_ns, decision.message)
             case _:
                 pass
+
+    def forget(self, request_id: str) -> None:
+        """Nothing more of it is noted."""
+        life = self.of.pop(request_id)
+        self._open.pop(request_id, None)
+        for placed in life.placed:
+            self._orders.pop(placed.order.order_id, None)
 
     @staticmethod
     def _over(placed: Placed, at_ns: int, why: str) -> None:

@@ -34,7 +34,7 @@ def page(timeline: Timeline, *, title: str, facts: str = "") -> str:
         css=read["page.css"],
         js=read["page.js"] + read["story.js"],
         run=_packed(_run(timeline, facts)),
-        why=_packed([_whys(life) for life in timeline.lives]),
+        why=_packed([whys(life) for life in timeline.lives]),
     )
 
 
@@ -98,13 +98,13 @@ def _bar(bar: Bar, lanes: dict[str, int]) -> list[Any]:
     return [bar.request, bar.order_id, lanes.get(bar.lane, 0), bar.row, parts, transfer, chunks, marks, bar.lost]
 
 
-def _whys(life: Life) -> list[dict[str, Any]]:
+def whys(life: Life) -> list[dict[str, Any]]:
+    """Each decision on a request in words: rows are (class, cells), the chosen one `won`, what happened `then`."""
     orders = {placed.seq: placed for placed in life.placed}
     return [_why(why, orders.get(why.seq)) for why in life.why]
 
 
 def _why(why: Explanation, placed: Placed | None) -> dict[str, Any]:
-    """One decision as `story.js` shows it: rows are (class, cells), the chosen one `won`, what happened `then`."""
     chosen_prefill, chosen_decode = explaining.chosen(why.verdict)
     prefill = explaining.prefill_rows(why, chosen_prefill, placed)[1:]
     decode = explaining.decode_rows(why, chosen_decode, placed)[1:]

@@ -7,7 +7,7 @@ delivered; so the wait begins with the order, computing follows it, and what is 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -121,7 +121,7 @@ def timeline(replay: Replay) -> Timeline:
             roles[event.worker_id], model = event.role, event.layout.model
         elif isinstance(event, ClusterConfigured):
             policy = event.policy
-        happenings += _happened(event, line.at_ns - start_ns, roles, core)
+        happenings += happened(event, line.at_ns - start_ns, roles, core)
         if not samples or line.at_ns - start_ns >= samples[-1].at_ns + step_ns:
             samples.append(_sample(core, line.at_ns - start_ns))
             if len(samples) > SAMPLES_MAX:
@@ -156,7 +156,8 @@ def _natural(name: str) -> tuple[str, int]:
     return head, int(name[len(head) :] or 0)
 
 
-def _happened(event: Event, at_ns: int, roles: dict[str, str], core: Core) -> list[Happening]:
+def happened(event: Event, at_ns: int, roles: Mapping[str, str], core: Core) -> list[Happening]:
+    """What an event that `core` has just stepped over says of processes. `roles`: of the workers that have a lane."""
     match event:
         case WorkerJoined(worker_id=lane):
             return [Happening(at_ns, "joined", lane, f"{event.role} worker {lane} joined")]
@@ -215,14 +216,15 @@ def _bars(lives: list[Life], start_ns: int, end_ns: int) -> tuple[list[Bar], lis
     prefill, decode = [], []
     for number, life in enumerate(lives):
         for placed in life.placed:
-            prefill.append(_prefill_bar(number, placed, start_ns, end_ns))
-            bar = _decode_bar(number, placed, start_ns, end_ns)
+            prefill.append(prefill_bar(number, placed, start_ns, end_ns))
+            bar = decode_bar(number, placed, start_ns, end_ns)
             if bar is not None:
                 decode.append(bar)
     return prefill, decode
 
 
-def _prefill_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> Bar:
+def prefill_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> Bar:
+    """The prefill half of an order, from `start_ns` on; what has not ended goes on to `log_end_ns`."""
     begin = placed.at_ns - start_ns
     bar = Bar(number, placed.order.order_id, placed.order.worker_id, 0, [begin], lost=placed.lost)
     then = placed.prefilled
@@ -247,7 +249,8 @@ def _prefill_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) ->
     return bar
 
 
-def _decode_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> Bar | None:
+def decode_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> Bar | None:
+    """As `prefill_bar`; None when it has not come to that."""
     ready = [mark.at_ns - start_ns for mark in placed.marks if not mark.loaded]
     begin = min([placed.prefill_end_ns - start_ns, *ready[:1]]) if placed.prefill_end_ns else (ready or [0])[0]
     if not begin:

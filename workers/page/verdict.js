@@ -1,0 +1,40 @@
+// The one line that says how the cluster is: the worst first.
+import { count, share } from "/page/dom.js";
+
+const LOST_S = 60;
+
+export function verdict(view) {
+  const found = [], nodes = view.nodes || [], recent = view.recent || {}, arrived = recent.arrived || 0;
+  const bad = (text) => found.push([2, text]), warn = (text) => found.push([1, text]);
+  const ready = (role) => nodes.filter((node) => node.role === role && node.state === "ready").length;
+  if (!view.caught_up) bad("The conductor is still reading the log");
+  for (const role of ["prefill", "decode"]) if (!ready(role)) bad("Not serving: no " + role + " worker is ready");
+  const rejected = Object.values(recent.rejected || {}).reduce((sum, n) => sum + n, 0);
+  if (rejected) {
+    const [reason] = Object.entries(recent.rejected).sort((a, b) => b[1] - a[1])[0];
+    (rejected > arrived / 10 ? bad : warn)(share(rejected, Math.max(arrived, rejected)) + " of requests rejected, mostly " + reason);
+  }
+  if (recent.failed) (recent.failed > arrived / 20 ? bad : warn)(count(recent.failed) + (recent.failed === 1 ? " request" : " requests") + " failed");
+  for (const [spread, name] of [[view.ttft, "first tokens"], [view.tbt, "token intervals"]]) {
+    const finished = spread?.finished || 0, met = spread?.met || 0;
+    if (finished && met < finished * 0.99) (met < finished * 0.9 ? bad : warn)(share(met, finished) + " of " + name + " within the SLO");
+  }
+  for (const node of nodes) {
+    if (node.state === "suspected") warn(node.id + "'s store is suspected");
+    if (node.state === "draining") warn(node.id + " is draining");
+  }
+  for (const lost of (view.happened || []).filter((h) => h.kind === "lost" && view.at_ns - h.at_ns < LOST_S * 1e9)) {
+    warn(lost.words + " (" + Math.round((view.at_ns - lost.at_ns) / 1e9) + " s ago)");
+  }
+  const waiting = view.stages?.waiting || 0;
+  if (waiting) warn(count(waiting) + (waiting === 1 ? " request waits" : " requests wait") + " for a worker");
+  found.sort((a, b) => b[0] - a[0]);
+  const workers = count(ready("prefill")) + " prefill and " + count(ready("decode")) + " decode workers ready";
+  if (found.length) {
+    const rest = found.slice(1, 4).map(([, text]) => text);
+    if (found.length > 4) rest.push(found.length - 4 + " more");
+    return { level: found[0][0] === 2 ? "bad" : "warn", headline: found[0][1], more: rest.join(" · ") || workers };
+  }
+  if (!arrived && !Object.values(view.stages || {}).some(Boolean)) return { level: "good", headline: "Ready", more: workers + ", no request in the last minute" };
+  return { level: "good", headline: "Healthy", more: workers + ", nothing lost, nothing rejected in the last minute" };
+}
