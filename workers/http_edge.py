@@ -14,7 +14,8 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -139,7 +140,7 @@ class HttpEdge:
                 return await self._stream(request, listener, headers)
             await listener.wait()
             if listener.error is not None:
-                return _refusal(listener.error)
+                return _refusal(listener.error, headers)
             return web.Response(body=listener.form.whole(), content_type=_JSON, headers=headers)
         except (asyncio.CancelledError, ConnectionError):
             self._registry.cancel(opened)
@@ -151,7 +152,7 @@ class HttpEdge:
         assert listener.form is not None
         await listener.wait()
         if listener.error is not None and not listener.events:
-            return _refusal(listener.error)
+            return _refusal(listener.error, headers)
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await response.prepare(request)
         written = listener.form.first_event()
@@ -254,8 +255,8 @@ def _json(content: Any) -> web.Response:
     return web.Response(body=orjson.dumps(content), content_type=_JSON)
 
 
-def _refusal(error: ApiError) -> web.Response:
-    headers = error.retry_headers()
+def _refusal(error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
+    headers = {**headers, **error.retry_headers()}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return web.Response(status=error.status, body=error.body(), content_type=_JSON, headers=headers)

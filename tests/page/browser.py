@@ -39,6 +39,7 @@ class Browser:
             await self.call(f"{domain}.enable")
         await self.look(width=width, height=height, dark=dark)
         await self.call("Page.navigate", url=url)
+        await self.wait("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     async def look(self, *, width: int, height: int, dark: bool) -> None:
         """Size of the window, and the colours that its user prefers."""

@@ -69,7 +69,7 @@ function predicted(one) {
 }
 
 function happened(view) {
-  const lately = [...(view.happened || [])].reverse().slice(0, 14);
+  const lately = [...(view.happened || [])].reverse().slice(0, 8);
   rows($("happened"), lately, (one) => one.seq + one.words, (one) => h("li", { class: "h-" + one.kind }, h("i"), h("span", {}, one.words), h("time")), (row, one) => {
     say(row.lastChild, ago((view.at_ns - one.at_ns) / 1e9));
     row.lastChild.title = clock(one.at_ns);

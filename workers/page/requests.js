@@ -14,7 +14,7 @@ export function showRequests(view) {
     row.classList.toggle("some", !!stages[name]);
   });
   const open = followed.filter((one) => one.stage !== "ended").length;
-  say($("flight-facts"), all > open ? count(open) + " of " + count(all) + " in flight shown" : count(all) + " in flight, all shown");
+  say($("flight-facts"), all > open ? "a sample: " + count(open) + " of " + count(all) + " in flight, and some that ended" : count(all) + " in flight, all shown");
   rows($("requests"), followed, (one) => one.request_id, make, (row, one) => update(row, one, view));
   $("requests").classList.toggle("none", !followed.length);
 }

@@ -62,13 +62,14 @@ export function showTiles(view) {
   if (!tiles) build();
   const s = view.series || {}, recent = view.recent || {}, empty = [];
   const arrived = s.arrived || empty, refused = (s.rejected || empty).map((n, i) => n + ((s.failed || empty)[i] || 0));
+  const bad = refused.some(Boolean) ? [[refused.slice(0, -1), "refused"]] : [];
   // The newest second is not over: it would always look like a fall.
   const lately = arrived.slice(-11, -1), rate = lately.length ? lately.reduce((a, b) => a + b, 0) / lately.length : 0;
   say(tiles.rate.value, rate >= 10 || rate === 0 ? count(rate) : rate.toFixed(1));
   say(tiles.rate.unit, "/s");
   const flying = Object.values(view.stages || {}).reduce((a, b) => a + b, 0);
-  say(tiles.rate.note, count(flying) + " in flight · " + count(recent.finished) + " finished in the last minute");
-  draw(tiles.rate, [[arrived.slice(0, -1), "arrived", false, true], [refused.slice(0, -1), "refused"]], top(arrived) * 1.05);
+  say(tiles.rate.note, count(flying) + " in flight · " + count(recent.finished) + " finished/min");
+  draw(tiles.rate, [[arrived.slice(0, -1), "arrived", false, true], ...bad], top(arrived) * 1.05);
   slo(tiles.ttft, view.ttft, s.ttft_p50_us || empty, s.ttft_p99_us || empty, view.ttft_slo_ns || 0);
   slo(tiles.tbt, view.tbt, s.tbt_p50_us || empty, s.tbt_p99_us || empty, view.tbt_slo_ns || 0);
   hits(recent);
@@ -81,7 +82,7 @@ export function showTiles(view) {
   say(tiles.refused.note, reasons.join(" · ") || "none in the last minute");
   tiles.refused.box.classList.toggle("bad", rejected > all / 10);
   tiles.refused.box.classList.toggle("warn", rejected > 0);
-  draw(tiles.refused, [[refused.slice(0, -1), "refused"]], top(refused) * 1.05);
+  draw(tiles.refused, bad, top(refused) * 1.05);
 }
 
 // By source: on the node itself, fetched from others, computed.
