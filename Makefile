@@ -4,6 +4,7 @@
 #   make env                environment only: .venv with exact versions (requirements*.lock); a second time it does nothing
 #   make test [ARGS=...]    environment with tools, then the default tests (pytest ARGS)
 #   make test-slow          environment with tools, then the tests that are left out there for their length
+#   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff, and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
@@ -26,7 +27,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-rdma test-docker test-observability crash-points soak lint bench experiments golden docs clean clean-env
+.PHONY: help env env-dev up test test-slow test-page test-rdma test-docker test-observability crash-points soak lint bench experiments golden docs clean clean-env
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,6 +53,9 @@ test: $(DEV_STAMP)
 
 test-slow: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-page: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m slow tests/page $(ARGS)
 
 lint: $(DEV_STAMP)
 	@status=0; \

@@ -125,13 +125,13 @@ class Shell:
             decisions = self.core.step(stamped)
             if live := self.caught_up.is_set():
                 self.tally.stepped(type(event).__name__, time.perf_counter_ns() - started_ns, decisions)
-            self.viewing.after(stamped, decisions)
             if isinstance(event, TimerFired):
                 self._timers.fired(event.key, event.at_ns)
             elif isinstance(event, StateDigested):
                 self.tally.digest_mismatches += self._digests.hear(event) and live
             for position, decision in enumerate(decisions):
                 await self._carry_out(stamped.seq, position, decision)
+            self.viewing.after(stamped, decisions)
             self._heard = (self.core.state.at_ns, time.monotonic_ns())
             if stamped.seq >= goal and not self.caught_up.is_set():
                 self._catch_up()

@@ -1,11 +1,12 @@
 """The shell's part in the cluster's page: what a frontend is told while somebody looks at it.
 
-The tallies are always kept; requests are followed, and the newest events held, only for `LEASE_S` after the last
+The last minutes are always kept; requests are followed, and the newest events held, only for `LEASE_S` after the last
 question. Each question is answered out of the state as it is, bounded in size whatever the cluster's.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -15,11 +16,11 @@ from halfmoon.conductor.asking import Asking, story
 from halfmoon.conductor.clusterview import node_statuses, request_counts, ssd_counts
 from halfmoon.conductor.cost import step_ns
 from halfmoon.conductor.following import Following
+from halfmoon.conductor.lately import Lately
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.placement import queue_ns
 from halfmoon.conductor.replay.wording import message
 from halfmoon.conductor.state import State, Worker
-from halfmoon.conductor.tallies import Tallies
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import Stamped
@@ -32,6 +33,8 @@ from halfmoon.schemas.view import (
     ViewRequest,
     WorkerLoad,
 )
+
+log = logging.getLogger(__name__)
 
 LEASE_S = 5.0
 NODES_MAX = 200
@@ -54,7 +57,7 @@ class Viewing:
         self._core = core
         self._conductor_id = conductor_id
         self.caught_up = False
-        self._tallies = Tallies(core)
+        self._lately = Lately(core)
         self._asking = Asking(bus)
         self._looked_at_s = 0.0
         self._following: Following | None = None
@@ -67,12 +70,30 @@ class Viewing:
         await self._bus.serve(subjects.explain(self._conductor_id), ExplainRequest, self.explain)
 
     def before(self, stamped: Stamped) -> None:
-        self._tallies.before(stamped)
+        try:
+            self._before(stamped)
+        except Exception:
+            self._begin_anew()
+
+    def after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
+        try:
+            self._after(stamped, decisions)
+        except Exception:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """A fault of the view must not stop a conductor."""
+        log.exception("the page's view of event %d failed: it begins anew", self._core.seq)
+        self._lately = Lately(self._core)
+        self._look_away()
+
+    def _before(self, stamped: Stamped) -> None:
+        self._lately.before(stamped)
         if self._following is not None:
             self._following.before(stamped)
 
-    def after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
-        self._tallies.after(stamped, decisions)
+    def _after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
+        self._lately.after(stamped, decisions)
         if self._following is not None:
             self._following.after(stamped, decisions)
             self._held.append(stamped)
@@ -102,7 +123,7 @@ class Viewing:
             self._following = Following(core)
         nodes = node_statuses(state)
         events, left_out = self._events(asked.after_seq)
-        ttft, tbt = self._tallies.spreads()
+        ttft, tbt = self._lately.spreads()
         return ClusterView(
             conductor_id=self._conductor_id,
             seq=core.seq,
@@ -118,16 +139,16 @@ class Viewing:
             nodes_left_out=max(0, len(nodes) - NODES_MAX),
             loads=[_load(worker, state) for worker in list(state.workers.values())[:NODES_MAX]],
             tiers=self._tiers(),
-            links=self._tallies.links()[:LINKS_MAX],
+            links=self._lately.links()[:LINKS_MAX],
             stages=self._following.stages(),
             requests=self._following.requests(),
             counts=request_counts(state),
-            recent=self._tallies.recent(),
+            recent=self._lately.recent(),
             ttft=ttft,
             tbt=tbt,
-            series=self._tallies.series(),
-            refused=list(self._tallies.refused),
-            happened=list(self._tallies.happened),
+            series=self._lately.series(),
+            refused=list(self._lately.refused),
+            happened=list(self._lately.happened),
             events=events,
             events_left_out=left_out,
         )

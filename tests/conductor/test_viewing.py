@@ -11,7 +11,7 @@ from live_conductors import CLUSTER, POLICY, client, conductor, log_of, reach, s
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError
-from halfmoon.conductor import following, tallies, viewing
+from halfmoon.conductor import following, lately, viewing
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.replay.explaining import explained
 from halfmoon.conductor.replay.lives import Lives
@@ -42,8 +42,8 @@ from halfmoon.workers.request_registry import new_request_id
 class Watched:
     """A core with its view, driven event by event; no bus."""
 
-    def __init__(self, policy: Policy | None = None) -> None:
-        self.core = Core(checked=True)
+    def __init__(self, policy: Policy | None = None, *, checked: bool = True) -> None:
+        self.core = Core(checked=checked)
         self.viewing = Viewing(None, self.core, conductor_id="c1")  # type: ignore[arg-type]
         self.at_ns = 1_000 * S
         cluster = [prefill(), prefill(1), store("p0"), store("p1"), decode(), store("d0")]
@@ -168,7 +168,7 @@ def test_tiers_are_counted_node_by_node() -> None:
 
 def test_the_view_is_bounded_whatever_the_load() -> None:
     """Thousands of requests, in one second of the log and over minutes, of which some are open and many refused."""
-    cluster = Watched(Policy(admission="none"))
+    cluster = Watched(Policy(admission="none"), checked=False)
     cluster.view()
     for number in range(2_000):
         order_id = cluster.arrive(f"r{number}", tokens=300 + number % 7)
@@ -186,9 +186,9 @@ def test_the_view_is_bounded_whatever_the_load() -> None:
     assert len(inside.lives._orders) <= 2 * following.LIVES_KEPT
     assert len(cluster.viewing._held) == viewing.HELD_MAX
     assert len(view.events) <= viewing.TOLD_MAX
-    seconds = cluster.viewing._tallies._seconds
-    assert len(seconds) == tallies.SECONDS
-    assert max(len(second.ttfts_ns) for second in seconds) <= tallies.SAMPLES_MAX
+    seconds = cluster.viewing._lately._seconds
+    assert len(seconds) == lately.SECONDS
+    assert max(len(second.ttfts_ns) for second in seconds) <= lately.SAMPLES_MAX
     assert len(encode(view)) < 64 << 10
 
 
@@ -216,6 +216,16 @@ def test_nothing_is_followed_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) 
     assert not cluster.viewing.looked_at
     assert cluster.core.watched == ""
     assert not cluster.viewing._held
+
+
+def test_a_fault_of_the_view_does_not_stop_a_conductor(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Watched()
+    cluster.view()
+    cluster.viewing._following.lives = None  # type: ignore[union-attr, assignment]
+    assert cluster.arrive("r1")
+    assert "the page's view of event" in caplog.text
+    cluster.serve("r1", next(iter(cluster.core.state.orders)))
+    assert cluster.view().recent.finished == 1
 
 
 async def ask(bus: Bus, request_id: str, conductor_id: str = "c1") -> Explained:

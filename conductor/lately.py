@@ -70,7 +70,7 @@ class _Second(msgspec.Struct):
     moved: dict[tuple[str, str], int] = {}
 
 
-class Tallies:
+class Lately:
     """`before` and `after` each step of `core`."""
 
     def __init__(self, core: Core) -> None:
