@@ -4,7 +4,8 @@ pyzmq with and without CURVE, and Mooncake's store over TCP.
 `python benchmarks/transfer.py [--json] [--rounds N] [--mooncake PYTHON]`. 64 MiB of block-layers (256 KiB each) between
 two processes, then single 4 KiB layers, for the latency. Every contender moves once a round, in turn, and ratios are
 medians of the rounds' ratios, so that what else the machine does hits all of them alike. A get of ours is a leased,
-authenticated, verified read; CPU seconds are of both ends (of Mooncake without its master).
+authenticated, verified read; `client_get` copies nothing, it leases blocks where another process put them. CPU seconds
+are of both ends (of Mooncake without its master).
 
 Mooncake's store takes part when PYTHON (or $MOONCAKE_PYTHON, or the interpreter of this program) has its wheel:
 `python -m venv V && V/bin/pip install mooncake-transfer-engine-non-cuda`, then `--mooncake V/bin/python`.
@@ -18,12 +19,14 @@ from typing import Any
 
 from clusters import finish, parser
 from transfer_ends import MIB, TOTAL, Contender, Memcpy, Mooncake, MooncakeGet, Ours, Plain, python_with_mooncake
+from transfer_in_place import InPlace
 
 Samples = list[tuple[float, float]]
 #: Ours, what it is held against, the figure, and what it must be: at least (or at most).
 LINES = (
     ("shm_get", "memcpy", "speed", ">=", 0.9),
     ("shm_write", "memcpy", "speed", ">=", 0.9),
+    ("client_get", "memcpy", "speed", ">=", 0.9),
     ("tcp_get", "socket", "speed", ">=", 0.8),
     ("tcp_get", "mooncake_get", "speed", ">=", 1.2),
     ("tcp_get", "mooncake_get", "cpu", "<=", 0.8),
@@ -94,11 +97,11 @@ def main() -> int:
         mooncake = Mooncake(interpreter) if interpreter else None
         if mooncake is not None:
             stack.callback(mooncake.close)
-        big: list[Contender] = [Memcpy(), Ours("shm"), Ours("shm", writing=True)]
+        big: list[Contender] = [Memcpy(), Ours("shm"), Ours("shm", writing=True), InPlace()]
         big += [Plain("socket"), Ours("tcp"), Plain("pyzmq"), Plain("pyzmq_curve"), Ours("curve")]
         small: list[Contender] = [Ours(kind, small=True) for kind in ("shm", "tcp", "curve")]
         if mooncake is not None:
-            big.insert(5, MooncakeGet(mooncake, "big", TOTAL))
+            big.insert(6, MooncakeGet(mooncake, "big", TOTAL))
             small.append(MooncakeGet(mooncake, "small", 4096))
         for contenders, in_a_row in ((big, 1), (small, 25)):
             for contender in contenders:
