@@ -171,12 +171,12 @@ def main() -> None:
         row = uvloop.run(once(args.requests, max(blocks, args.requests), args.repeats))
         rows.append(row)
         lines.append(
-                f"{row['events']:,} events, {row['blocks']:,} blocks: a start from the log takes "
-                f"{row['start_from_log_s']['p50']:.2f} s ({row['event_us']:.0f} µs an event), from a snapshot of "
-                f"{row['snapshot_bytes']:,} bytes {row['start_from_snapshot_s']['p50'] * 1e3:.0f} ms; a digest "
-                f"{row['digest_ms']['p50']:.1f} ms, {100 * row['digest_share']:.2f} % of the time of "
-                f"{row['digest_events']:,} events"
-            )
+            f"{row['events']:,} events, {row['blocks']:,} blocks: a start from the log takes "
+            f"{row['start_from_log_s']['p50']:.2f} s ({row['event_us']:.0f} µs an event), from a snapshot of "
+            f"{row['snapshot_bytes']:,} bytes {row['start_from_snapshot_s']['p50'] * 1e3:.0f} ms; a digest "
+            f"{row['digest_ms']['p50']:.1f} ms, {100 * row['digest_share']:.2f} % of the time of "
+            f"{row['digest_events']:,} events"
+        )
     finish(args, {"rows": rows}, lines)
 
 

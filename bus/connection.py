@@ -294,14 +294,9 @@ class Bus:
         """The newest decision in the stream, whoever it is for, or None; what is no decision is passed over."""
         first, last = await self.held(subjects.DECISIONS_STREAM)
         for seq in range(last, max(first, 1) - 1, -1):
-            try:
+            with contextlib.suppress(NotFoundError, MessageInvalid):
                 reply = await self.nc.jetstream().get_msg(subjects.DECISIONS_STREAM, seq=seq)
                 ordered: Ordered = decode(reply.data or b"", Ordered)
-            except NotFoundError:
-                continue
-            except MessageInvalid:
-                self.invalid += 1
-            else:
                 return ordered
         return None
 
