@@ -33,6 +33,7 @@ from halfmoon.cli.options import (
     secret,
     stream_limits,
 )
+from halfmoon.cli.tracing import add_tracing, start_tracing, stop_tracing
 from halfmoon.schemas.policy import SECOND_NS, Policy
 
 Subparsers = Any
@@ -72,6 +73,7 @@ def add(subparsers: Subparsers) -> dict[str, Callable[[argparse.Namespace], Awai
         add_secret(parser)
         add_config(parser)
         add_metrics(parser)
+        add_tracing(parser)
         parser.add_argument("--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped")
         parser.add_argument("--health-file", metavar="FILE", default="", help="touched every second while all is well")
     return {
@@ -194,6 +196,7 @@ async def run_conductor(args: argparse.Namespace) -> int:
     from halfmoon.conductor.digests import Diverged
     from halfmoon.conductor.metrics import ConductorMetrics
 
+    tracing = start_tracing(args, "conductor", args.id)
     bus = await _connect(args, args.id)
     registry = process_registry(bus, role="conductor", process_id=args.id)
     figures: list[ConductorMetrics] = []
@@ -206,7 +209,8 @@ async def run_conductor(args: argparse.Namespace) -> int:
         for each in figures:
             await each.refresh()
 
-    task = asyncio.ensure_future(live.run(bus, conductor_id=args.id, policy=policy_of(args), started=started))
+    running = live.run(bus, conductor_id=args.id, policy=policy_of(args), started=started, tracing=tracing)
+    task = asyncio.ensure_future(running)
     say(f"conductor {args.id} follows the log")
     try:
         async with shown(args, registry, refresh):
@@ -217,6 +221,7 @@ async def run_conductor(args: argparse.Namespace) -> int:
     finally:
         await end_tasks([task])
         await bus.close()
+        stop_tracing(tracing)
     return 0
 
 
@@ -251,8 +256,10 @@ async def run_store(args: argparse.Namespace) -> int:
         rdma=args.rdma,
         cluster_secret=secret(args),
     )
+    tracing = start_tracing(args, "store", f"store-{args.node}")
     bus = await _connect(args, f"store-{args.node}")
     agent = StoreAgent(bus, config)
+    agent.tracing = tracing
     metrics = StoreMetrics(agent)
     metrics.follow()
     await agent.start()
@@ -273,6 +280,7 @@ async def run_store(args: argparse.Namespace) -> int:
         await end_tasks([stopped, drained])
         await agent.stop(reason="drained" if agent.drained.is_set() else "stopped")
         await bus.close()
+        stop_tracing(tracing)
     return 0
 
 
@@ -314,6 +322,7 @@ async def run_worker(args: argparse.Namespace) -> int:
     profile = models.measure_profile(engine, layout)
     took = f"loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s"
     say(f"{args.command} worker {worker_id}: {took}")
+    tracing = start_tracing(args, args.command, worker_id)
     bus = await _connect(args, worker_id)
     store = StoreClient(bus, node_id=args.node, worker_id=worker_id) if layout.block_bytes else None
     kind = PrefillWorker if args.command == "prefill" else DecodeWorker
@@ -333,6 +342,7 @@ async def run_worker(args: argparse.Namespace) -> int:
             chunk_tokens=args.chunk_tokens,
         ),
     )
+    worker.tracing = tracing
     await worker.start()
     say(f"{args.command} worker {worker_id} takes orders")
     registry = process_registry(bus, role=args.command, process_id=worker_id, node_id=args.node)
@@ -345,6 +355,7 @@ async def run_worker(args: argparse.Namespace) -> int:
         if store is not None:
             await store.close()
         await bus.close()
+        stop_tracing(tracing)
     return 0
 
 
@@ -359,6 +370,7 @@ async def run_frontend(args: argparse.Namespace) -> int:
     if args.api_keys_file:
         text = await asyncio.to_thread(Path(args.api_keys_file).read_text)
         keys = {line.strip(): "" for line in text.splitlines() if line.strip()}
+    tracing = start_tracing(args, "frontend", args.id)
     bus = await _connect(args, args.id)
     config = FrontendConfig(
         frontend_id=args.id,
@@ -372,6 +384,7 @@ async def run_frontend(args: argparse.Namespace) -> int:
         drain_ns_max=int(args.drain_s * SECOND_NS),
     )
     frontend = Frontend(bus, config, tokenizer, layout)
+    frontend.registry.tracing = tracing
     await frontend.start()
     say(f"frontend {args.id}: http://{args.http_host}:{frontend.http_port}")
     try:
@@ -380,4 +393,5 @@ async def run_frontend(args: argparse.Namespace) -> int:
     finally:
         await frontend.stop()
         await bus.close()
+        stop_tracing(tracing)
     return 0

@@ -35,6 +35,7 @@ from halfmoon.cli.options import (
 )
 from halfmoon.cli.processes import add_frontend, add_policy, add_store, add_worker, policy_of, say
 from halfmoon.cli.supervisor import Child, Supervisor
+from halfmoon.cli.tracing import add_tracing, check_endpoint
 from halfmoon.conductor.beginning import LogUnreadable, first_core
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
@@ -73,6 +74,7 @@ def add(subparsers: Any) -> None:
     add_bus(parser, default="")
     add_secret(parser)
     add_config(parser)
+    add_tracing(parser)
 
 
 class Cluster:
@@ -186,6 +188,8 @@ class Cluster:
         for flag in ("user", "password", "token", "nkey_file", "credentials", "ca", "cert", "key"):
             if value := getattr(args, f"nats_{flag}"):
                 common += [f"--nats-{flag.replace('_', '-')}", value]
+        if args.otlp:
+            common += ["--otlp", args.otlp]
         for flag in ("nats_replicas", "log_mib_max", "log_hours_max"):
             common += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
         common += ["--drain-s", str(DRAIN_S)]
@@ -263,6 +267,7 @@ async def run(args: argparse.Namespace) -> int:
             raise OptionInvalid(f"--{option}: at least 1")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", args.cluster):
         raise OptionInvalid(f"--cluster {args.cluster}: letters, digits, - and _, at most 64")
+    check_endpoint(args)
     directory = state_directory(args.cluster)
     directory.mkdir(parents=True, exist_ok=True)
     lock = _lock(directory, args.cluster)

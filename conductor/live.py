@@ -25,11 +25,13 @@ from collections.abc import Callable
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError, BusOverloaded
 from halfmoon.bus.tasks import end_tasks
+from halfmoon.bus.tracing import Tracing
 from halfmoon.conductor.beginning import TURN_EVENTS, check_gap, check_version, first_core
 from halfmoon.conductor.clusterview import conductor_status
 from halfmoon.conductor.digests import Digests
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.metrics import Tally
+from halfmoon.conductor.spans import decided
 from halfmoon.conductor.timers import Timers
 from halfmoon.conductor.viewing import Viewing
 from halfmoon.schemas import subjects
@@ -74,8 +76,17 @@ def target(decision: Decision) -> str:
 class Shell:
     """One conductor on one bus."""
 
-    def __init__(self, bus: Bus, core: Core, *, conductor_id: str, after: int | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        core: Core,
+        *,
+        conductor_id: str,
+        after: int | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.core = core
+        self._tracing = tracing
         self._after = core.seq if after is None else after
         self.caught_up = asyncio.Event()
         self.tally = Tally()
@@ -121,6 +132,7 @@ class Shell:
             if isinstance(event, ClusterConfigured):
                 check_version(event)
             self.viewing.before(stamped)
+            began_ns = time.time_ns() if self._tracing is not None else 0
             started_ns = time.perf_counter_ns()
             decisions = self.core.step(stamped)
             if live := self.caught_up.is_set():
@@ -132,6 +144,8 @@ class Shell:
             for position, decision in enumerate(decisions):
                 await self._carry_out(stamped.seq, position, decision)
             self.viewing.after(stamped, decisions)
+            if self._tracing is not None and decisions and live:
+                decided(self._tracing, self.core, stamped, decisions, began_ns, self._conductor_id)
             self._heard = (self.core.state.at_ns, time.monotonic_ns())
             if stamped.seq >= goal and not self.caught_up.is_set():
                 self._catch_up()
@@ -206,6 +220,7 @@ async def run(
     checked: bool = False,
     after_step: Callable[[Stamped, list[Decision]], None] | None = None,
     started: Callable[[Shell], None] | None = None,
+    tracing: Tracing | None = None,
 ) -> None:
     """Conduct until cancelled, or until the bus is closed.
 
@@ -214,7 +229,7 @@ async def run(
     when the bus does not answer at the start.
     """
     core, after = await first_core(bus, conductor_id, policy, checked=checked)
-    shell = Shell(bus, core, conductor_id=conductor_id, after=after)
+    shell = Shell(bus, core, conductor_id=conductor_id, after=after, tracing=tracing)
     if started is not None:
         started(shell)
     await shell.run(after_step=after_step)

@@ -60,8 +60,7 @@ class TimerFired(Message, frozen=True):
 class StateDigested(Message, frozen=True):
     """What a conductor's state after event `at_seq` was, by its digest; all conductors' are equal, or some are ill.
 
-    From every conductor, after each `Policy.digest_events` events. The core passes over it.
-    """
+    From every conductor, after each `Policy.digest_events` events. The core passes over it."""
 
     conductor_id: Id
     incarnation: Id
@@ -78,8 +77,7 @@ class CostProfile(Part, frozen=True):
 
     Prefill of n tokens with p cached: `base + per_token·(n-p) + per_token2·(n²-p²)`; decode step:
     `base + per_sequence·batch + per_context_token·(context tokens in the batch)`.
-    Source: Mooncake (FAST'25), equation 1, for the form of the first.
-    """
+    Source: Mooncake (FAST'25), equation 1, for the form of the first."""
 
     prefill_base_ns: Ns = 0
     prefill_per_token_ps: Ns = 0
@@ -275,6 +273,8 @@ class RequestArrived(Message, frozen=True):
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     #: Sent again because the client lacks tokens and no worker has them: placed anew even when it counts as ended.
     answer_lost: bool = False
+    #: W3C, of the span that the frontend's request is; "": not traced. The core passes over it.
+    traceparent: Text = ""
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

@@ -92,6 +92,7 @@ class FetchBlocks(Message, frozen=True):
     first_block: Blocks
     blocks: Blocks
     replica_node_ids: list[Id] = []  # that have them too, for the case that the source fails
+    traceparent: str = ""
 
 
 class Fetched(Message, frozen=True):
@@ -117,8 +118,7 @@ class CommitBlocks(Message, frozen=True):
 
 class OpenPush(Message, frozen=True):
     """Verb `open_push`: reserve room for the order's blocks at the target and tell the decode worker
-    (`TransferOpened`).
-    """
+    (`TransferOpened`)."""
 
     order_id: Id
     request_id: Id
@@ -149,6 +149,7 @@ class ClosePush(Message, frozen=True):
     order_id: Id
     worker_id: Id
     pushes: Count
+    traceparent: str = ""
 
 
 class Pushed(Message, frozen=True):
@@ -294,8 +295,7 @@ class Hello(Message, frozen=True):
 
 class LeaseBlocks(Message, frozen=True):
     """Verb `lease`: keep `block_keys[first_block:]` for a reader. All keys from the head of the chain are named, so
-    that heads stay newer.
-    """
+    that heads stay newer."""
 
     order_id: Id
     party: Id

@@ -37,6 +37,8 @@ class TakeReply(Message, frozen=True):
     root_key: bytes = b""
     #: Whose quota of the stores the blocks count in.
     tenant: Text = ""
+    #: W3C, of the request's span; "": not traced.
+    traceparent: Text = ""
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

@@ -22,6 +22,7 @@ from nats.errors import Error as NatsError
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.tail import StreamTail
+from halfmoon.bus.tracing import Tracing
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, ReleaseOrder, ReplicateBlocks
 from halfmoon.schemas.events import Endpoint, StoreJoined, StoreLeft
@@ -119,6 +120,8 @@ class StoreAgent:
         self.replicating = asyncio.Lock()
         #: Set when this node was drained: its process stops.
         self.drained = asyncio.Event()
+        #: OpenTelemetry, where it is switched on.
+        self.tracing: Tracing | None = None
         self._topology = Topology()
 
     # --- life ----------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class Push:
         on_failure: Callable[[StoreError], None],
     ) -> None:
         self.opened = opened
+        self.opened_ns = time.time_ns()
         self.failure: StoreError | None = None
         self.finished = False
         self._bus = bus

@@ -24,6 +24,7 @@ from halfmoon.store.fetching import fetch_blocks
 from halfmoon.store.promotion import load_own
 from halfmoon.store.pushing import Push
 from halfmoon.store.slots import Hold, Owner, tenant_mark
+from halfmoon.store.spans import traced
 
 if TYPE_CHECKING:
     from halfmoon.store.agent import StoreAgent
@@ -70,6 +71,8 @@ async def _answer(
     agent: StoreAgent, answer: Callable[[StoreAgent, Any], Awaitable[Message]], request: Message
 ) -> Message:
     try:
+        if agent.tracing is not None and isinstance(request, say.FetchBlocks | say.ClosePush) and request.traceparent:
+            return await traced(agent, agent.tracing, answer, request)
         return await answer(agent, request)
     except StoreError as problem:
         agent.counters[f"answered_{problem.code}"] += 1

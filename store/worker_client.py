@@ -171,7 +171,14 @@ class StoreClient:
         return opened
 
     async def fetch(
-        self, order_id: str, source_node_id: str, *, first_block: int, blocks: int, replicas: Sequence[str] = ()
+        self,
+        order_id: str,
+        source_node_id: str,
+        *,
+        first_block: int,
+        blocks: int,
+        replicas: Sequence[str] = (),
+        traceparent: str = "",
     ) -> say.Fetched:
         """Blocks of the order become readable here, layer by layer (`KvLoaded`), and are committed. When the source
         fails, `replicas` are tried.
@@ -185,6 +192,7 @@ class StoreClient:
             first_block=first_block,
             blocks=blocks,
             replica_node_ids=list(replicas),
+            traceparent=traceparent,
         )
         fetched = await self.ask("fetch", request, say.Fetched, long=True)
         if fetched.missing:
@@ -234,12 +242,14 @@ class StoreClient:
             with contextlib.suppress(NatsError):  # a lost push is found by close_push
                 await self._bus.publish(subject, say.PushLayers(worker_id=self._worker_id, pushes=some))
 
-    async def close_push(self, order_id: str) -> say.Pushed:
+    async def close_push(self, order_id: str, *, traceparent: str = "") -> say.Pushed:
         """Returns when everything pushed is readable at the target and committed there. Raises what made it fail."""
         await asyncio.sleep(0)  # pushes from other threads come first
         if self._sending is not None:
             await asyncio.shield(self._sending)
-        request = say.ClosePush(order_id=order_id, worker_id=self._worker_id, pushes=self._pushes[order_id])
+        request = say.ClosePush(
+            order_id=order_id, worker_id=self._worker_id, pushes=self._pushes[order_id], traceparent=traceparent
+        )
         return await self.ask("close_push", request, say.Pushed, long=True)
 
     def keep(self, order_id: str) -> None:

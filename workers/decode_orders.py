@@ -30,6 +30,7 @@ from halfmoon.workers.kv_loading import KvLoading
 from halfmoon.workers.sampled import end_ids, params_of
 from halfmoon.workers.sequence import Sequence, Stage
 from halfmoon.workers.shared_output import share_output, shares_output
+from halfmoon.workers.spans import decoded
 from halfmoon.workers.step_times import StepTimes
 from halfmoon.workers.worker import Worker
 
@@ -140,7 +141,7 @@ class DecodeOrders(Worker):
         sequence.params = params_of(reply.sampling)
         sequence.end_ids = end_ids(self.engine, reply.sampling)
         sequence.block_keys, sequence.root_key = reply.block_keys, reply.root_key
-        sequence.tenant = reply.tenant
+        sequence.tenant, sequence.traceparent = reply.tenant, reply.traceparent
         sequence.max_tokens = reply.max_tokens or order.max_tokens
         sequence.taken = True
         self._advance(sequence)
@@ -208,6 +209,7 @@ class DecodeOrders(Worker):
         if predicted_ns <= order.tbt_slo_ns:
             return True
         self._end(sequence)
+        decoded(self.tracing, sequence, self.config.worker_id, error="over the SLO")
         self.report(
             DecodeRefused(
                 order_id=order.order_id,
@@ -243,6 +245,7 @@ class DecodeOrders(Worker):
     def _finish(self, sequence: Sequence) -> None:
         result = sequence.result
         assert result is not None
+        decoded(self.tracing, sequence, self.config.worker_id)
         self.report(
             RequestFinished(
                 order_id=sequence.order_id,
@@ -270,6 +273,7 @@ class DecodeOrders(Worker):
         if sequence.stage is Stage.ENDED:
             return
         self._end(sequence)
+        decoded(self.tracing, sequence, self.config.worker_id, error=reason)
         self.report(
             DecodeFailed(
                 order_id=sequence.order_id,
@@ -282,6 +286,7 @@ class DecodeOrders(Worker):
 
     def _drop(self, sequence: Sequence) -> None:
         """Cancelled by the conductor: no answer."""
+        decoded(self.tracing, sequence, self.config.worker_id, cancelled=True)
         sequence.finish_reason = sequence.finish_reason or "abort"
         self._end(sequence)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple, Protocol
 
+from halfmoon.bus.tracing import OpenSpan
 from halfmoon.schemas.api import ApiError, Ask
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import pack_tokens
@@ -77,6 +78,7 @@ class OpenRequest:
         "root_key",
         "samples",
         "seen_tokens",
+        "span",
         "stop_checker",
         "text_parts",
         "timing",
@@ -96,13 +98,16 @@ class OpenRequest:
         listener: Listener,
         now_ns: int,
         traceparent: str = "",
+        span: OpenSpan | None = None,
     ) -> None:
         self.ask = ask
         self.arrived = arrived
         self.packed_prompt = packed_prompt
         self.root_key = root_key
         self.listener = listener
+        #: As the client sent it; ours is the span's.
         self.traceparent = traceparent
+        self.span = span
         self.alias = ask.request_id
         self.arrived_at_ns = now_ns
         self.first_at_ns = 0
@@ -158,6 +163,7 @@ class OpenRequest:
             output_ids=pack_tokens(self.output_ids) if self.output_ids else b"",
             sampling=self.ask.sampling,
             max_tokens=self.arrived.max_tokens,
+            traceparent=self.arrived.traceparent,
         )
 
     def accept(self, delivery: Delivery, now_ns: int) -> Progress:

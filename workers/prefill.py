@@ -26,10 +26,10 @@ from halfmoon.store.errors import StoreError
 from halfmoon.workers.layer_loads import LayerLoads, LoadFailed
 from halfmoon.workers.prefill_job import Job, Stop, patiently
 from halfmoon.workers.sampled import next_token
+from halfmoon.workers.spans import begin_prefill, end_prefill
 from halfmoon.workers.worker import Worker
 
 log = logging.getLogger("halfmoon.prefill")
-
 
 
 class PrefillWorker(Worker):
@@ -43,9 +43,7 @@ class PrefillWorker(Worker):
         self._wake = asyncio.Event()
         self._pool = await self.store.attach() if self.store else None
         if self.store:
-            await self.bus.subscribe(
-                subjects.kv(self.config.worker_id, KvLoaded.__name__), KvLoaded, self._on_loaded
-            )
+            await self.bus.subscribe(subjects.kv(self.config.worker_id, KvLoaded.__name__), KvLoaded, self._on_loaded)
         self.spawn(self._run())
 
     def obey(self, decision: Decision) -> None:
@@ -116,6 +114,7 @@ class PrefillWorker(Worker):
         if job.reply.gone:
             self._fail(job, Stop("the frontend no longer wants it", retryable=False))
             return False
+        begin_prefill(self.tracing, job, self.config.worker_id)
         job.token_ids = unpack_tokens(job.reply.token_ids)
         if len(job.token_ids) != order.prompt_tokens:
             self._fail(job, Stop("the frontend's tokens are not those of the order", retryable=False))
@@ -157,9 +156,9 @@ class PrefillWorker(Worker):
     async def _fetch(self, job: Job, loads: LayerLoads) -> None:
         assert self.store is not None
         try:
-            first, blocks, others = job.cached_blocks, job.fetched_blocks, job.fetch_replicas
+            first, blocks, others, trace = job.cached_blocks, job.fetched_blocks, job.fetch_replicas, job.traceparent
             fetched = await self.store.fetch(
-                job.order_id, job.fetch_node, first_block=first, blocks=blocks, replicas=others
+                job.order_id, job.fetch_node, first_block=first, blocks=blocks, replicas=others, traceparent=trace
             )
         except (StoreError, BusError) as problem:
             loads.fail(str(problem))
@@ -194,8 +193,7 @@ class PrefillWorker(Worker):
     async def _prefill(self, job: Job) -> None:
         if job.cancelled:
             raise Stop("cancelled", retryable=False)
-        order = job.order
-        layout = self.config.layout
+        order, layout = job.order, self.config.layout
         if (store := self.store) is not None:
             await patiently(
                 job,
@@ -344,7 +342,7 @@ class PrefillWorker(Worker):
     async def _close(self, job: Job, result: PrefillResult) -> None:
         assert self.store is not None
         try:
-            pushed = await self.store.close_push(job.order_id)
+            pushed = await self.store.close_push(job.order_id, traceparent=job.traceparent)
         except (StoreError, BusError) as problem:
             self._fail(job, Stop(f"push to {job.order.decode_node_id}: {problem}", retryable=True))
             return
@@ -355,6 +353,7 @@ class PrefillWorker(Worker):
     def _finish(self, job: Job, result: PrefillResult, pushed_bytes: int, push_ns: int) -> None:
         if self._jobs.pop(job.order_id, None) is None:
             return
+        end_prefill(self.tracing, job, result, block_tokens=self.config.layout.block_tokens)
         self.report(
             PrefillFinished(
                 order_id=job.order_id,
@@ -376,6 +375,7 @@ class PrefillWorker(Worker):
     def _fail(self, job: Job, stop: Stop) -> None:
         if self._jobs.pop(job.order_id, None) is None:
             return
+        end_prefill(self.tracing, job, error=str(stop))
         if not job.cancelled:
             self.report(
                 PrefillFailed(

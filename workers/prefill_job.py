@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from halfmoon.bus.errors import BusError
+from halfmoon.bus.tracing import OpenSpan
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.store.errors import StoreError, StoreFull
@@ -42,10 +43,16 @@ class Job:
         self.fetching: asyncio.Task[None] | None = None
         self.transfer_ns = 0
         self.pushed = 0
+        #: Where it is traced.
+        self.span: OpenSpan | None = None
 
     @property
     def order_id(self) -> str:
         return self.order.order_id
+
+    @property
+    def traceparent(self) -> str:
+        return self.span.traceparent if self.span is not None else ""
 
 
 class Stop(Exception):

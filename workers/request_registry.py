@@ -15,10 +15,13 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.metrics import process_registry
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks
+from halfmoon.bus.tracing import Tracing
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import CLIENT_GONE, ApiError, Ask
 from halfmoon.schemas.codec import encode
@@ -32,6 +35,7 @@ from halfmoon.workers.open_request import Listener, OpenRequest, Progress, order
 from halfmoon.workers.prompts import PromptReader
 from halfmoon.workers.rejections import rejection
 from halfmoon.workers.resends import Resends
+from halfmoon.workers.spans import begin_request, end_request
 from halfmoon.workers.tokenizer import Tokenizer
 
 _TICK_S = 0.25
@@ -49,6 +53,8 @@ class RequestRegistry:
         self.prompts = PromptReader(config, tokenizer, layout)
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
+        #: OpenTelemetry, where it is switched on.
+        self.tracing: Tracing | None = None
         self._joined = False
         self.started_at_s = int(time.time())
         self._incarnation = uuid.uuid4().hex[:16]
@@ -133,6 +139,11 @@ class RequestRegistry:
             tenant=ask.tenant,
             priority=ask.priority,
         )
+        span = None
+        if self.tracing is not None:
+            span = begin_request(self.tracing, ask, arrived, self.config.model, traceparent, now_ns)
+            if span is not None:
+                arrived = msgspec.structs.replace(arrived, traceparent=span.traceparent)
         stop_ids = ask.sampling.stop_token_ids
         request = OpenRequest(
             ask=ask,
@@ -144,6 +155,7 @@ class RequestRegistry:
             listener=listener,
             now_ns=now_ns,
             traceparent=traceparent,
+            span=span,
         )
         self.requests[arrived.request_id] = request
         self._empty.clear()
@@ -161,6 +173,7 @@ class RequestRegistry:
         if not self._remove(request):
             return False
         self.metrics.failed(CLIENT_GONE)
+        end_request(request, self.config.model, error=reason, code=str(CLIENT_GONE))
         self._tell_cancelled(request, reason)
         return True
 
@@ -168,6 +181,7 @@ class RequestRegistry:
         """End it with an error for the client; `reason` when the cluster must be told too."""
         if self._remove(request):
             self.metrics.failed(error.status, accepted=True)
+            end_request(request, self.config.model, error=error.message, code=error.code or str(error.status))
             if reason:
                 self._tell_cancelled(request, reason)
             request.listener.on_error(request, error)
@@ -228,6 +242,7 @@ class RequestRegistry:
                 if progress is not Progress.MORE:
                     self._remove(request)
                     self.metrics.finish(request)
+                    end_request(request, self.config.model)
                     if progress is Progress.STOPPED:
                         self._tell_cancelled(request, "stop")
 

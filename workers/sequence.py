@@ -34,6 +34,7 @@ class Sequence:
         self.block_keys = b""
         self.root_key = b""
         self.tenant = ""
+        self.traceparent = ""
         self.sampling = Sampling()
         self.params = SamplingParams()
         self.end_ids: frozenset[int] = frozenset()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
+from halfmoon.bus.tracing import Tracing
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import CostProfile, Role, WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from halfmoon.schemas.policy import SECOND_NS, Layout
@@ -63,6 +64,8 @@ class Worker(ABC):
         self.inbox = TokenInbox(bus, config.worker_id)
         self.metrics = WorkerMetrics(self)
         self.draining = False
+        #: OpenTelemetry, where it is switched on.
+        self.tracing: Tracing | None = None
         #: Cause of the newest decision that was obeyed; heartbeats tell it beside the open orders.
         self.obeyed_seq = 0
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")

@@ -267,6 +267,7 @@ async def test_its_counts_are_the_clusters_own(cluster: Cluster, nc: nats.NATS, 
     assert len(kept["each"]) == 30
     assert sum(row["prompt_tokens"] for row in kept["each"]) == found["total_input_tokens"]
     log = [s.event for s in await cluster.events() if isinstance(s.event, RequestArrived)][-36:]
+    assert not any(event.traceparent for event in log)  # nobody switched tracing on
     assert more["vllm:prompt_tokens_total"] == sum(event.prompt_tokens for event in log)
     ids = {event.request_id: event.prompt_tokens for event in log}
     assert all(ids[row["request_id"]] == row["prompt_tokens"] for row in kept["each"])
