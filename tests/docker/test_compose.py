@@ -196,7 +196,7 @@ def test_killed_under_load(stack: Stack, load: RunningLoad, report: list[str], s
 @pytest.mark.parametrize("service", ["prefill", "decode", "nats-0"])
 def test_cut_off_from_the_network_under_load(stack: Stack, load: RunningLoad, report: list[str], service: str) -> None:
     name, network = stack.containers(service)[0], f"{stack.project}_inside"
-    aliases = ["--alias", service] if service.startswith("nats") else []
+    aliases = ["--alias", service]  # as compose gives it
     _fault(
         stack, load, report, f"cut off {service} ({name})",
         begin=lambda: stack.docker("network", "disconnect", network, name),

@@ -1,0 +1,66 @@
+"""`--profile observability`: a Prometheus in the cluster's network finds every container by Docker's DNS.
+
+The image is Debian's Prometheus over the tests' base, as no registry need be there; the configuration, the rules and the
+compose file are those that users get. It comes after the other tests' faults, and sees the nodes that were added.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from tests.docker.engine import run
+from tests.docker.stack import Stack
+
+IMAGE = "halfmoon-prometheus:test"
+DOCKERFILE = """
+FROM {base}
+RUN apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends prometheus wget \
+    && mkdir /prometheus && chown nobody:nogroup /prometheus
+USER nobody
+ENTRYPOINT ["/usr/bin/prometheus"]
+"""
+
+
+def query(stack: Stack, expr: str) -> list[dict[str, Any]]:
+    """The samples, asked for from within: the port is not published."""
+    url = f"http://127.0.0.1:9090/api/v1/query?query={urllib.parse.quote(expr)}"
+    (name,) = stack.containers("prometheus")
+    found: list[dict[str, Any]] = json.loads(stack.docker("exec", name, "wget", "-qO-", url))["data"]["result"]
+    return found
+
+
+def test_prometheus_finds_every_container(stack: Stack, report: list[str], tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(DOCKERFILE.format(base=stack.base))
+    run("docker", "build", "-q", "--network", "host", "-t", IMAGE, str(tmp_path), timeout=900)
+    os.environ["HALFMOON_PROMETHEUS_IMAGE"] = IMAGE
+    wanted = {role: len(stack.containers(role)) for role in ("conductor", "prefill", "decode")}
+    wanted |= {"store": wanted["prefill"] + wanted["decode"], "frontend": 2}
+    names = {f"{role}-{n}" for role, count in wanted.items() if role != "store" for n in range(count)}
+    names |= {f"store-{role}-{n}" for role in ("prefill", "decode") for n in range(wanted[role])}
+    try:
+        stack.command("--profile", "observability", "up", "-d", "--no-recreate", "--no-deps", "prometheus", timeout=300)
+        started = time.monotonic()
+        found: dict[str, int] = {}
+        shown: set[str] = set()
+        while found != wanted or shown != names:
+            assert time.monotonic() - started < 180, (found, wanted, shown ^ names)
+            time.sleep(2)
+            if stack.health(stack.containers("prometheus")[0]) == "healthy":
+                found = {each["metric"]["job"]: int(each["value"][1]) for each in query(stack, "sum by (job) (up)")}
+                shown = {each["metric"]["id"] for each in query(stack, "halfmoon_process_info")}
+        report.append(f"Prometheus scrapes them all after {time.monotonic() - started:.0f} s: {found}")
+        (members,) = query(stack, 'max(halfmoon_members{role="store",state="ready"})')
+        assert int(members["value"][1]) == wanted["store"]
+        rules = query(stack, "halfmoon:stream_fill:ratio")
+        assert {each["metric"]["stream"] for each in rules} == {"EVENTS", "DECISIONS", "KV", "SNAPSHOTS"}
+        assert query(stack, 'ALERTS{alertname="HalfmoonTargetDown"}') == []
+        bindings = stack.docker("inspect", "-f", "{{json .HostConfig.PortBindings}}", stack.containers("prometheus")[0])
+        assert not json.loads(bindings)
+    finally:
+        stack.command("rm", "-s", "-f", "-v", "prometheus")
+        del os.environ["HALFMOON_PROMETHEUS_IMAGE"]
