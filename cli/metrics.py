@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -42,7 +43,7 @@ async def shown(
     try:
         runner = await serve_metrics(registry, host=host, port=port, refresh=refresh)
     except OSError as problem:
-        raise OptionInvalid(f"--metrics {args.metrics}: {problem.strerror or problem}") from None
+        raise OptionInvalid(f"--metrics {args.metrics}: {os.strerror(problem.errno) if problem.errno else problem}") from None
     try:
         yield
     finally:

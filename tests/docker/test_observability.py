@@ -1,7 +1,7 @@
 """`--profile observability`: a Prometheus in the cluster's network finds every container by Docker's DNS.
 
-The image is Debian's Prometheus over the tests' base, as no registry need be there; the configuration, the rules and the
-compose file are those that users get. It comes after the other tests' faults, and sees the nodes that were added.
+The image is Debian's Prometheus over the tests' base, as no registry need be there; configuration, rules and the
+compose file are the users'. It comes after the other tests' faults, and sees the nodes that were added.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
+from halfmoon.schemas.subjects import STREAMS
 from tests.docker.engine import run
 from tests.docker.stack import Stack
 
@@ -47,17 +48,17 @@ def test_prometheus_finds_every_container(stack: Stack, report: list[str], tmp_p
         started = time.monotonic()
         found: dict[str, int] = {}
         shown: set[str] = set()
-        while found != wanted or shown != names:
-            assert time.monotonic() - started < 180, (found, wanted, shown ^ names)
+        streams: set[str] = set()
+        while found != wanted or shown != names or streams != set(STREAMS):
+            assert time.monotonic() - started < 180, (found, wanted, shown ^ names, streams)
             time.sleep(2)
             if stack.health(stack.containers("prometheus")[0]) == "healthy":
                 found = {each["metric"]["job"]: int(each["value"][1]) for each in query(stack, "sum by (job) (up)")}
                 shown = {each["metric"]["id"] for each in query(stack, "halfmoon_process_info")}
+                streams = {each["metric"]["stream"] for each in query(stack, "halfmoon:stream_fill:ratio")}
         report.append(f"Prometheus scrapes them all after {time.monotonic() - started:.0f} s: {found}")
         (members,) = query(stack, 'max(halfmoon_members{role="store",state="ready"})')
         assert int(members["value"][1]) == wanted["store"]
-        rules = query(stack, "halfmoon:stream_fill:ratio")
-        assert {each["metric"]["stream"] for each in rules} == {"EVENTS", "DECISIONS", "KV", "SNAPSHOTS"}
         assert query(stack, 'ALERTS{alertname="HalfmoonTargetDown"}') == []
         bindings = stack.docker("inspect", "-f", "{{json .HostConfig.PortBindings}}", stack.containers("prometheus")[0])
         assert not json.loads(bindings)
