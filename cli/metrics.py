@@ -43,7 +43,8 @@ async def shown(
     try:
         runner = await serve_metrics(registry, host=host, port=port, refresh=refresh)
     except OSError as problem:
-        raise OptionInvalid(f"--metrics {args.metrics}: {os.strerror(problem.errno) if problem.errno else problem}") from None
+        why = os.strerror(problem.errno) if problem.errno else problem  # asyncio's own text names the address again
+        raise OptionInvalid(f"--metrics {args.metrics}: {why}") from None
     try:
         yield
     finally:
