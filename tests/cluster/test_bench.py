@@ -273,6 +273,7 @@ async def test_its_counts_are_the_clusters_own(cluster: Cluster, nc: nats.NATS, 
     assert all(ids[row["request_id"]] == row["prompt_tokens"] for row in kept["each"])
 
 
+@pytest.mark.slow
 async def test_rejections_are_counted_by_reason(cluster: Cluster, nc: nats.NATS) -> None:
     """Queues of one, and more requests at once than that: some are refused; how many, the cluster knows."""
     bus = await Bus.connect(BusConfig(url=cluster.nats), name="policy")
@@ -336,6 +337,7 @@ def begun(*words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 async def test_ctrl_c_gives_a_partial_report_and_ends_what_runs(cluster: Cluster, nc: nats.NATS) -> None:
     load = ("--requests", "1000", "--concurrency", "2", "--output-tokens", "2000-4000")
     running_bench = begun("bench", "--nats", cluster.nats, *load, "--json")

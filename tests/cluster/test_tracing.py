@@ -289,6 +289,7 @@ async def test_a_refusal_is_an_error_with_its_reason(cluster: Cluster, receiver:
         assert spans["conductor.reject"].parent == spans[REQUEST].span
 
 
+@pytest.mark.slow
 async def test_the_log_of_a_traced_cluster_replays_identically(cluster: Cluster, tmp_path: Path) -> None:
     assert await ask(cluster) == 200
     file = tmp_path / "log.jsonl"
