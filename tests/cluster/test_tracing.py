@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import http.server
 import json
@@ -25,6 +26,8 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import free_port
 from halfmoon.bus.tracing import checked_traceparent
 from halfmoon.cli.main import main
+from halfmoon.cli.options import OptionInvalid
+from halfmoon.cli.tracing import start_tracing
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged, RequestArrived
 from halfmoon.schemas.policy import Policy
@@ -366,6 +369,21 @@ def test_nothing_is_imported_where_it_is_off() -> None:
 def test_what_is_no_traceparent_begins_a_trace_of_its_own(text: str) -> None:
     assert checked_traceparent(text) == ""
     assert checked_traceparent(f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01")
+
+
+def test_without_its_packages_the_option_is_refused_and_the_variable_only_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    args = argparse.Namespace(cluster="c", otlp="")
+    assert start_tracing(args, "frontend", "frontend-0") is None
+    warned = capsys.readouterr().err
+    assert warned.startswith("halfmoon: warning: no traces: ")
+    assert warned.endswith("pip install 'halfmoon[otel]'\n")
+    args.otlp = "http://127.0.0.1:1"
+    with pytest.raises(OptionInvalid, match="--otlp: .*halfmoon.otel"):
+        start_tracing(args, "frontend", "frontend-0")
 
 
 def test_an_endpoint_that_is_no_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
