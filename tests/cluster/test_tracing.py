@@ -382,7 +382,7 @@ def test_without_its_packages_the_option_is_refused_and_the_variable_only_warned
     assert warned.startswith("halfmoon: warning: no traces: ")
     assert warned.endswith("pip install 'halfmoon[otel]'\n")
     args.otlp = "http://127.0.0.1:1"
-    with pytest.raises(OptionInvalid, match="--otlp: .*halfmoon.otel"):
+    with pytest.raises(OptionInvalid, match=r"--otlp: .*halfmoon\[otel\]"):
         start_tracing(args, "frontend", "frontend-0")
 
 
