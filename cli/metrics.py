@@ -60,9 +60,12 @@ class Targets:
         self._groups: list[dict[str, object]] = []
 
     def flags(self, role: str) -> list[str]:
-        """For the command of the next process. Raises OptionInvalid when its port cannot be had."""
-        if not self._base:
-            return []
+        """For the command of the next process, whatever its environment says; a frontend has metrics at its own port.
+
+        Raises OptionInvalid when the port cannot be had.
+        """
+        if not self._base or role == "frontend":
+            return ["--metrics", ""]
         port = self._base + self._count
         self._count += 1
         try:

@@ -193,8 +193,7 @@ class Cluster:
         for flag in ("nats_replicas", "log_mib_max", "log_hours_max"):
             common += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
         common += ["--drain-s", str(DRAIN_S)]
-        if command != "frontend":
-            common += self.targets.flags(command)
+        common += self.targets.flags(command)
         if command != "conductor":
             common += ["--layout-file", str(self.directory / "layout.json"), "--model", args.model]
             common += ["--engine", args.engine, "--device", args.device, "--block-tokens", str(args.block_tokens)]

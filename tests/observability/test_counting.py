@@ -218,7 +218,8 @@ def test_targets_are_one_port_after_another_and_a_taken_one_is_named(tmp_path: P
         "labels": {"job": "frontend"},
     }
     none = Targets(0)
-    assert (flags_of(none, 1), none.write(tmp_path / "none.json")) == ([[]], "")
+    assert (flags_of(none, 1), none.write(tmp_path / "none.json")) == ([["--metrics", ""]], "")
+    assert targets.flags("frontend") == ["--metrics", ""]
     assert not (tmp_path / "none.json").exists()
 
 
