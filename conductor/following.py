@@ -7,10 +7,11 @@ that are followed have a place on the page, which they keep until a little after
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from halfmoon.conductor.machine import Core
 from halfmoon.conductor.replay.lives import Life, Lives, Placed
-from halfmoon.conductor.replay.logfile import EventLine
+from halfmoon.conductor.replay.logfile import EventLine, SnapshotLine
 from halfmoon.conductor.replay.timeline import decode_bar, prefill_bar
 from halfmoon.conductor.state import Order, State
 from halfmoon.schemas.decisions import Decision
@@ -39,8 +40,12 @@ class Following:
         self._core = core
         self._next_ns = 0
         self._next_id = ""
-        self.lives = Lives(lambda request_id: request_id in self.lives.of or request_id == self._next_id)
-        self._places: dict[str, Life] = {}
+        #: Those that are open already have places first, without their grounds.
+        begun = dict.fromkeys(islice(core.state.requests, PLACES))
+        self.lives = Lives(lambda name: name in begun or name in self.lives.of or name == self._next_id)
+        self.lives.see(SnapshotLine(seq=core.seq, snapshot=b""), (), core)
+        begun.clear()
+        self._places: dict[str, Life] = dict(self.lives.of)
         #: Orders that have joined a batch.
         self._decoding: dict[str, bool] = {}
 
@@ -157,23 +162,25 @@ def _stretches(life: Life, stage: Stage, now_ns: int) -> list[Stretch]:
 
 
 def _of_order(placed: Placed, stage: Stage, now_ns: int) -> list[Stretch]:
-    prefill = prefill_bar(0, placed, 0, now_ns).parts
-    if len(prefill) == 2:  # not done, or lost
+    begin, *ends = prefill_bar(0, placed, 0, now_ns).parts
+    if not placed.prefill_end_ns:  # not done, or lost
         lost = placed.end_ns and placed.lost
-        return [("lost" if lost else stage if stage in ("transfer", "prefill") else "queued", prefill[0], prefill[1])]
-    begin, computes, computed, delivered = prefill
-    transfer_ns = placed.prefilled.transfer_ns if placed.prefilled is not None else 0
-    loads = max(begin, computes - transfer_ns)
-    found: list[Stretch] = [
-        ("queued", begin, loads),
-        ("transfer", loads, computes),
-        ("prefill", computes, computed),
-        ("handover", computed, delivered),
-    ]
+        return [("lost" if lost else stage if stage in ("transfer", "prefill") else "queued", begin, ends[0])]
+    if len(ends) == 1:  # done before anybody looked
+        computed = ends[0]
+        found: list[Stretch] = [("prefill", begin, computed)]
+    else:
+        computes, computed, _ = ends
+        transfer_ns = placed.prefilled.transfer_ns if placed.prefilled is not None else 0
+        loads = max(begin, computes - transfer_ns)
+        found = [("queued", begin, loads), ("transfer", loads, computes), ("prefill", computes, computed)]
     decode = decode_bar(0, placed, 0, now_ns)
-    if decode is not None:
-        _, joined, end = decode.parts
-        joined = max(joined, delivered) if placed.decode_start_ns or placed.finished else max(end, delivered)
-        found.append(("handover", delivered, joined))
-        found.append(("lost" if placed.lost else "decode", joined, max(joined, end)))
+    if decode is None:
+        return found
+    _, joined, end = decode.parts
+    if stage == "decode" and not placed.decode_start_ns and placed.finished is None:
+        joined = ends[-1]
+    joined = max(joined, computed)
+    found.append(("handover", computed, joined))
+    found.append(("lost" if placed.lost else "decode", joined, max(joined, end)))
     return [stretch for stretch in found if stretch[2] > stretch[1]]

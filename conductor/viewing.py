@@ -157,7 +157,7 @@ class Viewing:
         """From memory when it is followed, else out of the log. Raises PeerError."""
         if self._following is not None:
             life = self._following.lives.of.get(asked.request_id)
-            if life is not None and (life.why or life.ending == "open"):
+            if life is not None and life.why:
                 return story(life, self._core.state)
         return await self._asking.look_up(asked.request_id)
 

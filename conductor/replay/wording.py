@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from typing import Any
 
 import msgspec
@@ -42,7 +43,7 @@ def message(value: msgspec.Struct) -> str:
 
 def _fields(value: msgspec.Struct) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
-    for field in msgspec.structs.fields(type(value)):
+    for field in _of_class(type(value)):
         inner: Any = getattr(value, field.name)
         if (field.default is not msgspec.NODEFAULT and inner == field.default) or inner == []:
             continue
@@ -57,6 +58,11 @@ def _fields(value: msgspec.Struct) -> list[tuple[str, str]]:
         else:
             found.append((field.name, duration(inner) if _is_span(field.name, inner) else str(inner)))
     return found
+
+
+@functools.cache
+def _of_class(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
 
 
 def _element(value: Any) -> str:

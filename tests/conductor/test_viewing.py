@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -113,8 +114,20 @@ def test_a_request_moves_through_its_stages() -> None:
     assert view.stages["decode"] == 1
     assert all(second)
     stretches = view.requests[0].stretches
-    assert [name for name, _, _ in stretches] == ["prefill", "handover", "handover"]
+    assert [name for name, _, _ in stretches] == ["prefill", "handover"]
     assert stretches[0][2] - stretches[0][1] == 50 * MS
+
+
+def test_what_was_open_when_somebody_began_to_look_is_shown_too() -> None:
+    cluster = Watched()
+    orders = {name: cluster.arrive(name) for name in ("r1", "r2")}
+    cluster.see(StoreSuspected(node_id="n-p0", reporter_id="n-d0", reason="some time passes"), after_ns=S)
+    assert [(row.request_id, row.stage) for row in cluster.view().requests] == [("r1", "prefill"), ("r2", "prefill")]
+    cluster.serve("r1", orders["r1"])
+    (stretches,) = (row.stretches for row in cluster.view().requests if row.request_id == "r1")
+    assert [name for name, _, _ in stretches] == ["queued", "prefill", "handover", "decode"]
+    assert all(one[2] == two[1] for one, two in pairwise(stretches))
+    assert [(row.request_id, row.stage) for row in cluster.view().requests] == [("r2", "prefill"), ("r1", "ended")]
 
 
 def test_what_finished_is_held_against_the_slo_and_hits_are_told_by_source() -> None:

@@ -1,5 +1,5 @@
 // Nodes in their pools, how loaded and how full, and the links on which KVCache moves.
-import { $, bytes, count, h, rows, say, share, svg } from "/page/dom.js";
+import { $, bytes, count, h, percent, rows, say, svg } from "/page/dom.js";
 
 function meter(name) {
   const fill = h("i"), text = h("em");
@@ -50,11 +50,11 @@ function update(card, node, view) {
   say(parts.work, [names.join(", "), how === "ready" ? "" : how, count(sum("running")) + " running", count(sum("queued")) + " queued"].filter(Boolean).join(" · "));
   const load = Math.max(0, ...node.workers.map((worker) => worker.load));
   const word = roleOf(node) === "prefill" ? "queue against the TTFT SLO" : "step against the TBT SLO";
-  set(parts.load, load / 1000, share(load, 1000), load > 800);
+  set(parts.load, load / 1000, percent(load, 1000), load > 800);
   parts.load.box.title = word;
   const dram = node.tiers.dram, ssd = node.tiers.ssd, size = view.block_bytes || 0;
   parts.dram.box.hidden = !dram || !dram.total;
-  if (dram) set(parts.dram, (dram.used || 0) / Math.max(1, dram.total || 0), share(dram.used || 0, dram.total), false);
+  if (dram) set(parts.dram, (dram.used || 0) / Math.max(1, dram.total || 0), percent(dram.used || 0, dram.total), false);
   if (dram) parts.dram.box.title = count(dram.used) + " of " + count(dram.total) + " blocks, " + bytes((dram.used || 0) * size);
   parts.ssd.box.hidden = !ssd;
   if (ssd) {
@@ -102,6 +102,6 @@ export function showLinks(view) {
   });
   rows($("moving"), links.slice(0, 6), (link) => link.source + " " + link.destination, () => h("li", {}, h("span"), h("em")), (row, link) => {
     say(row.firstChild, link.source + " → " + link.destination);
-    say(row.lastChild, link.bytes_s ? bytes(link.bytes_s) + "/s" : bytes(link.moved_bytes) + " in the last minute");
+    say(row.lastChild, link.bytes_s ? bytes(link.bytes_s) + "/s" : bytes(link.moved_bytes) + "/min");
   });
 }

@@ -76,6 +76,8 @@ export function share(part, whole) {
   return (percent >= 10 || percent === 0 ? Math.round(percent * 10) / 10 : percent.toFixed(1)) + " %";
 }
 
+export const percent = (part, whole) => (whole ? Math.round((100 * part) / whole) + " %" : "–");
+
 export function ago(seconds) {
   if (seconds < 1.5) return "now";
   if (seconds < 90) return Math.round(seconds) + " s ago";

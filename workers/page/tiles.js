@@ -1,7 +1,7 @@
 // The figures of the last minute, with the last two minutes as curves.
 import { $, count, h, say, share, span, svg } from "/page/dom.js";
 
-const WIDTH = 240, HEIGHT = 44;
+const WIDTH = 240, HEIGHT = 44, GAP = 12;
 let tiles = null;
 
 function tile(name, label) {
@@ -19,22 +19,29 @@ function build() {
   };
 }
 
-// A curve: `0` is a second in which nothing finished when `gaps`.
+// A curve; with `gaps`, 0 is a second in which nothing finished, and the curve goes on if that was not for long.
 function line(values, most, gaps) {
   let path = "", open = false;
+  let last = -GAP;
   values.forEach((value, i) => {
-    if (gaps && !value) { open = false; return; }
+    if (gaps && !value) return;
     const x = ((i + 0.5) / values.length) * WIDTH, y = HEIGHT - 2 - (value / most) * (HEIGHT - 6);
-    const lone = gaps && !values[i + 1] && !open;
-    path += (open ? "L" : "M") + x.toFixed(1) + " " + y.toFixed(1) + (lone ? "h1.5" : "");
+    open = open && i - last < GAP;
+    path += (open ? "L" : "M") + x.toFixed(1) + " " + y.toFixed(1) + (open ? "" : "h1");
     open = true;
+    last = i;
   });
   return path;
 }
 
+// A stroke for each second that is not 0.
+function strokes(values, most) {
+  return values.map((value, i) => (value ? `M${(((i + 0.5) / values.length) * WIDTH).toFixed(1)} ${HEIGHT}V${(HEIGHT - 3 - (value / most) * (HEIGHT - 7)).toFixed(1)}` : "")).join("");
+}
+
 function draw(parts, curves, most, mark) {
   const made = curves.map(([values, name, gaps, filled]) => {
-    const path = line(values, most, gaps);
+    const path = name === "refused" ? strokes(values, most) : line(values, most, gaps);
     return svg("path", { d: filled && path ? path + `L${WIDTH} ${HEIGHT}L0 ${HEIGHT}Z` : path, class: name });
   });
   if (mark && mark <= most) {
@@ -50,8 +57,10 @@ function slo(parts, spread, p50, p99, slo_ns) {
   const finished = spread?.finished || 0, slo_us = slo_ns / 1000;
   say(parts.value, finished ? span(spread.p99_us || 0) : "–");
   say(parts.unit, finished ? "p99" : "");
-  const met = finished ? share(spread.met || 0, finished) + " within " + span(slo_us) + " · p50 " + span(spread.p50_us || 0) : "SLO " + span(slo_us);
-  say(parts.note, met);
+  parts.unit.classList.toggle("k-p99", finished > 0);
+  if (!parts.note.firstChild) parts.note.append(h("span", { class: "k-p50" }), h("span"));
+  say(parts.note.firstChild, finished ? "p50 " + span(spread.p50_us || 0) : "");
+  say(parts.note.lastChild, finished ? " · " + share(spread.met || 0, finished) + " in SLO (" + span(slo_us) + ")" : "SLO " + span(slo_us));
   parts.box.classList.toggle("bad", finished > 0 && (spread.met || 0) < 0.9 * finished);
   parts.box.classList.toggle("warn", finished > 0 && (spread.met || 0) < 0.99 * finished);
   const most = top(p99, p50), shown = slo_us < 2 * most ? Math.max(most, slo_us) : most;
@@ -62,7 +71,7 @@ export function showTiles(view) {
   if (!tiles) build();
   const s = view.series || {}, recent = view.recent || {}, empty = [];
   const arrived = s.arrived || empty, refused = (s.rejected || empty).map((n, i) => n + ((s.failed || empty)[i] || 0));
-  const bad = refused.some(Boolean) ? [[refused.slice(0, -1), "refused"]] : [];
+  const bad = [[refused.slice(0, -1), "refused"]];
   // The newest second is not over: it would always look like a fall.
   const lately = arrived.slice(-11, -1), rate = lately.length ? lately.reduce((a, b) => a + b, 0) / lately.length : 0;
   say(tiles.rate.value, rate >= 10 || rate === 0 ? count(rate) : rate.toFixed(1));
@@ -90,7 +99,7 @@ function hits(recent) {
   const prompt = recent.prompt_tokens || 0, local = recent.cached_local_tokens || 0, fetched = recent.cached_fetched_tokens || 0;
   say(tiles.hits.value, prompt ? share(local + fetched, prompt) : "–");
   say(tiles.hits.unit, prompt ? "of " + count(prompt) : "");
-  say(tiles.hits.note, prompt ? "same node " + share(local, prompt) + " · other nodes " + share(fetched, prompt) : "no prompt in the last minute");
+  say(tiles.hits.note, prompt ? "local " + share(local, prompt) + " · fetched " + share(fetched, prompt) : "no prompt in the last minute");
   const parts = [[local, "local"], [fetched, "fetched"], [Math.max(0, prompt - local - fetched), "computed"]];
   let x = 0;
   tiles.hits.chart.replaceChildren(...parts.map(([tokens, name]) => {

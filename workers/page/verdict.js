@@ -1,5 +1,5 @@
 // The one line that says how the cluster is: the worst first.
-import { count, share } from "/page/dom.js";
+import { count, share, span } from "/page/dom.js";
 
 const LOST_S = 60;
 
@@ -15,9 +15,9 @@ export function verdict(view) {
     (rejected > arrived / 10 ? bad : warn)(share(rejected, Math.max(arrived, rejected)) + " of requests rejected, mostly " + reason);
   }
   if (recent.failed) (recent.failed > arrived / 20 ? bad : warn)(count(recent.failed) + (recent.failed === 1 ? " request" : " requests") + " failed");
-  for (const [spread, name] of [[view.ttft, "first tokens"], [view.tbt, "token intervals"]]) {
+  for (const [spread, name, slo_ns] of [[view.ttft, "TTFT", view.ttft_slo_ns], [view.tbt, "TBT", view.tbt_slo_ns]]) {
     const finished = spread?.finished || 0, met = spread?.met || 0;
-    if (finished && met < finished * 0.99) (met < finished * 0.9 ? bad : warn)(share(met, finished) + " of " + name + " within the SLO");
+    if (finished && met < finished * 0.99) (met < finished * 0.9 ? bad : warn)(share(met, finished) + " of requests met the " + name + " SLO (" + span(slo_ns / 1000) + ")");
   }
   for (const node of nodes) {
     if (node.state === "suspected") warn(node.id + "'s store is suspected");
