@@ -162,7 +162,8 @@ def main() -> None:
         f"{row['over']:>5} prompt {row['prompt_tokens']:>4} tokens, answer {row['max_tokens']:>2}: open to closed, "
         f"median of {row['pairs']} pairs: first token at one {row['first_token_ratio']['p50']:.2f} "
         f"({statistics.median(row['first_token_p50_ms_at_1']):.2f} ms closed), requests/s at 32 "
-        f"{row['requests_per_s_ratio']['p50']:.2f} ({statistics.median(row['requests_per_s_at_32']):.0f}/s closed), CPU a request {row['cpu_ratio']['p50']:.2f} "
+        f"{row['requests_per_s_ratio']['p50']:.2f} ({statistics.median(row['requests_per_s_at_32']):.0f}/s closed), "
+        f"CPU a request {row['cpu_ratio']['p50']:.2f} "
         f"({statistics.median(row['cpu_us_a_request']):.0f} us closed); "
         f"{row['views_a_second']:.1f} views/s of {row['bytes_a_view']:,} bytes"
         for row in rows
