@@ -13,6 +13,7 @@ from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.simulate import DEFAULT_TRACE, interruptible
 from halfmoon.conductor.simulation.experiments import Context, Experiment, Section
 
+SYNTHETIC_TRACE = "benchmarks/traces/synthetic_trace.jsonl.zst"
 HEAD = """# The papers' results, simulated
 
 Written by `halfmoon experiments`; run again it gives the same bytes. The conductor's core is the one that runs live,
@@ -24,7 +25,17 @@ mean of its longest 10 % of token intervals. A verdict in capitals is a disagree
 
 NAMES = (
     *("hits", "reuse", "ttft", "ttft-by-speed", "gpu-time", "global-local", "bandwidth"),
-    *("capacity", "better", "elsewhere", "overload", "admissions", "split", "decode-speed", "prediction"),
+    *(
+        "capacity",
+        "capacity-synthetic",
+        "better",
+        "elsewhere",
+        "overload",
+        "admissions",
+        "split",
+        "decode-speed",
+        "prediction",
+    ),
 )
 
 
@@ -43,6 +54,7 @@ def experiments() -> dict[str, Experiment]:
         "global-local": cache.global_against_local,
         "bandwidth": cache.bandwidth,
         "capacity": load.capacity,
+        "capacity-synthetic": load.capacity_synthetic,
         "better": load.better,
         "elsewhere": why.elsewhere,
         "overload": load.overload,
@@ -58,6 +70,7 @@ def add(subparsers: Any) -> None:
     add_config(parser)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(NAMES)} (default: all)")
     parser.add_argument("--trace", metavar="FILE", default=DEFAULT_TRACE)
+    parser.add_argument("--synthetic-trace", metavar="FILE", default=SYNTHETIC_TRACE)
     parser.add_argument("--out", metavar="DIR", default="results", help="DIR/experiments.md, and plots beside it")
 
 
@@ -69,7 +82,12 @@ async def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     folder = out / "experiments"
     folder.mkdir(parents=True, exist_ok=True)
-    context = Context(Path(args.trace), folder, lambda text: print(text, file=sys.stderr, flush=True))
+    context = Context(
+        Path(args.trace),
+        folder,
+        lambda text: print(text, file=sys.stderr, flush=True),
+        synthetic=Path(args.synthetic_trace),
+    )
     complete = True
     with interruptible():
         try:

@@ -20,7 +20,6 @@ from halfmoon.conductor.simulation.world import Cluster
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 S, MS = 1_000_000_000, 1_000_000
-NOT_AVAILABLE = "not available"
 
 
 class Section(msgspec.Struct, kw_only=True):
@@ -35,11 +34,14 @@ class Section(msgspec.Struct, kw_only=True):
 
 
 class Context:
-    """Where the trace is and plots go; `say` tells of progress."""
+    """Where the traces are and plots go; `say` tells of progress."""
 
-    def __init__(self, trace: Path, folder: Path, say: Callable[[str], None] = lambda text: None) -> None:
-        self.trace, self.folder, self.say = trace, folder, say
+    def __init__(
+        self, trace: Path, folder: Path, say: Callable[[str], None] = lambda text: None, *, synthetic: Path
+    ) -> None:
+        self.trace, self.synthetic, self.folder, self.say = trace, synthetic, folder, say
         self.arrivals: list[Arrival] = read_trace(trace)
+        self.drawn: list[Arrival] = read_trace(synthetic)
 
     def run(
         self,
