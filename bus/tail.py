@@ -27,6 +27,8 @@ from halfmoon.bus.tasks import end_tasks
 
 #: How often the place in the stream is noted, which bounds what is read again.
 MARK_S = 5.0
+#: What was published before this has reached the stream, however busy the server is.
+SETTLE_S = 0.5
 ANSWER_S = 5.0
 _NO_MESSAGE = 10037
 
@@ -97,6 +99,11 @@ class StreamTail:
         held, self._held = self._held or deque(), None
         self._received.extend(held)
         self._wake.set()
+        # Published just before we were subscribed again, a message may not have been in the stream when that was asked.
+        await asyncio.sleep(SETTLE_S)
+        with contextlib.suppress(NatsError, TimeoutError, KeyError, StreamRefused):
+            if losses == self._losses:
+                await self._read_up_to(await self._last_seq())
 
     async def _read_up_to(self, last: int) -> None:
         while self._mark < last:

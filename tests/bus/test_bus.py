@@ -145,6 +145,36 @@ async def test_kv_messages_follow_their_worker(nats_url: str) -> None:
     await bus.close()
 
 
+async def test_what_was_not_yet_in_the_stream_after_a_reconnect_is_read_later(nats_url: str) -> None:
+    proxy = Proxy(nats_url)
+    worker, conductor = await connect(await proxy.start(), "w"), await connect(nats_url, "c")
+    tail = await worker.open_kv("w1")
+    answer, asked = tail._last_seq, 0
+
+    async def late() -> int:
+        """The first answer is as if the stream had stored nothing since the connection was cut."""
+        nonlocal asked
+        asked += 1
+        last = await answer()
+        return before if asked == 1 else last
+
+    before = await answer()
+    tail._last_seq = late  # type: ignore[method-assign]
+    proxy.drop()
+    while worker.nc.is_connected:
+        await asyncio.sleep(0.01)
+    ready = KvReady(order_id="1-0", request_id="r", layer=3, first_block=0, blocks=1)
+    await conductor.publish(subjects.kv("w1", "KvReady"), ready)
+    await conductor.nc.flush()
+    proxy.cut = False
+    async with asyncio.timeout(20):
+        assert await anext(worker.follow_kv(tail)) == ready
+    assert asked > 1
+    await worker.close()
+    await conductor.close()
+    proxy.server.close()
+
+
 async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -> None:
     asker, server = await connect(nats_url, "a"), await connect(nats_url, "b")
     question = ResendRequest(request_id="r", order_id="1-0", index=0)
