@@ -145,10 +145,10 @@ async def test_the_event_log_is_filtered_and_reached_by_keyboard(
         assert browser.errors == []
 
 
-async def test_at_a_thousand_requests_a_second_it_samples(
+async def test_under_as_much_load_as_the_machine_makes_it_samples(
     cluster: Cluster, http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    """As many as this machine makes: what the page holds is bounded by its own limits, not by the load."""
+    """What the page holds is bounded by its own limits, not by the load."""
     async with browsing(tmp_path, cluster.http) as browser:
         await browser.wait(LIVE)
         async with load(http, cluster.http, 24):
