@@ -21,16 +21,23 @@ import pytest
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
 from halfmoon.bus.permissions import _ASKED_BY_OPERATORS, _ASKED_BY_PROGRAMS, _ASKED_BY_STORES, _ASKED_BY_WORKERS, _SAID
+from halfmoon.bus.tasks import end_tasks
+from halfmoon.conductor import live
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
     EVENT_TYPES,
     PrefillFailed,
+    RequestArrived,
     RequestCancelled,
     StoreLeft,
     TimerFired,
     WorkerLeft,
 )
+from halfmoon.schemas.policy import Policy
+from halfmoon.workers.frontend_config import FrontendConfig
 from halfmoon.workers.nats_service import settled
+from halfmoon.workers.page.feed import PageFeed
+from halfmoon.workers.request_registry import new_request_id
 from tests.bus.server_cluster import NAMES, ServerCluster
 
 EVENTS = 300
@@ -101,6 +108,8 @@ MAY_NOT_SAY = {
         "halfmoon.store.prefill-0.drop",
         "halfmoon.store.prefill-0.remove",
         "halfmoon.kv.decode-0.KvReady",
+        "halfmoon.view.conductors",
+        "halfmoon.explain.conductor-0",
         "halfmoon.tokens.frontend-0",
         "$JS.API.CONSUMER.CREATE.EVENTS",
         "$JS.API.STREAM.CREATE.EVENTS",
@@ -146,7 +155,10 @@ MAY_NOT_HEAR = {
     "prefill-0": ["halfmoon.decisions.>", "halfmoon.give.prefill-1", "halfmoon.inbox.>", "halfmoon.tokens.frontend-0"],
     "decode-0": ["halfmoon.kv.decode-1.>", "halfmoon.take.frontend-0", "halfmoon.v1.generate", "halfmoon.events.>"],
     "store-prefill-0": ["halfmoon.store.prefill-1.*", "halfmoon.give.prefill-0"],
-    "frontend-0": ["halfmoon.take.frontend-1", "halfmoon.inbox.frontend-1.x", "_INBOX.>"],
+    "frontend-0": [
+        *("halfmoon.explain.conductor-0", "halfmoon.take.frontend-1"),
+        *("halfmoon.inbox.frontend-1.x", "_INBOX.>"),
+    ],
     "client": ["halfmoon.v1.generate", "halfmoon.tokens.*", "halfmoon.inbox.frontend-0.x", ">"],
 }
 
@@ -275,6 +287,30 @@ async def test_what_three_conductors_say_at_once_is_stored_once(servers: ServerC
     assert told == [list(range(start + 1, start + 101))] * 3
     for bus in buses[1:]:
         await bus.close()
+
+
+async def test_a_frontend_is_told_what_its_page_shows(servers: ServerCluster, conductor: Bus) -> None:
+    """By a conductor: the view, and a request looked up in the log."""
+    frontend = await servers.connect("frontend-0")
+    feed = PageFeed(frontend, FrontendConfig(frontend_id="frontend-0", model="m"))
+    task = asyncio.create_task(live.run(conductor, conductor_id="conductor-0", policy=Policy()))
+    request_id = new_request_id()
+    arrived = RequestArrived(
+        request_id=request_id, frontend_id="frontend-0", prompt_tokens=3, max_tokens=1, block_keys=b""
+    )
+    await frontend.append(arrived, source_id="frontend-0")
+    try:
+        async with asyncio.timeout(30), contextlib.aclosing(feed.watch()) as views:
+            async for view in views:
+                if b'"state":"live"' in view and b'"no_worker":' in view:
+                    break
+        told = orjson.loads(await feed.explain(request_id))
+        assert told["request"]["request_id"] == request_id
+        assert told["request"]["ending"] == "rejected"
+    finally:
+        await feed.close()
+        await end_tasks([task])
+        await frontend.close()
 
 
 async def test_the_operator_saves_the_log(servers: ServerCluster, conductor: Bus, tmp_path: Path) -> None:
