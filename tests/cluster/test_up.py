@@ -138,6 +138,7 @@ def test_a_process_is_killed_and_the_cluster_stopped_before_it_is_back(
     assert "Traceback" not in said(cluster)
 
 
+@pytest.mark.slow
 async def test_kill_9_of_up_takes_the_children_along_and_the_next_up_removes_the_segments(
     begun: Callable[..., Cluster],
 ) -> None:

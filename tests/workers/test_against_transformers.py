@@ -34,6 +34,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     return [*chats, *(tokenizer.encode(text) for text in texts), story[:255], story[:256], story[:257], story[:1500]]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_those_of_transformers(engine: Engine, reference: Any, tokenizer: Tokenizer) -> None:
     for prompt in prompts(tokenizer):
         tokens = 24 if len(prompt) < 200 else 8
