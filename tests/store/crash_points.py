@@ -35,6 +35,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.store import ssd
 from halfmoon.store.client import Client, key_of
 from halfmoon.store.errors import BlockMissing
+from halfmoon.store.segment import remove_stale
 
 BLOCK = 4 * 8192
 SLOTS = 4
@@ -189,6 +190,8 @@ def run(url: str, directory: Path, points: int, seed: int) -> Iterator[tuple[str
                 yield where, len(lines), found, missing
         except AssertionError as problem:
             raise AssertionError(f"killed at {where}: {problem}") from problem
+        finally:
+            remove_stale(name)  # of an agent that was killed before it had a file to look at
 
 
 def main() -> int:
