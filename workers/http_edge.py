@@ -120,17 +120,22 @@ class HttpEdge:
         return await self._generate(request, completion_ask)
 
     async def _generate(self, request: web.BaseRequest, read: Callable[[bytes], Ask]) -> web.StreamResponse:
-        tenant = self._authorize(request)
-        self._registry.admit()
-        ask = read(await _body(request))
-        if tenant:
-            ask = dataclasses.replace(ask, tenant=tenant)  # a key's tenant is not the body's to choose
+        began_ns = time.monotonic_ns()
         traceparent = request.headers.get("traceparent", "")
         if traceparent and not _TRACEPARENT.match(traceparent):
             traceparent = ""
         listener = _HttpListener(asyncio.get_running_loop())
-        default = 0 if ask.chat else self._config.completion_max_tokens_default
-        opened = await self._registry.open(ask, listener, traceparent=traceparent, max_tokens_default=default)
+        try:
+            tenant = self._authorize(request)
+            self._registry.admit()
+            ask = read(await _body(request))
+            if tenant:
+                ask = dataclasses.replace(ask, tenant=tenant)  # a key's tenant is not the body's to choose
+            default = 0 if ask.chat else self._config.completion_max_tokens_default
+            opened = await self._registry.open(ask, listener, traceparent=traceparent, max_tokens_default=default)
+        except ApiError as error:
+            self._registry.refused(error, began_ns, chat=read is chat_ask, traceparent=traceparent)
+            raise
         listener.form = OpenAiForm(opened, self._registry.tokenizer, self._config.model, int(time.time()))
         headers = {"x-request-id": opened.request_id}
         if traceparent:

@@ -26,7 +26,7 @@ from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError, Ask, CancelBody, TokenizeBody, chat_ask, completion_ask, decode_body
 from halfmoon.workers.cluster_status import ClusterStatus
-from halfmoon.workers.nats_listener import NatsListener
+from halfmoon.workers.nats_listener import NatsListener, client_traceparent
 from halfmoon.workers.nats_service import Endpoint, MicroService, settled
 from halfmoon.workers.open_request import OpenRequest
 from halfmoon.workers.prompts import INLINE_CHARACTERS_MAX
@@ -109,6 +109,8 @@ class NatsEdge:
             self.registry.admit()
             ask = read(msg.data)
         except ApiError as error:
+            chat, traceparent = read is chat_ask, client_traceparent(msg)
+            self.registry.refused(error, started_ns, chat=chat, traceparent=traceparent)
             self.refuse(endpoint, started_ns, msg.reply, error)
             return
         listener = NatsListener(self, endpoint, started_ns, msg, ask)
@@ -120,12 +122,13 @@ class NatsEdge:
     async def _open_ask(self, listener: NatsListener, ask: Ask) -> None:
         try:
             request = await self.registry.open(ask, listener, traceparent=listener.traceparent)
-        except ApiError as error:
+        except Exception as problem:
+            error = problem if isinstance(problem, ApiError) else INTERNAL
+            if error is INTERNAL:
+                log.exception("a request could not be opened")
+            traceparent = listener.traceparent
+            self.registry.refused(error, listener.started_ns, chat=ask.chat, traceparent=traceparent)
             self.refuse(listener.endpoint, listener.started_ns, listener.reply, error)
-            return
-        except Exception:
-            log.exception("a request could not be opened")
-            self.refuse(listener.endpoint, listener.started_ns, listener.reply, INTERNAL)
             return
         listener.request = request
         self._listeners[request.request_id] = listener

@@ -24,6 +24,12 @@ _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 _ENVELOPE_BYTES = 1024
 
 
+def client_traceparent(msg: Msg) -> str:
+    """As the client sent it; "" when there is none, or it is malformed."""
+    traceparent = (msg.headers or {}).get("traceparent", "")
+    return traceparent if _TRACEPARENT.match(traceparent) else ""
+
+
 class NatsListener:
     """Called by the registry; sends through its edge."""
 
@@ -42,12 +48,11 @@ class NatsListener:
 
     def __init__(self, edge: NatsEdge, endpoint: Endpoint, started_ns: int, msg: Msg, ask: Ask) -> None:
         headers = msg.headers or {}
-        traceparent = headers.get("traceparent", "")
         alive = headers.get(ALIVE_HEADER, "")
         self._edge = edge
         self._stream = ask.stream
         self._alive = msg.reply if ask.stream else alive if _SUBJECT.match(alive) else ""
-        self.traceparent = traceparent if _TRACEPARENT.match(traceparent) else ""
+        self.traceparent = client_traceparent(msg)
         self._headers = {"traceparent": self.traceparent} if self.traceparent else None
         self.endpoint = endpoint
         self.started_ns = started_ns

@@ -35,7 +35,7 @@ from halfmoon.workers.open_request import Listener, OpenRequest, Progress, order
 from halfmoon.workers.prompts import PromptReader
 from halfmoon.workers.rejections import rejection
 from halfmoon.workers.resends import Resends
-from halfmoon.workers.spans import begin_request, end_request
+from halfmoon.workers.spans import begin_request, end_request, refused_request
 from halfmoon.workers.tokenizer import Tokenizer
 
 _TICK_S = 0.25
@@ -164,6 +164,12 @@ class RequestRegistry:
         self.bus.append_soon(arrived, source_id=self.config.frontend_id)
         return request
 
+    def refused(self, error: ApiError, began_ns: int, *, chat: bool, traceparent: str) -> None:
+        """An edge took no request in, or `open` raised: it has a span all the same, where there are traces."""
+        if self.tracing is not None:
+            operation, config = "chat" if chat else "text_completion", self.config
+            refused_request(self.tracing, operation, config.frontend_id, config.model, traceparent, began_ns, error)
+
     def find(self, name: str) -> OpenRequest | None:
         """By request id, or by the id that the client gave."""
         return self.requests.get(name) or self._aliases.get(name)
@@ -173,7 +179,7 @@ class RequestRegistry:
         if not self._remove(request):
             return False
         self.metrics.failed(CLIENT_GONE)
-        end_request(request, self.config.model, error=reason, code=str(CLIENT_GONE))
+        end_request(request, self.config.model, ApiError(CLIENT_GONE, reason))
         self._tell_cancelled(request, reason)
         return True
 
@@ -181,7 +187,7 @@ class RequestRegistry:
         """End it with an error for the client; `reason` when the cluster must be told too."""
         if self._remove(request):
             self.metrics.failed(error.status, accepted=True)
-            end_request(request, self.config.model, error=error.message, code=error.code or str(error.status))
+            end_request(request, self.config.model, error)
             if reason:
                 self._tell_cancelled(request, reason)
             request.listener.on_error(request, error)

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from halfmoon.bus.tracing import OpenSpan, Tracing, Value, wall_ns
-from halfmoon.schemas.api import Ask
+from halfmoon.schemas.api import ApiError, Ask
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.workers.prefill_job import Job
@@ -48,8 +48,26 @@ def begin_request(
     return tracing.begin(f"{operation} {ask.model or model}", traceparent, wall_ns(now_ns), about, server=True)
 
 
-def end_request(request: OpenRequest, model: str, *, error: str = "", code: str = "") -> None:
-    """Its last token went out, or it ended with an error; `code` names that for programs."""
+def refused_request(
+    tracing: Tracing, operation: str, frontend_id: str, model: str, traceparent: str, began_ns: int, error: ApiError
+) -> None:
+    """One that never became a request of the cluster: nothing is known of it but what was wrong."""
+    about: dict[str, Value] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "halfmoon",
+        "halfmoon.frontend": frontend_id,
+    }
+    span = tracing.begin(f"{operation} {model}", traceparent, wall_ns(began_ns), about, server=True)
+    if span is not None:
+        span.end(time.time_ns(), _error(error), error=error.message)
+
+
+def _error(error: ApiError) -> dict[str, Value]:
+    return {"error.type": error.code or str(error.status), "http.response.status_code": error.status}
+
+
+def end_request(request: OpenRequest, model: str, error: ApiError | None = None) -> None:
+    """Its last token went out, or it ended with an error."""
     span = request.span
     if span is None:
         return
@@ -67,9 +85,9 @@ def end_request(request: OpenRequest, model: str, *, error: str = "", code: str 
     if request.first_at_ns:
         about["gen_ai.server.time_to_first_token"] = (request.first_at_ns - request.arrived_at_ns) / 1e9
         span.event("first token", wall_ns(request.first_at_ns))
-    if code:
-        about["error.type"] = code
-    span.end(time.time_ns(), about, error=error)
+    if error is not None:
+        about |= _error(error)
+    span.end(time.time_ns(), about, error="" if error is None else error.message)
 
 
 # --- prefill ------------------------------------------------------------------------------------------------------
