@@ -13,8 +13,6 @@ import msgspec
 from halfmoon.conductor.cost import LINK_STALE_NS, Link, prefill_ns, transfer_ns
 from halfmoon.conductor.state import State, Worker
 
-#: So many holders are looked at one by one.
-FEW_SOURCES = 4
 #: A run of blocks from the first, and the nodes that hold just so much.
 Runs = list[tuple[int, list[str]]]
 
@@ -28,7 +26,7 @@ Source = tuple[str, int, int, int]
 class Matched:
     """Blocks of a prompt by node: in any tier, and in DRAM. Runs are longest first."""
 
-    __slots__ = ("_busy", "_now_ns", "_runs", "_state", "dram", "dram_runs", "held", "longest")
+    __slots__ = ("_now_ns", "_runs", "_state", "dram", "dram_runs", "held", "longest")
 
     def __init__(self, state: State, runs: Runs, dram_runs: Runs, now_ns: int) -> None:
         self.held = _by_node(runs)
@@ -36,8 +34,6 @@ class Matched:
         self.dram = self.held if dram_runs is runs else _by_node(dram_runs)
         self.longest = runs[0][0] if runs else 0
         self._state, self._runs, self._now_ns = state, runs, now_ns
-        #: By run: of the holders from which transfers leave, one list for each number of them, by id.
-        self._busy: dict[int, dict[int, list[str]]] = {}
 
     def sources(self, more_than: int = 0) -> Iterator[Source]:
         """Holders of more blocks than that, longest first, then by id."""
@@ -47,41 +43,29 @@ class Matched:
             for node_id in nodes:
                 yield self._source(node_id, blocks)
 
-    def worthwhile(self, own_id: str, measured: Mapping[str, Link] | None, more_than: int) -> Iterator[Source]:
-        """Those of `sources` that may be the best one for the node `own_id`, in the same order.
+    def worthwhile(self, measured: Mapping[str, Link] | None, more_than: int) -> Iterator[Source]:
+        """Those of `sources` that may be the best one, in the same order.
 
-        Of holders of as many blocks, from which as many transfers leave, over ways that were not measured, the first
-        one does: a first block may be everywhere. `measured`: ways to it; None: not known.
+        Over a way that was not measured no holder is better than an earlier one from which nothing leaves: a first
+        block may be everywhere. `measured`: ways to where it goes; None: not known.
         """
         if measured is None or self.dram is not self.held:
             yield from self.sources(more_than)
             return
+        still = False
         for blocks, nodes in self._runs:
             if blocks <= more_than:
                 return
-            if len(nodes) > FEW_SOURCES:
-                nodes = self._worthwhile(blocks, nodes, own_id, measured)
-            for node_id in nodes:
+            last_id = ""
+            for node_id in nodes if not still else ():
                 yield self._source(node_id, blocks)
-
-    def _worthwhile(self, blocks: int, nodes: list[str], own_id: str, measured: Mapping[str, Link]) -> list[str]:
-        held = self.held
-        found = [node_id for node_id in measured if held.get(node_id) == blocks and node_id != own_id]
-        if held.get(own_id) == blocks:
-            found.append(own_id)
-        busy = self._busy.get(blocks)
-        if busy is None:
-            busy = self._busy[blocks] = {}
-            for node_id in sorted(self._state.leaving):
-                if held.get(node_id) == blocks:
-                    busy.setdefault(leaving(self._state, node_id, self._now_ns), []).append(node_id)
-        still = (node_id for node_id in nodes if node_id not in self._state.leaving)
-        for alike in (still, *busy.values()):
-            first = next((node_id for node_id in alike if node_id != own_id and node_id not in measured), None)
-            if first is not None:
-                found.append(first)
-        found.sort()
-        return found
+                last_id = node_id
+                still = node_id not in measured and node_id not in self._state.leaving
+                if still:
+                    break
+            for node_id in sorted(measured):
+                if node_id > last_id and self.held.get(node_id) == blocks:
+                    yield self._source(node_id, blocks)
 
     def _source(self, node_id: str, blocks: int) -> Source:
         return node_id, blocks, self.dram.get(node_id, 0), 1 + leaving(self._state, node_id, self._now_ns)
@@ -223,13 +207,13 @@ def cheapest(
 ) -> Cut | None:
     """Ours: the best cut over all holders of more than is here; None when the threshold forbids a fetch."""
     measured = state.pools.links_measured(worker.node_id, state.at_ns) if now_ns >= state.at_ns else None
-    sources = matched.worthwhile(worker.node_id, measured, local)
+    sources = matched.worthwhile(measured, local)
     return _cheapest(state, worker, tokens, matched, now_ns, queue, local, blocks_max, sources, state.links)
 
 
 def unmeasured(state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, blocks_max: int) -> Cut | None:
     """As `cheapest`, were the worker idle, nothing on its node, and every way as fast as is expected of one."""
-    sources = matched.worthwhile(worker.node_id, {}, 0)
+    sources = matched.worthwhile({}, 0)
     return _cheapest(state, worker, tokens, matched, now_ns, 0, 0, blocks_max, sources, {})
 
 

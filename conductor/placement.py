@@ -8,13 +8,14 @@ Source: Mooncake (FAST'25), Algorithm 1; which blocks to fetch from where is in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import msgspec
 
 from halfmoon.conductor.cost import prefill_ns, step_ns
-from halfmoon.conductor.fetching import Matched, Runs, cheapest, load_from_own_ssd, papers_rule, unmeasured
+from halfmoon.conductor.fetching import Matched, cheapest, load_from_own_ssd, papers_rule, unmeasured
+from halfmoon.conductor.pools import Pool, PrefillRow
 from halfmoon.conductor.state import State, Worker
 from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.events import CostProfile, RequestArrived
@@ -27,8 +28,7 @@ EARLIEST_POLICIES: tuple[PolicyName, ...] = ("halfmoon", "mooncake", "local_cach
 LIGHTEST_POLICIES: tuple[PolicyName, ...] = (*EARLIEST_POLICIES, "least_loaded")
 LOCAL_POLICIES: tuple[PolicyName, ...] = ("local_cache_aware", "least_loaded", "round_robin", "random", "dynamo")
 
-#: Holders of a prefix that are looked at one by one; what more nodes hold (a first block may be everywhere) is as if
-#: held by all.
+#: Holders of a prefix that are looked at first: what more nodes hold (a first block may be everywhere) says little.
 FEW_NODES = 32
 #: Later than any first token.
 NEVER_NS = 2**62
@@ -131,22 +131,16 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
     if tokens > pool.tokens_max or now_ns < state.at_ns:
         return None
     blocks = min(matched.longest, (tokens - 1) // pool.block_tokens) if pool.block_tokens else 0
-    bounds = _first_token_bounds(state, matched, tokens, blocks, now_ns)
-    first = bounds.index(min(bounds))
+    first = min(_bounds(state, matched, tokens, blocks, now_ns, _likely(pool, matched)))[-1]
     best: Candidate | None = None
     rank = (NEVER_NS, 0, 0, 0)
     if pool.rows[first].orders < policy.queued_max_per_worker:
         best = _candidate(state, pool.workers[first], tokens, matched, now_ns)
         rank = (best.ttft_ns + best.copies_ns, best.transfer_ns, best.orders, first)
-    cached = blocks * pool.block_tokens
-    least_ns = prefill_ns(pool.least, tokens, cached)
-    near = []
-    for place in [place for place, bound in enumerate(bounds) if bound <= rank[0] and place != first]:
-        own_ns = bounds[place] - least_ns + prefill_ns(pool.workers[place].cost, tokens, cached)
-        near.append((own_ns, 0, pool.rows[place].orders, place))
-    near.sort()
+    queue_max_ns = rank[0] - prefill_ns(pool.least, tokens, blocks * pool.block_tokens)
+    places = [place for _, place in pool.lightest(now_ns + queue_max_ns) if place != first]
     idle = _Idle(state, tokens, matched, now_ns)
-    for bound in near:
+    for bound in sorted(_bounds(state, matched, tokens, blocks, now_ns, places)):
         if best is not None and bound > rank:
             break
         place = bound[-1]
@@ -160,6 +154,31 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
         if best is None or here_rank < rank:
             best, rank = here, here_rank
     return best
+
+
+def _likely(pool: Pool[PrefillRow], matched: Matched) -> list[int]:
+    """Places of those of which one is mostly the best: the least loaded, and few holders of the longest run."""
+    places = [pool.by_load[0][1]]
+    if matched.dram_runs and len(matched.dram_runs[0][1]) <= FEW_NODES:
+        for node_id in matched.dram_runs[0][1]:
+            places += pool.on_node.get(node_id, ())
+    return places
+
+
+def _bounds(
+    state: State, matched: Matched, tokens: int, blocks: int, now_ns: int, places: Iterable[int]
+) -> list[tuple[int, int, int, int]]:
+    """Of the ranks of prefill workers: the queue, computing what is behind the longest match of `blocks`, and the price
+    of copies."""
+    pool, held = state.pools.prefill, matched.dram
+    cached, found = blocks * pool.block_tokens, []
+    for place in places:
+        worker, (free_ns, behind_ns, orders) = pool.workers[place], pool.rows[place]
+        queue = max(free_ns - now_ns, behind_ns)
+        lacking = blocks - min(held.get(worker.node_id, 0), blocks)
+        copies = copies_ns(state, worker.cost, pool.block_tokens, lacking) if lacking else 0
+        found.append((queue + prefill_ns(worker.cost, tokens, cached) + copies, 0, orders, place))
+    return found
 
 
 class _Idle:
@@ -196,35 +215,6 @@ class _Idle:
         first_token_ns += copies_ns(state, worker.cost, worker.block_tokens, min(matched.longest, blocks_max))
         self._seen.append((worker.cost, first_token_ns, transfer))
         return first_token_ns, transfer, 0, place
-
-
-def _first_token_bounds(state: State, matched: Matched, tokens: int, blocks: int, now_ns: int) -> list[int]:
-    """Of each prefill worker: its queue, and at the least cost of all computing what is behind the longest match of
-    `blocks`, and their copies."""
-    pool = state.pools.prefill
-    held_by_all, few = _few_holders(matched)
-    least_ns = prefill_ns(pool.least, tokens, blocks * pool.block_tokens)
-    rest_ns = least_ns + copies_ns(state, pool.least, pool.block_tokens, blocks - min(held_by_all, blocks))
-    bounds = [
-        rest_ns + (free_ns - now_ns if free_ns - now_ns > behind_ns else behind_ns)
-        for free_ns, behind_ns, _ in pool.rows
-    ]
-    for held, nodes in few:
-        fewer_ns = rest_ns - least_ns - copies_ns(state, pool.least, pool.block_tokens, blocks - min(held, blocks))
-        for node_id in nodes:
-            for place in pool.on_node.get(node_id, ()):
-                bounds[place] -= fewer_ns
-    return bounds
-
-
-def _few_holders(matched: Matched) -> tuple[int, Runs]:
-    """The longest runs, of FEW_NODES at most, and how many blocks all others hold at most."""
-    nodes = 0
-    for place, (blocks, holders) in enumerate(matched.dram_runs):
-        nodes += len(holders)
-        if nodes > FEW_NODES:
-            return blocks, matched.dram_runs[:place]
-    return 0, matched.dram_runs
 
 
 def prefill_fits(worker: Worker, request: RequestArrived) -> bool:
@@ -361,22 +351,24 @@ def lightest(state: State, request: RequestArrived, matched: Matched, answer_tok
     if not pool.block_tokens or request.prompt_tokens + request.max_tokens > pool.tokens_max:
         return None
     blocks = -(-context // pool.block_tokens)
-    roomy = [step for step, blocks_free in pool.rows if blocks_free >= blocks]
-    if not roomy:
-        return None
     # A step with this context too: at least, and at most (both parts were cut to whole ns).
     least_ns = pool.least.decode_per_context_token_ps * context // 1_000
     most_ns = pool.most.decode_per_context_token_ps * context // 1_000 + 1
-    limit_ns = min(roomy) + most_ns - least_ns
+    limit_ns = NEVER_NS
     near = []
-    for place, (step, blocks_free) in enumerate(pool.rows):
-        if step <= limit_ns and blocks_free >= blocks:
+    for step, place in pool.by_load:
+        if step > limit_ns:
+            break
+        if pool.rows[place].blocks_free >= blocks:
+            limit_ns = min(limit_ns, step + most_ns - least_ns)
             worker = pool.workers[place]
             sequences, held = len(worker.orders), matched.held.get(worker.node_id, 0)
             tbt_ns = step_ns(worker.cost, sequences + 1, worker.context_tokens + context)
             near.append((tbt_ns, -held, sequences, place))
+    if not near:
+        return None
     best = pool.workers[min(near)[-1]]
-    return Lightest(_decode_candidate(state, best, matched, context), max(step for step, _ in pool.rows) + most_ns)
+    return Lightest(_decode_candidate(state, best, matched, context), pool.by_load[-1][0] + most_ns)
 
 
 def decode_blocks(worker: Worker, context_tokens: int) -> int:

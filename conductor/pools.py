@@ -7,6 +7,7 @@ snapshot: they are made when first needed, and again when somebody joins, drains
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -45,7 +46,8 @@ class Pool(Generic[Row]):
     """Workers of one role in the order of their ids, and at the same places their rows."""
 
     __slots__ = (
-        *("_changes", "_places", "_row", "block_tokens", "least", "most", "on_node", "rows", "tokens_max", "workers"),
+        *("_changes", "_places", "_row", "block_tokens", "by_load", "least", "most", "on_node", "rows", "tokens_max"),
+        "workers",
     )
 
     def __init__(self, workers: list[Worker], row: Callable[[Worker], Row]) -> None:
@@ -53,6 +55,8 @@ class Pool(Generic[Row]):
         self._places = {worker.worker_id: place for place, worker in enumerate(workers)}
         self.workers = workers
         self.rows: list[Row] = [row(worker) for worker in workers]
+        #: First part of every row with its place, in order.
+        self.by_load = sorted((one[0], place) for place, one in enumerate(self.rows))
         #: Places by node.
         self.on_node: dict[str, list[int]] = {}
         for place, worker in enumerate(workers):
@@ -81,7 +85,14 @@ class Pool(Generic[Row]):
     def changed(self, worker: Worker) -> None:
         place = self._places.get(worker.worker_id)
         if place is not None:
-            self.rows[place] = self._row(worker)
+            load, self.rows[place] = self.rows[place][0], self._row(worker)
+            if self.rows[place][0] != load:
+                del self.by_load[bisect_left(self.by_load, (load, place))]
+                insort(self.by_load, (self.rows[place][0], place))
+
+    def lightest(self, load: int) -> list[tuple[int, int]]:
+        """Of `by_load`, those up to `load`."""
+        return self.by_load[: bisect_right(self.by_load, (load, len(self.rows)))]
 
     def refitted(self, worker: Worker) -> None:
         self.changed(worker)

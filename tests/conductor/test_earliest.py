@@ -90,6 +90,7 @@ def test_rows_are_as_if_made_anew_after_every_event() -> None:
             for have, want in ((state.pools.prefill, anew.prefill), (state.pools.decode, anew.decode)):
                 assert have.workers == want.workers
                 assert have.rows == want.rows
+                assert have.by_load == want.by_load
                 for worker in have.workers:
                     costs = [msgspec.structs.astuple(cost) for cost in (have.least, worker.cost, have.most)]
                     assert all(least <= cost <= most for least, cost, most in zip(*costs, strict=True))
@@ -153,5 +154,5 @@ class EverySource(Matched):
         runs = state.index.runs(request.block_keys, len(request.block_keys) // KEY_BYTES)
         return cls(state, runs, runs, now_ns)
 
-    def worthwhile(self, own_id: str, measured: object, more_than: int) -> Iterator[Source]:
+    def worthwhile(self, measured: object, more_than: int) -> Iterator[Source]:
         return self.sources(more_than)

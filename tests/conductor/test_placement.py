@@ -170,6 +170,7 @@ def test_the_source_is_the_one_with_the_fastest_link_then_the_smallest_id() -> N
     assert costs(script, arrived())[1][-1] == [fetch("d0", 0, 5)]  # n-d0 before n-p0
     state = script.core.state
     state.links["n-p1"] = {"n-p0": Link(bytes_s=4_000_000_000, measured_ns=script.now_ns)}
+    state.members_changed()  # so that pools see what was changed behind their back
     assert [c[-1] for c in costs(script, arrived())] == [[], [fetch("p0", 0, 5)], [fetch("d0", 0, 5)]]
 
 

@@ -14,6 +14,7 @@ PACKAGE = "halfmoon.conductor."
 #: Beside our own schemas and the core itself. Nothing here knows a clock, a file, a socket or a random number.
 PURE = (
     "__future__",
+    "bisect",
     "collections.abc",
     "functools",
     "hashlib",
