@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,51 @@ def test_the_schema_check_can_fail() -> None:
     document["spec"]["replicaz"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(document, "1.29", strict=True)
+
+
+COMPOSE_COMMANDS = [["docker", "compose"], ["docker-compose"]]
+OVERLAYS = {
+    "plain": [],
+    "gpu": ["-f", "docker/compose.gpu.yaml"],
+    "small": ["-f", "docker/compose.small.yaml"],
+    "observability": ["--profile", "observability"],
+}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_compose_takes_the_files_without_a_word(overlay: str) -> None:
+    """Each compose that is here, of version 1 or 2; it needs no engine for that."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HALFMOON_", "COMPOSE_"))}
+    seen = 0
+    for command in COMPOSE_COMMANDS:
+        if shutil.which(command[0]) is None or _run([*command, "version"], clean).returncode:
+            continue
+        done = _run([*command, "-f", "docker/compose.yaml", *OVERLAYS[overlay], "config"], clean)
+        assert (done.returncode, done.stderr) == (0, ""), command
+        services = yaml.safe_load(done.stdout)["services"]
+        assert {"nats-0", "nats-1", "nats-2", "conductor", "prefill", "decode", "frontend-0", "secrets"} <= set(services)
+        for name, service in services.items():
+            assert service["read_only"] is True, name  # what is on top takes nothing away
+        small = overlay == "small"
+        assert (services["prefill"]["scale"], services["conductor"]["scale"]) == ((1, 2) if small else (2, 3))
+        seen += 1
+    if not seen:
+        pytest.skip("no docker compose here")
+
+
+def _run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_every_variable_of_the_compose_files_is_explained() -> None:
+    """Those of GPU nodes in their own file."""
+    explained = (ROOT / "docs" / "docker.md").read_text()
+    for path in sorted((ROOT / "docker").glob("compose*.yaml")):
+        text = path.read_text()
+        comments = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+        names = set(re.findall(r"\$\{([A-Z0-9_]+)", text))
+        missing = {name for name in names if f"`{name}`" not in explained and name not in comments}
+        assert missing == set(), path.name
 
 
 def test_compose_and_kubernetes_run_the_same_processes() -> None:
