@@ -56,7 +56,7 @@ def test_compose_takes_the_files_without_a_word(overlay: str) -> None:
         done = _run([*command, "-f", "docker/compose.yaml", *OVERLAYS[overlay], "config"], clean)
         assert (done.returncode, done.stderr) == (0, ""), command
         services = yaml.safe_load(done.stdout)["services"]
-        assert {"nats-0", "nats-1", "nats-2", "conductor", "prefill", "decode", "frontend-0", "secrets"} <= set(services)
+        assert {"secrets", "nats-0", "nats-1", "nats-2", "conductor", "prefill", "decode", "frontend-0"} <= {*services}
         for name, service in services.items():
             assert service["read_only"] is True, name  # what is on top takes nothing away
         small = overlay == "small"
