@@ -70,7 +70,8 @@ class BlockIndex:
         masks = self._ssd if tier == "ssd" else self._dram
         get = masks.get
         for key in _keys(block_keys, 0, len(block_keys) // KEY_BYTES):
-            masks[key] = get(key, 0) | bit
+            mask = get(key)
+            masks[key] = bit if mask is None else mask | bit
 
     def discard(self, node_id: str, block_keys: bytes, tier: str) -> None:
         bit = self._bits[node_id]

@@ -8,12 +8,12 @@ Source: Mooncake (FAST'25), Algorithm 1; which blocks to fetch from where is in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
 
-from halfmoon.conductor.cost import prefill_ns, step_ns
+from halfmoon.conductor.cost import prefill_ns, prefills_ns, step_ns
 from halfmoon.conductor.fetching import Matched, cheapest, load_from_own_ssd, papers_rule, unmeasured
 from halfmoon.conductor.pools import Pool, PrefillRow
 from halfmoon.conductor.state import State, Worker
@@ -32,6 +32,9 @@ LOCAL_POLICIES: tuple[PolicyName, ...] = ("local_cache_aware", "least_loaded", "
 FEW_NODES = 32
 #: Later than any first token.
 NEVER_NS = 2**62
+#: What is least in the worker that is taken: time to first token with the price of copies, transfer, orders, place.
+Rank = tuple[int, int, int, int]
+NEVER: Rank = (NEVER_NS, 0, 0, 0)
 
 
 class Candidate(msgspec.Struct, kw_only=True):
@@ -133,14 +136,14 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
     blocks = min(matched.longest, (tokens - 1) // pool.block_tokens) if pool.block_tokens else 0
     first = min(_bounds(state, matched, tokens, blocks, now_ns, _likely(pool, matched)))[-1]
     best: Candidate | None = None
-    rank = (NEVER_NS, 0, 0, 0)
+    rank = NEVER
     if pool.rows[first].orders < policy.queued_max_per_worker:
         best = _candidate(state, pool.workers[first], tokens, matched, now_ns)
         rank = (best.ttft_ns + best.copies_ns, best.transfer_ns, best.orders, first)
     queue_max_ns = rank[0] - prefill_ns(pool.least, tokens, blocks * pool.block_tokens)
     places = [place for _, place in pool.lightest(now_ns + queue_max_ns) if place != first]
     idle = _Idle(state, tokens, matched, now_ns)
-    for bound in sorted(_bounds(state, matched, tokens, blocks, now_ns, places)):
+    for bound in sorted(_bounds(state, matched, tokens, blocks, now_ns, places, rank)):
         if best is not None and bound > rank:
             break
         place = bound[-1]
@@ -166,18 +169,22 @@ def _likely(pool: Pool[PrefillRow], matched: Matched) -> list[int]:
 
 
 def _bounds(
-    state: State, matched: Matched, tokens: int, blocks: int, now_ns: int, places: Iterable[int]
-) -> list[tuple[int, int, int, int]]:
-    """Of the ranks of prefill workers: the queue, computing what is behind the longest match of `blocks`, and the price
-    of copies."""
+    state: State, matched: Matched, tokens: int, blocks: int, now_ns: int, places: list[int], rank: Rank = NEVER
+) -> list[Rank]:
+    """Of the ranks of prefill workers, up to `rank`: the queue, computing what is behind the longest match of `blocks`,
+    and the price of copies."""
     pool, held = state.pools.prefill, matched.dram
-    cached, found = blocks * pool.block_tokens, []
-    for place in places:
-        worker, (free_ns, behind_ns, orders) = pool.workers[place], pool.rows[place]
-        queue = max(free_ns - now_ns, behind_ns)
-        lacking = blocks - min(held.get(worker.node_id, 0), blocks)
-        copies = copies_ns(state, worker.cost, pool.block_tokens, lacking) if lacking else 0
-        found.append((queue + prefill_ns(worker.cost, tokens, cached) + copies, 0, orders, place))
+    workers = [pool.workers[place] for place in places]
+    prefills = prefills_ns([worker.cost for worker in workers], tokens, blocks * pool.block_tokens)
+    found = []
+    for place, worker, bound_ns in zip(places, workers, prefills, strict=True):
+        free_ns, behind_ns, orders = pool.rows[place]
+        bound_ns += behind_ns if behind_ns > free_ns - now_ns else free_ns - now_ns
+        if (bound_ns, 0, orders, place) < rank:
+            lacking = blocks - min(held.get(worker.node_id, 0), blocks)
+            if lacking:
+                bound_ns += copies_ns(state, worker.cost, pool.block_tokens, lacking)
+            found.append((bound_ns, 0, orders, place))
     return found
 
 
@@ -194,7 +201,7 @@ class _Idle:
         self._state, self._tokens, self._matched, self._now_ns = state, tokens, matched, now_ns
         self._seen: list[tuple[CostProfile, int, int]] = []
 
-    def bound(self, worker: Worker, place: int) -> tuple[int, int, int, int]:
+    def bound(self, worker: Worker, place: int) -> Rank:
         """Of its rank; zeros: not known."""
         state, matched = self._state, self._matched
         held = matched.held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +15,30 @@ class Clock:
     def __init__(self, seed: int = 0, noise_percent: int = 0) -> None:
         self.now_ns = 0
         self._booked: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]] = []
+        #: Booked for the present, after all that was booked for it before it came.
+        self._at_once: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._count = 0
         self._draw = random.Random(seed)
         self._noise = noise_percent / 100
 
     def at(self, at_ns: int, call: Callable[..., Any], *args: Any) -> None:
         self._count += 1
-        heapq.heappush(self._booked, (max(at_ns, self.now_ns), self._count, call, args))
+        if at_ns > self.now_ns:
+            heapq.heappush(self._booked, (at_ns, self._count, call, args))
+        else:
+            self._at_once.append((call, args))
 
     def after(self, delay_ns: int, call: Callable[..., Any], *args: Any) -> None:
         self.at(self.now_ns + delay_ns, call, *args)
 
     def step(self) -> bool:
         """Make the next call; False when nothing is booked."""
-        if not self._booked:
+        if self._at_once and not (self._booked and self._booked[0][0] == self.now_ns):
+            call, args = self._at_once.popleft()
+        elif self._booked:
+            self.now_ns, _, call, args = heapq.heappop(self._booked)
+        else:
             return False
-        self.now_ns, _, call, args = heapq.heappop(self._booked)
         call(*args)
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class Outcome(msgspec.Struct, kw_only=True, gc=False):
     """One request. Times are ns; -1: it did not come to that. `predicted_…`: by the conductor, when it was placed."""
 
     arrived_ns: int

@@ -32,7 +32,7 @@ class TraceInvalid(ValueError):
     """A trace that cannot be replayed; the text names file and line."""
 
 
-class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request, from whatever source: what the conductor is told, and how long the answer will be.
 
     `max_tokens` is the limit that the conductor sees; it is not told `output_tokens`.
