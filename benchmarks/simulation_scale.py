@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,25 @@ from halfmoon.conductor.simulation.trace import copies, read_trace
 from halfmoon.conductor.simulation.world import Cluster
 from halfmoon.schemas.policy import Policy
 
+#: Requests between two lines of progress.
+TOLD_EVERY = 50_000
+
 
 def measure(workers: int, requests: int) -> dict[str, Any]:
     """`workers` in all, half of each role; the load that the trace puts on 16."""
     trace = read_trace(ROOT / "benchmarks/traces/conversation_trace.jsonl.zst")
     beside = max(1, workers // 16)
     arrivals = copies(trace[: max(1, requests // beside)], requests, beside=beside)
-    began = time.process_time()
-    report = simulate(
-        arrivals, Cluster(prefill=workers // 2, decode=workers // 2), Policy(tbt_slo_ns=10**8), LLAMA3_A800
-    )
+    began, told = time.process_time(), 0
+
+    def progress(arrived: int) -> None:
+        nonlocal told
+        if arrived // TOLD_EVERY > told:
+            told = arrived // TOLD_EVERY
+            print(f"{arrived} requests, {time.process_time() - began:.1f} s of CPU", file=sys.stderr, flush=True)
+
+    cluster, policy = Cluster(prefill=workers // 2, decode=workers // 2), Policy(tbt_slo_ns=10**8)
+    report = simulate(arrivals, cluster, policy, LLAMA3_A800, progress=progress)
     took = time.process_time() - began
     return {
         "workers": workers,

@@ -16,7 +16,7 @@ import msgspec
 from halfmoon.schemas.types import KEY_BYTES
 
 #: The first chunk of a match, in blocks; each next one is twice as long.
-CHUNK_BLOCKS = 16
+CHUNK_BLOCKS = 4
 CHUNK_BLOCKS_MAX = 256
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 
@@ -46,7 +47,11 @@ def simulate(
         world.outcomes = outcomes
     paced = faster(arrivals, speed)
     sample_ns = max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN) if paced else 1
-    complete = world.run(paced, sample_ns=sample_ns, progress=progress)
+    gc.freeze()  # else every collection would look at every block in every pool, and there may be millions
+    try:
+        complete = world.run(paced, sample_ns=sample_ns, progress=progress)
+    finally:
+        gc.unfreeze()
     end_ns = world.clock.now_ns
     prefill_ns = sum(worker.compute_ns for worker in world.prefill_workers.values())
     report = Report(
