@@ -47,7 +47,9 @@ def simulate(
         world.outcomes = outcomes
     paced = faster(arrivals, speed)
     sample_ns = max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN) if paced else 1
-    gc.freeze()  # else every collection would look at every block in every pool, and there may be millions
+    # Else every collection would look at every block in every pool, and there may be millions.
+    gc.collect()
+    gc.freeze()
     try:
         complete = world.run(paced, sample_ns=sample_ns, progress=progress)
     finally:

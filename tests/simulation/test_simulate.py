@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from halfmoon.conductor.simulation.profiles import LLAMA3_A800, PROFILES
 from halfmoon.conductor.simulation.report import Report
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import Cluster, ConfigurationImpossible
+from halfmoon.conductor.simulation.world import Cluster, ConfigurationImpossible, World
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 S, MS = 1_000_000_000, 1_000_000
@@ -58,6 +59,13 @@ def test_every_request_ends_under_every_policy(
         if outcome.end == "finished":
             assert outcome.arrived_ns < outcome.first_token_ns <= outcome.ended_ns
             assert outcome.local_tokens + outcome.fetched_tokens < outcome.prompt_tokens
+
+
+def test_earlier_simulations_take_no_memory(conversation: list[Arrival]) -> None:
+    for _ in range(4):
+        simulate(conversation[:200], TWO, Policy(), LLAMA3_A800)
+    assert sum(type(one) is World for one in gc.get_objects()) <= 1
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_run_is_the_same_again_in_another_process(conversation: list[Arrival], trace_file: Path) -> None:
