@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs[module.__name__.rpartition(".")[2]] = module.run
     runs.update(processes.add(subparsers))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # asyncio says it once for every TLS connection that a server or we close, and it means nothing.
+    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())
     try:
         args = parse(parser, subparsers.choices, arguments)
         sys.exit(_run(runs[args.command](args)))

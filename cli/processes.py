@@ -36,7 +36,6 @@ from halfmoon.cli.options import (
 from halfmoon.cli.tracing import add_tracing, start_tracing, stop_tracing
 from halfmoon.schemas.policy import SECOND_NS, Policy
 
-Subparsers = Any
 HEALTH_S = 1.0
 
 
@@ -44,7 +43,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def add(subparsers: Subparsers) -> dict[str, Callable[[argparse.Namespace], Awaitable[int]]]:
+def add(subparsers: Any) -> dict[str, Callable[[argparse.Namespace], Awaitable[int]]]:
     """Add the five commands."""
     conductor = subparsers.add_parser("conductor", help="decide where requests run; any number may run at once")
     conductor.add_argument("--id", default=f"conductor-{socket.gethostname()}")
@@ -228,7 +227,9 @@ async def run_conductor(args: argparse.Namespace) -> int:
 async def run_store(args: argparse.Namespace) -> int:
     from halfmoon.store.agent import StoreAgent
     from halfmoon.store.config import StoreConfig
+    from halfmoon.store.errors import TransferError
     from halfmoon.store.metrics import StoreMetrics
+    from halfmoon.store.segment import SegmentError
 
     layout = models.layout_of(args)
     if layout.block_bytes == 0:
@@ -262,12 +263,14 @@ async def run_store(args: argparse.Namespace) -> int:
     agent.tracing = tracing
     metrics = StoreMetrics(agent)
     metrics.follow()
-    await agent.start()
+    try:
+        await agent.start()
+    except (SegmentError, TransferError) as problem:
+        raise OptionInvalid(str(problem)) from None
     registry = process_registry(bus, role="store", process_id=f"store-{args.node}", node_id=args.node)
     registry.register(metrics)
     say(f"store agent {args.node}: {(args.pool_mib << 20) // layout.block_bytes} blocks of {layout.block_bytes} bytes")
-    if agent.tier is not None and agent.tier.open:
-        tier = agent.tier
+    if (tier := agent.tier) is not None and tier.open:
         say(f"store agent {args.node}: SSD tier {agent.config.ssd_path}, {tier.records} blocks, {tier.mode}")
     stopped = asyncio.create_task(_until_stopped(bus, args.health_file))
     drained = asyncio.create_task(agent.drained.wait())

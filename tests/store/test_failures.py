@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -417,3 +418,21 @@ def test_stale_segments_are_removed_and_live_ones_are_not(nats_url: str) -> None
             await here.agent("n3", layout=layout(layers=10_000, block_tokens=65536, head_dim=128))
 
     tell(nats_url, story)
+
+
+def test_an_agent_that_cannot_start_says_why_in_a_line(nats_url: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        tries = {
+            ("--pool-mib", "1000000"): "/dev/shm has ",
+            ("--pool-mib", "64", "--data-port", port, "--bind", "127.0.0.1"): port,
+        }
+        command = [sys.executable, "-m", "halfmoon.cli.main", "store", "--node", "n1", "--nats", nats_url]
+        for flags, why in tries.items():
+            done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 1
+            assert done.stderr.startswith("halfmoon: ")
+            assert done.stderr.count("\n") == 1, done.stderr
+            assert why in done.stderr
