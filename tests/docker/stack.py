@@ -39,7 +39,7 @@ class Stack:
     def environment(self) -> dict[str, str]:
         return {
             **os.environ,
-            "HALFMOON_TAG": "test",
+            "HALFMOON_TAG": self.image.partition(":")[2],
             "HALFMOON_BASE": self.base,
             "HALFMOON_BUILD_NETWORK": "host",
             "HALFMOON_HTTP_PORT": str(self.ports[0]),

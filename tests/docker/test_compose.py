@@ -10,6 +10,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,15 @@ MISSING_S = 5.0
 SERVICES = ("nats-0", "nats-1", "nats-2", "conductor", "prefill", "decode", "frontend-0", "frontend-1")
 REPLICAS = {"conductor": 3, "prefill": 2, "decode": 2}
 EACH = [(service, n) for service in SERVICES for n in range(REPLICAS.get(service, 1))]
+
+NEXT_VERSION = "0.1.1"
+NEXT = f"""
+FROM {{image}}
+USER root
+RUN cd /opt/halfmoon/lib/python3*/site-packages && sed -i 's/^Version: .*/Version: {NEXT_VERSION}/' halfmoon-*/METADATA
+USER 10001:10001
+LABEL org.opencontainers.image.version={NEXT_VERSION}
+"""
 
 SCAN = """
 import json, socket, sys
@@ -233,13 +243,37 @@ def _fault(
 
 
 def test_a_rolling_restart_loses_no_request(stack: Stack, load: RunningLoad, report: list[str]) -> None:
-    """`docker restart` of every container, one after another: each drains, and what it has accepted ends well."""
+    _one_by_one(stack, load, report, "rolling restart", lambda _, name: stack.docker("restart", "-t", "30", name))
+
+
+def test_an_upgrade_loses_no_request(stack: Stack, load: RunningLoad, report: list[str], tmp_path: Path) -> None:
+    """The words of docs/operations.md, for an image of the next version; the log is then replayed by that one."""
+    (tmp_path / "Dockerfile").write_text(NEXT.format(image=stack.image))
+    stack.image = f"{stack.image}-next"
+    stack.docker("build", "-q", "-t", stack.image, str(tmp_path), timeout=300)
+
+    def replace(service: str, name: str) -> None:
+        stack.docker("stop", "-t", "30", name)
+        stack.docker("rm", name)
+        stack.up("--no-deps", "--no-recreate", service)
+
+    _one_by_one(stack, load, report, "upgrade", replace)
+    images = {stack.docker("inspect", "-f", "{{.Config.Image}}", name).strip() for name in stack.containers()}
+    assert images == {stack.image}
+    assert [stack.get("/version", port) for port in stack.ports] == [(200, {"version": NEXT_VERSION})] * 2
+
+
+def _one_by_one(
+    stack: Stack, load: RunningLoad, report: list[str], what: str, replace: Callable[[str, str], object]
+) -> None:
+    """`replace(service, name)` for each container: it drains, what it has accepted ends well, and then the next one."""
     mark, started, before = load.mark(), time.monotonic(), len(stack.log())
-    for name in stack.containers():
-        frontend = "frontend" in name
+    containers = [(service, name) for service in SERVICES for name in stack.containers(service)]
+    for service, name in containers:
+        frontend = service.startswith("frontend")
         if frontend:
             load.load.frontend_hit_at = time.monotonic() + 3600
-        stack.docker("restart", "-t", "30", name)
+        replace(service, name)
         stack.wait_whole()
         if frontend:
             load.first_after(time.monotonic())
@@ -260,7 +294,7 @@ def test_a_rolling_restart_loses_no_request(stack: Stack, load: RunningLoad, rep
     assert not _ids(log, "RequestCancelled")
     replayed = stack.replayed()
     report.append(
-        f"rolling restart of {len(stack.containers())} containers in {time.monotonic() - started:.0f} s: "
+        f"{what} of {len(containers)} containers in {time.monotonic() - started:.0f} s: "
         f"slowest request {load.slowest_since(started):.1f} s; ends {ended}; log: {replayed}"
     )
 
