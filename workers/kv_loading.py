@@ -32,9 +32,11 @@ class KvLoading:
         self._loop = asyncio.get_running_loop()
 
     def note(self, sequence: Sequence, message: TransferOpened | KvReady) -> None:
-        """What the message says is readable."""
+        """What the message says is readable. It may be told again at any time: the bus repeats what it may have lost."""
         match message:
             case TransferOpened():
+                if sequence.arrived is not None:
+                    return  # an order's KV has one place; what was copied from there stays copied
                 sequence.slots = list(message.slots)
                 sequence.arrived = np.zeros((self._layers, len(message.slots)), dtype=bool)
                 for block in message.present:
