@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
@@ -28,6 +27,7 @@ from halfmoon.bus.errors import BusError, BusUnreachable, PeerError, PeerUnreach
 from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.reader import StreamMessage, StreamReader
 from halfmoon.bus.requests import Requests
+from halfmoon.bus.serving import Answerer, Served
 from halfmoon.bus.streams import StreamLimits, ensure_streams
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks, within
@@ -44,8 +44,9 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M")
 Handler = Callable[[Any], "Awaitable[None] | object"]
-Answerer = Callable[[Any], "Awaitable[Message] | Message"]
 
+#: Decisions whose copies are known as such; what is older than all that was forgotten counts as a copy.
+SEEN_MAX = 1024
 #: For closing a connection that was refused.
 CLOSE_S = 0.2
 #: A certificate that is not trusted; a file of ours that cannot be read.
@@ -131,6 +132,7 @@ class Bus:
         if self.nc.is_connected:
             await self._publisher.flush(flush_s)
         await self._publisher.stop()
+        await self._requests.stop()
         for reader in list(self._readers):
             await reader.close()
         await end_tasks(self._tasks)
@@ -142,6 +144,7 @@ class Bus:
     def _after_reconnect(self) -> None:
         self._spawn(self._streams_again())
         self._publisher.resend_all()
+        self._requests.ask_again()
         for reader in self._readers:
             reader.lost_connection()
         for callback in self.on_reconnect:
@@ -274,8 +277,11 @@ class Bus:
         return tail
 
     async def follow_decisions(self, tail: StreamTail) -> AsyncIterator[Ordered]:
-        """The decisions that `tail` was opened for, each once and in order."""
-        done = (0, -1)
+        """The decisions that `tail` was opened for, each once; in order, but for one that was lost on its way and
+        found again.
+        """
+        seen: dict[tuple[int, int], None] = {}
+        forgotten = (0, -1)
         try:
             async for payload in tail:
                 try:
@@ -283,9 +289,15 @@ class Bus:
                 except MessageInvalid:
                     self.invalid += 1
                     continue
-                if (ordered.cause_seq, ordered.position) > done:
-                    done = (ordered.cause_seq, ordered.position)
-                    yield ordered
+                mark = ordered.cause_seq, ordered.position
+                if mark in seen or mark <= forgotten:
+                    continue
+                seen[mark] = None
+                if len(seen) > SEEN_MAX:
+                    oldest = next(iter(seen))
+                    del seen[oldest]
+                    forgotten = max(forgotten, oldest)
+                yield ordered
         finally:
             self._readers.discard(tail)
             await tail.close()
@@ -362,34 +374,14 @@ class Bus:
             raise PeerError("invalid_reply", str(problem)) from None
 
     async def serve(self, subject: str, kind: Any, handler: Answerer, *, queue: str = "") -> Subscription:
-        """Answer requests. `handler` answers at once, or is a coroutine function: then each runs as a task."""
+        """Answer requests. `handler` answers at once, or is a coroutine function: then each runs as a task. It is
+        called once for each request, however often that comes.
+        """
+        served = Served(self.nc, kind, handler, spawn=self._spawn, invalid=self._count_invalid)
+        return await self.nc.hear(subject, served.receive, queue=queue)
 
-        async def receive(msg: Msg) -> None:
-            try:
-                result = handler(decode(msg.data, kind))
-            except MessageInvalid as problem:
-                self.invalid += 1
-                await self._answer(msg, ProcessError(code="invalid_request", message=str(problem)[:500]))
-            except PeerError as problem:
-                await self._answer(msg, ProcessError(code=problem.code, message=problem.message[:500]))
-            else:
-                if inspect.isawaitable(result):
-                    self._spawn(self._answer_later(msg, result))
-                else:
-                    await self._answer(msg, result)
-
-        return await self.nc.subscribe(subject, queue=queue, cb=receive)
-
-    async def _answer_later(self, msg: Msg, result: Awaitable[Message]) -> None:
-        try:
-            answer = await result
-        except PeerError as problem:
-            answer = ProcessError(code=problem.code, message=problem.message[:500])
-        await self._answer(msg, answer)
-
-    async def _answer(self, msg: Msg, answer: Message) -> None:
-        if msg.reply and not self.nc.is_closed:
-            await self.nc.publish(msg.reply, encode(answer))
+    def _count_invalid(self) -> None:
+        self.invalid += 1
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

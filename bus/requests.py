@@ -1,5 +1,9 @@
 """Requests over one inbox subscription: a counter and a future each, nothing more.
 
+A question is asked again each second, and at once after a reconnect, until it is answered or given up: with a server
+that dies its message is lost, or the answer's. Who serves knows a repeat by its inbox (`halfmoon.bus.serving`), so
+nothing is done twice.
+
 Source: what NATS clients call the new-style request; written here because two of them are in the way of every first
 token, and the client library's costs three times as much.
 """
@@ -8,11 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from dataclasses import dataclass
 
 from halfmoon.bus.client import DirectClient, status
 from halfmoon.bus.errors import PeerUnreachable
+from halfmoon.bus.tasks import end_tasks
 
+ASK_AGAIN_S = 1.0
 _NO_RESPONDERS = "503"
+
+
+@dataclass(slots=True)
+class _Question:
+    subject: str
+    payload: bytes
+    answer: asyncio.Future[bytes | None]
+    asked_at: float
 
 
 class Requests:
@@ -22,17 +38,22 @@ class Requests:
         self._nc = nc
         self._prefix = nc.new_inbox()
         self._numbers = itertools.count()
-        self._waiting: dict[bytes, asyncio.Future[bytes | None]] = {}
+        self._waiting: dict[bytes, _Question] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         await self._nc.hear(f"{self._prefix}.*", self._receive)
+        self._tasks = [asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        await end_tasks(self._tasks)
 
     async def ask(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         """The payload of the first answer. Raises PeerUnreachable; and NATS' own errors when nothing can be sent."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes | None] = loop.create_future()
         inbox = f"{self._prefix}.{next(self._numbers)}"
-        self._waiting[inbox.encode()] = answer
+        self._waiting[inbox.encode()] = _Question(subject, payload, answer, time.monotonic())
         timer = loop.call_later(timeout_s, self._give_up, answer, f"no answer on {subject} within {timeout_s} s")
         try:
             await self._nc.publish(subject, payload, reply=inbox)
@@ -44,12 +65,26 @@ class Requests:
             raise PeerUnreachable(f"nobody serves {subject}")
         return reply
 
+    def ask_again(self, older_than_s: float = 0.0) -> None:
+        """All that is unanswered for so long, once more."""
+        now = time.monotonic()
+        for inbox, question in self._waiting.items():
+            if now - question.asked_at >= older_than_s and not question.answer.done():
+                question.asked_at = now
+                self._nc.send(question.subject, question.payload, inbox.decode())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(ASK_AGAIN_S / 4)
+            self.ask_again(ASK_AGAIN_S)
+
     @staticmethod
     def _give_up(answer: asyncio.Future[bytes | None], reason: str) -> None:
         if not answer.done():
             answer.set_exception(PeerUnreachable(reason))
 
     def _receive(self, subject: bytes, _: bytes, payload: bytes, headers: bytes | None) -> None:
-        answer = self._waiting.get(subject)
-        if answer is not None and not answer.done():
-            answer.set_result(None if not payload and status(headers) == _NO_RESPONDERS else payload)
+        question = self._waiting.get(subject)
+        if question is not None and not question.answer.done():
+            nobody = not payload and status(headers) == _NO_RESPONDERS
+            question.answer.set_result(None if nobody else payload)

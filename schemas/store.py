@@ -137,7 +137,7 @@ class PushLayer(Part, frozen=True):
 
 
 class PushLayers(Message, frozen=True):
-    """Subject verb `push`, published without an answer; in order."""
+    """Verb `push`; nobody waits for the answer, which says that it was heard."""
 
     worker_id: Id
     pushes: list[PushLayer]

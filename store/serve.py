@@ -58,7 +58,7 @@ async def serve_all(agent: StoreAgent) -> list[Subscription]:
     ]
     node_id = agent.config.node_id
     subscriptions = [
-        await agent.bus.subscribe(subjects.store(node_id, "push"), say.PushLayers, functools.partial(push, agent)),
+        await agent.bus.serve(subjects.store(node_id, "push"), say.PushLayers, functools.partial(push, agent)),
         await agent.bus.subscribe(subjects.store(node_id, "keep"), say.KeepOrders, functools.partial(keep, agent)),
     ]
     for verb, kind, answer in verbs:
@@ -200,8 +200,8 @@ async def _open_push(agent: StoreAgent, owner: Owner, request: say.OpenPush) -> 
     return say.Done()
 
 
-def push(agent: StoreAgent, request: say.PushLayers) -> None:
-    """No answer: `close_push` says how it went, and finds out when one was lost."""
+def push(agent: StoreAgent, request: say.PushLayers) -> say.Done:
+    """Answered as soon as it is heard; `close_push` says how it went, and finds out when one was lost."""
     for layer in request.pushes:
         owner = Owner(layer.order_id, request.worker_id)
         running = agent.push_of(owner)
@@ -214,6 +214,7 @@ def push(agent: StoreAgent, request: say.PushLayers) -> None:
             running.fail(problem)
             continue
         running.push(layer)
+    return say.Done()
 
 
 def keep(agent: StoreAgent, request: say.KeepOrders) -> None:

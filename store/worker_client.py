@@ -1,8 +1,8 @@
 """The workers' door to their node's store agent.
 
-Pushes are published without an answer and gathered while the event loop is busy, so that the thirty layers of a
+Pushes are gathered while the event loop is busy, and nobody waits for their answers, so that the thirty layers of a
 chunk cost the worker next to nothing; `close_push` says how many there were, so that a lost one is found.
-Everything else is a request, watched: when the agent dies in the middle (its lock on the segment goes), the call
+Everything else is waited for, and watched: when the agent dies in the middle (its lock on the segment goes), the call
 ends within half a second with AgentUnreachable.
 """
 
@@ -58,7 +58,8 @@ class StoreClient:
         self._pushes: Counter[str] = Counter()
         #: Open orders, and when something was last done for each.
         self._orders: dict[str, float] = {}
-        self._sending: asyncio.Task[None] | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+        self._gathering = False
         self._keeping: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self.restarted: list[Callable[[], None]] = []
@@ -232,21 +233,26 @@ class StoreClient:
         if layer_push.order_id in self._orders:
             self._orders[layer_push.order_id] = time.monotonic()
         self._outbox.append(layer_push)
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.ensure_future(self._send())
+        if not self._gathering:
+            self._gathering = True
+            asyncio.get_running_loop().call_soon(self._send)
 
-    async def _send(self) -> None:
-        subject = subjects.store(self._node_id, "push")
+    def _send(self) -> None:
+        self._gathering = False
         while self._outbox:
             some = [self._outbox.popleft() for _ in range(min(len(self._outbox), PUSHES_PER_MESSAGE))]
-            with contextlib.suppress(NatsError):  # a lost push is found by close_push
-                await self._bus.publish(subject, say.PushLayers(worker_id=self._worker_id, pushes=some))
+            sending = asyncio.ensure_future(self._send_some(some))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+
+    async def _send_some(self, pushes: list[say.PushLayer]) -> None:
+        message = say.PushLayers(worker_id=self._worker_id, pushes=pushes)
+        with contextlib.suppress(bus_errors.BusError, NatsError):  # a lost push is found by close_push
+            await self._bus.request(subjects.store(self._node_id, "push"), message, say.Done, timeout_s=ASK_S)
 
     async def close_push(self, order_id: str, *, traceparent: str = "") -> say.Pushed:
         """Returns when everything pushed is readable at the target and committed there. Raises what made it fail."""
         await asyncio.sleep(0)  # pushes from other threads come first
-        if self._sending is not None:
-            await asyncio.shield(self._sending)
         request = say.ClosePush(
             order_id=order_id, worker_id=self._worker_id, pushes=self._pushes[order_id], traceparent=traceparent
         )
@@ -278,8 +284,8 @@ class StoreClient:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
             self._keeping = None
-        if self._sending is not None:
-            await asyncio.shield(self._sending)
+        for sending in list(self._sending):
+            sending.cancel()
         if self._view is not None:
             self._view.close()
             self._view, self._attached = None, None

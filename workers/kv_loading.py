@@ -32,7 +32,7 @@ class KvLoading:
         self._loop = asyncio.get_running_loop()
 
     def note(self, sequence: Sequence, message: TransferOpened | KvReady) -> None:
-        """What the message says is readable. It may be told again at any time: the bus repeats what it may have lost."""
+        """What the message says is readable. It may come again at any time: the bus repeats what may be lost."""
         match message:
             case TransferOpened():
                 if sequence.arrived is not None:

@@ -135,7 +135,7 @@ class Worker(ABC):
     async def _obey_all(self, reader: Any) -> None:
         async for ordered in self.bus.follow_decisions(reader):
             self.obey(ordered.decision)
-            self.obeyed_seq = ordered.cause_seq
+            self.obeyed_seq = max(self.obeyed_seq, ordered.cause_seq)
 
     # --- for the subclasses -----------------------------------------------------------------------------------
 

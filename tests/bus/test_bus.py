@@ -19,6 +19,7 @@ from halfmoon.schemas.events import FrontendHeartbeat, RequestCancelled, Stamped
 from halfmoon.schemas.kv import KvReady
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.workers.nats_service import settled
+from tests.bus.proxy import Proxy
 
 
 def cancelled(number: int) -> RequestCancelled:
@@ -124,6 +125,8 @@ async def test_decisions_reach_their_target_once_though_two_conductors_give_them
             if len(got) == 100:
                 break
     assert got == list(range(1, 101))
+    assert await one.flush(10)  # heard sooner than stored
+    assert await two.flush(10)
     last = await one.last_decision()
     assert last is not None
     assert last.cause_seq == 100
@@ -261,42 +264,6 @@ async def test_decisions_survive_a_killed_server_without_loss_or_swap(tmp_path: 
     await conductor.close()
     await worker.close()
     server.stop()
-
-
-class Proxy:
-    """A TCP hop to the nats-server that can be cut."""
-
-    def __init__(self, url: str) -> None:
-        self.target = int(url.rsplit(":", 1)[1])
-        self.writers: list[asyncio.StreamWriter] = []
-        self.cut = False
-
-    async def start(self) -> str:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"nats://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.cut:
-            writer.close()
-            return
-        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.target)
-        self.writers += [writer, there_writer]
-        await asyncio.gather(self._pump(reader, there_writer), self._pump(there_reader, writer))
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        try:
-            while some := await source.read(65536):
-                sink.write(some)
-        except OSError:
-            return
-        finally:
-            sink.close()
-
-    def drop(self) -> None:
-        self.cut = True
-        for writer in self.writers:
-            writer.close()
-        self.writers.clear()
 
 
 async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(nats_url: str) -> None:

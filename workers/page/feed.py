@@ -107,7 +107,7 @@ class PageFeed:
 
     async def _ask(self) -> None:
         inbox = self._bus.nc.new_inbox()
-        subscription = None
+        subscription, asked = None, 0
         self._heard.clear()
         self._after_seq = 0
         self._view_at_s = time.monotonic()
@@ -118,10 +118,12 @@ class PageFeed:
                 else:
                     with contextlib.suppress(NatsError):
                         if subscription is None:
-                            subscription = await self._bus.subscribe(inbox, ClusterView, self._on_view)
+                            subscription = await self._bus.subscribe(f"{inbox}.*", ClusterView, self._on_view)
                         self._name()
                         question = ViewRequest(conductor_id=self._named, after_seq=self._after_seq)
-                        self._bus.nc.send(subjects.view(subjects.CONDUCTORS), encode(question), reply=inbox)
+                        asked += 1  # another inbox for each, or it would count as the same question once more
+                        reply = f"{inbox}.{asked}"
+                        self._bus.nc.send(subjects.view(subjects.CONDUCTORS), encode(question), reply=reply)
                     if time.monotonic() - self._view_at_s > SILENT_S:
                         self._tell({"state": "no conductor"})
                 await asyncio.sleep(EVERY_S)

@@ -1,0 +1,114 @@
+"""Answering requests, each once: one that comes again is answered again, and not obeyed again.
+
+It is known by its reply subject: an inbox of its own for each (`halfmoon.bus.requests`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from halfmoon.bus.client import DirectClient
+from halfmoon.bus.errors import PeerError
+from halfmoon.schemas.codec import MessageInvalid, decode, encode
+from halfmoon.schemas.tokens import ProcessError
+from halfmoon.schemas.types import Message
+
+Answerer = Callable[[Any], "Awaitable[Message] | Message"]
+
+#: Far more than come within the second after which a question is repeated; and what their answers may take together.
+ANSWERS_MAX = 4096
+ANSWERS_BYTES_MAX = 8 << 20
+
+
+class Repeats:
+    """Of one served subject."""
+
+    def __init__(self) -> None:
+        self._under_way: set[str] = set()
+        self._answers: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def begin(self, reply: str) -> bool:
+        """False when this question was seen: it is being answered, or `answer` has what it was answered with."""
+        if not reply:
+            return True
+        if reply in self._under_way or reply in self._answers:
+            return False
+        self._under_way.add(reply)
+        return True
+
+    def answer(self, reply: str) -> bytes | None:
+        """What a question was answered with; None while it is being answered."""
+        return self._answers.get(reply)
+
+    def end(self, reply: str, answer: bytes) -> None:
+        """Answered."""
+        self._under_way.discard(reply)
+        self._answers[reply] = answer
+        self._bytes += len(answer)
+        while self._bytes > ANSWERS_BYTES_MAX or len(self._answers) > ANSWERS_MAX:
+            _, oldest = self._answers.popitem(last=False)
+            self._bytes -= len(oldest)
+
+
+class Served:
+    """One served subject; `receive` is for `DirectClient.hear`.
+
+    `spawn` runs what a coroutine function was asked, as a task; `invalid` is called for what is no `kind`.
+    """
+
+    def __init__(
+        self,
+        nc: DirectClient,
+        kind: Any,
+        handler: Answerer,
+        *,
+        spawn: Callable[[Awaitable[None]], None],
+        invalid: Callable[[], None],
+    ) -> None:
+        self._nc = nc
+        self._kind = kind
+        self._handler = handler
+        self._spawn = spawn
+        self._invalid = invalid
+        self._repeats = Repeats()
+
+    def receive(self, _: bytes, reply: bytes, payload: bytes, __: bytes | None) -> None:
+        inbox = reply.decode()
+        if not self._repeats.begin(inbox):
+            if (known := self._repeats.answer(inbox)) is not None:
+                self._nc.send(inbox, known)
+            return
+        try:
+            result = self._handler(decode(payload, self._kind))
+        except MessageInvalid as problem:
+            self._invalid()
+            self._answer(inbox, ProcessError(code="invalid_request", message=str(problem)[:500]))
+        except PeerError as problem:
+            self._answer(inbox, _refusal(problem))
+        else:
+            if inspect.isawaitable(result):
+                self._spawn(self._answer_later(inbox, result))
+            else:
+                self._answer(inbox, result)
+
+    async def _answer_later(self, inbox: str, result: Awaitable[Message]) -> None:
+        try:
+            answer = await result
+        except PeerError as problem:
+            answer = _refusal(problem)
+        self._answer(inbox, answer)
+
+    def _answer(self, inbox: str, answer: Message) -> None:
+        """Not sent while the connection is away: then the question comes again."""
+        if inbox:
+            payload = encode(answer)
+            self._repeats.end(inbox, payload)
+            self._nc.send(inbox, payload)
+
+
+def _refusal(problem: PeerError) -> ProcessError:
+    return ProcessError(code=problem.code, message=problem.message[:500])

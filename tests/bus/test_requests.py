@@ -1,0 +1,144 @@
+"""Requests and orders whose messages are lost with a connection: found again, and obeyed once. Real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+import pytest
+
+from halfmoon.bus import connection
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import PeerUnreachable
+from halfmoon.bus.serving import ANSWERS_BYTES_MAX, ANSWERS_MAX, Repeats
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import CancelOrder, Ordered
+from halfmoon.schemas.tokens import ResendReply, ResendRequest
+from halfmoon.workers.nats_service import settled
+from tests.bus.proxy import Proxy
+
+SUBJECT = "halfmoon.resend.w"
+
+
+class Pair:
+    """One asks through a hop that can be cut, or the other serves through it."""
+
+    def __init__(self, asker: Bus, server: Bus, proxy: Proxy) -> None:
+        self.asker, self.server, self.proxy = asker, server, proxy
+        self.asked: list[int] = []
+        self.go_on = asyncio.Event()
+
+    async def serve(self) -> None:
+        async def answer(request: ResendRequest) -> ResendReply:
+            self.asked.append(request.index)
+            await self.go_on.wait()
+            return ResendReply(known=bool(request.index % 2))
+
+        await self.server.serve(SUBJECT, ResendRequest, answer)
+        await settled(self.server.nc)
+
+    def ask(self, index: int, timeout_s: float = 20.0) -> asyncio.Task[ResendReply]:
+        question = ResendRequest(request_id="r", order_id="1-0", index=index)
+        return asyncio.create_task(self.asker.request(SUBJECT, question, ResendReply, timeout_s=timeout_s))
+
+    async def heard(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.asked) < count:
+                await asyncio.sleep(0.005)
+
+    async def back(self) -> None:
+        self.proxy.cut = False
+        async with asyncio.timeout(10):
+            while not (self.asker.nc.is_connected and self.server.nc.is_connected):
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture(params=["asker", "server"])
+async def pair(nats_url: str, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    proxy = Proxy(nats_url)
+    through = await proxy.start()
+    urls = {"asker": nats_url, "server": nats_url, request.param: through}
+    asker = await Bus.connect(BusConfig(url=urls["asker"]), name="a")
+    server = await Bus.connect(BusConfig(url=urls["server"]), name="s")
+    yield Pair(asker, server, proxy)
+    proxy.cut = False
+    await asker.close()
+    await server.close()
+    proxy.server.close()
+
+
+async def test_an_answer_that_is_lost_with_the_connection_comes_all_the_same(pair: Pair) -> None:
+    await pair.serve()
+    asking = [pair.ask(index) for index in range(4)]
+    await pair.heard(4)
+    pair.proxy.drop()
+    await asyncio.sleep(0.05)
+    pair.go_on.set()  # answered to nobody
+    await asyncio.sleep(0.05)
+    await pair.back()
+    async with asyncio.timeout(10):
+        replies = await asyncio.gather(*asking)
+    assert [reply.known for reply in replies] == [False, True, False, True]
+    assert sorted(pair.asked) == [0, 1, 2, 3], "each was obeyed once"
+
+
+async def test_a_question_that_takes_long_is_not_obeyed_again(pair: Pair) -> None:
+    await pair.serve()
+    asking = pair.ask(1)
+    await asyncio.sleep(2.5)  # repeated twice
+    assert pair.asked == [1]
+    assert not asking.done()
+    pair.go_on.set()
+    async with asyncio.timeout(10):
+        assert (await asking).known
+
+
+async def test_asking_ends_in_time_all_the_same(pair: Pair) -> None:
+    await pair.serve()
+    with pytest.raises(PeerUnreachable, match=r"no answer on .* within 1\.5 s"):
+        await pair.ask(1, timeout_s=1.5)
+    assert pair.asked == [1]
+
+
+def test_what_was_answered_is_forgotten_at_some_time() -> None:
+    repeats = Repeats()
+    for number in range(ANSWERS_MAX + 10):
+        assert repeats.begin(f"inbox.{number}")
+        assert repeats.answer(f"inbox.{number}") is None
+        assert not repeats.begin(f"inbox.{number}"), "under way"
+        repeats.end(f"inbox.{number}", b"%d" % number)
+    assert [repeats.answer(f"inbox.{number}") for number in (9, 10)] == [None, b"10"]
+    repeats.end("large", b"x" * ANSWERS_BYTES_MAX)
+    assert repeats.answer(f"inbox.{ANSWERS_MAX}") is None
+    assert repeats.answer("large") is not None
+    repeats.end("larger", b"x" * (ANSWERS_BYTES_MAX + 1))
+    assert repeats.answer("larger") is None
+
+
+async def test_a_decision_that_comes_after_a_newer_one_is_obeyed_and_copies_are_not(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy is lost with a route between servers, and the next decision's is not; then another conductor's comes."""
+    monkeypatch.setattr(connection, "SEEN_MAX", 4)
+    conductor = await Bus.connect(BusConfig(url=nats_url), name="c")
+    worker = await Bus.connect(BusConfig(url=nats_url), name="w")
+    tail, copies = await worker.open_decisions("w1"), itertools.count()
+    for seq in (1, 3, 2, 3, 1, 2, 4, 5, 6, 7, 1, 2, 3, 5, 8):
+        order = CancelOrder(order_id=f"{seq}-0", request_id="r", worker_id="w1")
+        for position in range(1 + (seq == 8)):
+            conductor.publish_soon(
+                subjects.decision("w1", "CancelOrder"),
+                Ordered(cause_seq=seq, position=position, decision=order),
+                message_id=f"copy{next(copies)}",
+            )
+    got: list[tuple[int, int]] = []
+    async with asyncio.timeout(10):
+        async for ordered in worker.follow_decisions(tail):
+            got.append((ordered.cause_seq, ordered.position))
+            if got[-1] == (8, 1):
+                break
+    assert got == [(1, 0), (3, 0), (2, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (8, 1)]
+    await conductor.close()
+    await worker.close()
