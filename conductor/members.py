@@ -13,7 +13,7 @@ from halfmoon.conductor.cost import decode_fit, prefill_fit
 from halfmoon.conductor.losses import lose_orders
 from halfmoon.conductor.orders import arm, end, place_parked, withdraw
 from halfmoon.conductor.state import Decisions, Frontend, State, Store, Worker
-from halfmoon.schemas.decisions import AnnounceYourself
+from halfmoon.schemas.decisions import AnnounceYourself, FailRequest
 from halfmoon.schemas.events import (
     CostProfile,
     FrontendHeartbeat,
@@ -208,6 +208,10 @@ def frontend_heartbeat(state: State, event: FrontendHeartbeat, out: Decisions) -
         return
     frontend.last_seen_ns = state.at_ns
     frontend.open_requests = event.open_requests
+    for request_id in event.silent:
+        if request_id not in state.requests:  # it was refused, or failed, and the word of it was lost
+            message = "it was answered with an error, and the answer was lost"
+            out.append(FailRequest(request_id=request_id, frontend_id=event.frontend_id, message=message))
 
 
 def frontend_left(state: State, frontend_id: str, incarnation: str, out: Decisions) -> None:

@@ -152,11 +152,12 @@ class FrontendJoined(Message, frozen=True):
 
 
 class FrontendHeartbeat(Message, frozen=True):
-    """Sent every `heartbeat_ns`."""
+    """Sent every `heartbeat_ns`. `silent`: open requests of which no order was ever heard, for long."""
 
     frontend_id: Id
     incarnation: Id
     open_requests: Count = 0
+    silent: list[Id] = []
 
 
 class FrontendLeft(Message, frozen=True):

@@ -32,6 +32,7 @@ from halfmoon.workers.sequence import Sequence, Stage
 from halfmoon.workers.shared_output import share_output, shares_output
 from halfmoon.workers.spans import decoded
 from halfmoon.workers.step_times import StepTimes
+from halfmoon.workers.token_inbox import refusal
 from halfmoon.workers.worker import Worker
 
 #: KV messages may overtake the StartDecode order they belong to (another stream): so many orders' are kept.
@@ -132,8 +133,8 @@ class DecodeOrders(Worker):
         reply = await self.inbox.take(order.frontend_id, order.request_id, order.order_id, "decode")
         if sequence.stage is Stage.ENDED:
             return
-        if reply.gone:
-            self._fail(sequence, "the frontend no longer wants it", retryable=False)
+        if reply is None or reply.gone:
+            self._fail(sequence, refusal(reply), retryable=reply is None)
             return
         sequence.prompt = unpack_tokens(reply.token_ids)
         sequence.replay = unpack_tokens(reply.output_ids)

@@ -39,6 +39,8 @@ class FrontendConfig:
     heartbeat_ns: int = SECOND_NS
     #: After this silence the decode worker is asked whether something got lost.
     resend_after_ns: int = 2 * SECOND_NS
+    #: A request that no order was heard of for so long is named in the heartbeats: was it refused?
+    silent_after_ns: int = 5 * SECOND_NS
     #: How often a client on NATS is made sure of.
     alive_ns: int = SECOND_NS * 2 // 5
     #: A request that nothing was heard of for so long is failed. Longer than any SLO that is asked for.

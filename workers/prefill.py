@@ -27,6 +27,7 @@ from halfmoon.workers.layer_loads import LayerLoads, LoadFailed
 from halfmoon.workers.prefill_job import Job, Stop, patiently
 from halfmoon.workers.sampled import next_token
 from halfmoon.workers.spans import begin_prefill, end_prefill
+from halfmoon.workers.token_inbox import refusal
 from halfmoon.workers.worker import Worker
 
 log = logging.getLogger("halfmoon.prefill")
@@ -110,10 +111,11 @@ class PrefillWorker(Worker):
     async def _prepare(self, job: Job) -> bool:
         """Tokens, slots, fetches under way. False when the order has been answered already."""
         order = job.order
-        job.reply = await self.inbox.take(order.frontend_id, order.request_id, order.order_id, "prefill")
-        if job.reply.gone:
-            self._fail(job, Stop("the frontend no longer wants it", retryable=False))
+        taken = await self.inbox.take(order.frontend_id, order.request_id, order.order_id, "prefill")
+        if taken is None or taken.gone:
+            self._fail(job, Stop(refusal(taken), retryable=taken is None))
             return False
+        job.reply = taken
         begin_prefill(self.tracing, job, self.config.worker_id)
         job.token_ids = unpack_tokens(job.reply.token_ids)
         if len(job.token_ids) != order.prompt_tokens:

@@ -285,7 +285,10 @@ class RequestRegistry:
             if now_ns >= heartbeat_at_ns:
                 heartbeat_at_ns = now_ns + self.config.heartbeat_ns
                 beat = FrontendHeartbeat(
-                    frontend_id=source_id, incarnation=self._incarnation, open_requests=len(self.requests)
+                    frontend_id=source_id,
+                    incarnation=self._incarnation,
+                    open_requests=len(self.requests),
+                    silent=self._resends.silent(now_ns),
                 )
                 self.bus.append_soon(beat, source_id=source_id)
             for request in list(self.requests.values()):

@@ -6,6 +6,7 @@ have been the last one. A worker that is gone is the conductors' business: they 
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from halfmoon.workers.request_registry import RequestRegistry
 
 TIMEOUT_S = 2.0
+#: In one heartbeat.
+SILENT_MAX = 256
 #: After so many "no such order" in a row the request is told to the conductors anew.
 UNKNOWN_COUNT_MAX = 3
 
@@ -41,6 +44,16 @@ class Resends:
             self._registry.fail(request, ApiError(500, f"nothing was heard for {seconds} s", code="silence"), "silence")
             return
         self.ask(request)
+
+    def silent(self, now_ns: int) -> list[str]:
+        """Requests that may wait for a worker, or whose refusal was lost: a conductor knows."""
+        silent_after_ns = self._registry.config.silent_after_ns
+        silent = (
+            request.request_id
+            for request in self._registry.requests.values()
+            if not request.order_id and now_ns - request.heard_at_ns >= silent_after_ns
+        )
+        return list(itertools.islice(silent, SILENT_MAX))
 
     def ask(self, request: OpenRequest) -> None:
         """Ask its decode worker, unless that is under way or no worker has it yet."""

@@ -34,8 +34,8 @@ class TokenInbox:
 
     async def take(
         self, frontend_id: str, request_id: str, order_id: str, role: Literal["prefill", "decode"]
-    ) -> TakeReply:
-        """The request's tokens. A frontend that does not answer counts as one that no longer wants them."""
+    ) -> TakeReply | None:
+        """The request's tokens; None: its frontend does not answer."""
         given = self._early.pop(order_id, None) or await self._wait(order_id)
         if given is not None:
             return given
@@ -46,10 +46,10 @@ class TokenInbox:
                     subjects.take(frontend_id), ask, TakeReply, timeout_s=TAKE_TIMEOUT_S
                 )
             except PeerError:
-                break
+                return TakeReply(gone=True)
             except PeerUnreachable:
                 await asyncio.sleep(TAKE_PAUSE_S)
-        return TakeReply(gone=True)
+        return None
 
     async def _wait(self, order_id: str) -> TakeReply | None:
         loop = asyncio.get_running_loop()
@@ -70,6 +70,11 @@ class TokenInbox:
         self._early[message.order_id] = message.taken
         while len(self._early) > EARLY_ORDERS_MAX:
             self._early.popitem(last=False)
+
+
+def refusal(taken: TakeReply | None) -> str:
+    """Why there are no tokens."""
+    return "the frontend does not answer" if taken is None else "the frontend no longer wants it"
 
 
 def _settle(awaited: asyncio.Future[TakeReply | None], taken: TakeReply | None) -> None:

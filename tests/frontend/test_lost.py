@@ -10,10 +10,11 @@ import msgspec
 from frontend_double import ANSWER
 
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import AnnounceYourself
+from halfmoon.schemas.decisions import AnnounceYourself, FailRequest
 from halfmoon.schemas.events import FrontendJoined, RequestArrived
 from halfmoon.schemas.tokens import ResendReply
 
+LONG = 33
 BODY = {"prompt": "Once", "max_tokens": 200}
 SECOND_NS = 10**9
 
@@ -85,6 +86,32 @@ def test_a_worker_that_forgot_the_order_has_the_request_told_anew(run: Any) -> N
         assert second == msgspec.structs.replace(first, answer_lost=True)
 
     run(scenario, resend_after_ns=SECOND_NS // 5)
+
+
+def test_a_request_that_nobody_speaks_of_is_asked_about(run: Any) -> None:
+    """Its refusal may have been lost. One that has an order is not asked about, however long it takes."""
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        if arrived.prompt_tokens == LONG:
+            await double.place(arrived, f"{seq}-0")
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        placed = asyncio.create_task(cluster.post("/v1/completions", {**BODY, "prompt": [7] * LONG}))
+        asked = asyncio.create_task(cluster.post("/v1/completions", BODY))
+        arrivals = await cluster.double.wait_for(RequestArrived, 2)
+        forgotten = next(arrived.request_id for arrived in arrivals if arrived.prompt_tokens != LONG)
+        async with asyncio.timeout(10):
+            while not (silent := [e.silent for e in cluster.double.events if getattr(e, "silent", ())]):
+                await asyncio.sleep(0.02)
+        assert silent[0] == [forgotten]
+        fail = FailRequest(request_id=forgotten, frontend_id=cluster.double.frontend_id, message="lost")
+        await cluster.double.order(fail, 99)
+        status, _, answer = await asked
+        assert (status, answer["error"]["message"]) == (500, "lost")
+        placed.cancel()
+
+    run(scenario, silent_after_ns=SECOND_NS // 5, heartbeat_ns=SECOND_NS // 10)
 
 
 def test_a_second_decode_worker_goes_on_where_the_first_died(run: Any) -> None:
