@@ -359,10 +359,14 @@ class Bus:
 
         return await self.nc.hear(subject, hear, queue=queue)
 
-    async def request(self, subject: str, message: Message, kind: type[M], *, timeout_s: float) -> M:
-        """Ask and wait. Raises PeerUnreachable (nobody there, too late) or PeerError (its own refusal)."""
+    async def request(
+        self, subject: str, message: Message, kind: type[M], *, timeout_s: float, patient: bool = False
+    ) -> M:
+        """Ask and wait; `patient`: also for somebody to be there. Raises PeerUnreachable (nobody there, too late) or
+        PeerError (its own refusal).
+        """
         try:
-            reply = await self._requests.ask(subject, encode(message), timeout_s=timeout_s)
+            reply = await self._requests.ask(subject, encode(message), timeout_s=timeout_s, patient=patient)
         except NatsError as problem:
             raise PeerUnreachable(f"{subject}: {str(problem) or type(problem).__name__}") from None
         if reply.startswith(b'{"type":"ProcessError"'):

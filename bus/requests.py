@@ -29,6 +29,8 @@ class _Question:
     payload: bytes
     answer: asyncio.Future[bytes | None]
     asked_at: float
+    #: "Nobody serves this" is not the end: who does is expected back.
+    patient: bool
 
 
 class Requests:
@@ -48,12 +50,14 @@ class Requests:
     async def stop(self) -> None:
         await end_tasks(self._tasks)
 
-    async def ask(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """The payload of the first answer. Raises PeerUnreachable; and NATS' own errors when nothing can be sent."""
+    async def ask(self, subject: str, payload: bytes, *, timeout_s: float, patient: bool = False) -> bytes:
+        """The payload of the first answer. Raises PeerUnreachable, at once when nobody serves the subject and we are
+        not `patient`; and NATS' own errors when nothing can be sent.
+        """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes | None] = loop.create_future()
         inbox = f"{self._prefix}.{next(self._numbers)}"
-        self._waiting[inbox.encode()] = _Question(subject, payload, answer, time.monotonic())
+        self._waiting[inbox.encode()] = _Question(subject, payload, answer, time.monotonic(), patient)
         timer = loop.call_later(timeout_s, self._give_up, answer, f"no answer on {subject} within {timeout_s} s")
         try:
             await self._nc.publish(subject, payload, reply=inbox)
@@ -87,4 +91,7 @@ class Requests:
         question = self._waiting.get(subject)
         if question is not None and not question.answer.done():
             nobody = not payload and status(headers) == _NO_RESPONDERS
-            question.answer.set_result(None if nobody else payload)
+            if nobody and question.patient:
+                question.asked_at = 0.0  # again at the next turn of the watch
+            else:
+                question.answer.set_result(None if nobody else payload)

@@ -237,8 +237,7 @@ class BlocksEvicted(_NodeBlocks, frozen=True):
 
 
 class TierLost(Message, frozen=True):
-    """The node has nothing on this tier any more: its disk is full, fails, or its file is gone. What it holds later is
-    announced as stored again."""
+    """The node has nothing on this tier any more (disk full, failing, file gone); what it holds later is stored anew."""
 
     node_id: Id
     incarnation: Id

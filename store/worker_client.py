@@ -248,7 +248,7 @@ class StoreClient:
     async def _send_some(self, pushes: list[say.PushLayer]) -> None:
         message = say.PushLayers(worker_id=self._worker_id, pushes=pushes)
         with contextlib.suppress(bus_errors.BusError, NatsError):  # a lost push is found by close_push
-            await self._bus.request(subjects.store(self._node_id, "push"), message, say.Done, timeout_s=ASK_S)
+            await self._ask("push", message, say.Done, self._long_s())
 
     async def close_push(self, order_id: str, *, traceparent: str = "") -> say.Pushed:
         """Returns when everything pushed is readable at the target and committed there. Raises what made it fail."""
@@ -292,11 +292,7 @@ class StoreClient:
 
     async def ask(self, verb: str, message: Message, kind: type[M], *, long: bool = False) -> M:
         """A request to the agent, watched. Raises what it answers, or AgentUnreachable."""
-        timeout_s = ASK_S
-        if long and self._attached is not None:
-            timeout_s += 2 * self._attached.transfer_ns_max / 1e9
-        subject = subjects.store(self._node_id, verb)
-        asking = asyncio.ensure_future(self._bus.request(subject, message, kind, timeout_s=timeout_s))
+        asking = asyncio.ensure_future(self._ask(verb, message, kind, self._long_s() if long else ASK_S))
         try:
             while not asking.done():
                 await asyncio.wait([asking], timeout=WATCH_S)
@@ -309,3 +305,11 @@ class StoreClient:
             raise AgentUnreachable(f"store agent of node {self._node_id}: {problem}") from None
         finally:
             asking.cancel()
+
+    def _long_s(self) -> float:
+        return ASK_S + (2 * self._attached.transfer_ns_max / 1e9 if self._attached is not None else 0.0)
+
+    async def _ask(self, verb: str, message: Message, kind: type[M], timeout_s: float) -> M:
+        """Patient: that the agent died is seen elsewhere; else it is just coming back to the bus."""
+        subject = subjects.store(self._node_id, verb)
+        return await self._bus.request(subject, message, kind, timeout_s=timeout_s, patient=self._view is not None)

@@ -117,7 +117,7 @@ class PrefillWorker(Worker):
             return False
         job.reply = taken
         begin_prefill(self.tracing, job, self.config.worker_id)
-        job.token_ids = unpack_tokens(job.reply.token_ids)
+        job.token_ids = unpack_tokens(taken.token_ids)
         if len(job.token_ids) != order.prompt_tokens:
             self._fail(job, Stop("the frontend's tokens are not those of the order", retryable=False))
             return False
@@ -256,13 +256,11 @@ class PrefillWorker(Worker):
         step = layout.block_tokens if layout.numerics == "exact" else self.config.chunk_tokens
         total = len(job.token_ids)
         begin = prefix_blocks * layout.block_tokens
-        loader = None
+        loader = before = None
         if prefix_blocks and self._pool is not None:
             loads = job.loads or LayerLoads(layout.layers, fetched=True)
             loader = self._copies.submit(self._load_prefix, job, loads, table, prefix_blocks)
             before = loads.wait_loaded
-        else:
-            before = None
         logits = None
         late: list[tuple[int, int, int]] = []
         try:

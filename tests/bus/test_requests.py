@@ -22,6 +22,10 @@ from tests.bus.proxy import Proxy
 SUBJECT = "halfmoon.resend.w"
 
 
+async def connected(url: str, name: str) -> Bus:
+    return await Bus.connect(BusConfig(url=url), name=name)
+
+
 class Pair:
     """One asks through a hop that can be cut, or the other serves through it."""
 
@@ -60,8 +64,8 @@ async def pair(nats_url: str, request: pytest.FixtureRequest) -> AsyncIterator[P
     proxy = Proxy(nats_url)
     through = await proxy.start()
     urls = {"asker": nats_url, "server": nats_url, request.param: through}
-    asker = await Bus.connect(BusConfig(url=urls["asker"]), name="a")
-    server = await Bus.connect(BusConfig(url=urls["server"]), name="s")
+    asker = await connected(urls["asker"], "a")
+    server = await connected(urls["server"], "s")
     yield Pair(asker, server, proxy)
     proxy.cut = False
     await asker.close()
@@ -102,6 +106,23 @@ async def test_asking_ends_in_time_all_the_same(pair: Pair) -> None:
     assert pair.asked == [1]
 
 
+async def test_who_is_patient_waits_for_somebody_to_serve(nats_url: str) -> None:
+    asker, server = await connected(nats_url, "a"), await connected(nats_url, "s")
+    question = ResendRequest(request_id="r", order_id="1-0", index=1)
+    with pytest.raises(PeerUnreachable, match="nobody serves"):
+        await asker.request(SUBJECT, question, ResendReply, timeout_s=10)
+    asking = asyncio.create_task(asker.request(SUBJECT, question, ResendReply, timeout_s=10, patient=True))
+    await asyncio.sleep(0.3)
+    assert not asking.done()
+    await server.serve(SUBJECT, ResendRequest, lambda _: ResendReply(known=True))
+    async with asyncio.timeout(5):
+        assert (await asking).known
+    with pytest.raises(PeerUnreachable, match="no answer"):
+        await asker.request("halfmoon.resend.other", question, ResendReply, timeout_s=0.5, patient=True)
+    await asker.close()
+    await server.close()
+
+
 def test_what_was_answered_is_forgotten_at_some_time() -> None:
     repeats = Repeats()
     for number in range(ANSWERS_MAX + 10):
@@ -122,8 +143,8 @@ async def test_a_decision_that_comes_after_a_newer_one_is_obeyed_and_copies_are_
 ) -> None:
     """A copy is lost with a route between servers, and the next decision's is not; then another conductor's comes."""
     monkeypatch.setattr(connection, "SEEN_MAX", 4)
-    conductor = await Bus.connect(BusConfig(url=nats_url), name="c")
-    worker = await Bus.connect(BusConfig(url=nats_url), name="w")
+    conductor = await connected(nats_url, "c")
+    worker = await connected(nats_url, "w")
     tail, copies = await worker.open_decisions("w1"), itertools.count()
     for seq in (1, 3, 2, 3, 1, 2, 4, 5, 6, 7, 1, 2, 3, 5, 8):
         order = CancelOrder(order_id=f"{seq}-0", request_id="r", worker_id="w1")

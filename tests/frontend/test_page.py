@@ -37,6 +37,7 @@ class Conductors:
             inbox = subjects.view(subjects.CONDUCTORS)
             await double.bus.nc.subscribe(inbox, cb=self._answering(double.bus, name))
             await double.bus.serve(subjects.explain(name), ExplainRequest, self._explain)
+        await double.bus.last_seq()  # answered: the server has the subscriptions
 
     def _answering(self, bus: Any, name: str) -> Any:
         async def answer(msg: Any) -> None:
