@@ -237,7 +237,7 @@ class BlocksEvicted(_NodeBlocks, frozen=True):
 
 
 class TierLost(Message, frozen=True):
-    """The node has nothing on this tier any more (disk full, failing, file gone); what it holds later is stored anew."""
+    """Nothing is left on this tier of the node (full, failing, its file gone); what it holds later is stored anew."""
 
     node_id: Id
     incarnation: Id
