@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import tempfile
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 from tests.chaos.live import WRONG, Load
@@ -33,6 +35,7 @@ class RunningLoad:
     def __init__(self, stack: Stack) -> None:
         self.load = Load(BothFrontends(stack), random.Random(1), CLIENTS)  # type: ignore[arg-type]
         self.finished: list[tuple[float, float]] = []
+        self._stack = stack
         once = self.load._once
 
         async def timed(*words: object, **more: object) -> tuple[str, str]:
@@ -71,7 +74,11 @@ class RunningLoad:
         return SimpleNamespace(at=time.monotonic(), ended=self.load.ended.copy())
 
     def since(self, mark: SimpleNamespace) -> dict[str, int]:
-        """How requests ended since. Raises when one ended wrongly."""
+        """How requests ended since. Raises when one ended wrongly, and keeps the event log and the containers' logs."""
         ended = {how: count - mark.ended[how] for how, count in self.load.ended.items() if count > mark.ended[how]}
-        assert not any(how in WRONG for how in ended), (ended, self.load.wrong)
+        if any(how in WRONG for how in ended):
+            place = Path(tempfile.mkdtemp(prefix="halfmoon-docker-fault-"))
+            (place / "run.jsonl").write_text(self._stack.saved_log())
+            (place / "containers.log").write_text(self._stack.command("logs", "--no-color", "-t"))
+            raise AssertionError(f"{ended}, {self.load.wrong}; see {place}")
         return ended

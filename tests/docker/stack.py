@@ -143,11 +143,15 @@ class Stack:
         done = run("docker", "run", "--rm", "-i", *options, self.image, *words, timeout=timeout, check=check)
         return done.returncode, done.stdout + done.stderr
 
-    def log(self) -> list[dict[str, Any]]:
-        """Every event, in order."""
+    def saved_log(self) -> str:
+        """As `halfmoon events save` writes it."""
         words = "halfmoon events save /tmp/run.jsonl >&2 && cat /tmp/run.jsonl"
         _, output = self.as_role("operator", "operator", "sh", "-c", words)
-        return [_event(line) for line in output.splitlines() if line.startswith("{") and '"event"' in line]
+        return "".join(f"{line}\n" for line in output.splitlines() if line.startswith("{"))
+
+    def log(self) -> list[dict[str, Any]]:
+        """Every event, in order."""
+        return [_event(line) for line in self.saved_log().splitlines() if '"event"' in line]
 
     def replayed(self) -> str:
         """The event log, saved and stepped over again: what `halfmoon replay` says. Raises when it differs."""
