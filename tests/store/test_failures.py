@@ -35,6 +35,7 @@ from halfmoon.store.errors import (
 )
 from halfmoon.store.segment import SHM, SegmentError, remove_stale
 from halfmoon.store.slots import Owner
+from tests.bus.proxy import Proxy
 
 BIG = layout(layers=16, block_tokens=512, kv_heads=2, head_dim=64)  # 8 MiB a block
 
@@ -194,6 +195,44 @@ def test_a_push_whose_target_dies_fails_and_says_so(nats_url: str, transport: st
         await until(lambda: any(isinstance(m, TransferFailed) for m in here.heard["w1"]))
         await two.release("o1")
         await empty(here.agents["n2"])
+
+    tell(nats_url, story)
+
+
+@pytest.mark.parametrize("away", ["agent", "worker"])
+def test_a_push_while_one_of_the_two_is_away_from_the_bus_is_not_lost(nats_url: str, away: str) -> None:
+    async def story(here: Cluster) -> None:
+        proxy = Proxy(nats_url)
+        direct, here.url = here.url, await proxy.start()
+        if away == "agent":
+            await here.agent("n1")
+            here.url = direct
+            one = await here.client("n1", "w1")
+        else:
+            here.url, through = direct, here.url
+            await here.agent("n1")
+            here.url = through
+            one = await here.client("n1", "w1")
+            here.url = direct
+        await here.agent("n2")
+        two = await here.client("n2", "w2")
+        opened = await one.open_put("o1", keys(1, 2), blocks=3)
+        fill(one, opened.slots, 5)
+        await one.open_push("o1", "r1", target_node_id="n2", decode_worker_id="w2")
+        proxy.drop()
+        for layer in range(4):
+            one.push("o1", layer=layer, first_block=0, blocks=3)
+        await asyncio.sleep(0.2)
+        proxy.cut = False
+        closed = await one.close_push("o1")
+        assert closed.bytes == 3 * 4 * 8192, "each layer once"
+        message: Any = here.heard["w2"][0]
+        assert same(two, message.slots, 5)
+        for client in (one, two):
+            await client.release("o1")
+        for agent in here.agents.values():
+            await empty(agent)
+        proxy.server.close()
 
     tell(nats_url, story)
 
