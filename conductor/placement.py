@@ -28,7 +28,9 @@ EARLIEST_POLICIES: tuple[PolicyName, ...] = ("halfmoon", "mooncake", "local_cach
 LIGHTEST_POLICIES: tuple[PolicyName, ...] = (*EARLIEST_POLICIES, "least_loaded")
 LOCAL_POLICIES: tuple[PolicyName, ...] = ("local_cache_aware", "least_loaded", "round_robin", "random", "dynamo")
 
-#: Holders of a prefix that are looked at first: what more nodes hold (a first block may be everywhere) says little.
+#: So many of the least loaded workers are looked at first, and the holders of the longest match when there are no more
+#: of them than so many: a first block may be everywhere.
+FEW_WORKERS = 8
 FEW_NODES = 32
 #: Later than any first token.
 NEVER_NS = 2**62
@@ -144,24 +146,22 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
     places = [place for _, place in pool.lightest(now_ns + queue_max_ns) if place != first]
     idle = _Idle(state, tokens, matched, now_ns)
     for bound in sorted(_bounds(state, matched, tokens, blocks, now_ns, places, rank)):
-        if best is not None and bound > rank:
+        if bound > rank:
             break
         place = bound[-1]
         worker = pool.workers[place]
-        if len(worker.orders) >= policy.queued_max_per_worker:
-            continue
-        if best is not None and idle.bound(worker, place) > rank:
+        if len(worker.orders) >= policy.queued_max_per_worker or idle.bound(worker, place) > rank:
             continue
         here = _candidate(state, worker, tokens, matched, now_ns)
         here_rank = (here.ttft_ns + here.copies_ns, here.transfer_ns, here.orders, place)
-        if best is None or here_rank < rank:
+        if here_rank < rank:
             best, rank = here, here_rank
     return best
 
 
 def _likely(pool: Pool[PrefillRow], matched: Matched) -> list[int]:
-    """Places of those of which one is mostly the best: the least loaded, and few holders of the longest run."""
-    places = [pool.by_load[0][1]]
+    """Places of those of which one is mostly the best or nearly so: the least loaded, holders of the longest match."""
+    places = [place for _, place in pool.by_load[:FEW_WORKERS]]
     if matched.dram_runs and len(matched.dram_runs[0][1]) <= FEW_NODES:
         for node_id in matched.dram_runs[0][1]:
             places += pool.on_node.get(node_id, ())
@@ -180,12 +180,12 @@ def _bounds(
     for place, worker, bound_ns in zip(places, workers, prefills, strict=True):
         free_ns, behind_ns, orders = pool.rows[place]
         bound_ns += behind_ns if behind_ns > free_ns - now_ns else free_ns - now_ns
-        if (bound_ns, 0, orders, place) < rank:
+        if bound_ns <= rank[0]:
             lacking = blocks - min(held.get(worker.node_id, 0), blocks)
             if lacking:
                 bound_ns += copies_ns(state, worker.cost, pool.block_tokens, lacking)
             found.append((bound_ns, 0, orders, place))
-    return found
+    return [bound for bound in found if bound < rank]
 
 
 class _Idle:

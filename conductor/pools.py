@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Mapping
+from operator import le
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -77,10 +78,11 @@ class Pool(Generic[Row]):
             self._include(worker.cost)
 
     def _include(self, cost: CostProfile) -> None:
-        if cost != self.least:
-            self.least = _each(min, self.least, cost)
-        if cost != self.most:
-            self.most = _each(max, self.most, cost)
+        least, own, most = map(msgspec.structs.astuple, (self.least, cost, self.most))
+        if not all(map(le, least, own)):
+            self.least = CostProfile(*map(min, least, own))
+        if not all(map(le, own, most)):
+            self.most = CostProfile(*map(max, most, own))
 
     def changed(self, worker: Worker) -> None:
         place = self._places.get(worker.worker_id)
@@ -100,10 +102,6 @@ class Pool(Generic[Row]):
         self._changes += 1
         if self._changes > len(self.workers):  # the bounds only widen; so that they stay close
             self._bound_costs()
-
-
-def _each(choose: Callable[[int, int], int], one: CostProfile, other: CostProfile) -> CostProfile:
-    return CostProfile(*map(choose, msgspec.structs.astuple(one), msgspec.structs.astuple(other)))
 
 
 class Pools:
