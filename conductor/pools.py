@@ -1,8 +1,9 @@
 """Both pools as rows: of every worker that takes orders, what a choice looks at. Part of the core.
 
-A choice looks at every worker of a pool. In a large one most of a decision's time would go into reading the workers
-themselves; a row is a tuple, made anew when its worker's load or cost changes. Rows follow from the state and are in no
-snapshot: they are made when first needed, and again when somebody joins, drains or leaves.
+In a large pool most of a decision's time would go into reading the workers themselves. A row is a tuple, made anew when
+its worker's load or cost changes, and the order of rows by load is kept, so that a choice looks at the least loaded
+first and passes over all that cannot be better. Rows follow from the state and are in no snapshot: they are made when
+first needed, and again when somebody joins, drains or leaves.
 """
 
 from __future__ import annotations
