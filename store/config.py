@@ -103,6 +103,8 @@ class StoreConfig:
                 raise ValueError(f"quotas: {tenant!r} has {quota} bytes, a block has {self.layout.block_bytes}")
         if 2 * self.transfer_ns_max > self.lease_ttl_ns:
             raise ValueError("transfer_ns_max: must be at most half of lease_ttl_ns")
+        if not -1 <= self.port <= 65535:
+            raise ValueError(f"data_port: {self.port} is not in 0..65535")
         if self.transport == "tcp" and self.port < 0:
             raise ValueError("port: transport tcp needs a port")
         if self.transport == "rdma" and self.rdma == "off":

@@ -467,6 +467,7 @@ def test_an_agent_that_cannot_start_says_why_in_a_line(nats_url: str) -> None:
         tries = {
             ("--pool-mib", "1000000"): "/dev/shm has ",
             ("--pool-mib", "64", "--data-port", port, "--bind", "127.0.0.1"): port,
+            ("--data-port", "70000"): "data_port: 70000",
         }
         command = [sys.executable, "-m", "halfmoon.cli.main", "store", "--node", "n1", "--nats", nats_url]
         for flags, why in tries.items():
