@@ -14,7 +14,7 @@ import pytest
 
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
-from halfmoon.schemas.events import PrefillFinished, RequestArrived, RequestCancelled, WorkerHeartbeat
+from halfmoon.schemas.events import DecodeStarted, PrefillFinished, RequestArrived, RequestCancelled, WorkerHeartbeat
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import prompt
 
@@ -104,7 +104,14 @@ async def test_who_goes_away_leaves_nothing(cluster: Cluster, nc: nats.NATS, way
     request_id = mine[0]
     orders = [o.decision for o in await cluster.decisions() if isinstance(o.decision, StartPrefill | StartDecode)]
     assert [o for o in orders if o.request_id == request_id]
-    await asyncio.sleep({"queued": 0.1, "prefill": 0.8, "decode": 1.2}[stage])
+
+    async def decoding() -> bool:
+        return any(isinstance(s.event, DecodeStarted) for s in await cluster.events(before))
+
+    if stage == "decode":
+        await until(decoding, 30, "no DecodeStarted")
+    else:
+        await asyncio.sleep({"queued": 0.1, "prefill": 0.8}[stage])
     left_at_seq = (await cluster.events())[-1].seq
     await client.leave(cluster, nc, request_id)
     if first is not None:
