@@ -36,5 +36,9 @@ class LogMoved(BusError):
     """The stream's last sequence is not the expected one."""
 
 
+class StreamAnew(BusError):
+    """The stream that was being read is gone; another of its name counts from 1."""
+
+
 class BusOverloaded(BusError):
     """Too many messages wait for their acknowledgement."""

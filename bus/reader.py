@@ -22,6 +22,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from halfmoon.bus.client import DirectClient, header
+from halfmoon.bus.errors import StreamAnew
 
 IDLE_HEARTBEAT_S = 1.0
 _HEARTBEATS_MISSED = 3
@@ -41,12 +42,13 @@ class StreamMessage:
 
 
 class StreamReader:
-    """`async for message in StreamReader(...)`: endless, from after a sequence on."""
+    """`async for message in StreamReader(...)`: endless, from after a sequence on. Raises StreamAnew."""
 
     def __init__(self, nc: DirectClient, stream: str, *, filter_subject: str, after: int = 0) -> None:
         self._nc = nc
         self._stream = stream
         self._filter = filter_subject
+        self._created = ""
         self.last_seq = after
         self._expected = 1
         self._consumer = ""
@@ -98,6 +100,10 @@ class StreamReader:
     async def _subscribe(self) -> None:
         await self._drop()
         self._received.clear()
+        created = (await self._api(f"STREAM.INFO.{self._stream}", {}))["created"]
+        if self._created not in ("", created):
+            raise StreamAnew(f"the stream {self._stream} was made anew; what was read up to {self.last_seq} is gone")
+        self._created = created
         self._expected = 1
         self._reset = False  # from here on: messages may come before the answer to the request below
         self._inbox = inbox = self._nc.new_inbox()

@@ -12,7 +12,7 @@ import pytest
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.bus.errors import BusUnreachable, LogMoved, PeerError, PeerUnreachable
+from halfmoon.bus.errors import BusUnreachable, LogMoved, PeerError, PeerUnreachable, StreamAnew
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CancelOrder, Ordered
 from halfmoon.schemas.events import FrontendHeartbeat, RequestCancelled, Stamped
@@ -52,6 +52,23 @@ async def test_events_come_back_in_the_order_in_which_they_were_appended(nats_ur
     tail = await asyncio.wait_for(take(bus.events(after=1990), 11), 20)
     assert tail == stamped[1990:]
     await bus.close()
+
+
+async def test_a_log_that_was_made_anew_is_not_read_on_as_if_it_were_the_old_one(nats_url: str) -> None:
+    bus = await connect(nats_url)
+    for number in range(5):
+        await bus.append(cancelled(number), source_id="f")
+    log = bus.events()
+    assert len([await anext(log) for _ in range(5)]) == 5
+    await bus.js_api(f"STREAM.DELETE.{subjects.EVENTS_STREAM}")
+    again = await connect(nats_url)  # makes it
+    await again.append(cancelled(9), source_id="f")
+    with pytest.raises(StreamAnew, match=r"EVENTS was made anew.*up to 5"):
+        async with asyncio.timeout(20):
+            await anext(log)
+    assert [s.event for s in await take(again.events(), 1)] == [cancelled(9)]
+    await bus.close()
+    await again.close()
 
 
 async def test_a_message_id_is_stored_once(nats_url: str) -> None:
