@@ -101,6 +101,13 @@ class DirectClient(Client):
         with contextlib.suppress(OSError):
             return await super()._flush_pending(force_flush)
 
+    async def _attempt_reconnect(self) -> None:
+        """A server that is cut off takes no leave: over TLS the library would wait half a minute for it to."""
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
+        await super()._attempt_reconnect()
+
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._hearing.pop(sid, None)
         super()._remove_sub(sid, max_msgs)

@@ -9,9 +9,12 @@ class Proxy:
     """A TCP hop to the nats-server that can be cut."""
 
     def __init__(self, url: str) -> None:
-        self.target = int(url.rsplit(":", 1)[1])
+        self.host, _, port = url.rpartition("//")[2].partition(":")
+        self.target = int(port)
         self.writers: list[asyncio.StreamWriter] = []
         self.cut = False
+        #: Nothing goes through, and nobody is told: as when a cable is pulled.
+        self.silent = False
 
     async def start(self) -> str:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -21,18 +24,20 @@ class Proxy:
         if self.cut:
             writer.close()
             return
-        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        there_reader, there_writer = await asyncio.open_connection(self.host, self.target)
         self.writers += [writer, there_writer]
         await asyncio.gather(self._pump(reader, there_writer), self._pump(there_reader, writer))
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         try:
             while some := await source.read(65536):
-                sink.write(some)
+                if not self.silent:
+                    sink.write(some)
         except OSError:
             return
         finally:
-            sink.close()
+            if not self.silent:
+                sink.close()
 
     def drop(self) -> None:
         self.cut = True

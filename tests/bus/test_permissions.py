@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
 import ssl
@@ -21,6 +22,7 @@ import pytest
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
 from halfmoon.bus.permissions import _ASKED_BY_OPERATORS, _ASKED_BY_PROGRAMS, _ASKED_BY_STORES, _ASKED_BY_WORKERS, _SAID
+from halfmoon.bus.streams import StreamLimits
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.conductor import live
 from halfmoon.schemas import subjects
@@ -38,6 +40,7 @@ from halfmoon.workers.frontend_config import FrontendConfig
 from halfmoon.workers.nats_service import settled
 from halfmoon.workers.page.feed import PageFeed
 from halfmoon.workers.request_registry import new_request_id
+from tests.bus.proxy import Proxy
 from tests.bus.server_cluster import NAMES, ServerCluster
 
 EVENTS = 300
@@ -314,6 +317,22 @@ async def test_a_frontend_is_told_what_its_page_shows(servers: ServerCluster, co
         await feed.close()
         await end_tasks([task])
         await frontend.close()
+
+
+async def test_who_is_cut_off_from_a_server_goes_to_another(servers: ServerCluster, conductor: Bus) -> None:
+    """Nothing comes from it, not even an end of the connection; over TLS its leave-taking is not waited for (30 s)."""
+    proxy = Proxy(f"tls://{NAMES[0]}:{servers.ports[NAMES[0]][0]}")
+    config = dataclasses.replace(servers.config("prefill-0"), url=(await proxy.start()).replace("nats:", "tls:"))
+    worker = await Bus.connect(config, name="prefill-0", limits=StreamLimits(replicas=0))
+    assert len(worker.nc.servers) == 1 + len(NAMES), "it was told of the others"
+    proxy.silent = proxy.cut = True
+    async with asyncio.timeout(25):
+        await worker.append(WorkerLeft(worker_id="prefill-0", incarnation="i1"), source_id="prefill-0")
+    assert worker.nc.connected_url is not None
+    assert worker.nc.connected_url.port != int(config.url.rpartition(":")[2])
+    await worker.close()
+    proxy.drop()
+    proxy.server.close()
 
 
 async def test_the_operator_saves_the_log(servers: ServerCluster, conductor: Bus, tmp_path: Path) -> None:
