@@ -209,7 +209,7 @@ def frontend_heartbeat(state: State, event: FrontendHeartbeat, out: Decisions) -
     frontend.last_seen_ns = state.at_ns
     frontend.open_requests = event.open_requests
     for request_id in event.silent:
-        if request_id not in state.requests:  # it was refused, or failed, and the word of it was lost
+        if request_id in state.finished:  # it was refused, or failed, and the word of it was lost
             message = "it was answered with an error, and the answer was lost"
             out.append(FailRequest(request_id=request_id, frontend_id=event.frontend_id, message=message))
 
