@@ -8,8 +8,6 @@ Source: Mooncake (FAST'25), equation 1, for the form of prefill; the transfer te
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from halfmoon.schemas.events import CostProfile
@@ -45,17 +43,6 @@ def prefill_ns(cost: CostProfile, tokens: int, cached: int) -> int:
         + cost.prefill_per_token_ps * (tokens - cached) // 1_000
         + cost.prefill_per_token2_fs * (tokens * tokens - cached * cached) // 1_000_000
     )
-
-
-def prefills_ns(costs: Iterable[CostProfile], tokens: int, cached: int) -> list[int]:
-    """`prefill_ns` at many workers."""
-    rest, rest2 = tokens - cached, tokens * tokens - cached * cached
-    return [
-        cost.prefill_base_ns
-        + cost.prefill_per_token_ps * rest // 1_000
-        + cost.prefill_per_token2_fs * rest2 // 1_000_000
-        for cost in costs
-    ]
 
 
 def step_ns(cost: CostProfile, sequences: int, context_tokens: int) -> int:

@@ -13,7 +13,7 @@ from itertools import islice
 
 import msgspec
 
-from halfmoon.conductor.cost import prefill_ns, prefills_ns, step_ns
+from halfmoon.conductor.cost import prefill_ns, step_ns
 from halfmoon.conductor.fetching import Matched, cheapest, load_from_own_ssd, papers_rule, unmeasured
 from halfmoon.conductor.pools import Pool, PrefillRow
 from halfmoon.conductor.state import State, Worker
@@ -174,12 +174,12 @@ def _bounds(
     """Of the ranks of prefill workers, up to `rank`: the queue, computing what is behind the longest match of `blocks`,
     and the price of copies."""
     pool, held = state.pools.prefill, matched.dram
-    workers = [pool.workers[place] for place in places]
-    prefills = prefills_ns([worker.cost for worker in workers], tokens, blocks * pool.block_tokens)
+    cached = blocks * pool.block_tokens
     found = []
-    for place, worker, bound_ns in zip(places, workers, prefills, strict=True):
+    for place in places:
+        worker = pool.workers[place]
         free_ns, behind_ns, orders = pool.rows[place]
-        bound_ns += behind_ns if behind_ns > free_ns - now_ns else free_ns - now_ns
+        bound_ns = prefill_ns(worker.cost, tokens, cached) + max(behind_ns, free_ns - now_ns)
         if bound_ns <= rank[0]:
             lacking = blocks - min(held.get(worker.node_id, 0), blocks)
             if lacking:

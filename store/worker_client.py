@@ -247,7 +247,7 @@ class StoreClient:
 
     async def _send_some(self, pushes: list[say.PushLayer]) -> None:
         message = say.PushLayers(worker_id=self._worker_id, pushes=pushes)
-        with contextlib.suppress(bus_errors.BusError, NatsError):  # a lost push is found by close_push
+        with contextlib.suppress(bus_errors.BusError):  # a lost push is found by close_push
             await self._ask("push", message, say.Done, self._long_s())
 
     async def close_push(self, order_id: str, *, traceparent: str = "") -> say.Pushed:

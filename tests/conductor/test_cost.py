@@ -17,7 +17,6 @@ from halfmoon.conductor.cost import (
     measured_link,
     prefill_fit,
     prefill_ns,
-    prefills_ns,
     refit_decode,
     refit_prefill,
     step_ns,
@@ -38,7 +37,6 @@ TRUE = CostProfile(
 def test_a_prediction_is_the_formula_in_whole_nanoseconds() -> None:
     assert prefill_ns(TRUE, 1_000, 0) == 29 * MS + 392 * MS + 146 * MS
     assert prefill_ns(TRUE, 1_000, 600) == 29 * MS + 392 * MS * 400 // 1_000 + 146 * (1_000_000 - 360_000)
-    assert prefills_ns([TRUE, PROFILE], 1_000, 600) == [prefill_ns(cost, 1_000, 600) for cost in (TRUE, PROFILE)]
     assert step_ns(TRUE, 4, 1_000) == 37_500_000 + 4 * 340_000 + 6_200_000
     assert prefill_ns(CostProfile(), 10_000, 0) == step_ns(CostProfile(), 10, 10_000) == 0
 
