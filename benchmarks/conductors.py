@@ -20,10 +20,9 @@ from halfmoon.bus import snapshots
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.conductor import live
-from halfmoon.conductor.beginning import LOG_VERSION
-from halfmoon.conductor.machine import SNAPSHOT_VERSION, Core
-from halfmoon.conductor.version import code_version
+from halfmoon.conductor.code_version import LOG_VERSION, code_version
+from halfmoon.conductor.core.machine import SNAPSHOT_VERSION, Core
+from halfmoon.conductor.live import shell
 from halfmoon.schemas.events import (
     BlocksStored,
     ClusterConfigured,
@@ -111,9 +110,9 @@ async def write_log(bus: Bus, requests: int, blocks: int, digest_events: int) ->
 async def read_log(url: str) -> tuple[float, Core]:
     """Seconds until a conductor that starts now has caught up, and its core."""
     bus = await Bus.connect(BusConfig(url=url), name="late")
-    shells: list[live.Shell] = []
+    shells: list[shell.Shell] = []
     started = time.perf_counter()
-    task = asyncio.create_task(live.run(bus, conductor_id="late", policy=Policy(), started=shells.append))
+    task = asyncio.create_task(shell.run(bus, conductor_id="late", policy=Policy(), started=shells.append))
     while not shells or not shells[0].caught_up.is_set():
         if task.done():
             task.result()

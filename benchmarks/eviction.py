@@ -17,9 +17,9 @@ from typing import Any
 from clusters import finish, parser
 
 from halfmoon.conductor.simulation.trace import TRACE_BLOCK_TOKENS, read_trace
-from halfmoon.store.eviction import EvictionName, make_eviction
-from halfmoon.store.pool import Pool
-from halfmoon.store.slots import Owner
+from halfmoon.store.pool.eviction import EvictionName, make_eviction
+from halfmoon.store.pool.pool import Pool
+from halfmoon.store.pool.slots import Owner
 
 TRACE = Path(__file__).parent / "traces" / "conversation_trace.jsonl.zst"
 CAPACITIES = (1_500, 3_000, 6_000, 12_000, 24_000)

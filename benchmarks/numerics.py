@@ -11,8 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from clusters import finish, parser, spread
 
-from halfmoon.workers.engine import Engine
-from halfmoon.workers.model_files import load_model
+from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.files import load_model
 
 BLOCK_TOKENS, PROMPT_TOKENS, CONTEXT_TOKENS, FAST_CHUNK_TOKENS = 256, 2048, 1000, 1024
 

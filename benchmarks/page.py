@@ -24,9 +24,9 @@ import uvloop
 from clusters import ROOT, cluster, finish, parser, spread
 from control_plane import measure
 
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.replay.logfile import EventLine, LogFile
-from halfmoon.conductor.viewing import Viewing
+from halfmoon.conductor.view.service import Viewing
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.events import Stamped
 from halfmoon.schemas.view import ViewRequest

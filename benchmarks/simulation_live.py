@@ -19,11 +19,11 @@ from clusters import ROOT, cluster, finish, parser
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.cli.bench_clients import NatsTarget
-from halfmoon.cli.bench_driver import Driver, Limits
-from halfmoon.cli.bench_workload import Texts, traced
-from halfmoon.conductor.cost import prefill_fit, refit_prefill
-from halfmoon.conductor.machine import Core
+from halfmoon.cli.bench.clients import NatsTarget
+from halfmoon.cli.bench.driver import Driver, Limits
+from halfmoon.cli.bench.workload import Texts, traced
+from halfmoon.conductor.core.cost import prefill_fit, refit_prefill
+from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import error

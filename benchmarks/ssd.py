@@ -25,15 +25,15 @@ import numpy as np
 from clusters import finish, parser
 
 from halfmoon.schemas.policy import Layout
-from halfmoon.store.book import Book
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.pool import Pool
-from halfmoon.store.segment import Segment, segment_name
-from halfmoon.store.slots import Owner
-from halfmoon.store.ssd import SsdTier
-from halfmoon.store.ssd_file import PAGE_BYTES, Move
-from halfmoon.store.sums import block_sum, slots_sums
-from halfmoon.store.transport import Call
+from halfmoon.store.pool.checksums import block_sum, slots_sums
+from halfmoon.store.pool.guard import Book
+from halfmoon.store.pool.pool import Pool
+from halfmoon.store.pool.segment import Segment, segment_name
+from halfmoon.store.pool.slots import Owner
+from halfmoon.store.tiers.ssd import SsdTier
+from halfmoon.store.tiers.ssd_file import PAGE_BYTES, Move
+from halfmoon.store.transports.base import Call
 
 MIB = 1 << 20
 BLOCKS = 256

@@ -26,15 +26,15 @@ import zmq
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello
-from halfmoon.store.book import Book
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.pool import Pool
-from halfmoon.store.segment import Geometry, Segment, host_id, segment_name
-from halfmoon.store.shm import ShmTransport
-from halfmoon.store.slots import Owner
-from halfmoon.store.sums import slots_sums
-from halfmoon.store.tcp import TcpTransport
-from halfmoon.store.transport import Call, Peer, Slice, Transport
+from halfmoon.store.pool.checksums import slots_sums
+from halfmoon.store.pool.guard import Book
+from halfmoon.store.pool.pool import Pool
+from halfmoon.store.pool.segment import Geometry, Segment, host_id, segment_name
+from halfmoon.store.pool.slots import Owner
+from halfmoon.store.transports.base import Call, Peer, Slice, Transport
+from halfmoon.store.transports.shm import ShmTransport
+from halfmoon.store.transports.tcp.transport import TcpTransport
 
 MIB = 1024 * 1024
 TOTAL = 64 * MIB

@@ -15,7 +15,7 @@ from transfer_ends import TOTAL, cpu_s, layout, noise
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.store.agent import StoreAgent
+from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.client import Client, key_of
 from halfmoon.store.config import StoreConfig
 

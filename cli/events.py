@@ -15,9 +15,9 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, state_directory, stream_limits
 from halfmoon.conductor.replay.logfile import LogFile
-from halfmoon.conductor.replay.saving import follow, save
-from halfmoon.conductor.replay.stopped import served
-from halfmoon.conductor.replay.wording import described
+from halfmoon.conductor.replay.offline_log import served
+from halfmoon.conductor.replay.save import follow, save
+from halfmoon.conductor.replay.text import described
 
 Subparsers = Any
 

@@ -11,7 +11,7 @@ import msgspec
 
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.simulate import DEFAULT_TRACE, interruptible
-from halfmoon.conductor.simulation.experiments import Context, Experiment, Section
+from halfmoon.conductor.simulation.experiments.runner import Context, Experiment, Section
 
 SYNTHETIC_TRACE = "benchmarks/traces/synthetic_trace.jsonl.zst"
 HEAD = """# The papers' results, simulated
@@ -41,9 +41,8 @@ NAMES = (
 
 def experiments() -> dict[str, Experiment]:
     """All of them, by name. Imported late: they draw with matplotlib."""
-    from halfmoon.conductor.simulation import experiments_cache as cache
-    from halfmoon.conductor.simulation import experiments_load as load
-    from halfmoon.conductor.simulation import experiments_why as why
+    from halfmoon.conductor.simulation.experiments import ablations as why
+    from halfmoon.conductor.simulation.experiments import cache, load
 
     return {
         "hits": cache.block_hits,

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from halfmoon.bus.errors import BusError
 from halfmoon.cli import (
-    bench,
     capacity,
     chat,
     container,
@@ -30,8 +29,9 @@ from halfmoon.cli import (
     status,
     up,
 )
+from halfmoon.cli.bench import command as bench
 from halfmoon.cli.options import OptionInvalid, parse
-from halfmoon.workers.model_config import ModelError
+from halfmoon.workers.model.config import ModelError
 
 COMMANDS = (
     *(up, generate, chat, status, bench, events, replay, simulate, capacity, size, experiments, policy, profile),
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = {}
     for module in COMMANDS:
         module.add(subparsers)
-        runs[module.__name__.rpartition(".")[2]] = module.run
+        runs[module.__name__.split(".")[2]] = module.run
     runs.update(processes.add(subparsers))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # asyncio says it once for every TLS connection that a server or we close, and it means nothing.

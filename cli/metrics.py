@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from halfmoon.bus.metrics import serve_metrics
+from halfmoon.bus.telemetry.metrics import serve_metrics
 from halfmoon.cli.options import OptionInvalid
 
 LOOPBACK = "127.0.0.1"

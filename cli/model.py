@@ -12,7 +12,7 @@ import msgspec
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.schemas.events import CostProfile
 from halfmoon.schemas.policy import Layout
-from halfmoon.workers.model_files import ModelConfig, load_config, model_fingerprint
+from halfmoon.workers.model.files import ModelConfig, load_config, model_fingerprint
 
 NULL_CONTEXT_TOKENS = 131_072
 
@@ -69,14 +69,14 @@ def context_tokens_max(args: argparse.Namespace) -> int:
 def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) -> Any:
     """The engine, with its weights loaded and warm."""
     if layout.layers == 0:
-        from halfmoon.workers.null_engine import NullEngine
+        from halfmoon.workers.model.null_engine import NullEngine
 
         config = replace(load_config(args.model), context_tokens_max=NULL_CONTEXT_TOKENS)
         return NullEngine(config, num_blocks=kv_blocks, block_tokens=layout.block_tokens)
     import torch
 
-    from halfmoon.workers.engine import Engine
-    from halfmoon.workers.model_files import load_model
+    from halfmoon.workers.model.engine import Engine
+    from halfmoon.workers.model.files import load_model
 
     torch.set_num_threads(args.threads)
     model = load_model(args.model, dtype=getattr(torch, layout.dtype), device=device_of(args))
@@ -93,7 +93,7 @@ def measure_profile(engine: Any, layout: Layout) -> CostProfile:
     """What this machine takes; from the cache of earlier measurements where there is one."""
     if layout.layers == 0:
         return CostProfile()
-    from halfmoon.workers.profiler import measured_profile
+    from halfmoon.workers.model.profiler import measured_profile
 
     measured = measured_profile(engine)
     return CostProfile(

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.metrics import process_registry
 from halfmoon.bus.tasks import end_tasks
+from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
 from halfmoon.cli.metrics import add_metrics, shown
 from halfmoon.cli.options import (
@@ -190,17 +190,17 @@ async def _until_stopped(bus: Bus, health_file: str, *others: asyncio.Future[Any
 
 
 async def run_conductor(args: argparse.Namespace) -> int:
-    from halfmoon.conductor import live
-    from halfmoon.conductor.beginning import LogUnreadable
-    from halfmoon.conductor.digests import Diverged
-    from halfmoon.conductor.metrics import ConductorMetrics
+    from halfmoon.conductor.live import shell
+    from halfmoon.conductor.live.digest_exchange import Diverged
+    from halfmoon.conductor.live.metrics import ConductorMetrics
+    from halfmoon.conductor.log_reading import LogUnreadable
 
     tracing = start_tracing(args, "conductor", args.id)
     bus = await _connect(args, args.id)
     registry = process_registry(bus, role="conductor", process_id=args.id)
     figures: list[ConductorMetrics] = []
 
-    def started(shell: live.Shell) -> None:
+    def started(shell: shell.Shell) -> None:
         figures.append(ConductorMetrics(bus, shell.core, shell.tally))
         registry.register(figures[0])
 
@@ -208,7 +208,7 @@ async def run_conductor(args: argparse.Namespace) -> int:
         for each in figures:
             await each.refresh()
 
-    running = live.run(bus, conductor_id=args.id, policy=policy_of(args), started=started, tracing=tracing)
+    running = shell.run(bus, conductor_id=args.id, policy=policy_of(args), started=started, tracing=tracing)
     task = asyncio.ensure_future(running)
     say(f"conductor {args.id} follows the log")
     try:
@@ -225,11 +225,11 @@ async def run_conductor(args: argparse.Namespace) -> int:
 
 
 async def run_store(args: argparse.Namespace) -> int:
-    from halfmoon.store.agent import StoreAgent
+    from halfmoon.store.agent.agent import StoreAgent
+    from halfmoon.store.agent.metrics import StoreMetrics
     from halfmoon.store.config import StoreConfig
     from halfmoon.store.errors import TransferError
-    from halfmoon.store.metrics import StoreMetrics
-    from halfmoon.store.segment import SegmentError
+    from halfmoon.store.pool.segment import SegmentError
 
     layout = models.layout_of(args)
     if layout.block_bytes == 0:
@@ -303,9 +303,9 @@ def _quota(text: str) -> tuple[str, int]:
 
 
 async def run_worker(args: argparse.Namespace) -> int:
-    from halfmoon.store.worker_client import StoreClient
-    from halfmoon.workers.decode import DecodeWorker
-    from halfmoon.workers.prefill import PrefillWorker
+    from halfmoon.store.agent_client import StoreClient
+    from halfmoon.workers.decode.worker import DecodeWorker
+    from halfmoon.workers.prefill.worker import PrefillWorker
     from halfmoon.workers.worker import WorkerConfig
 
     worker_id = args.id or args.node
@@ -363,9 +363,9 @@ async def run_worker(args: argparse.Namespace) -> int:
 
 
 async def run_frontend(args: argparse.Namespace) -> int:
-    from halfmoon.workers.frontend import Frontend
-    from halfmoon.workers.frontend_config import FrontendConfig
-    from halfmoon.workers.tokenizer import Tokenizer
+    from halfmoon.workers.frontend.config import FrontendConfig
+    from halfmoon.workers.frontend.frontend import Frontend
+    from halfmoon.workers.model.tokenizer import Tokenizer
 
     layout = models.layout_of(args)
     tokenizer = Tokenizer.load(args.model)

@@ -24,7 +24,7 @@ def add(subparsers: Any) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
-    from halfmoon.workers.profiler import measure
+    from halfmoon.workers.model.profiler import measure
 
     layout = models.layout_of(args)
     engine = models.build_engine(args, layout, kv_blocks=layout.blocks(models.context_tokens_max(args)))

@@ -13,15 +13,15 @@ import msgspec
 
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.policy import changed
-from halfmoon.conductor.replay import statetext, whatif
-from halfmoon.conductor.replay.explaining import explained
-from halfmoon.conductor.replay.lives import lives
+from halfmoon.conductor.replay import state_text, whatif
+from halfmoon.conductor.replay.explain import explained
+from halfmoon.conductor.replay.histories import lives
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.perfetto import trace
+from halfmoon.conductor.replay.text import message
 from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Divergence, Replay, Verdict, verify
-from halfmoon.conductor.replay.wording import message
 from halfmoon.schemas.policy import Policy
 
 Subparsers = Any
@@ -69,7 +69,7 @@ def _state(args: argparse.Namespace, log: LogFile) -> int:
     for _ in replay:
         pass
     core = replay.core
-    print(msgspec.json.encode(statetext.plain(core)).decode() if args.json else statetext.described(core))
+    print(msgspec.json.encode(state_text.plain(core)).decode() if args.json else state_text.described(core))
     return _warned(replay)
 
 

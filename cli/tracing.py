@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from halfmoon.bus.tracing import Tracing, TracingImpossible, start
+from halfmoon.bus.telemetry.tracing import Tracing, TracingImpossible, start
 from halfmoon.cli.options import OptionInvalid
 
 

@@ -36,7 +36,8 @@ from halfmoon.cli.options import (
 from halfmoon.cli.processes import add_frontend, add_policy, add_store, add_worker, policy_of, say
 from halfmoon.cli.supervisor import Child, Supervisor
 from halfmoon.cli.tracing import add_tracing, check_endpoint
-from halfmoon.conductor.beginning import LogUnreadable, first_core
+from halfmoon.conductor.live.bootstrap import bootstrap_core
+from halfmoon.conductor.log_reading import LogUnreadable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
     ClusterConfigured,
@@ -48,7 +49,7 @@ from halfmoon.schemas.events import (
     WorkerLeft,
 )
 from halfmoon.schemas.policy import Layout
-from halfmoon.store.segment import remove_stale
+from halfmoon.store.pool.segment import remove_stale
 
 START_S_MAX = 300.0
 DRAIN_S = 8.0
@@ -145,7 +146,7 @@ class Cluster:
         after = await self.bus.last_seq()
         watcher = asyncio.create_task(self._watch(after))
         try:  # before anybody joins: conductors read the log from its ClusterConfigured on
-            await first_core(self.bus, "up", policy_of(args))
+            await bootstrap_core(self.bus, "up", policy_of(args))
         except LogUnreadable as problem:
             raise OptionInvalid(str(problem)) from None
         expected = await self._start_children(layout)

@@ -1,1 +1,1 @@
-"""The conductor: a deterministic core (`machine` and what it imports) and its shells (`live`)."""
+"""The conductor: a deterministic core, the live shell around it, the cluster's page, replay and simulation."""

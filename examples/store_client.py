@@ -13,7 +13,7 @@ from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.policy import Layout
-from halfmoon.store.agent import StoreAgent
+from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.client import Client, key_of
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import BlockMissing

@@ -12,7 +12,7 @@ class Replicate(Message, frozen=True):
 
     block_keys: BlockKeys
     source_node_id: Id
-    #: Of the blocks' tenant, as pools know it (`halfmoon.store.slots.tenant_mark`).
+    #: Of the blocks' tenant, as pools know it (`halfmoon.store.pool.slots.tenant_mark`).
     mark: str = ""
     move: bool = False
     #: Ahead of need: the first to go until it is read.

@@ -1,6 +1,6 @@
 """Control of the store agents, by request and reply on `halfmoon.store.<node_id>.<verb>`. Never bytes of blocks.
 
-The first half is spoken by a node's workers to their own agent (`halfmoon.store.worker_client` says it for them), the
+The first half is spoken by a node's workers to their own agent (`halfmoon.store.agent_client` says it for them), the
 second between agents. Any request may be answered by a ProcessError; its codes are those of
 `halfmoon.store.errors`.
 """

@@ -30,6 +30,7 @@ from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as say
 from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.store.agent_client import StoreClient
 from halfmoon.store.errors import (
     AgentUnreachable,
     BlockMissing,
@@ -38,9 +39,8 @@ from halfmoon.store.errors import (
     StoreError,
     WrongSize,
 )
-from halfmoon.store.holders import find_holders
-from halfmoon.store.sums import block_sum
-from halfmoon.store.worker_client import StoreClient
+from halfmoon.store.locate import find_holders
+from halfmoon.store.pool.checksums import block_sum
 
 Array = npt.NDArray[np.uint8]
 #: Copies up to this size are made at once; longer ones in a thread (numpy lets go of the interpreter lock).

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from halfmoon.schemas.policy import SECOND_NS, Layout
-from halfmoon.store.eviction import EvictionName
-from halfmoon.store.rdma_device import Wanted
-from halfmoon.store.segment import Geometry
-from halfmoon.store.slots import tenant_mark
-from halfmoon.store.ssd_file import records_in
+from halfmoon.store.pool.eviction import EvictionName
+from halfmoon.store.pool.segment import Geometry
+from halfmoon.store.pool.slots import tenant_mark
+from halfmoon.store.tiers.ssd_file import records_in
+from halfmoon.store.transports.rdma.device import Wanted
 
 MIB = 1024 * 1024
 
@@ -80,7 +80,7 @@ class StoreConfig:
     verify_shm: bool = False
     #: Slices of one batch that are under way at once, over a connection each; 0: 1, or 4 with more than 4 cores.
     stripes: int = 0
-    #: TOML file that says what sysfs does not: NUMA nodes of memory and NICs (`halfmoon.store.topology`).
+    #: TOML file that says what sysfs does not: NUMA nodes of memory and NICs (`halfmoon.store.transports.topology`).
     topology: str = ""
     #: An order with a replica to turn to waits so long for a holder's answer before it does.
     replica_after_s: float = 0.25

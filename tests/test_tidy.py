@@ -21,15 +21,73 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-#: What each folder may import of halfmoon, beside itself.
-MAY_IMPORT = {
+#: What each folder (or module that stands alone) may import of halfmoon, beside itself. A name is the longest row that
+#: is a prefix of it: a row speaks for the folders inside it that have none of their own.
+MAY_IMPORT: dict[str, set[str]] = {
     "schemas": set(),
     "bus": {"schemas"},
-    "store": {"bus", "schemas"},
-    "workers": {"bus", "schemas", "store"},
-    "conductor": {"bus", "schemas"},
-    "cli": {"bus", "conductor", "schemas", "store", "workers"},
+    "bus.telemetry": {"bus", "schemas"},
+    "conductor.code_version": set(),
+    "conductor.core": {"schemas"},
+    "conductor.log_reading": {"bus", "conductor.code_version", "conductor.core", "schemas"},
+    "conductor.simulation": {"conductor.core", "schemas"},
+    "conductor.simulation.experiments": {"conductor.simulation", "schemas"},
+    "conductor.replay": {
+        "bus",
+        "conductor.code_version",
+        "conductor.core",
+        "conductor.log_reading",
+        "conductor.simulation",
+        "schemas",
+    },
+    "conductor.view": {"bus", "conductor.core", "conductor.log_reading", "conductor.replay", "schemas"},
+    "conductor.live": {
+        "bus",
+        "bus.telemetry",
+        "conductor.code_version",
+        "conductor.core",
+        "conductor.log_reading",
+        "conductor.view",
+        "schemas",
+    },
+    "store.errors": {"schemas"},
+    "store.pool": {"schemas", "store.errors"},
+    "store.config": {"schemas", "store.pool", "store.tiers", "store.transports"},
+    "store.transports": {"bus.telemetry", "schemas", "store.config", "store.errors", "store.pool"},
+    "store.tiers": {"schemas", "store.config", "store.errors", "store.pool", "store.transports"},
+    "store.locate": {"bus", "schemas"},
+    "store.agent_client": {"bus", "schemas", "store.errors", "store.pool"},
+    "store.client": {"bus", "schemas", "store.agent_client", "store.errors", "store.locate", "store.pool"},
+    "store.agent": {
+        "bus",
+        "bus.telemetry",
+        "schemas",
+        "store.config",
+        "store.errors",
+        "store.locate",
+        "store.pool",
+        "store.tiers",
+        "store.transports",
+    },
+    "workers.model": set(),
+    "workers.frontend": {"bus", "bus.telemetry", "schemas", "workers.model"},
+    "workers": {"bus", "bus.telemetry", "schemas", "store.agent_client", "workers.model"},
+    "workers.prefill": {"bus", "bus.telemetry", "schemas", "store.errors", "workers", "workers.model"},
+    "workers.decode": {
+        "bus",
+        "bus.telemetry",
+        "schemas",
+        "store.agent_client",
+        "store.errors",
+        "store.pool",
+        "workers",
+        "workers.model",
+    },
 }
+#: The composition root: it may import everything.
+ROOT_PACKAGE = "cli"
+#: The folders at the top: the packages of halfmoon.
+TOP = {row.partition(".")[0] for row in MAY_IMPORT} | {ROOT_PACKAGE}
 #: What `schemas` may import beside the standard library, so that any process can speak without heavy imports.
 SCHEMAS_MAY_IMPORT = {"msgspec", "numpy", "orjson", "xxhash"}
 LINES_MAX = 400
@@ -70,7 +128,7 @@ def files() -> Iterator[Path]:
 
 FILES = list(files())
 PYTHON = [path for path in FILES if path.suffix == ".py"]
-PACKAGED = [path for path in PYTHON if path.parts[0] in MAY_IMPORT]
+PACKAGED = [path for path in PYTHON if path.parts[0] in TOP]
 
 
 # --- the checks ------------------------------------------------------------------------------------------------------
@@ -93,17 +151,28 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def directions(path: Path, source: str) -> list[str]:
     """Imports against the table of folders."""
-    folder = path.parts[0]
+    here = ".".join(path.with_suffix("").parts)
+    if path.parts[0] == ROOT_PACKAGE or path.name == "__init__.py":
+        return []
+    row = row_of(here)
+    if not row:
+        return [f"{path}: has no row in MAY_IMPORT"]
     found = []
     for line, name in imported(ast.parse(source)):
-        parts = name.split(".")
-        if parts[0] == "halfmoon":
-            target = parts[1] if len(parts) > 1 else "halfmoon"
-            if target != folder and target not in MAY_IMPORT[folder]:
-                found.append(f"{path}:{line}: {folder} must not import {target}")
-        elif folder == "schemas" and parts[0] not in sys.stdlib_module_names | SCHEMAS_MAY_IMPORT:
-            found.append(f"{path}:{line}: schemas must not import {parts[0]}")
+        first, _, rest = name.partition(".")
+        if first == "halfmoon":
+            target = row_of(rest) or rest
+            if target != row and target not in MAY_IMPORT[row]:
+                found.append(f"{path}:{line}: {row} must not import {target}")
+        elif row == "schemas" and first not in sys.stdlib_module_names | SCHEMAS_MAY_IMPORT:
+            found.append(f"{path}:{line}: schemas must not import {first}")
     return found
+
+
+def row_of(name: str) -> str:
+    """The longest row of MAY_IMPORT that `name` (dotted, without `halfmoon.`) is in; "" when there is none."""
+    rows = [row for row in MAY_IMPORT if f"{name}.".startswith(f"{row}.")]
+    return max(rows, key=len, default="")
 
 
 def absolute(path: Path, source: str) -> list[str]:
@@ -112,7 +181,7 @@ def absolute(path: Path, source: str) -> list[str]:
     for line, name in imported(ast.parse(source)):
         if name.startswith("."):
             found.append(f"{path}:{line}: relative import {name}")
-        elif name.split(".")[0] in MAY_IMPORT:
+        elif name.split(".")[0] in TOP:
             found.append(f"{path}:{line}: {name} is halfmoon.{name}")
     return found
 
@@ -230,7 +299,7 @@ def test_files_are_found_at_all() -> None:
 
 def package_folders(root: Path) -> set[str]:
     """Every folder that holds Python of the packages, as dotted names."""
-    top = [path for path in root.iterdir() if path.name in MAY_IMPORT or (path / "__init__.py").is_file()]
+    top = [path for path in root.iterdir() if path.name in TOP or (path / "__init__.py").is_file()]
     return {
         ".".join(["halfmoon", *path.parent.relative_to(root).parts])
         for folder in top
@@ -255,7 +324,7 @@ def test_every_package_is_mapped_to_its_folder() -> None:
 
 def test_the_links_for_mypy_are_the_folders() -> None:
     links = {link.name: link.resolve() for link in (ROOT / ".links" / "halfmoon").iterdir()}
-    assert links == {folder: ROOT / folder for folder in MAY_IMPORT}
+    assert links == {folder: ROOT / folder for folder in TOP}
 
 
 def test_a_forgotten_sub_package_is_found(tmp_path: Path) -> None:
@@ -295,12 +364,18 @@ SAMPLES: list[tuple[Check, str, str, str]] = [
     (directions, "schemas/x.py", "import halfmoon.store", "schemas must not import store"),
     (directions, "schemas/x.py", "import torch", "schemas must not import torch"),
     (directions, "bus/x.py", "from halfmoon import store", "bus must not import store"),
-    (directions, "store/x.py", "from halfmoon.workers.engine import Engine", "store must not import workers"),
+    (directions, "store/agent/x.py", "from halfmoon.workers.worker import Worker", "must not import workers"),
     (directions, "workers/x.py", "def f():\n    import halfmoon.conductor", "workers must not import conductor"),
+    (directions, "workers/model/x.py", "import halfmoon.schemas.types", "workers.model must not import schemas"),
+    (directions, "workers/frontend/x.py", "from halfmoon.store import errors", "frontend must not import store.errors"),
+    (directions, "conductor/core/x.py", "from halfmoon.bus import tasks", "conductor.core must not import bus"),
+    (directions, "conductor/core/x.py", "from halfmoon.conductor.live import shell", "must not import conductor.live"),
+    (directions, "conductor/new/x.py", "x = 1", "has no row"),
+    (directions, "store/pool/x.py", "import halfmoon.store.agent.agent", "store.pool must not import store.agent"),
     (directions, "workers/x.py", "from halfmoon.cli import main", "workers must not import cli"),
-    (directions, "conductor/x.py", "if 1:\n    from halfmoon.store import pool", "2: conductor must not import store"),
-    (directions, "conductor/x.py", "from halfmoon.workers import engine", "conductor must not import workers"),
-    (directions, "conductor/x.py", "import_module('halfmoon.workers.engine')", "conductor must not import workers"),
+    (directions, "conductor/live/x.py", "if 1:\n    from halfmoon.store.pool import pool", "2: conductor.live"),
+    (directions, "conductor/live/x.py", "from halfmoon.workers import worker", "must not import workers"),
+    (directions, "conductor/core/x.py", "import_module('halfmoon.workers.model.engine')", "not import workers.model"),
     (absolute, "bus/x.py", "from schemas.codec import encode", "schemas.codec.encode is halfmoon."),
     (absolute, "tests/x.py", "import store.pool as pool", "store.pool is halfmoon.store.pool"),
     (absolute, "bus/x.py", "from . import log", "relative import .log"),
@@ -332,8 +407,8 @@ def test_each_check_can_fail(check: Check, path: str, source: str, expected: str
 
 GOOD: list[tuple[Check, str, str]] = [
     (directions, "schemas/x.py", "import json\nimport msgspec\nfrom halfmoon.schemas.types import Id"),
-    (directions, "workers/x.py", "import torch\nfrom halfmoon.store import client\nimport halfmoon.bus.log"),
-    (directions, "cli/x.py", "from halfmoon.conductor import live\nfrom halfmoon.workers import decode"),
+    (directions, "workers/x.py", "import torch\nfrom halfmoon.store import agent_client\nimport halfmoon.bus.log"),
+    (directions, "cli/x.py", "from halfmoon.conductor.live import shell\nfrom halfmoon.workers.decode import worker"),
     (absolute, "bus/x.py", "from halfmoon.schemas import codec\nfrom concurrent import futures"),
     (docstring_only, "bus/__init__.py", '"""The bus."""\n'),
     (docstring_only, "bus/x.py", "x = 1"),

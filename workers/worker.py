@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
-from halfmoon.bus.tracing import Tracing
+from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import CostProfile, Role, WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from halfmoon.schemas.policy import SECOND_NS, Layout
 from halfmoon.schemas.types import Message
-from halfmoon.store.worker_client import StoreClient
+from halfmoon.store.agent_client import StoreClient
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from halfmoon.bus.metrics import INTERVAL_S, LATENCY_S, Times, Values, counter, gauge, histogram
+from halfmoon.bus.telemetry.metrics import INTERVAL_S, LATENCY_S, Times, Values, counter, gauge, histogram
 from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeRefused,

@@ -15,12 +15,12 @@ from typing import Any
 
 import orjson
 
-from halfmoon.conductor.admission import Placement
-from halfmoon.conductor.explanation import Explanation
-from halfmoon.conductor.replay import explaining
-from halfmoon.conductor.replay.lives import Life, Placed
+from halfmoon.conductor.core.admission import Placement
+from halfmoon.conductor.core.explanation import Explanation
+from halfmoon.conductor.replay import explain
+from halfmoon.conductor.replay.histories import Life, Placed
+from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.conductor.replay.timeline import Bar, Timeline
-from halfmoon.conductor.replay.wording import clock, duration
 
 US_NS = 1_000
 
@@ -105,16 +105,16 @@ def whys(life: Life) -> list[dict[str, Any]]:
 
 
 def _why(why: Explanation, placed: Placed | None) -> dict[str, Any]:
-    chosen_prefill, chosen_decode = explaining.chosen(why.verdict)
-    prefill = explaining.prefill_rows(why, chosen_prefill, placed)[1:]
-    decode = explaining.decode_rows(why, chosen_decode, placed)[1:]
+    chosen_prefill, chosen_decode = explain.chosen(why.verdict)
+    prefill = explain.prefill_rows(why, chosen_prefill, placed)[1:]
+    decode = explain.decode_rows(why, chosen_decode, placed)[1:]
     return {
-        "head": explaining.heading(why),
-        "verdict": explaining.verdict_text(why),
+        "head": explain.heading(why),
+        "verdict": explain.verdict_text(why),
         "refused": not isinstance(why.verdict, Placement),
         "prefill": [_row(row) for row in prefill],
         "decode": [_row(row) for row in decode],
-        "more": explaining.remarks(why, placed),
+        "more": explain.remarks(why, placed),
     }
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from halfmoon.conductor.replay import explaining
-from halfmoon.conductor.replay.lives import Life
+from halfmoon.conductor.replay import explain
+from halfmoon.conductor.replay.histories import Life
 from halfmoon.conductor.replay.timeline import Bar, Timeline
 
 #: Process of what belongs to no worker; workers follow.
@@ -72,7 +72,7 @@ def _slices(bar: Bar, life: Life, pid: int, names: tuple[str, ...]) -> Iterator[
     if bar.lost:
         args["given_up"] = bar.lost
     for why in life.why:
-        args[f"event {why.seq}"] = explaining.verdict_text(why)
+        args[f"event {why.seq}"] = explain.verdict_text(why)
     tid = bar.row + 1
     yield _slice(arrived.request_id, bar.parts[0], bar.parts[-1], pid, tid, args)
     if len(bar.parts) == 2:

@@ -1,13 +1,13 @@
-"""Why a candidate won, and what each other one lacked, in words: the order of choice of `halfmoon.conductor.policy`."""
+"""Why a candidate won, and what each other one lacked, in words: the order of choice of `core.policies`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from halfmoon.conductor.explanation import Explanation
-from halfmoon.conductor.placement import Candidate, DecodeCandidate
-from halfmoon.conductor.replay.wording import duration
+from halfmoon.conductor.core.explanation import Explanation
+from halfmoon.conductor.core.placement import Candidate, DecodeCandidate
+from halfmoon.conductor.replay.text import duration
 
 C = TypeVar("C", Candidate, DecodeCandidate)
 #: What is compared, in words, and the value: smaller wins.

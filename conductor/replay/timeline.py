@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from halfmoon.conductor.machine import Core
-from halfmoon.conductor.placement import queue_ns
-from halfmoon.conductor.replay.lives import Life, Lives, Placed
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.placement import queue_ns
+from halfmoon.conductor.replay.histories import Life, Lives, Placed
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine
+from halfmoon.conductor.replay.text import message
 from halfmoon.conductor.replay.verify import Replay
-from halfmoon.conductor.replay.wording import message
 from halfmoon.schemas.events import (
     ClusterConfigured,
     Event,

@@ -16,8 +16,8 @@ from importlib.metadata import version
 
 import msgspec
 
-from halfmoon.conductor.beginning import LOG_VERSIONS_READ
-from halfmoon.conductor.machine import Core, SnapshotInvalid
+from halfmoon.conductor.code_version import LOG_VERSIONS_READ, code_version
+from halfmoon.conductor.core.machine import Core, SnapshotInvalid
 from halfmoon.conductor.replay.logfile import (
     DecisionLine,
     EventLine,
@@ -27,7 +27,6 @@ from halfmoon.conductor.replay.logfile import (
     LogFileInvalid,
     SnapshotLine,
 )
-from halfmoon.conductor.version import code_version
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import Decision, SetTimer
 from halfmoon.schemas.events import ClusterConfigured, Event, Stamped, StateDigested

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from halfmoon.conductor.cost import answer_class, expected_tokens
-from halfmoon.conductor.machine import Core
-from halfmoon.conductor.replay.explaining import table
-from halfmoon.conductor.replay.lives import Life, Lives
+from halfmoon.conductor.core.cost import answer_class, expected_tokens
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.state import Worker
+from halfmoon.conductor.replay.explain import table
+from halfmoon.conductor.replay.histories import Life, Lives
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.conductor.simulation.outcomes import Outcome
@@ -24,7 +25,6 @@ from halfmoon.conductor.simulation.report import Report, Slo, summarise
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import Cluster
-from halfmoon.conductor.state import Worker
 from halfmoon.schemas.events import CostProfile, StoreJoined, WorkerJoined
 from halfmoon.schemas.policy import Policy
 

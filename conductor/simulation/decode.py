@@ -1,4 +1,4 @@
-"""A simulated decode worker: what `halfmoon.workers.decode` does to time.
+"""A simulated decode worker: what `halfmoon.workers.decode.worker` does to time.
 
 An order waits for its first token (then the worker checks the SLO once more) and for its KV, then joins the batch
 between two steps, when there is room for all that it will grow to. So nothing is ever swapped out, which the real

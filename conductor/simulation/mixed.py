@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from halfmoon.conductor.cost import prefill_ns
+from halfmoon.conductor.core.cost import prefill_ns
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
+from halfmoon.conductor.simulation.block_cache import Pool
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.pool import Pool
 from halfmoon.conductor.simulation.profiles import Profile
 
 

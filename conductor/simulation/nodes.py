@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from halfmoon.conductor.simulation.pool import Pool
+from halfmoon.conductor.simulation.block_cache import Pool
 from halfmoon.schemas.events import BlocksEvicted, BlocksStored
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A simulated prefill worker: what `halfmoon.workers.prefill` does to time, memory and links.
+"""A simulated prefill worker: what `halfmoon.workers.prefill.worker` does to time, memory and links.
 
 One order computes at a time, in the order of arrival. The next few have their blocks held and fetched meanwhile.
 Loading overlaps with computing layer by layer, and so does pushing to the decode node: only the last layer's transfer
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from halfmoon.conductor.cost import prefill_ns
-from halfmoon.conductor.simulation.links import SECOND_NS, Transfer
+from halfmoon.conductor.core.cost import prefill_ns
+from halfmoon.conductor.simulation.network import SECOND_NS, Transfer
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
 

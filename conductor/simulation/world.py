@@ -12,12 +12,12 @@ from hashlib import blake2b
 
 import msgspec
 
-from halfmoon.conductor.invariants import check
-from halfmoon.conductor.machine import Core
-from halfmoon.conductor.placement import queue_ns
+from halfmoon.conductor.core.invariants import check
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.decode import DecodeWorker
-from halfmoon.conductor.simulation.links import Network
+from halfmoon.conductor.simulation.network import Network
 from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.prefill import PrefillWorker

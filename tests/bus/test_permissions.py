@@ -24,7 +24,7 @@ from halfmoon.bus.errors import BusUnreachable
 from halfmoon.bus.permissions import _ASKED_BY_OPERATORS, _ASKED_BY_PROGRAMS, _ASKED_BY_STORES, _ASKED_BY_WORKERS, _SAID
 from halfmoon.bus.streams import StreamLimits
 from halfmoon.bus.tasks import end_tasks
-from halfmoon.conductor import live
+from halfmoon.conductor.live import shell
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
     EVENT_TYPES,
@@ -36,10 +36,10 @@ from halfmoon.schemas.events import (
     WorkerLeft,
 )
 from halfmoon.schemas.policy import Policy
-from halfmoon.workers.frontend_config import FrontendConfig
-from halfmoon.workers.nats_service import settled
-from halfmoon.workers.page.feed import PageFeed
-from halfmoon.workers.request_registry import new_request_id
+from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.frontend.page.feed import PageFeed
+from halfmoon.workers.frontend.registry import new_request_id
 from tests.bus.proxy import Proxy
 from tests.bus.server_cluster import NAMES, ServerCluster
 
@@ -296,7 +296,7 @@ async def test_a_frontend_is_told_what_its_page_shows(servers: ServerCluster, co
     """By a conductor: the view, and a request looked up in the log."""
     frontend = await servers.connect("frontend-0")
     feed = PageFeed(frontend, FrontendConfig(frontend_id="frontend-0", model="m"))
-    task = asyncio.create_task(live.run(conductor, conductor_id="conductor-0", policy=Policy()))
+    task = asyncio.create_task(shell.run(conductor, conductor_id="conductor-0", policy=Policy()))
     request_id = new_request_id()
     arrived = RequestArrived(
         request_id=request_id, frontend_id="frontend-0", prompt_tokens=3, max_tokens=1, block_keys=b""

@@ -16,7 +16,7 @@ from halfmoon.bus.serving import ANSWERS_BYTES_MAX, ANSWERS_MAX, Repeats
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CancelOrder, Ordered
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
-from halfmoon.workers.nats_service import settled
+from halfmoon.workers.frontend.nats_service import settled
 from tests.bus.proxy import Proxy
 
 SUBJECT = "halfmoon.resend.w"

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from world import Conductor, World
 
-from halfmoon.conductor import losses, machine
-from halfmoon.store.pool import Pool
+from halfmoon.conductor.core import machine, reconcile
+from halfmoon.store.pool.pool import Pool
 
 #: The first of these failed once: KV that was lost, an answer that was lost with its worker.
 SEEDS = [3, 34, *range(100, 106)]
@@ -64,7 +64,7 @@ def test_a_conductor_that_decides_by_something_else_than_the_log_is_found(monkey
 
 
 def test_lost_kv_that_nobody_misses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_is_overdue", lambda *_: False)
+    monkeypatch.setattr(reconcile, "_is_overdue", lambda *_: False)
     fails(range(20), "orders at d|open at f")
 
 
@@ -78,7 +78,7 @@ def test_a_request_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -
             whole(state, request, lost, out)
 
     monkeypatch.setattr(machine.orders, "place", forgets)
-    monkeypatch.setattr(losses, "place", forgets)
+    monkeypatch.setattr(reconcile, "place", forgets)
     fails(range(20), "open at f")
 
 

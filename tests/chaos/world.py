@@ -22,8 +22,8 @@ from typing import Any, get_args
 import msgspec
 from conductor_scripts import LAYOUT, MS, PROFILE, S, keys
 
-from halfmoon.conductor.live import target
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.live.shell import target
 from halfmoon.schemas.codec import digest as digest_of
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
@@ -70,8 +70,8 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 from halfmoon.store.errors import StoreError, StoreFull
-from halfmoon.store.pool import Pool
-from halfmoon.store.slots import Owner, State
+from halfmoon.store.pool.pool import Pool
+from halfmoon.store.pool.slots import Owner, State
 
 DIGEST_EVENTS = 100
 LEASE_TTL_NS = 10 * S

@@ -22,10 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import free_port
-from halfmoon.cli.bench_clients import Model, Record
-from halfmoon.cli.bench_driver import Driver, Limits
-from halfmoon.cli.bench_report import objectives, report, table
-from halfmoon.cli.bench_workload import Drawn, Lengths, Planned, Texts, cut_short, fitting_scale, traced
+from halfmoon.cli.bench.clients import Model, Record
+from halfmoon.cli.bench.driver import Driver, Limits
+from halfmoon.cli.bench.report import objectives, report, table
+from halfmoon.cli.bench.workload import Drawn, Lengths, Planned, Texts, cut_short, fitting_scale, traced
 from halfmoon.cli.main import main
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.simulation.trace import Arrival, read_trace

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import nats
 import pytest
 
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.decisions import Ordered, SetTimer, StartPrefill
 from halfmoon.schemas.events import RequestArrived, RequestFinished, Stamped
 from tests.cluster.harness import Cluster, running

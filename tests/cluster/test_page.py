@@ -10,10 +10,10 @@ import aiohttp
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.conductor.replay.explaining import explained
-from halfmoon.conductor.replay.lives import lives
+from halfmoon.conductor.replay.explain import explained
+from halfmoon.conductor.replay.histories import lives
 from halfmoon.conductor.replay.logfile import LogFile
-from halfmoon.conductor.replay.saving import save
+from halfmoon.conductor.replay.save import save
 from halfmoon.conductor.replay.verify import Replay
 from tests.cluster.harness import Cluster, running
 

@@ -13,7 +13,7 @@ from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import BlocksStored, DecodeStarted, PrefillFinished, RequestArrived, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import KvReady, PrefillResult, TransferOpened
-from halfmoon.workers.tokenizer import Tokenizer
+from halfmoon.workers.model.tokenizer import Tokenizer
 from tests.cluster.harness import running
 from tests.cluster.prompts import MODEL, prompt
 from tests.cluster.steering import prefill_of

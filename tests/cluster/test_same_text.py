@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfmoon.schemas.events import DecodeStarted, RequestFinished
-from halfmoon.workers.model_files import load_model
+from halfmoon.workers.model.files import load_model
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import LENGTHS, MODEL, OUTPUT_TOKENS, prompt
 from tests.cluster.steering import draining, prefill_of

@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import free_port
-from halfmoon.bus.tracing import checked_traceparent
+from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.cli.main import main
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.tracing import start_tracing
@@ -347,9 +347,10 @@ async def test_the_stores_tell_of_the_transfer(
 
 def test_nothing_is_imported_where_it_is_off() -> None:
     code = (
-        "import sys, halfmoon.cli.main, halfmoon.workers.prefill, halfmoon.workers.decode, halfmoon.workers.frontend\n"
-        "import halfmoon.store.agent, halfmoon.conductor.live\n"
-        "from halfmoon.bus.tracing import start\n"
+        "import sys, halfmoon.cli.main, halfmoon.workers.prefill.worker, halfmoon.workers.decode.worker\n"
+        "import halfmoon.workers.frontend.frontend\n"
+        "import halfmoon.store.agent.agent, halfmoon.conductor.live.shell\n"
+        "from halfmoon.bus.telemetry.tracing import start\n"
         "assert start(role='frontend', process_id='f', cluster='c') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
     )

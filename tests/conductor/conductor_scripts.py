@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfmoon.conductor.invariants import check
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.core.invariants import check
+from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.decisions import Decision, SetTimer
 from halfmoon.schemas.events import (
     BlocksStored,

@@ -11,8 +11,8 @@ from conductor_scripts import MS, decode, prefill, store
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.conductor import live
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.live import shell
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import decode as read
 from halfmoon.schemas.decisions import Ordered, SetTimer
@@ -38,9 +38,9 @@ CLUSTER: list[Event] = [
 async def conductor(url: str, conductor_id: str = "c1", policy: Policy = POLICY, **more: Any) -> AsyncIterator[Bus]:
     """A conductor that has caught up; stopped at the end."""
     bus = await Bus.connect(BusConfig(url=url), name=conductor_id)
-    shells: list[live.Shell] = []
+    shells: list[shell.Shell] = []
     task = asyncio.create_task(
-        live.run(bus, conductor_id=conductor_id, policy=policy, checked=True, started=shells.append, **more)
+        shell.run(bus, conductor_id=conductor_id, policy=policy, checked=True, started=shells.append, **more)
     )
     try:
         while not shells or not shells[0].caught_up.is_set():

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from conductor_scripts import LAYOUT, MS, NULL_LAYOUT, PROFILE, S, keys
 
-from halfmoon.conductor import admission
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.core import admission
+from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import (
     AnnounceYourself,

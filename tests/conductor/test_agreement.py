@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmoon.conductor.agreement import POINTS_MAX, Agreement, Verdict
+from halfmoon.conductor.live.agreement import POINTS_MAX, Agreement, Verdict
 from halfmoon.schemas.events import StateDigested
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import logging
+import shutil
+from importlib.resources import files
+from pathlib import Path
 
 import orjson
 import pytest
 from conductor_scripts import S, arrived
 from live_conductors import CLUSTER, client, conductor, decisions_of, log_of, reach, replayed, say, status
-from test_purity import core_files
 
 from halfmoon.bus import snapshots
 from halfmoon.bus.connection import Bus
-from halfmoon.conductor.beginning import LogUnreadable, check_gap, digest_at
-from halfmoon.conductor.machine import SNAPSHOT_VERSION, Core
-from halfmoon.conductor.version import CORE, code_version
+from halfmoon.conductor.code_version import DECIDING, code_version
+from halfmoon.conductor.core.machine import SNAPSHOT_VERSION, Core
+from halfmoon.conductor.log_reading import LogUnreadable, check_gap, digest_at
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself
 from halfmoon.schemas.events import ClusterConfigured, WorkerHeartbeat
@@ -167,12 +168,19 @@ async def test_events_that_expired_unread_are_told_from_bytes_that_are_no_event(
             await check_gap(bus, 2)
 
 
-def test_the_core_of_the_code_version_is_what_the_core_imports() -> None:
-    assert list(CORE["halfmoon.conductor"]) == [path.stem for path in core_files()]
-    imported = {
-        node.module.rpartition(".")[2]
-        for path in core_files()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfmoon.schemas.")
-    }
-    assert sorted(imported) == list(CORE["halfmoon.schemas"])
+def test_the_code_version_is_of_all_that_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed line anywhere in the core or in the messages is another version; a compiled file is not."""
+    folders = {name: tmp_path / name for name in DECIDING}
+    for name, folder in folders.items():
+        shutil.copytree(str(files(name)), folder)
+    monkeypatch.setattr("halfmoon.conductor.code_version.files", folders.__getitem__)
+    versions = [code_version.__wrapped__()]
+    assert versions == [code_version()]
+    (folders["halfmoon.conductor.core"] / "__pycache__" / "x.pyc").parent.mkdir(exist_ok=True)
+    (folders["halfmoon.conductor.core"] / "__pycache__" / "x.pyc").write_bytes(b"x")
+    assert code_version.__wrapped__() == versions[0]
+    for folder, file in (("halfmoon.conductor.core", "cost.py"), ("halfmoon.schemas", "events.py")):
+        with (folders[folder] / file).open("a") as source:
+            source.write("# another\n")
+        versions.append(code_version.__wrapped__())
+    assert len(set(versions)) == 3

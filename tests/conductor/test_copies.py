@@ -14,7 +14,7 @@ from live_conductors import CLUSTER, client, conductor, decisions_of, log_of, re
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.streams import StreamLimits
-from halfmoon.conductor import live
+from halfmoon.conductor.live import shell
 from halfmoon.schemas.decisions import Ordered
 from halfmoon.schemas.policy import Policy
 
@@ -35,7 +35,7 @@ async def lagging_conductor(url: str) -> AsyncIterator[None]:
         asyncio.get_running_loop().call_later(LAG_S, lambda: at_once(ordered, **to))
 
     bus.order_soon = later  # type: ignore[method-assign]
-    task = asyncio.create_task(live.run(bus, conductor_id="lagging", policy=QUIET))
+    task = asyncio.create_task(shell.run(bus, conductor_id="lagging", policy=QUIET))
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from random_clusters import Cluster, digest
 
-from halfmoon.conductor.machine import Core, SnapshotInvalid
+from halfmoon.conductor.core.machine import Core, SnapshotInvalid
 from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.decisions import ReleaseOrder
 from halfmoon.schemas.events import Event, Stamped, WorkerHeartbeat

@@ -14,9 +14,9 @@ from live_conductors import CLUSTER, client, conductor, decisions_of, log_of, re
 from halfmoon.bus import snapshots
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.conductor import digests, live
-from halfmoon.conductor.digests import SNAPSHOT_DIGESTS, VOTE_S, Diverged
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.live import digest_exchange, shell
+from halfmoon.conductor.live.digest_exchange import SNAPSHOT_DIGESTS, VOTE_S, Diverged
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import Stamped, StateDigested, WorkerHeartbeat
 from halfmoon.schemas.policy import Policy
@@ -57,14 +57,14 @@ def digests_of(log: list[Stamped]) -> dict[int, str]:
 async def ill_conductor(url: str, conductor_id: str, *, ill_from: int) -> AsyncIterator[asyncio.Task[None]]:
     """One whose state is changed behind its back after event `ill_from`."""
     bus = await Bus.connect(BusConfig(url=url), name=conductor_id)
-    shells: list[live.Shell] = []
+    shells: list[shell.Shell] = []
 
     def corrupt(stamped: Stamped, decisions: list[Decision]) -> None:
         if stamped.seq == ill_from:
             shells[0].core.state.counters.arrived += 1
 
     task = asyncio.create_task(
-        live.run(bus, conductor_id=conductor_id, policy=QUIET, after_step=corrupt, started=shells.append)
+        shell.run(bus, conductor_id=conductor_id, policy=QUIET, after_step=corrupt, started=shells.append)
     )
     try:
         while not shells or not shells[0].caught_up.is_set():
@@ -98,7 +98,7 @@ async def test_conductors_say_the_digest_that_a_fresh_reading_of_the_log_gives(n
 async def test_a_conductor_that_starts_late_goes_on_from_a_snapshot_with_the_same_state(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "SNAPSHOTS_KEPT", 1)
+    monkeypatch.setattr(digest_exchange, "SNAPSHOTS_KEPT", 1)
     every_snapshot = EVERY * SNAPSHOT_DIGESTS
     async with client(nats_url) as bus, conductor(nats_url, "c1", QUIET), conductor(nats_url, "c2", QUIET):
         await say(bus, *CLUSTER, *[arrived(f"r{number}", 100) for number in range(20)])

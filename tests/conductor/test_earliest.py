@@ -10,10 +10,10 @@ import pytest
 from conductor_scripts import MS, PROFILE, Script, arrived, keys, prefill, stored
 from random_clusters import Cluster
 
-from halfmoon.conductor.cost import LINK_STALE_NS, Link, answer_class, expected_tokens
-from halfmoon.conductor.fetching import Matched, Source
-from halfmoon.conductor.machine import Core
-from halfmoon.conductor.placement import (
+from halfmoon.conductor.core.cost import LINK_STALE_NS, Link, answer_class, expected_tokens
+from halfmoon.conductor.core.fetch_plan import Matched, Source
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.placement import (
     EARLIEST_POLICIES,
     LIGHTEST_POLICIES,
     candidates,
@@ -22,8 +22,8 @@ from halfmoon.conductor.placement import (
     lightest,
     match,
 )
-from halfmoon.conductor.policy import choose_decode, choose_prefill
-from halfmoon.conductor.state import State
+from halfmoon.conductor.core.policies import choose_decode, choose_prefill
+from halfmoon.conductor.core.state import State
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import KEY_BYTES
 

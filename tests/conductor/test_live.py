@@ -9,9 +9,9 @@ from conductor_scripts import S, arrived, finished, keys, prefilled, stored
 from live_conductors import CLUSTER, POLICY, client, conductor, decisions_of, log_of, reach, replayed, say, status
 
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.conductor import beginning
-from halfmoon.conductor.machine import Core
-from halfmoon.conductor.version import code_version
+from halfmoon.conductor import log_reading
+from halfmoon.conductor.code_version import LOG_VERSION, code_version
+from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import (
     ClusterConfigured,
@@ -29,7 +29,7 @@ async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones
     async with client(nats_url) as bus, conductor(nats_url), conductor(nats_url, "c2", other):
         log = await log_of(bus)
         assert [stamped.event for stamped in log] == [
-            ClusterConfigured(code_version=code_version(), log_version=beginning.LOG_VERSION, policy=POLICY)
+            ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=POLICY)
         ]
         assert (await reach(bus, 1, "c2")).policy == POLICY
 
@@ -37,7 +37,7 @@ async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones
 async def test_a_log_of_another_version_is_not_read(nats_url: str) -> None:
     async with client(nats_url) as bus:
         await say(bus, ClusterConfigured(code_version="9.1", log_version=9, policy=POLICY))
-        with pytest.raises(beginning.LogUnreadable, match=r"version 9, begun by halfmoon 9.1, which can read it"):
+        with pytest.raises(log_reading.LogUnreadable, match=r"version 9, begun by halfmoon 9.1, which can read it"):
             async with conductor(nats_url):
                 pass
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from conductor_scripts import LAYOUT, MS, NULL_LAYOUT, PROFILE, S, Script, arrived, decode, keys, prefill, store, stored
 
-from halfmoon.conductor.cost import Link, prefill_ns
-from halfmoon.conductor.placement import Candidate, candidates, decode_candidates, match
-from halfmoon.conductor.state import State
+from halfmoon.conductor.core.cost import Link, prefill_ns
+from halfmoon.conductor.core.placement import Candidate, candidates, decode_candidates, match
+from halfmoon.conductor.core.state import State
 from halfmoon.schemas.decisions import Fetch, StartDecode, StartPrefill
 from halfmoon.schemas.events import CostProfile, RequestArrived, StoreLeft, StoreSuspected, TierLost
 

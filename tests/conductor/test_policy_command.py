@@ -12,7 +12,7 @@ from live_conductors import CLUSTER, client, conductor, log_of, reach, say
 
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.policy import changed
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.policy import Policy
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import halfmoon.conductor.machine
+import halfmoon.conductor.core.machine
 
-FOLDER = Path(halfmoon.conductor.machine.__file__).parent
-PACKAGE = "halfmoon.conductor."
+FOLDER = Path(halfmoon.conductor.core.machine.__file__).parent
 #: Beside our own schemas and the core itself. Nothing here knows a clock, a file, a socket or a random number.
 PURE = (
     "__future__",
@@ -82,7 +81,7 @@ def _fault(node: ast.AST, with_floats: bool) -> str:
 
 
 def _pure(module: str) -> bool:
-    return module in PURE or module.startswith(("halfmoon.schemas.", PACKAGE)) or module == "halfmoon.conductor"
+    return module in PURE or module.startswith(("halfmoon.schemas.", "halfmoon.conductor.core"))
 
 
 def _is_view(node: ast.expr) -> bool:
@@ -94,41 +93,11 @@ def _whole(node: ast.BinOp) -> bool:
 
 
 def core_files() -> list[Path]:
-    """machine.py and all of ours that it imports, directly or not."""
-    files: list[Path] = []
-    waiting = ["machine"]
-    while waiting:
-        path = FOLDER / f"{waiting.pop()}.py"
-        if path in files:
-            continue
-        files.append(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-                waiting.append((node.module or "")[len(PACKAGE) :])
-            elif isinstance(node, ast.ImportFrom) and node.module == "halfmoon.conductor":
-                waiting.extend(alias.name for alias in node.names)
-    return sorted(files)
+    return sorted(FOLDER.glob("*.py"))
 
 
-def test_the_core_consists_of_these_modules() -> None:
-    assert [path.stem for path in core_files()] == [
-        "admission",
-        "cost",
-        "explanation",
-        "fetching",
-        "index",
-        "invariants",
-        "losses",
-        "machine",
-        "members",
-        "orders",
-        "overload",
-        "placement",
-        "policy",
-        "pools",
-        "replication",
-        "state",
-    ]
+def test_the_core_is_found() -> None:
+    assert {"machine", "state", "invariants"} < {path.stem for path in core_files()}
 
 
 @pytest.mark.parametrize("path", core_files(), ids=lambda path: path.stem)
@@ -148,6 +117,7 @@ def test_a_module_of_the_core_keeps_the_rules(path: Path) -> None:
         ("from pathlib import Path", "1: imports pathlib"),
         ("from datetime import datetime", "1: imports datetime"),
         ("from halfmoon.bus.connection import Bus", "1: imports halfmoon.bus.connection"),
+        ("from halfmoon.conductor.live.timers import Timers", "1: imports halfmoon.conductor.live.timers"),
         ("from . import state", "1: imports None"),
         ("x = hash('a')", "1: uses hash"),
         ("x = min([], key=id)", "1: uses id"),

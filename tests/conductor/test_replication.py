@@ -6,7 +6,7 @@ from typing import Any
 
 from conductor_scripts import S, Script, arrived, decode, keys, prefill, stored
 
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.decisions import Decision, Fetch, ReplicateBlocks, StartPrefill
 from halfmoon.schemas.events import FrontendJoined, StoreHeartbeat, StoreSuspected
 

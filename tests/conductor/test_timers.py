@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.conductor.timers import Timers
+from halfmoon.conductor.live.timers import Timers
 
 
 def test_timers_are_due_in_the_order_of_time_then_key() -> None:

@@ -12,12 +12,12 @@ from live_conductors import CLUSTER, POLICY, client, conductor, log_of, reach, s
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError
-from halfmoon.conductor import following, lately, viewing
-from halfmoon.conductor.machine import Core
-from halfmoon.conductor.replay.explaining import explained
-from halfmoon.conductor.replay.lives import Lives
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.replay.explain import explained
+from halfmoon.conductor.replay.histories import Lives
 from halfmoon.conductor.replay.logfile import EventLine
-from halfmoon.conductor.viewing import Viewing
+from halfmoon.conductor.view import recent_window, request_tracker, service
+from halfmoon.conductor.view.service import Viewing
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.events import (
@@ -37,7 +37,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, ViewRequest
-from halfmoon.workers.request_registry import new_request_id
+from halfmoon.workers.frontend.registry import new_request_id
 
 
 class Watched:
@@ -192,16 +192,16 @@ def test_the_view_is_bounded_whatever_the_load() -> None:
     view = cluster.view()
     assert sum(view.stages.values()) == len(cluster.core.state.requests) > 500
     assert view.counts.rejected
-    assert len(view.requests) == following.PLACES
+    assert len(view.requests) == request_tracker.PLACES
     inside = cluster.viewing._following
     assert inside is not None
-    assert len(inside.lives.of) <= following.LIVES_KEPT + 1
-    assert len(inside.lives._orders) <= 2 * following.LIVES_KEPT
-    assert len(cluster.viewing._held) == viewing.HELD_MAX
-    assert len(view.events) <= viewing.TOLD_MAX
+    assert len(inside.lives.of) <= request_tracker.LIVES_KEPT + 1
+    assert len(inside.lives._orders) <= 2 * request_tracker.LIVES_KEPT
+    assert len(cluster.viewing._held) == service.HELD_MAX
+    assert len(view.events) <= service.TOLD_MAX
     seconds = cluster.viewing._lately._seconds
-    assert len(seconds) == lately.SECONDS
-    assert max(len(second.ttfts_ns) for second in seconds) <= lately.SAMPLES_MAX
+    assert len(seconds) == recent_window.SECONDS
+    assert max(len(second.ttfts_ns) for second in seconds) <= recent_window.SAMPLES_MAX
     assert len(encode(view)) < 64 << 10
 
 
@@ -219,7 +219,7 @@ def test_a_rare_event_is_not_lost_among_many() -> None:
 
 
 def test_nothing_is_followed_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewing, "LEASE_S", 0.0)
+    monkeypatch.setattr(service, "LEASE_S", 0.0)
     cluster = Watched()
     cluster.arrive("r1")
     assert not cluster.viewing.looked_at

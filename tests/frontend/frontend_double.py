@@ -34,9 +34,9 @@ from halfmoon.schemas.tokens import (
     Timing,
     TokensSampled,
 )
-from halfmoon.workers.frontend import Frontend
-from halfmoon.workers.frontend_config import FrontendConfig
-from halfmoon.workers.tokenizer import Tokenizer
+from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.frontend import Frontend
+from halfmoon.workers.model.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m-instruct"
 LAYOUT = Layout(

@@ -14,8 +14,8 @@ from frontend_double import LAYOUT, MODEL
 from halfmoon.schemas.api import ApiError
 from halfmoon.schemas.decisions import FailRequest, Prediction, RejectRequest
 from halfmoon.schemas.events import FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
-from halfmoon.workers.frontend import Frontend
-from halfmoon.workers.frontend_config import FrontendConfig
+from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.frontend import Frontend
 
 BODY = {"prompt": "Once", "max_tokens": 200}
 MS = 1_000_000

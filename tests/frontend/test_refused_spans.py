@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from halfmoon.bus.tracing import Tracing
+from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.schemas.decisions import RejectRequest
 from halfmoon.schemas.events import RequestArrived
 

@@ -13,8 +13,8 @@ from halfmoon.schemas.api import Ask
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeRequest
-from halfmoon.workers.open_request import OpenRequest, Piece, Progress, order_rank
-from halfmoon.workers.tokenizer import Tokenizer
+from halfmoon.workers.frontend.open_request import OpenRequest, Piece, Progress, order_rank
+from halfmoon.workers.model.tokenizer import Tokenizer
 
 
 class Collected:

@@ -15,19 +15,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.metrics import exposition, process_registry
-from halfmoon.conductor.machine import Core
-from halfmoon.conductor.metrics import ConductorMetrics, Tally
+from halfmoon.bus.telemetry.metrics import exposition, process_registry
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.live.metrics import ConductorMetrics, Tally
 from halfmoon.schemas.events import CostProfile
 from halfmoon.schemas.policy import Layout
-from halfmoon.store.agent import StoreAgent
+from halfmoon.store.agent.agent import StoreAgent
+from halfmoon.store.agent.metrics import StoreMetrics
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.metrics import StoreMetrics
-from halfmoon.workers.decode import DecodeWorker
-from halfmoon.workers.metrics import FrontendMetrics
-from halfmoon.workers.model_files import load_config
-from halfmoon.workers.null_engine import NullEngine
-from halfmoon.workers.prefill import PrefillWorker
+from halfmoon.workers.decode.worker import DecodeWorker
+from halfmoon.workers.frontend.metrics import FrontendMetrics
+from halfmoon.workers.model.files import load_config
+from halfmoon.workers.model.null_engine import NullEngine
+from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig
 
 ROOT = Path(__file__).parents[2]

@@ -17,19 +17,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.metrics import LATENCY_S, Times, histogram, serve_metrics
+from halfmoon.bus.telemetry.metrics import LATENCY_S, Times, histogram, serve_metrics
 from halfmoon.cli.main import main
 from halfmoon.cli.metrics import Targets, address
 from halfmoon.cli.options import OptionInvalid
-from halfmoon.conductor import live
-from halfmoon.conductor.metrics import ConductorMetrics
+from halfmoon.conductor.live import shell
+from halfmoon.conductor.live.metrics import ConductorMetrics
 from halfmoon.schemas.events import Endpoint, StateDigested, StoreHeartbeat, StoreJoined, StoreSuspected
 from halfmoon.schemas.policy import Policy
-from halfmoon.store.engine import Engine
+from halfmoon.schemas.slo import tbt_ns
 from halfmoon.store.errors import PeerUnreachable
-from halfmoon.store.segment import Geometry
-from halfmoon.store.transport import Call, Peer, Slice
-from halfmoon.workers.slo import Slo, tbt_ns
+from halfmoon.store.pool.segment import Geometry
+from halfmoon.store.transports.base import Call, Peer, Slice
+from halfmoon.store.transports.engine import Engine
+from halfmoon.workers.frontend.slo import Slo
 from tests.observability.parts import SMALL, shown
 
 MS = 1_000_000
@@ -113,11 +114,11 @@ async def test_transfers_are_counted_by_transport_and_direction() -> None:
 
 async def test_a_conductor_counts_what_it_steps_over_and_not_the_past(nats_url: str) -> None:
     bus = await Bus.connect(BusConfig(url=nats_url), name="c1")
-    shells: list[live.Shell] = []
+    shells: list[shell.Shell] = []
 
     async def conduct() -> None:
         policy = Policy(digest_events=EVERY, heartbeat_ns=3600 * 1000 * MS, lost_after_ns=4 * 3600 * 1000 * MS)
-        await live.run(bus, conductor_id="c1", policy=policy, started=shells.append)
+        await shell.run(bus, conductor_id="c1", policy=policy, started=shells.append)
 
     task = asyncio.ensure_future(conduct())
     try:
@@ -163,7 +164,7 @@ async def test_a_conductor_counts_what_it_steps_over_and_not_the_past(nats_url: 
         await bus.close()
 
 
-async def other_digest(bus: Bus, shell: live.Shell) -> int:
+async def other_digest(bus: Bus, shell: shell.Shell) -> int:
     """Another conductor says something else of a state that this one has said the digest of."""
     async for stamped in bus.events():
         event = stamped.event

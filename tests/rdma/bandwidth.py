@@ -30,8 +30,8 @@ from test_two_hosts import DEVICES, FAR, FIELDS, LAYERS, NEAR, SHAPE, node
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.store import ReserveBlocks, Reserved
-from halfmoon.store.book import peer_writer
-from halfmoon.store.transport import Call, Peer, Slice
+from halfmoon.store.pool.guard import peer_writer
+from halfmoon.store.transports.base import Call, Peer, Slice
 
 MIB = 1 << 20
 BLOCKS = 8

@@ -18,7 +18,6 @@ from transport_harness import DEVICES, Side, call, noise
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import QueuePair
-from halfmoon.store import rdma, rdma_pair
 from halfmoon.store.errors import (
     BytesCorrupted,
     PeerUnreachable,
@@ -26,7 +25,9 @@ from halfmoon.store.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from halfmoon.store.transport import Slice
+from halfmoon.store.transports.base import Slice
+from halfmoon.store.transports.rdma import pair as rdma_pair
+from halfmoon.store.transports.rdma import transport as rdma
 
 pytestmark = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two RDMA devices: make test-rdma")
 Story = Callable[[Side, Side], Awaitable[None]]

@@ -24,7 +24,7 @@ from halfmoon.schemas.events import StoreSuspected
 from halfmoon.schemas.kv import KvReady
 from halfmoon.schemas.subjects import events_of_kind
 from halfmoon.store.errors import PeerUnreachable, TransferError
-from halfmoon.store.segment import remove_stale
+from halfmoon.store.pool.segment import remove_stale
 
 pytestmark = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two RDMA devices: make test-rdma")
 NEAR, FAR = "10.78.0.1", ["ip", "netns", "exec", "far"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from random_clusters import Cluster
 
-from halfmoon.conductor.beginning import LOG_VERSION
+from halfmoon.conductor.code_version import LOG_VERSION
 from halfmoon.conductor.replay.logfile import (
     FORMAT,
     DecisionLine,

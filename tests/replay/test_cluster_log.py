@@ -14,7 +14,7 @@ import zstandard
 
 from halfmoon.bus.embedded import free_port
 from halfmoon.schemas.keys import pack_tokens
-from halfmoon.workers.tokenizer import Tokenizer
+from halfmoon.workers.model.tokenizer import Tokenizer
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import MODEL, prompt
 

@@ -11,8 +11,8 @@ import pytest
 from recorded import HEADER, decisions_in, lines_of, saved
 
 from halfmoon.cli.main import main
+from halfmoon.conductor.code_version import code_version
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine
-from halfmoon.conductor.version import code_version
 from halfmoon.schemas.decisions import CancelOrder
 
 Said = pytest.CaptureFixture[str]

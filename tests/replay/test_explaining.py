@@ -9,10 +9,10 @@ import pytest
 from conductor_scripts import MS, Script, arrived, decode, finished, keys, prefill, prefilled, stored
 from recorded import HEADER, lines_of, saved
 
-from halfmoon.conductor.admission import Placement, Refusal
-from halfmoon.conductor.explanation import Explanation
-from halfmoon.conductor.replay.explaining import explained
-from halfmoon.conductor.replay.lives import Lives, lives
+from halfmoon.conductor.core.admission import Placement, Refusal
+from halfmoon.conductor.core.explanation import Explanation
+from halfmoon.conductor.replay.explain import explained
+from halfmoon.conductor.replay.histories import Lives, lives
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFile
 from halfmoon.conductor.replay.reasons import DECODE_RULES, PREFILL_RULES, decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.verify import Replay

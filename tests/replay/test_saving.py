@@ -15,8 +15,9 @@ from halfmoon.bus import snapshots
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.conductor import beginning, live
-from halfmoon.conductor.machine import SNAPSHOT_VERSION
+from halfmoon.conductor.code_version import LOG_VERSION, code_version
+from halfmoon.conductor.core.machine import SNAPSHOT_VERSION
+from halfmoon.conductor.live import shell
 from halfmoon.conductor.replay.logfile import (
     DecisionLine,
     EventLine,
@@ -27,10 +28,9 @@ from halfmoon.conductor.replay.logfile import (
     ProgressLine,
     SnapshotLine,
 )
-from halfmoon.conductor.replay.saving import LogEmpty, follow, save
-from halfmoon.conductor.replay.stopped import NoLog, served
+from halfmoon.conductor.replay.offline_log import NoLog, served
+from halfmoon.conductor.replay.save import LogEmpty, follow, save
 from halfmoon.conductor.replay.verify import Replay, verify
-from halfmoon.conductor.version import code_version
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import ClusterConfigured, FrontendJoined
@@ -54,7 +54,7 @@ async def connect(url: str) -> Bus:
 async def conducted(url: str) -> None:
     """A conductor decides on a request, whose workers answer; in between there is a message that is no event."""
     bus = await connect(url)
-    conductor = asyncio.create_task(live.run(bus, conductor_id="c1", policy=Policy(heartbeat_ns=100 * MS)))
+    conductor = asyncio.create_task(shell.run(bus, conductor_id="c1", policy=Policy(heartbeat_ns=100 * MS)))
     while await bus.last_seq() == 0:
         await asyncio.sleep(0.01)
     for event in EVENTS:
@@ -104,7 +104,7 @@ async def test_events_decisions_and_kv_progress_are_saved_in_the_order_of_the_lo
     log = LogFile(path)
     lines = list(log.lines())
     assert (log.header.cluster, log.header.first_seq, log.header.last_seq) == ("c", 1, 11)
-    assert (log.header.log_version, log.header.code_version) == (beginning.LOG_VERSION, code_version())
+    assert (log.header.log_version, log.header.code_version) == (LOG_VERSION, code_version())
     first, *rest = events_in(lines)
     assert isinstance(first, ClusterConfigured)
     assert rest == [*EVENTS, *ANSWERS]

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from recorded import lines_of, saved
 
-from halfmoon.conductor.machine import Core
-from halfmoon.conductor.replay import statetext
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.replay import state_text
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.schemas.events import Stamped
@@ -34,7 +34,7 @@ def test_replay_stops_after_the_event_that_was_named(core: Core) -> None:
 
 
 def test_the_text_names_every_process_request_order_and_timer(core: Core) -> None:
-    state, text = core.state, statetext.described(core)
+    state, text = core.state, state_text.described(core)
     assert state.requests
     assert state.orders
     words = text.split()
@@ -46,7 +46,7 @@ def test_the_text_names_every_process_request_order_and_timer(core: Core) -> Non
 
 
 def test_plain_values_hold_all_of_the_state(core: Core) -> None:
-    plain = msgspec.json.decode(msgspec.json.encode(statetext.plain(core)))
+    plain = msgspec.json.decode(msgspec.json.encode(state_text.plain(core)))
     assert plain["digest"] == core.digest()
     assert set(plain) == {"digest", *core.state.__struct_fields__}
     assert list(plain["orders"]) == list(core.state.orders)

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from recorded import HEADER, decisions_in, lines_of, saved
 
-from halfmoon.conductor.machine import Core
+from halfmoon.conductor.code_version import code_version
+from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.replay.logfile import (
     DecisionLine,
     EventLine,
@@ -18,7 +19,6 @@ from halfmoon.conductor.replay.logfile import (
     SnapshotLine,
 )
 from halfmoon.conductor.replay.verify import Verdict, verify
-from halfmoon.conductor.version import code_version
 from halfmoon.schemas.decisions import CancelOrder, StartPrefill
 from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested
 

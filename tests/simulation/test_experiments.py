@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from halfmoon.conductor.simulation.experiments_why import agents, scaled
+from halfmoon.conductor.simulation.experiments.ablations import agents, scaled
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.schemas.types import KEY_BYTES
 

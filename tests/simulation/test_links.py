@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfmoon.conductor.simulation.clock import Clock
-from halfmoon.conductor.simulation.links import Network
+from halfmoon.conductor.simulation.network import Network
 
 S = 1_000_000_000
 

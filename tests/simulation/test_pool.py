@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.conductor.simulation.pool import Pool
+from halfmoon.conductor.simulation.block_cache import Pool
 
 
 def keys(text: str) -> list[bytes]:

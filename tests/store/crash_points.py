@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from store_harness import Cluster, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.store import ssd
 from halfmoon.store.client import Client, key_of
 from halfmoon.store.errors import BlockMissing
-from halfmoon.store.segment import remove_stale
+from halfmoon.store.pool.segment import remove_stale
+from halfmoon.store.tiers import ssd
 
 BLOCK = 4 * 8192
 SLOTS = 4

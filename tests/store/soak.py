@@ -30,11 +30,11 @@ from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.conductor.simulation.trace import read_trace
-from halfmoon.store.agent import StoreAgent
+from halfmoon.store.agent.agent import StoreAgent
+from halfmoon.store.agent_client import StoreClient
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import BlockMissing, StoreError, StoreFull, TransferTimeout
-from halfmoon.store.segment import PAGE_BYTES
-from halfmoon.store.worker_client import StoreClient
+from halfmoon.store.pool.segment import PAGE_BYTES
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
 KEY_BYTES = 16

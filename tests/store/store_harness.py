@@ -13,9 +13,9 @@ from halfmoon.bus.connection import Bus
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.subjects import kv_for
-from halfmoon.store.agent import StoreAgent
+from halfmoon.store.agent.agent import StoreAgent
+from halfmoon.store.agent_client import StoreClient
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.worker_client import StoreClient
 
 SECRET = "the tests' secret"
 

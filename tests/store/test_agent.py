@@ -12,8 +12,8 @@ from store_harness import Cluster, cluster, keys, until
 
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferOpened
 from halfmoon.schemas.store import QueuePair, RemoteMemory
+from halfmoon.store.agent_client import StoreClient
 from halfmoon.store.errors import BlockMissing, TransferError, TransferRefused
-from halfmoon.store.worker_client import StoreClient
 
 Story = Callable[[Cluster], Awaitable[None]]
 

@@ -15,11 +15,11 @@ from store_harness import layout
 from transport_harness import Side, call
 
 from halfmoon.schemas.events import Endpoint
-from halfmoon.store.engine import SLICE_BYTES, Engine, cut
 from halfmoon.store.errors import PeerUnreachable, TransferError, TransferTimeout
-from halfmoon.store.segment import Geometry
-from halfmoon.store.topology import TopologyInvalid, read_topology
-from halfmoon.store.transport import Call, Peer, Slice
+from halfmoon.store.pool.segment import Geometry
+from halfmoon.store.transports.base import Call, Peer, Slice
+from halfmoon.store.transports.engine import SLICE_BYTES, Engine, cut
+from halfmoon.store.transports.topology import TopologyInvalid, read_topology
 
 GEOMETRY = Geometry(slots=64, layers=4, layer_block_bytes=1 << 20)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.store.eviction import (
+from halfmoon.store.pool.eviction import (
     Eviction,
     EvictionName,
     LeastFrequentlyUsed,

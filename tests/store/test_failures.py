@@ -20,7 +20,7 @@ from halfmoon.schemas.decisions import AnnounceYourself, Ordered, ReleaseOrder
 from halfmoon.schemas.events import BlocksEvicted, BlocksStored, StoreInventory, StoreJoined, StoreSuspected
 from halfmoon.schemas.kv import KvLoaded, TransferFailed
 from halfmoon.schemas.store import StoreStatus
-from halfmoon.store.agent import StoreAgent
+from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.errors import (
     AgentUnreachable,
     BytesCorrupted,
@@ -33,8 +33,8 @@ from halfmoon.store.errors import (
     TransferError,
     TransferRefused,
 )
-from halfmoon.store.segment import SHM, SegmentError, remove_stale
-from halfmoon.store.slots import Owner
+from halfmoon.store.pool.segment import SHM, SegmentError, remove_stale
+from halfmoon.store.pool.slots import Owner
 from tests.bus.proxy import Proxy
 
 BIG = layout(layers=16, block_tokens=512, kv_heads=2, head_dim=64)  # 8 MiB a block

@@ -37,7 +37,7 @@ def read(frames: list[bytes]) -> tuple[int, list[Any]]:
 def test_a_subscriber_knows_what_the_node_holds_and_a_late_one_asks_for_the_rest(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfmoon.store.ssd.IDLE_S", 0.002)
+    monkeypatch.setattr("halfmoon.store.tiers.ssd.IDLE_S", 0.002)
     events_at, replay_at = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
 
     async def story() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreFull
-from halfmoon.store.eviction import EvictionName, make_eviction
-from halfmoon.store.pool import Pool
-from halfmoon.store.slots import Owner, State
+from halfmoon.store.pool.eviction import EvictionName, make_eviction
+from halfmoon.store.pool.pool import Pool
+from halfmoon.store.pool.slots import Owner, State
 
 SLOTS = 6
 

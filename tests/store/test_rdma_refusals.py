@@ -9,9 +9,9 @@ import pytest
 
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.store import QueuePair, RemoteMemory
-from halfmoon.store import rdma_wire as wire
-from halfmoon.store.tcp_wire import Run
-from halfmoon.store.transport import Slice
+from halfmoon.store.transports.base import Slice
+from halfmoon.store.transports.rdma import wire
+from halfmoon.store.transports.tcp.wire import Run
 
 SECRET = "the tests' secret"
 
@@ -151,7 +151,7 @@ def test_messages_hold_every_layer_once_within_their_limits(layer_bytes: int) ->
 
 
 def test_the_largest_message_fits_into_a_mailbox() -> None:
-    from halfmoon.store.rdma_pair import CELL_BYTES
+    from halfmoon.store.transports.rdma.pair import CELL_BYTES
 
     most = wire.LAYERS_PER_MESSAGE // wire.RUNS_PER_MESSAGE
     arrived = wire.Arrived(

@@ -11,9 +11,11 @@ import pytest
 from store_harness import SECRET, layout
 from transport_harness import Side
 
-from halfmoon.store import rdma, rdma_gpu, rdma_verbs
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.rdma_device import Port, RdmaAbsent, Wanted, choose, why_down
+from halfmoon.store.transports.rdma import gpu as rdma_gpu
+from halfmoon.store.transports.rdma import transport as rdma
+from halfmoon.store.transports.rdma import verbs as rdma_verbs
+from halfmoon.store.transports.rdma.device import Port, RdmaAbsent, Wanted, choose, why_down
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
 LOCAL = "fe80:0000:0000:0000:f0d0:e3ff:fefa:dc31"

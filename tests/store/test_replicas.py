@@ -21,7 +21,7 @@ from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.replicas import Drained, DrainStore, Replicate, Replicated
 from halfmoon.store.client import Client
 from halfmoon.store.errors import StoreError
-from halfmoon.store.slots import tenant_mark
+from halfmoon.store.pool.slots import tenant_mark
 
 GETS = 1000
 

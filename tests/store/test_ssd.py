@@ -18,11 +18,11 @@ from store_harness import Cluster, cluster, layout, until
 from halfmoon.schemas.events import BlocksEvicted, BlocksStored, Event, StoreInventory, TierLost
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.kv import KvLoaded
-from halfmoon.store.agent import StoreAgent
+from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.client import Client, key_of
 from halfmoon.store.errors import BlockMissing, WrongTenant
-from halfmoon.store.ssd import SsdTier
-from halfmoon.store.ssd_file import ENTRY_BYTES, PAGE_BYTES, Entry, SsdFile, TierError
+from halfmoon.store.tiers.ssd import SsdTier
+from halfmoon.store.tiers.ssd_file import ENTRY_BYTES, PAGE_BYTES, Entry, SsdFile, TierError
 
 BLOCK = 4 * 8192
 MIB = 1 << 20
@@ -31,7 +31,7 @@ Story = Callable[[Cluster], Awaitable[None]]
 
 @pytest.fixture(autouse=True)
 def _saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfmoon.store.ssd.IDLE_S", 0.002)
+    monkeypatch.setattr("halfmoon.store.tiers.ssd.IDLE_S", 0.002)
 
 
 def tell(url: str, story: Story) -> None:
@@ -353,7 +353,7 @@ def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(nats_url: str, 
 
 
 def test_a_lost_file_is_opened_anew(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfmoon.store.ssd.REOPEN_S", 0.05)
+    monkeypatch.setattr("halfmoon.store.tiers.ssd.REOPEN_S", 0.05)
 
     async def story(here: Cluster) -> None:
         path = tmp_path / "tier"

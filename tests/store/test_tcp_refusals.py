@@ -17,11 +17,11 @@ from store_harness import until
 from transport_harness import Side, another_key, call
 
 from halfmoon.schemas.events import Endpoint
-from halfmoon.store import tcp_wire as wire
 from halfmoon.store.errors import PeerUnreachable, TransferError, TransferRefused, TransferTimeout
-from halfmoon.store.slots import Owner
-from halfmoon.store.tcp_channel import CurveChannel, PlainChannel, Watch
-from halfmoon.store.transport import Peer, Slice, Stop
+from halfmoon.store.pool.slots import Owner
+from halfmoon.store.transports.base import Peer, Slice, Stop
+from halfmoon.store.transports.tcp import wire
+from halfmoon.store.transports.tcp.channel import CurveChannel, PlainChannel, Watch
 
 Story = Callable[[Side, Side], Awaitable[None]]
 

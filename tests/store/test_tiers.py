@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from store_harness import SECRET, layout
 
-from halfmoon.store.agent import StoreAgent
-from halfmoon.store.book import WORKER
+from halfmoon.store.agent.agent import StoreAgent
+from halfmoon.store.agent.ssd_load import promote
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreFull, WrongTenant
-from halfmoon.store.eviction import EvictionName
-from halfmoon.store.promotion import promote
-from halfmoon.store.segment import Segment, segment_name
-from halfmoon.store.slots import Change, Owner, tenant_mark
-from halfmoon.store.ssd_file import PAGE_BYTES
+from halfmoon.store.pool.eviction import EvictionName
+from halfmoon.store.pool.guard import WORKER
+from halfmoon.store.pool.segment import Segment, segment_name
+from halfmoon.store.pool.slots import Change, Owner, tenant_mark
+from halfmoon.store.tiers.ssd_file import PAGE_BYTES
 
 SHAPE = layout(layers=2, kv_heads=1)
 BLOCK = SHAPE.block_bytes

@@ -13,7 +13,7 @@ from transport_harness import KINDS, Side, call, noise
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError, TransferTimeout
-from halfmoon.store.transport import Slice
+from halfmoon.store.transports.base import Slice
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 Story = Callable[[Side, Side], Awaitable[None]]

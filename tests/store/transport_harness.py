@@ -18,17 +18,17 @@ from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello, QueuePair
-from halfmoon.store.book import Book, peer_writer
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import PeerUnreachable
-from halfmoon.store.pool import Pool
-from halfmoon.store.rdma import RdmaTransport
-from halfmoon.store.segment import Geometry, Segment, host_id, segment_name
-from halfmoon.store.shm import ShmTransport
-from halfmoon.store.slots import Owner
-from halfmoon.store.sums import block_sum, layer_sums
-from halfmoon.store.tcp import TcpTransport
-from halfmoon.store.transport import Call, Peer, Transport
+from halfmoon.store.pool.checksums import block_sum, layer_sums
+from halfmoon.store.pool.guard import Book, peer_writer
+from halfmoon.store.pool.pool import Pool
+from halfmoon.store.pool.segment import Geometry, Segment, host_id, segment_name
+from halfmoon.store.pool.slots import Owner
+from halfmoon.store.transports.base import Call, Peer, Transport
+from halfmoon.store.transports.rdma.transport import RdmaTransport
+from halfmoon.store.transports.shm import ShmTransport
+from halfmoon.store.transports.tcp.transport import TcpTransport
 
 #: The guest of `make test-rdma` says which devices it has, one for each end.
 DEVICES = os.environ.get("HALFMOON_RDMA_DEVICES", "").split()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from reference import generate, prefill, reference_greedy, reference_logits, reference_model
 
-from halfmoon.workers.engine import Engine
-from halfmoon.workers.model_files import LoadedModel, ModelNotFound, ModelUnsupported, load_model, model_fingerprint
-from halfmoon.workers.tokenizer import Tokenizer
+from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.files import LoadedModel, ModelNotFound, ModelUnsupported, load_model, model_fingerprint
+from halfmoon.workers.model.tokenizer import Tokenizer
 
 STORY = "The lighthouse keeper counted 1,024 steps each night. In 1893 the lamp went out; nobody in the village spoke. "
 

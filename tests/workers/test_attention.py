@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfmoon.workers.attention import (
+from halfmoon.workers.model.attention import (
     Attention,
     AttentionUnavailable,
     Partial,
@@ -17,7 +17,7 @@ from halfmoon.workers.attention import (
     merge,
     neutral,
 )
-from halfmoon.workers.attention_flash import FlashAttention, flash_unavailable
+from halfmoon.workers.model.attention_flash import FlashAttention, flash_unavailable
 
 PAGE, HEADS, KV_HEADS, DIM = 256, 6, 2, 32
 CUDA = torch.device("cuda")

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from halfmoon.workers.model_config import ModelConfig
-from halfmoon.workers.paged_cache import BlockAllocator, PagedCache
+from halfmoon.workers.model.config import ModelConfig
+from halfmoon.workers.model.paged_cache import BlockAllocator, PagedCache
 
 NUM_BLOCKS = 24
 

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.workers.cost_profile import CostProfile, DecodeTime, PrefillTime, by_prompt, fit_non_negative, fit_profile
-from halfmoon.workers.engine import Engine
-from halfmoon.workers.model_files import LoadedModel
-from halfmoon.workers.null_engine import NullEngine
-from halfmoon.workers.profiler import measured_profile, profile_key
-from halfmoon.workers.sampling_params import SampleRequest, SamplingParams
+from halfmoon.workers.model.cost_fit import (
+    CostProfile,
+    DecodeTime,
+    PrefillTime,
+    by_prompt,
+    fit_non_negative,
+    fit_profile,
+)
+from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.files import LoadedModel
+from halfmoon.workers.model.null_engine import NullEngine
+from halfmoon.workers.model.profiler import measured_profile, profile_key
+from halfmoon.workers.model.sampling_params import SampleRequest, SamplingParams
 
 TRUE = CostProfile(
     prefill_base_ns=5_000_000, prefill_per_token_ps=400_000_000, prefill_per_token2_fs=150_000_000,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from reference import prefill
 
-from halfmoon.workers.engine import Engine
-from halfmoon.workers.model_files import LoadedModel
+from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.files import LoadedModel
 
 BLOCK_TOKENS = 64
 LENGTHS = (300, 64, 129, 5)

@@ -12,8 +12,8 @@ import pytest
 
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.kv import KvReady, TransferOpened
-from halfmoon.workers.kv_loading import KvLoading
-from halfmoon.workers.sequence import Sequence
+from halfmoon.workers.decode.kv_loader import KvLoading
+from halfmoon.workers.decode.sequence import Sequence
 
 LAYERS = 3
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfmoon.workers.gguf_file import GgufFile, unpermute_rotary
-from halfmoon.workers.model_files import (
+from halfmoon.workers.model.files import (
     LoadedModel,
     ModelNotFound,
     ModelUnsupported,
@@ -22,8 +21,9 @@ from halfmoon.workers.model_files import (
     load_model,
     model_fingerprint,
 )
-from halfmoon.workers.tokenizer import Tokenizer
-from halfmoon.workers.weight_cache import cached_weights_path
+from halfmoon.workers.model.gguf import GgufFile, unpermute_rotary
+from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.weight_cache import cached_weights_path
 
 MODEL = "smollm2-135m-instruct"
 
@@ -171,10 +171,10 @@ def test_a_qwen2_gguf_keeps_its_rows_and_has_biases(empty_cache: Path) -> None:
 def test_config_and_fingerprint_need_no_torch() -> None:
     script = f"""
 import sys
-from halfmoon.workers.model_files import load_config, model_fingerprint
-from halfmoon.workers.tokenizer import Tokenizer
+from halfmoon.workers.model.files import load_config, model_fingerprint
+from halfmoon.workers.model.tokenizer import Tokenizer
 load_config({MODEL!r}); Tokenizer.load({MODEL!r})
-import halfmoon.workers.null_engine, halfmoon.workers.cost_profile
+import halfmoon.workers.model.null_engine, halfmoon.workers.model.cost_fit
 assert "torch" not in sys.modules
 print(model_fingerprint({MODEL!r}))
 """

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.workers.sampling import filtered, sample, sample_batch, uniform
-from halfmoon.workers.sampling_params import SampleRequest, SamplingInvalid, SamplingParams
+from halfmoon.workers.model.sampling import filtered, sample, sample_batch, uniform
+from halfmoon.workers.model.sampling_params import SampleRequest, SamplingInvalid, SamplingParams
 
 LOGITS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log()
 

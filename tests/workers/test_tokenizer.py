@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from halfmoon.workers.gguf_file import GgufFile
-from halfmoon.workers.model_files import find_model
-from halfmoon.workers.tokenizer import ChatTemplateError, IncrementalDetokenizer, StopChecker, Tokenizer
+from halfmoon.workers.model.files import find_model
+from halfmoon.workers.model.gguf import GgufFile
+from halfmoon.workers.model.tokenizer import ChatTemplateError, IncrementalDetokenizer, StopChecker, Tokenizer
 
 MODEL = "smollm2-135m-instruct"
 TOKENIZER = Tokenizer.load(MODEL)

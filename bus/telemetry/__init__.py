@@ -1,0 +1,1 @@
+"""What a process tells about itself to operators: metrics for Prometheus, spans for OpenTelemetry, its version."""

@@ -1,0 +1,1 @@
+"""`halfmoon bench`: load on a live cluster, and what came of it."""

@@ -1,0 +1,128 @@
+"""Sends planned requests at their times, or as places get free, and keeps what became of each.
+
+A request's latency counts from when it should have been sent: one that waits here because the generator is late, or
+because so many as may be are in flight, waits at the cluster's expense, not outside the measurement (no coordinated
+omission). In a closed loop a request is due when a place gets free, so there the cluster sets the pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from halfmoon.bus.tasks import end_tasks
+from halfmoon.cli.bench.clients import Record, Target
+from halfmoon.cli.bench.workload import Planned, Texts
+
+#: From the beginning to the first request.
+LEAD_NS = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When it ends. 0: no such limit."""
+
+    #: Requests in flight at once.
+    concurrency: int = 0
+    #: Counted requests; the first `warmup` of all are sent and not counted.
+    requests: int = 0
+    warmup: int = 0
+    #: From the first counted request on nothing is sent after so long.
+    duration_s: float = 0.0
+    #: An answer that is not whole by then has failed.
+    timeout_s: float = 300.0
+
+
+class Driver:
+    """One run. `records` are of all requests in the order of the plan, warm-up included."""
+
+    def __init__(self, target: Target, texts: Texts, plan: Iterator[Planned], limits: Limits) -> None:
+        self.records: list[Record] = []
+        #: Nothing more is sent, and what is in flight is left as it is.
+        self.stopped = asyncio.Event()
+        self._target = target
+        self._texts = texts
+        self._plan = plan
+        self._limits = limits
+        self._places = asyncio.Semaphore(limits.concurrency) if limits.concurrency else None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def counted(self) -> list[Record]:
+        return self.records[self._limits.warmup :]
+
+    async def run(self) -> bool:
+        """False when `stopped` was set before all had ended."""
+        stopped = asyncio.create_task(self.stopped.wait())
+        running = asyncio.create_task(self._run())
+        await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
+        whole = running.done()
+        await end_tasks([stopped, *([] if whole else [running, *self._tasks])])
+        if whole:
+            running.result()
+        return whole
+
+    async def _run(self) -> None:
+        limits = self._limits
+        began_ns = time.monotonic_ns() + LEAD_NS
+        until_ns = 0
+        for planned in self._plan:
+            if limits.requests and len(self.records) == limits.warmup + limits.requests:
+                break
+            body = self._body(planned)  # before its time has come: making it must not make it late
+            due_ns = began_ns + planned.at_ns
+            if planned.at_ns >= 0:
+                if until_ns and due_ns >= until_ns:
+                    break
+                await _sleep_until(due_ns)
+            if self._places is not None and not await self._place(until_ns):
+                break
+            if planned.at_ns < 0:
+                due_ns = time.monotonic_ns()
+            if limits.duration_s and len(self.records) == limits.warmup:
+                until_ns = due_ns + int(limits.duration_s * 1e9)
+            record = Record(planned=planned, due_ns=due_ns)
+            self.records.append(record)
+            task = asyncio.create_task(self._one(record, body))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def _place(self, until_ns: int) -> bool:
+        """Wait for a free place; False when time is over first."""
+        assert self._places is not None
+        try:
+            async with asyncio.timeout((until_ns - time.monotonic_ns()) / 1e9 if until_ns else None):
+                await self._places.acquire()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _one(self, record: Record, body: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                await self._target.ask(record, body)
+        except TimeoutError:
+            record.end("failed", f"no whole answer within {self._limits.timeout_s:g} s")
+        finally:
+            if self._places is not None:
+                self._places.release()
+
+    def _body(self, planned: Planned) -> dict[str, Any]:
+        """Answers are as long as planned, and the likeliest tokens."""
+        return {
+            "prompt": self._texts.prompt(planned),
+            "max_tokens": planned.max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "priority": planned.priority,
+        }
+
+
+async def _sleep_until(at_ns: int) -> None:
+    """At the end of the loop's turn at least, so that answers are heard however late we are."""
+    await asyncio.sleep(max(0, at_ns - time.monotonic_ns()) / 1e9)

@@ -1,0 +1,306 @@
+"""Whether a new request is taken at all: early rejection.
+
+`decide` gives a placement or a refusal with its reason, and changes nothing. Four ways to look at the load of decode:
+
+- `none`: everything is queued; only what can never run and full queues are refused.
+- `late`: TTFT is checked here, TBT only by the decode worker, after prefill.
+- `early`: also TBT, against the requests that are in decode now. Those still in prefill are not felt: it oscillates.
+- `predicted`: against the load when this prefill will end: with requests whose prefill ends by then, without those
+  whose decode will be over.
+
+Priorities scale the limits: 0 is held to its SLO, -1000 refused from half of it on, 1000 taken up to one and a half
+times. So under growing load smaller priorities are refused first. Under `predicted` the policy `halfmoon` refuses
+larger prompts first as well (`overload`).
+
+Source: Mooncake (ARXIV), section 7; priorities and retry-after are ours.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from halfmoon.conductor.core.cost import answer_class, expected_decode_ns, expected_tokens, step_ns
+from halfmoon.conductor.core.fetch_plan import Matched
+from halfmoon.conductor.core.overload import queue_allowed_ns
+from halfmoon.conductor.core.placement import (
+    EARLIEST_POLICIES,
+    LIGHTEST_POLICIES,
+    Candidate,
+    DecodeCandidate,
+    candidates,
+    decode_candidates,
+    earliest,
+    has_room,
+    lightest,
+    match,
+)
+from halfmoon.conductor.core.policies import choose_decode, choose_prefill
+from halfmoon.conductor.core.state import Request, State, Worker
+from halfmoon.schemas.decisions import Prediction, RejectReason
+from halfmoon.schemas.events import RequestArrived
+
+#: Retry-after is never shorter: a client that comes back at once finds the same.
+RETRY_NS_MIN = 1_000_000
+
+
+class Placement(msgspec.Struct, kw_only=True):
+    """Where a request goes, and what is expected of it there."""
+
+    prefill: Candidate
+    decode: DecodeCandidate
+    predicted: Prediction
+    answer_tokens: int
+    #: How long decode is to last.
+    decode_ns: int
+
+
+class Refusal(msgspec.Struct, kw_only=True):
+    """Why a request goes nowhere, and when to come back (0: not said)."""
+
+    reason: RejectReason
+    message: str
+    predicted: Prediction = Prediction()
+    retry_after_ns: int = 0
+
+
+class Load(msgspec.Struct):
+    """What a decode worker has in its batch at some time."""
+
+    sequences: int
+    context_tokens: int
+    blocks: int
+
+
+def slo_ns(state: State, request: RequestArrived) -> tuple[int, int]:
+    """TTFT and TBT objective of a request: its own, or the cluster's."""
+    return request.ttft_slo_ns or state.policy.ttft_slo_ns, request.tbt_slo_ns or state.policy.tbt_slo_ns
+
+
+def limit_ns(objective_ns: int, priority: int) -> int:
+    """The prediction from which on a request of this priority is refused."""
+    return objective_ns * (1_000 + priority // 2) // 1_000
+
+
+def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Placement | Refusal:
+    """For a request that was never placed."""
+    matched = match(state, request, now_ns)
+    answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
+    best = earliest(state, request, matched, now_ns) if state.policy.name in EARLIEST_POLICIES else None
+    prefills = candidates(state, request, matched, now_ns) if best is None else [best]
+    short = lightest(state, request, matched, answer_tokens) if state.policy.name in LIGHTEST_POLICIES else None
+    decodes = decode_candidates(state, request, matched, answer_tokens) if short is None else [short.best]
+    refusal = _cannot(state, request, prefills, decodes, now_ns)
+    if refusal is not None:
+        return refusal
+    prefill = choose_prefill(state, [c for c in prefills if not c.full], draw)
+    assert prefill is not None, (request, prefills)
+    open_decodes = [c for c in decodes if not c.full]
+    roomy = [c for c in open_decodes if c.room]
+    end_ns = now_ns + prefill.ttft_ns
+    admission = state.policy.admission
+    if not roomy and admission in ("early", "predicted"):
+        roomy = [c for c in open_decodes if _room_at(state, c, end_ns)]
+        if not roomy:
+            return Refusal(
+                reason="no_room",
+                message="no decode worker has room for the request's KV",
+                predicted=_prediction(prefill, min(c.tbt_ns for c in open_decodes)),
+                retry_after_ns=min(_wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in open_decodes),
+            )
+    decode = choose_decode(state, roomy or open_decodes, draw)
+    assert decode is not None, (request, decodes)
+    placement = _placement(state, request, prefill, decode, answer_tokens)
+    if admission == "none":
+        return placement
+    workers = len(state.pools.prefill.rows) if best is not None else len(prefills)
+    tbt_ns_max = max(c.tbt_ns for c in decodes) if short is None else short.tbt_ns_max
+    return (
+        _over_slo(state, request, matched, placement, tbt_ns_max, now_ns)
+        or _too_large_now(state, request, placement, workers)
+        or placement
+    )
+
+
+def place_again(state: State, request: Request, now_ns: int, draw: str) -> Placement | None:
+    """For a request that was accepted before: the best there is, whatever it takes; None when there is no worker."""
+    event = request.event
+    matched = match(state, event, now_ns)
+    answer_tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
+    prefill = choose_prefill(state, candidates(state, event, matched, now_ns, avoid=request.avoid), draw)
+    decodes = decode_candidates(state, event, matched, answer_tokens, avoid=request.avoid)
+    decode = choose_decode(state, [c for c in decodes if c.room] or decodes, draw)
+    if prefill is None or decode is None:
+        return None
+    return _placement(state, event, prefill, decode, answer_tokens)
+
+
+def _placement(
+    state: State, request: RequestArrived, prefill: Candidate, decode: DecodeCandidate, answer_tokens: int
+) -> Placement:
+    answers = state.answers.get(answer_class(request.max_tokens))
+    return Placement(
+        prefill=prefill,
+        decode=decode,
+        predicted=_prediction(prefill, decode.tbt_ns),
+        answer_tokens=answer_tokens,
+        decode_ns=expected_decode_ns(answers, answer_tokens, decode.tbt_ns),
+    )
+
+
+def _prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
+    return Prediction(
+        queue_ns=prefill.queue_ns,
+        transfer_ns=prefill.transfer_ns,
+        prefill_ns=prefill.prefill_ns,
+        ttft_ns=prefill.ttft_ns,
+        tbt_ns=tbt_ns,
+    )
+
+
+def _cannot(
+    state: State, request: RequestArrived, prefills: list[Candidate], decodes: list[DecodeCandidate], now_ns: int
+) -> Refusal | None:
+    """Refusals that hold under every admission: nobody there, too long for all, queues full."""
+    for role, pool in (("prefill", state.pools.prefill), ("decode", state.pools.decode)):
+        if not pool.workers:
+            return Refusal(
+                reason="no_worker",
+                message=f"no {role} worker is there",
+                retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
+            )
+    if not prefills or not decodes:
+        return Refusal(
+            reason="too_long",
+            message=f"{request.prompt_tokens} prompt tokens and {request.max_tokens} more fit no worker",
+        )
+    if all(c.full for c in prefills):
+        return Refusal(
+            reason="queue_full",
+            message="the queue of every prefill worker is full",
+            # One place is free when the oldest order is done.
+            retry_after_ns=max(min(c.queue_ns // c.orders for c in prefills), RETRY_NS_MIN),
+        )
+    if all(c.full for c in decodes):
+        wait = min(_wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in decodes)
+        return Refusal(reason="queue_full", message="the queue of every decode worker is full", retry_after_ns=wait)
+    return None
+
+
+def _over_slo(
+    state: State, request: RequestArrived, matched: Matched, placement: Placement, tbt_ns_max: int, now_ns: int
+) -> Refusal | None:
+    """`tbt_ns_max`: no decode worker that could take the request would have a longer step."""
+    ttft_slo, tbt_slo = slo_ns(state, request)
+    ttft_limit, tbt_limit = limit_ns(ttft_slo, request.priority), limit_ns(tbt_slo, request.priority)
+    ttft_ns = placement.prefill.ttft_ns
+    if ttft_ns > ttft_limit:
+        wait = ttft_ns - ttft_limit
+        return Refusal(
+            reason="ttft_slo",
+            message=f"predicted time to first token {ttft_ns // 1_000_000} ms is over {ttft_limit // 1_000_000} ms",
+            predicted=placement.predicted,
+            # The queue drains at one second a second; what is not queue does not.
+            retry_after_ns=max(wait, RETRY_NS_MIN) if wait <= placement.prefill.queue_ns else 0,
+        )
+    if state.policy.admission == "late":
+        return None
+    # With all reservations counted the load can only be higher than at any one time: mostly this is enough.
+    if tbt_ns_max <= tbt_limit:
+        return None
+    decodes = decode_candidates(state, request, matched, placement.answer_tokens)
+    if all(c.tbt_ns <= tbt_limit for c in decodes):
+        return None
+    end_ns = now_ns + ttft_ns
+    decode = placement.decode
+    worker = state.workers[decode.worker_id]
+    context = request.prompt_tokens + placement.answer_tokens
+    load = decode_load(state, worker, end_ns)
+    tbt_ns = step_ns(worker.cost, load.sequences + 1, load.context_tokens + context)
+    if tbt_ns <= tbt_limit and _pool_tbt_ns(state, decodes, end_ns) <= tbt_limit:
+        return None
+    return Refusal(
+        reason="tbt_slo",
+        message=f"predicted time between tokens {tbt_ns // 1_000_000} ms; the limit is {tbt_limit // 1_000_000} ms",
+        predicted=msgspec.structs.replace(placement.predicted, tbt_ns=tbt_ns),
+        retry_after_ns=_wait_ns(state, worker, decode, tbt_limit, now_ns, context),
+    )
+
+
+def _too_large_now(state: State, request: RequestArrived, placement: Placement, workers: int) -> Refusal | None:
+    """Under overload larger prompts are refused first (ours)."""
+    if state.policy.name != "halfmoon" or state.policy.admission != "predicted":
+        return None
+    limit = limit_ns(slo_ns(state, request)[0], request.priority)
+    prefill = placement.prefill
+    allowed_ns = queue_allowed_ns(state.offered, workers, prefill.prefill_ns, limit)
+    if prefill.queue_ns <= allowed_ns:
+        return None
+    return Refusal(
+        reason="ttft_slo",
+        message=f"overload: a prompt that takes {prefill.prefill_ns // 1_000_000} ms may find "
+        f"{allowed_ns // 1_000_000} ms queued and finds {prefill.queue_ns // 1_000_000} ms",
+        predicted=placement.predicted,
+        retry_after_ns=max(prefill.queue_ns - allowed_ns, RETRY_NS_MIN),
+    )
+
+
+def decode_load(state: State, worker: Worker, end_ns: int) -> Load:
+    """What `worker` will have in decode at `end_ns` (`predicted`), or has now (any other admission)."""
+    predicted = state.policy.admission == "predicted"
+    load = Load(0, 0, 0)
+    for order_id in worker.orders:
+        order = state.orders[order_id]
+        if predicted:
+            start_ns = order.prefill_end_ns
+            if order.phase == "prefill":
+                start_ns = max(start_ns, state.at_ns)  # it is late
+            over_ns = start_ns + order.decode_ns
+            if order.phase == "decode" and over_ns < state.at_ns:
+                over_ns = state.at_ns + order.decode_ns  # it lasts longer than expected: how long is as open as before
+            counts = start_ns <= end_ns <= over_ns
+        else:
+            counts = order.phase == "decode"
+        if counts:
+            load.sequences += 1
+            load.context_tokens += order.context_tokens
+            load.blocks += order.reserved_blocks
+    return load
+
+
+def _pool_tbt_ns(state: State, decodes: list[DecodeCandidate], end_ns: int) -> int:
+    """Mean over the pool of each worker's time between tokens."""
+    total = 0
+    for candidate in decodes:
+        worker = state.workers[candidate.worker_id]
+        load = decode_load(state, worker, end_ns)
+        if load.sequences:
+            total += step_ns(worker.cost, load.sequences, load.context_tokens)
+    return total // len(decodes)
+
+
+def _room_at(state: State, candidate: DecodeCandidate, end_ns: int) -> bool:
+    worker = state.workers[candidate.worker_id]
+    load = decode_load(state, worker, end_ns)
+    return has_room(worker, load.sequences, load.blocks, candidate.blocks)
+
+
+def _wait_ns(
+    state: State, worker: Worker, candidate: DecodeCandidate, tbt_limit_ns: int, now_ns: int, context: int = 0
+) -> int:
+    """Until so many of the worker's requests have ended that the KV fits and the step is within the limit (0: any)."""
+    ends = sorted(
+        (max(order.prefill_end_ns + order.decode_ns, now_ns), order.order_id)
+        for order in [state.orders[order_id] for order_id in worker.orders]
+    )
+    sequences, tokens, blocks = len(ends), worker.context_tokens, worker.reserved_blocks
+    for end_ns, order_id in ends:
+        order = state.orders[order_id]
+        sequences, tokens, blocks = (
+            sequences - 1,
+            tokens - order.context_tokens,
+            blocks - order.reserved_blocks,
+        )
+        within = tbt_limit_ns == 0 or step_ns(worker.cost, sequences + 1, tokens + context) <= tbt_limit_ns
+        if within and has_room(worker, sequences, blocks, candidate.blocks):
+            return max(end_ns - now_ns, RETRY_NS_MIN)
+    return 0

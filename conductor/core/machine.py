@@ -1,0 +1,382 @@
+"""The core: `step(stamped event) -> decisions`, a deterministic function of the log.
+
+Rules, which `tests/conductor/test_purity.py` enforces for this module and all of ours that it imports: no clock, no
+randomness, no environment, no I/O, no logging, no asyncio, no iteration over a set, no `hash()` or `id()`. ns, bytes
+and tokens are integers. Every choice is a total order that ends in an id. State is changed in place, here only. A
+late, repeated or unknown event changes nothing but the place in the log. "Why?" is answered by replay (`explain`), so
+nothing is logged.
+
+The contract with a shell:
+- Events come in the order of the log, each once; `seq` grows (it may skip).
+- Decisions leave only after the event that caused them is stored, under the identity (seq, position in the list).
+- `SetTimer(key, at_ns)` is for the shell: it appends `TimerFired(key, at_ns)` to the log when the time has come.
+  Setting a timer again replaces it. A timer that fires twice, late, or without having been set is harmless; after
+  `restore`, `timers` says which are set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, assert_never
+
+import msgspec
+
+from halfmoon.conductor.core import membership, orders
+from halfmoon.conductor.core.admission import decide
+from halfmoon.conductor.core.block_index import BlockIndex, IndexImage
+from halfmoon.conductor.core.cost import (
+    Answers,
+    Link,
+    answer_class,
+    learn_answer,
+    measured_link,
+    refit_decode,
+    refit_prefill,
+)
+from halfmoon.conductor.core.explanation import Explanation, explain
+from halfmoon.conductor.core.invariants import check
+from halfmoon.conductor.core.reconcile import compare_orders
+from halfmoon.conductor.core.state import Decisions, Order, State
+from halfmoon.schemas.decisions import Decision
+from halfmoon.schemas.events import (
+    BlocksEvicted,
+    BlocksStored,
+    ClusterConfigured,
+    DecodeFailed,
+    DecodeRefused,
+    DecodeStarted,
+    Event,
+    FrontendHeartbeat,
+    FrontendJoined,
+    FrontendLeft,
+    PolicyChanged,
+    PrefillFailed,
+    PrefillFinished,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    Stamped,
+    StateDigested,
+    StoreHeartbeat,
+    StoreInventory,
+    StoreJoined,
+    StoreLeft,
+    StoreSuspected,
+    TierLost,
+    TimerFired,
+    WorkerDraining,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+)
+
+#: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
+SNAPSHOT_VERSION = 5
+
+
+class SnapshotInvalid(ValueError):
+    """Not a snapshot of this version of the core."""
+
+
+class _Snapshot(msgspec.Struct, array_like=True):
+    version: int
+    state: State
+
+
+class Core:
+    """See the module. `checked` runs the invariants after every step."""
+
+    def __init__(self, *, checked: bool = False) -> None:
+        self.state = State(index=BlockIndex())
+        self.checked = checked
+        #: A request ("*": all of them) whose placements are explained, and what the last step noted of them.
+        self.watched = ""
+        self.notes: list[Explanation] = []
+
+    @property
+    def seq(self) -> int:
+        """Sequence of the last event; 0 before the first."""
+        return self.state.seq
+
+    @property
+    def timers(self) -> Mapping[str, int]:
+        """Timers that are set: key to time, ns of the log."""
+        return self.state.timers
+
+    def step(self, stamped: Stamped) -> list[Decision]:
+        """What `stamped` makes necessary, in order."""
+        assert stamped.seq > self.seq, ("the log ran backwards", stamped.seq, self.seq)
+        if isinstance(stamped.event, ClusterConfigured):
+            self.state = State(index=BlockIndex())
+        state = self.state
+        membership.bridge_silence(state, stamped.at_ns)
+        state.seq = stamped.seq
+        state.at_ns = max(state.at_ns, stamped.at_ns)
+        state.orders_now = 0
+        state.timers_in_row = state.timers_in_row + 1 if isinstance(stamped.event, TimerFired) else 0
+        out = Decisions(self.watched)
+        _apply(state, stamped.event, out)
+        self.notes = out.notes
+        if self.checked:
+            check(state)
+        return out
+
+    def explain(self, request: RequestArrived, at_ns: int) -> Explanation:
+        """What `request` would find now; changes nothing.
+
+        `random` draws by the place in the log: here, the next one. What it did find is noted when it is `watched`.
+        """
+        state = self.state
+        verdict = decide(state, request, at_ns, f"{state.seq + 1}:0")
+        return explain(state, request, at_ns, verdict, seq=state.seq + 1)
+
+    def digest(self) -> str:
+        """Names the whole state; equal for equal logs, whatever the process."""
+        return blake2b(self.snapshot(), digest_size=16).hexdigest()
+
+    def snapshot(self) -> bytes:
+        return _encoder.encode(_Snapshot(SNAPSHOT_VERSION, self.state))
+
+    @classmethod
+    def restore(cls, snapshot: bytes, *, checked: bool = False) -> Core:
+        """A core that goes on as the one that made `snapshot` would. Raises SnapshotInvalid."""
+        try:
+            restored = _decoder.decode(snapshot)
+        except (msgspec.DecodeError, ValueError) as problem:
+            raise SnapshotInvalid(str(problem)) from None
+        if restored.version != SNAPSHOT_VERSION:
+            raise SnapshotInvalid(f"version {restored.version}, not {SNAPSHOT_VERSION}")
+        core = cls(checked=checked)
+        core.state = restored.state
+        return core
+
+
+def _encode_index(value: Any) -> Any:
+    assert isinstance(value, BlockIndex), value
+    return msgspec.msgpack.encode(value.image())
+
+
+def _decode_index(kind: type, value: Any) -> Any:
+    assert kind is BlockIndex, kind
+    return BlockIndex.from_image(msgspec.msgpack.decode(value, type=IndexImage))
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_index)
+_decoder = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_decode_index)
+
+
+def _apply(state: State, event: Event, out: Decisions) -> None:
+    match event:
+        case BlocksStored():
+            if membership.known_store(state, event.node_id, event.incarnation):
+                state.index.add(event.node_id, event.block_keys, event.tier)
+        case BlocksEvicted():
+            if membership.known_store(state, event.node_id, event.incarnation):
+                state.index.discard(event.node_id, event.block_keys, event.tier)
+        case RequestArrived():
+            if event.request_id in state.finished:
+                if event.answer_lost:
+                    orders.accept_again(state, event, out)
+            elif event.request_id not in state.requests:
+                orders.accept_or_reject(state, event, out)
+        case PrefillFinished():
+            _prefill_finished(state, event)
+        case DecodeStarted() | StateDigested():
+            pass
+        case RequestFinished():
+            _request_finished(state, event)
+        case WorkerHeartbeat():
+            _worker_heartbeat(state, event, out)
+        case StoreHeartbeat():
+            membership.store_heartbeat(state, event, out)
+        case FrontendHeartbeat():
+            membership.frontend_heartbeat(state, event, out)
+        case TimerFired():
+            _timer_fired(state, event, out)
+        case PrefillFailed() | DecodeFailed():
+            _half_failed(state, event, out)
+        case DecodeRefused():
+            _decode_refused(state, event, out)
+        case RequestCancelled():
+            _request_cancelled(state, event, out)
+        case StoreInventory():
+            store = membership.known_store(state, event.node_id, event.incarnation)
+            if store is not None and event.part not in store.parts_seen:
+                store.parts_seen[event.part] = True
+                state.index.add(event.node_id, event.block_keys, event.tier)
+        case TierLost():
+            if membership.known_store(state, event.node_id, event.incarnation):
+                state.index.forget_tier(event.node_id, event.tier)
+        case StoreSuspected():
+            membership.store_suspected(state, event)
+        case WorkerJoined():
+            membership.worker_joined(state, event, out)
+        case WorkerDraining():
+            membership.worker_draining(state, event, out)
+        case WorkerLeft():
+            membership.worker_left(state, event.worker_id, event.incarnation, out)
+        case StoreJoined():
+            membership.store_joined(state, event, out)
+        case StoreLeft():
+            membership.store_left(state, event.node_id, event.incarnation)
+        case FrontendJoined():
+            membership.frontend_joined(state, event, out)
+        case FrontendLeft():
+            membership.frontend_left(state, event.frontend_id, event.incarnation, out)
+        case ClusterConfigured():
+            state.policy, state.code_version = event.policy, event.code_version
+        case PolicyChanged():
+            state.policy = event.policy
+        case _:
+            assert_never(event)
+
+
+def _timer_fired(state: State, event: TimerFired, out: Decisions) -> None:
+    if state.timers.get(event.key) != event.at_ns:
+        return  # late, repeated, or set by an older log
+    del state.timers[event.key]
+    kind, subject = event.key.split(":")[:2]
+    if kind == "lost":
+        membership.loss_timer_fired(state, event.key, event.at_ns, out)
+    elif kind == "unplaced":
+        orders.fail(state, state.requests[subject], "no worker came in time", out)
+
+
+def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: str) -> Order | None:
+    """The order that an answer is about; None when it is late, repeated or unknown."""
+    order = state.orders.get(order_id)
+    if order is None or order.request_id != request_id:
+        return None
+    if half == "prefill":
+        return order if order.prefill_id == worker_id and order.phase == "prefill" else None
+    return order if order.decode_id == worker_id else None
+
+
+def _prefill_finished(state: State, event: PrefillFinished) -> None:
+    order = _answered(state, event.order_id, event.request_id, event.worker_id, "prefill")
+    if order is None:
+        return
+    orders.free_prefill(state, order)
+    order.prefill_end_ns = state.at_ns
+    request = state.requests[order.request_id]
+    cached = event.cached_local_tokens + event.cached_fetched_tokens
+    counters = state.counters
+    counters.prompt_tokens += request.event.prompt_tokens
+    counters.cached_local_tokens += event.cached_local_tokens
+    counters.cached_fetched_tokens += event.cached_fetched_tokens
+    worker = state.workers.get(order.prefill_id)
+    # A request that was placed before may carry tokens of its answer, so its length is not known here.
+    if worker is not None and worker.learns and request.placements == 1 and cached < request.event.prompt_tokens:
+        worker.cost = refit_prefill(worker.fit, worker.cost, request.event.prompt_tokens, cached, event.compute_ns)
+        state.pools.refitted(worker)
+    if event.fetch_node_id and event.fetch_node_id in state.stores:
+        links = state.ssd_links if order.fetch_ssd else state.links
+        sharing = order.fetch_sharing if order.fetch_node_id == event.fetch_node_id else 1
+        _learn_link(
+            state,
+            links,
+            order.prefill_node_id,
+            event.fetch_node_id,
+            event.fetched_bytes,
+            event.fetch_ns,
+            sharing,
+        )
+    _learn_link(
+        state,
+        state.links,
+        order.decode_node_id,
+        order.prefill_node_id,
+        event.pushed_bytes,
+        event.push_ns,
+        1,
+    )
+
+
+def _learn_link(
+    state: State,
+    links: dict[str, dict[str, Link]],
+    destination: str,
+    source: str,
+    moved_bytes: int,
+    took_ns: int,
+    sharing: int,
+) -> None:
+    if destination not in state.stores:
+        return
+    known = links.get(destination, {}).get(source)
+    link = measured_link(known, moved_bytes, took_ns, sharing, state.at_ns)
+    if link is not None:
+        links.setdefault(destination, {})[source] = link
+        if links is state.links:
+            state.pools.link_measured(destination, source, link)
+
+
+def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> None:
+    worker = membership.worker_heartbeat(state, event, out)
+    if worker is not None and worker.role == "decode" and worker.learns and event.steps and event.step_sequences:
+        worker.cost = refit_decode(
+            worker.fit, worker.cost, event.step_sequences, event.step_context_tokens, event.step_ns
+        )
+        state.pools.refitted(worker)
+    if worker is not None:
+        compare_orders(state, worker, event, out)
+
+
+def _request_finished(state: State, event: RequestFinished) -> None:
+    order = _answered(state, event.order_id, event.request_id, event.worker_id, "decode")
+    if order is None:
+        return
+    orders.free_prefill(state, order)
+    orders.free_decode(state, order)
+    del state.orders[order.order_id]
+    request = state.requests[order.request_id]
+    request.order_id = ""
+    orders.end(state, request)
+    state.counters.finished += 1
+    if event.finish_reason != "abort":
+        kind = answer_class(request.event.max_tokens)
+        learn_answer(
+            state.answers.setdefault(kind, Answers()),
+            min(event.completion_tokens, request.event.max_tokens),
+            event.decode_ns,
+        )
+
+
+def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: Decisions) -> None:
+    prefill = isinstance(event, PrefillFailed)
+    half = "prefill" if prefill else "decode"
+    order = _answered(state, event.order_id, event.request_id, event.worker_id, half)
+    if order is None:
+        return
+    request = state.requests[order.request_id]
+    orders.withdraw(state, order, out, prefill_runs=not prefill, decode_runs=prefill)
+    if event.retryable:
+        orders.avoid(request, event.worker_id)
+        orders.place(state, request, event.reason, out)
+    else:
+        orders.fail(state, request, event.reason, out)
+
+
+def _decode_refused(state: State, event: DecodeRefused, out: Decisions) -> None:
+    order = _answered(state, event.order_id, event.request_id, event.worker_id, "decode")
+    if order is None:
+        return
+    state.counters.wasted_prefills += 1
+    request = state.requests[order.request_id]
+    orders.withdraw(state, order, out, prefill_runs=True, decode_runs=False)
+    if request.placements > 1:  # its client may have tokens already
+        orders.avoid(request, event.worker_id)
+        orders.place(state, request, event.reason, out)
+    else:
+        orders.reject_placed(state, request, "decode_refused", event.reason, event.predicted_tbt_ns, out)
+
+
+def _request_cancelled(state: State, event: RequestCancelled, out: Decisions) -> None:
+    request = state.requests.get(event.request_id)
+    if request is None:
+        return
+    if request.order_id:
+        orders.withdraw(state, state.orders[request.order_id], out, prefill_runs=True, decode_runs=True)
+    orders.end(state, request)
+    state.counters.cancelled += 1

@@ -1,0 +1,300 @@
+"""Who is there: processes join, show that they live, drain, leave and are lost.
+
+Each process has one timer, `lost:<role>:<id>:<incarnation>`. When it fires, a process that was heard of since is given
+another; one that was not is lost. When the log itself was silent (the bus was down) nobody could be heard, so
+everybody's last sign of life moves by the length of the silence.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from halfmoon.conductor.core.cost import decode_fit, prefill_fit
+from halfmoon.conductor.core.orders import arm, end, place_parked, withdraw
+from halfmoon.conductor.core.reconcile import lose_orders
+from halfmoon.conductor.core.state import Decisions, Frontend, State, Store, Worker
+from halfmoon.schemas.decisions import AnnounceYourself, FailRequest
+from halfmoon.schemas.events import (
+    CostProfile,
+    FrontendHeartbeat,
+    FrontendJoined,
+    StoreHeartbeat,
+    StoreJoined,
+    StoreSuspected,
+    WorkerDraining,
+    WorkerHeartbeat,
+    WorkerJoined,
+)
+
+# --- workers --------------------------------------------------------------------------------------------------------
+
+
+def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
+    known = state.workers.get(event.worker_id)
+    state.asked_ns.pop(f"worker:{event.worker_id}", None)
+    worker = _worker(event, state.at_ns)
+    if known is not None:
+        same = (known.incarnation, known.role, known.node_id) == (event.incarnation, event.role, event.node_id)
+        if same:
+            _carry_over(known, worker)
+            state.workers[event.worker_id] = worker
+            state.members_changed()
+            if known.asked:
+                dropped = f"worker {event.worker_id} dropped its orders"
+                lose_orders(state, event.worker_id, list(worker.orders), dropped, out, told=True)
+            place_parked(state, out)
+            return
+        _forget_timer(state, known.role, event.worker_id, known.incarnation)
+    orphans = _orphans(state, event.worker_id)
+    state.workers[event.worker_id] = worker
+    state.workers = dict(sorted(state.workers.items()))
+    state.members_changed()
+    _arm_loss(state, event.role, event.worker_id, event.incarnation, state.at_ns, out)
+    lose_orders(state, event.worker_id, orphans, _was_lost(event.worker_id), out)
+    place_parked(state, out)
+
+
+def _worker(event: WorkerJoined, now_ns: int) -> Worker:
+    layout, profile = event.layout, event.profile
+    return Worker(
+        worker_id=event.worker_id,
+        role=event.role,
+        node_id=event.node_id,
+        incarnation=event.incarnation,
+        layout=layout,
+        kv_blocks=event.kv_blocks,
+        context_tokens_max=event.context_tokens_max,
+        batch_max=event.batch_max,
+        last_seen_ns=now_ns,
+        profile=profile,
+        cost=profile,
+        fit=prefill_fit(profile) if event.role == "prefill" else decode_fit(profile),
+        learns=layout.block_bytes > 0 or profile != CostProfile(),
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        layer_block_bytes=layout.layer_block_bytes,
+    )
+
+
+def _carry_over(known: Worker, worker: Worker) -> None:
+    """The same process says again that it is there: what it does goes on."""
+    worker.orders = known.orders
+    worker.reserved_ns = known.reserved_ns
+    worker.pending_blocks = known.pending_blocks
+    worker.prompt_blocks = known.prompt_blocks
+    worker.reserved_blocks = known.reserved_blocks
+    worker.context_tokens = known.context_tokens
+    worker.head_since_ns = known.head_since_ns
+    worker.draining = known.draining
+    if known.profile == worker.profile:
+        worker.cost, worker.fit = known.cost, known.fit
+
+
+def worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> Worker | None:
+    """The worker, when it is the one that is known."""
+    worker = state.workers.get(event.worker_id)
+    if worker is None or worker.incarnation != event.incarnation:
+        # Its heartbeat does not say what it is; it goes by target_id.
+        role = worker.role if worker is not None else "prefill"
+        if _ask(state, "worker", role, event.worker_id, out) and worker is not None:
+            worker.asked = True
+        return None
+    worker.last_seen_ns = state.at_ns
+    worker.queued, worker.running, worker.kv_blocks_used = event.queued, event.running, event.kv_blocks_used
+    return worker
+
+
+def worker_draining(state: State, event: WorkerDraining, out: Decisions) -> None:
+    worker = state.workers.get(event.worker_id)
+    if worker is not None and worker.incarnation == event.incarnation:
+        worker.draining = event.draining
+        state.members_changed()
+        place_parked(state, out)
+
+
+def worker_left(state: State, worker_id: str, incarnation: str, out: Decisions) -> None:
+    worker = state.workers.get(worker_id)
+    if worker is None or incarnation not in ("", worker.incarnation):
+        return
+    orphans = _orphans(state, worker_id)
+    del state.workers[worker_id]
+    state.members_changed()
+    _forget_timer(state, worker.role, worker_id, worker.incarnation)
+    lose_orders(state, worker_id, orphans, _was_lost(worker_id), out)
+
+
+def _orphans(state: State, worker_id: str) -> list[str]:
+    worker = state.workers.get(worker_id)
+    return list(worker.orders) if worker is not None else []
+
+
+def _was_lost(worker_id: str) -> str:
+    return f"worker {worker_id} was lost"
+
+
+# --- store agents ---------------------------------------------------------------------------------------------------
+
+
+def store_joined(state: State, event: StoreJoined, out: Decisions) -> None:
+    known = state.stores.get(event.node_id)
+    state.asked_ns.pop(f"store:{event.node_id}", None)
+    if known is not None and known.incarnation != event.incarnation:
+        _forget_timer(state, "store", event.node_id, known.incarnation)
+    state.index.join(event.node_id)
+    state.members_changed()
+    state.stores[event.node_id] = Store(
+        node_id=event.node_id,
+        incarnation=event.incarnation,
+        host=event.host,
+        slots=event.slots,
+        last_seen_ns=state.at_ns,
+    )
+    _arm_loss(state, "store", event.node_id, event.incarnation, state.at_ns, out)
+    place_parked(state, out)
+
+
+def store_heartbeat(state: State, event: StoreHeartbeat, out: Decisions) -> None:
+    store = known_store(state, event.node_id, event.incarnation)
+    if store is None:
+        _ask(state, "store", "store", event.node_id, out)
+        return
+    store.last_seen_ns = state.at_ns
+    store.slots_used = event.slots_used
+
+
+def known_store(state: State, node_id: str, incarnation: str) -> Store | None:
+    store = state.stores.get(node_id)
+    return store if store is not None and store.incarnation == incarnation else None
+
+
+def store_suspected(state: State, event: StoreSuspected) -> None:
+    store = state.stores.get(event.node_id)
+    if store is not None:
+        store.suspected_until_ns = state.at_ns + state.policy.suspected_ns
+        state.members_changed()
+
+
+def store_left(state: State, node_id: str, incarnation: str) -> None:
+    store = state.stores.get(node_id)
+    if store is None or incarnation not in ("", store.incarnation):
+        return
+    del state.stores[node_id]
+    state.members_changed()
+    state.index.leave(node_id)
+    state.links.pop(node_id, None)
+    state.ssd_links.pop(node_id, None)
+    _forget_timer(state, "store", node_id, store.incarnation)
+
+
+# --- frontends ------------------------------------------------------------------------------------------------------
+
+
+def frontend_joined(state: State, event: FrontendJoined, out: Decisions) -> None:
+    known = state.frontends.get(event.frontend_id)
+    state.asked_ns.pop(f"frontend:{event.frontend_id}", None)
+    if known is not None and known.incarnation != event.incarnation:
+        _forget_timer(state, "frontend", event.frontend_id, known.incarnation)
+        _cancel_all(state, event.frontend_id, out)
+    state.frontends[event.frontend_id] = Frontend(
+        frontend_id=event.frontend_id, incarnation=event.incarnation, last_seen_ns=state.at_ns
+    )
+    _arm_loss(state, "frontend", event.frontend_id, event.incarnation, state.at_ns, out)
+
+
+def frontend_heartbeat(state: State, event: FrontendHeartbeat, out: Decisions) -> None:
+    frontend = state.frontends.get(event.frontend_id)
+    if frontend is None or frontend.incarnation != event.incarnation:
+        _ask(state, "frontend", "frontend", event.frontend_id, out)
+        return
+    frontend.last_seen_ns = state.at_ns
+    frontend.open_requests = event.open_requests
+    for request_id in event.silent:
+        if request_id in state.finished:  # it was refused, or failed, and the word of it was lost
+            message = "it was answered with an error, and the answer was lost"
+            out.append(FailRequest(request_id=request_id, frontend_id=event.frontend_id, message=message))
+
+
+def frontend_left(state: State, frontend_id: str, incarnation: str, out: Decisions) -> None:
+    frontend = state.frontends.get(frontend_id)
+    if frontend is None or incarnation not in ("", frontend.incarnation):
+        return
+    del state.frontends[frontend_id]
+    _forget_timer(state, "frontend", frontend_id, frontend.incarnation)
+    _cancel_all(state, frontend_id, out)
+
+
+def _cancel_all(state: State, frontend_id: str, out: Decisions) -> None:
+    """Nobody reads these any more. Their ids are not kept: a frontend that was lost by mistake sends them again."""
+    mine = [request for request in state.requests.values() if request.event.frontend_id == frontend_id]
+    for request in mine:
+        if request.order_id:
+            order = state.orders[request.order_id]
+            withdraw(state, order, out, prefill_runs=True, decode_runs=True)
+        end(state, request)
+        del state.finished[request.event.request_id]
+        state.counters.cancelled += 1
+
+
+# --- signs of life --------------------------------------------------------------------------------------------------
+
+
+def bridge_silence(state: State, at_ns: int) -> None:
+    """Called with the time of each event before it is looked at."""
+    gap_ns = at_ns - state.at_ns
+    if gap_ns <= 2 * state.policy.heartbeat_ns or state.seq == 0:
+        return
+    if state.timers_in_row > len(state.workers) + len(state.stores) + len(state.frontends):
+        return  # the log goes on, with nothing but timers: it is they who are silent
+    members: list[Worker | Store | Frontend] = [
+        *state.workers.values(),
+        *state.stores.values(),
+        *state.frontends.values(),
+    ]
+    for member in members:
+        member.last_seen_ns += gap_ns
+
+
+def loss_timer_fired(state: State, key: str, at_ns: int, out: Decisions) -> None:
+    """The timer `key`, set for `at_ns`, which was this process's only one."""
+    _, role, process_id, incarnation = key.split(":")
+    member: Worker | Store | Frontend | None
+    if role == "store":
+        member = state.stores.get(process_id)
+    elif role == "frontend":
+        member = state.frontends.get(process_id)
+    else:
+        member = state.workers.get(process_id)
+    if member is None or member.incarnation != incarnation:
+        return
+    if state.at_ns - member.last_seen_ns < state.policy.lost_after_ns:
+        # Later than before in any case: a timer's name and time are its identity in the log.
+        due_ns = max(member.last_seen_ns + state.policy.lost_after_ns, at_ns + 1)
+        arm(state, key, due_ns, out)
+    elif role == "store":
+        store_left(state, process_id, incarnation)
+    elif role == "frontend":
+        frontend_left(state, process_id, incarnation, out)
+    else:
+        worker_left(state, process_id, incarnation, out)
+
+
+def _arm_loss(state: State, role: str, process_id: str, incarnation: str, last_seen_ns: int, out: Decisions) -> None:
+    key = f"lost:{role}:{process_id}:{incarnation}"
+    arm(state, key, last_seen_ns + state.policy.lost_after_ns, out)
+
+
+def _forget_timer(state: State, role: str, process_id: str, incarnation: str) -> None:
+    state.timers.pop(f"lost:{role}:{process_id}:{incarnation}", None)
+
+
+def _ask(
+    state: State, kind: str, role: Literal["prefill", "decode", "store", "frontend"], process_id: str, out: Decisions
+) -> bool:
+    """Once, until it joins or two heartbeats have passed. True when it was asked now."""
+    pause_ns = 2 * state.policy.heartbeat_ns
+    state.asked_ns = {key: ns for key, ns in state.asked_ns.items() if ns + pause_ns > state.at_ns}
+    if f"{kind}:{process_id}" in state.asked_ns:
+        return False
+    state.asked_ns[f"{kind}:{process_id}"] = state.at_ns
+    out.append(AnnounceYourself(role=role, target_id=process_id))
+    return True

@@ -1,0 +1,301 @@
+"""Orders: giving one, taking it back, and what happens to a request whose order is gone.
+
+Load is reserved in the state the moment an order is given, and freed when its half is answered, cancelled or lost.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_again, slo_ns
+from halfmoon.conductor.core.explanation import explain
+from halfmoon.conductor.core.overload import learn_offered
+from halfmoon.conductor.core.replication import spread_hot_prefix
+from halfmoon.conductor.core.state import FINISHED_MAX, Decisions, Order, Request, State
+from halfmoon.schemas.decisions import (
+    CancelOrder,
+    FailRequest,
+    RejectReason,
+    RejectRequest,
+    ReleaseOrder,
+    SetTimer,
+    StartDecode,
+    StartPrefill,
+)
+from halfmoon.schemas.events import RequestArrived
+
+
+def accept_or_reject(state: State, event: RequestArrived, out: Decisions) -> None:
+    """A request that was never seen: placed, or refused with a reason."""
+    state.counters.arrived += 1
+    verdict = decide(state, event, state.at_ns, _draw(state))
+    if verdict.predicted.prefill_ns:
+        learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
+    if out.watches(event.request_id):
+        out.notes.append(explain(state, event, state.at_ns, verdict, seq=state.seq))
+    if isinstance(verdict, Refusal):
+        reject(state, event, verdict, out)
+    else:
+        request = Request(event=event, arrived_ns=state.at_ns)
+        state.requests[event.request_id] = request
+        _order(state, request, verdict, out)
+
+
+def accept_again(state: State, event: RequestArrived, out: Decisions) -> None:
+    """A request that was answered, but its worker is gone and its client has not all: placed again, never refused."""
+    del state.finished[event.request_id]
+    request = Request(event=event, arrived_ns=state.at_ns, placements=1)
+    state.requests[event.request_id] = request
+    place(state, request, "its answer was lost", out)
+
+
+def place(state: State, request: Request, lost: str, out: Decisions) -> None:
+    """A request that was accepted and has no order any more (`lost` says why): placed, parked, or failed for good."""
+    if request.placements >= state.policy.placements_max:
+        message = f"placed {request.placements} times, and each time lost; last: {lost or 'no reason was given'}"
+        fail(state, request, message, out)
+        return
+    placement = place_again(state, request, state.at_ns, _draw(state))
+    _note(state, request, placement, lost, out)
+    if placement is None:
+        park(state, request, out)
+    else:
+        _order(state, request, placement, out)
+
+
+def avoid(request: Request, worker_id: str) -> None:
+    """The worker failed it: taken again only when there is no other."""
+    if worker_id not in request.avoid:
+        request.avoid.append(worker_id)
+
+
+def place_parked(state: State, out: Decisions) -> None:
+    """A worker takes orders that did not: those that wait are placed, oldest first, as long as that is possible."""
+    for request_id in list(state.parked):
+        request = state.requests[request_id]
+        placement = place_again(state, request, state.at_ns, _draw(state))
+        if placement is not None:
+            _note(state, request, placement, "it waited for a worker", out)
+            unpark(state, request)
+            _order(state, request, placement, out)
+
+
+def _note(state: State, request: Request, placement: Placement | None, lost: str, out: Decisions) -> None:
+    if out.watches(request.event.request_id):
+        avoided = request.avoid
+        out.notes.append(explain(state, request.event, state.at_ns, placement, seq=state.seq, avoid=avoided, lost=lost))
+
+
+def park(state: State, request: Request, out: Decisions) -> None:
+    request_id = request.event.request_id
+    state.parked[request_id] = True
+    arm(
+        state,
+        f"unplaced:{request_id}:{request.placements}",
+        state.at_ns + state.policy.unplaced_ns_max,
+        out,
+    )
+
+
+def unpark(state: State, request: Request) -> None:
+    request_id = request.event.request_id
+    state.parked.pop(request_id, None)
+    state.timers.pop(f"unplaced:{request_id}:{request.placements}", None)
+
+
+def arm(state: State, key: str, at_ns: int, out: Decisions) -> None:
+    """Set a timer, once; one that is set already stays."""
+    if key not in state.timers:
+        state.timers[key] = at_ns
+        out.append(SetTimer(key=key, at_ns=at_ns))
+
+
+def reject(state: State, event: RequestArrived, refusal: Refusal, out: Decisions) -> None:
+    _count_rejected(state, refusal.reason)
+    remember_finished(state, event.request_id)
+    ttft_slo, tbt_slo = slo_ns(state, event)
+    out.append(
+        RejectRequest(
+            request_id=event.request_id,
+            frontend_id=event.frontend_id,
+            reason=refusal.reason,
+            message=refusal.message,
+            predicted=refusal.predicted,
+            ttft_slo_ns=ttft_slo,
+            tbt_slo_ns=tbt_slo,
+            retry_after_ns=refusal.retry_after_ns,
+        )
+    )
+
+
+def fail(state: State, request: Request, message: str, out: Decisions) -> None:
+    """The end of a request that has no order."""
+    end(state, request)
+    state.counters.failed += 1
+    out.append(
+        FailRequest(request_id=request.event.request_id, frontend_id=request.event.frontend_id, message=message[:512])
+    )
+
+
+def end(state: State, request: Request) -> None:
+    """Forget a request that has no order, but for its id."""
+    unpark(state, request)
+    del state.requests[request.event.request_id]
+    remember_finished(state, request.event.request_id)
+
+
+def remember_finished(state: State, request_id: str) -> None:
+    state.finished[request_id] = True
+    if len(state.finished) > FINISHED_MAX:
+        del state.finished[next(iter(state.finished))]
+
+
+def withdraw(state: State, order: Order, out: Decisions, *, prefill_runs: bool, decode_runs: bool) -> None:
+    """Take an order back: free what is reserved, stop the halves that still run, let go of what stores hold for it."""
+    prefill_runs = prefill_runs and order.phase == "prefill"
+    free_prefill(state, order)
+    free_decode(state, order)
+    del state.orders[order.order_id]
+    request = state.requests[order.request_id]
+    request.order_id = ""
+    halves = ((order.prefill_id, prefill_runs), (order.decode_id, decode_runs))
+    for worker_id, runs in halves:
+        if runs and worker_id in state.workers:
+            out.append(CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=worker_id))
+    nodes = dict.fromkeys((order.prefill_node_id, order.decode_node_id, order.fetch_node_id))
+    out.extend(ReleaseOrder(order_id=order.order_id, node_id=node_id) for node_id in nodes if node_id in state.stores)
+
+
+def free_prefill(state: State, order: Order) -> None:
+    """The prefill half is over, one way or another."""
+    if order.phase == "decode":
+        return
+    order.phase = "decode"
+    leaving = state.leaving.get(order.fetch_node_id)
+    if leaving is not None:
+        del leaving[order.order_id]
+        if not leaving:
+            del state.leaving[order.fetch_node_id]
+    worker = state.workers.get(order.prefill_id)
+    if worker is None or order.order_id not in worker.orders:
+        return
+    if next(iter(worker.orders)) == order.order_id:
+        worker.head_since_ns = state.at_ns
+    del worker.orders[order.order_id]
+    worker.reserved_ns -= order.reserved_ns
+    worker.pending_blocks -= order.pending_blocks
+    worker.prompt_blocks -= order.prompt_blocks
+    state.pools.changed(worker)
+
+
+def free_decode(state: State, order: Order) -> None:
+    worker = state.workers.get(order.decode_id)
+    if worker is None or order.order_id not in worker.orders:
+        return
+    del worker.orders[order.order_id]
+    worker.reserved_blocks -= order.reserved_blocks
+    worker.context_tokens -= order.context_tokens
+    state.pools.changed(worker)
+
+
+def _draw(state: State) -> str:
+    return f"{state.seq}:{state.orders_now}"
+
+
+def _count_rejected(state: State, reason: RejectReason) -> None:
+    rejected = state.counters.rejected
+    rejected[reason] = rejected.get(reason, 0) + 1
+
+
+def reject_placed(
+    state: State, request: Request, reason: RejectReason, message: str, tbt_ns: int, out: Decisions
+) -> None:
+    """The end of a request whose order was just withdrawn: refused after all."""
+    end(state, request)
+    predicted = msgspec.structs.replace(Refusal(reason=reason, message="").predicted, tbt_ns=tbt_ns)
+    reject(state, request.event, Refusal(reason=reason, message=message[:512], predicted=predicted), out)
+
+
+def _order(state: State, request: Request, placement: Placement, out: Decisions) -> None:
+    """Give both halves of a placement, and reserve what they take."""
+    state.orders_now += 1
+    order_id = f"{state.seq}-{state.orders_now}"
+    now_ns = state.at_ns
+    event, prefill, decode = request.event, placement.prefill, placement.decode
+    waited_ns = now_ns - request.arrived_ns
+    predicted = placement.predicted
+    if waited_ns:
+        predicted = msgspec.structs.replace(
+            predicted, queue_ns=predicted.queue_ns + waited_ns, ttft_ns=predicted.ttft_ns + waited_ns
+        )
+    request.placements += 1
+    request.order_id = order_id
+    state.counters.placed += 1
+    state.round_robin["prefill"], state.round_robin["decode"] = prefill.worker_id, decode.worker_id
+    order = Order(
+        order_id=order_id,
+        request_id=event.request_id,
+        prefill_id=prefill.worker_id,
+        prefill_node_id=prefill.node_id,
+        decode_id=decode.worker_id,
+        decode_node_id=decode.node_id,
+        placed_ns=now_ns,
+        placed_seq=state.seq,
+        predicted=predicted,
+        prefill_end_ns=now_ns + prefill.ttft_ns,
+        decode_ns=placement.decode_ns,
+        reserved_ns=prefill.ttft_ns - prefill.queue_ns,
+        pending_blocks=prefill.uncached_blocks,
+        prompt_blocks=prefill.uncached_blocks + prefill.cached_blocks,
+        reserved_blocks=decode.blocks,
+        context_tokens=event.prompt_tokens + placement.answer_tokens,
+        fetch_node_id=prefill.fetches[0].node_id if prefill.fetches else "",
+        fetch_sharing=prefill.fetch_sharing,
+        fetch_ssd=prefill.from_ssd,
+    )
+    state.orders[order_id] = order
+    worker = state.workers[prefill.worker_id]
+    if not worker.orders:
+        worker.head_since_ns = now_ns
+    worker.orders[order_id] = order.reserved_ns
+    worker.reserved_ns += order.reserved_ns
+    worker.pending_blocks += order.pending_blocks
+    worker.prompt_blocks += order.prompt_blocks
+    state.pools.changed(worker)
+    worker = state.workers[decode.worker_id]
+    worker.orders[order_id] = order.reserved_blocks
+    worker.reserved_blocks += order.reserved_blocks
+    worker.context_tokens += order.context_tokens
+    state.pools.changed(worker)
+    if order.fetch_node_id:
+        state.leaving.setdefault(order.fetch_node_id, {})[order_id] = now_ns + prefill.transfer_ns
+    out.append(
+        StartPrefill(
+            order_id=order_id,
+            request_id=event.request_id,
+            frontend_id=event.frontend_id,
+            worker_id=prefill.worker_id,
+            decode_worker_id=decode.worker_id,
+            decode_node_id=decode.node_id,
+            prompt_tokens=event.prompt_tokens,
+            local_blocks=prefill.local_blocks,
+            fetches=prefill.fetches,
+            predicted=predicted,
+        )
+    )
+    out.append(
+        StartDecode(
+            order_id=order_id,
+            request_id=event.request_id,
+            frontend_id=event.frontend_id,
+            worker_id=decode.worker_id,
+            prefill_worker_id=prefill.worker_id,
+            prompt_tokens=event.prompt_tokens,
+            max_tokens=event.max_tokens,
+            # Under `none` everything is queued: nothing is refused, nor is it after its prefill.
+            tbt_slo_ns=0 if state.policy.admission == "none" else slo_ns(state, event)[1],
+            placement=request.placements,
+            predicted=predicted,
+        )
+    )
+    spread_hot_prefix(state, event, prefill, out)

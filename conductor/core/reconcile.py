@@ -1,0 +1,89 @@
+"""Orders that are gone without an answer: with their worker, or from its memory.
+
+A heartbeat may list the worker's open orders, and then both sides are brought to agree. What the core believes to be
+open there and the worker does not list is lost: its answer was. What the worker lists and the core does not know is
+cancelled once more: its cancellation was lost, or it was meant for an earlier incarnation. Two rules keep this from
+taking what is well:
+
+- An order counts only when the worker has obeyed a decision at least as new (`obeyed_seq`). Time would not do: what a
+  conductor decides late, because it was away, has the time of its cause.
+- Two heartbeats must say so, half a period apart at least: those that waited for the bus together count as one.
+
+A decode worker also lists the orders that lack their KV or first token. When the prefill has ended a heartbeat ago, and
+two heartbeats say so, what was sent is lost (KV progress is told once), and the request is placed again.
+"""
+
+from __future__ import annotations
+
+from halfmoon.conductor.core.orders import avoid, place, withdraw
+from halfmoon.conductor.core.state import Decisions, State, Worker
+from halfmoon.schemas.decisions import CancelOrder
+from halfmoon.schemas.events import WorkerHeartbeat
+
+
+def lose_orders(
+    state: State, worker_id: str, order_ids: list[str], reason: str, out: Decisions, *, told: bool = False
+) -> None:
+    """The worker's halves of these orders are gone. All are taken back before any is placed: none counts as load.
+
+    `told`: the worker is there and may have some of them after all, so it is told of each.
+    """
+    requests = []
+    for order_id in order_ids:
+        order = state.orders[order_id]
+        requests.append(state.requests[order.request_id])
+        withdraw(
+            state,
+            order,
+            out,
+            prefill_runs=told or order.prefill_id != worker_id,
+            decode_runs=told or order.decode_id != worker_id,
+        )
+    for request in requests:
+        place(state, request, reason, out)
+
+
+def compare_orders(state: State, worker: Worker, event: WorkerHeartbeat, out: Decisions) -> None:
+    """What the worker lists as open, against what the core believes."""
+    if event.orders is None:
+        worker.unlisted_ns, worker.stray_ns, worker.lacking_ns = {}, {}, {}
+        return
+    listed = dict.fromkeys(event.orders)
+    unlisted = [
+        order_id
+        for order_id in worker.orders
+        if order_id not in listed and state.orders[order_id].placed_seq <= event.obeyed_seq
+    ]
+    strays = [order_id for order_id in listed if order_id not in state.orders]
+    worker.unlisted_ns, lost = _said_again(state, worker.unlisted_ns, unlisted)
+    worker.stray_ns, unknown = _said_again(state, worker.stray_ns, strays)
+    out.extend(CancelOrder(order_id=order_id, worker_id=worker.worker_id) for order_id in unknown)
+    for order_id in lost:
+        avoid(state.requests[state.orders[order_id].request_id], worker.worker_id)
+    reason = f"worker {worker.worker_id} knows nothing of the order"
+    lose_orders(state, worker.worker_id, lost, reason, out, told=True)
+    lacking = [order_id for order_id in event.lacking if _is_overdue(state, worker, order_id)]
+    worker.lacking_ns, lost = _said_again(state, worker.lacking_ns, lacking)
+    reason = "its KV or its first token did not reach the decode worker"
+    lose_orders(state, worker.worker_id, lost, reason, out, told=True)
+
+
+def _is_overdue(state: State, worker: Worker, order_id: str) -> bool:
+    """Its prefill ended so long ago that all of it must have come."""
+    order = state.orders.get(order_id)
+    if order is None or order.decode_id != worker.worker_id or order.phase != "decode":
+        return False
+    return state.at_ns - order.prefill_end_ns >= state.policy.heartbeat_ns
+
+
+def _said_again(state: State, since_ns: dict[str, int], order_ids: list[str]) -> tuple[dict[str, int], list[str]]:
+    """Which of `order_ids` are named for the first time (since when), and which were named long enough ago."""
+    first: dict[str, int] = {}
+    again = []
+    for order_id in order_ids:
+        named_ns = since_ns.get(order_id, state.at_ns)
+        if state.at_ns - named_ns >= state.policy.heartbeat_ns // 2:
+            again.append(order_id)
+        else:
+            first[order_id] = named_ns
+    return first, again

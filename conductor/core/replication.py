@@ -1,0 +1,40 @@
+"""Hot prefixes get another holder before the one that has them is a bottleneck.
+
+A prefix is hot when, with the fetch that was just ordered, `Policy.hot_transfers` transfers leave its source at once.
+Then one more node is told to copy it: of those that lack it the emptiest. While the copy is on its way the next order
+may say so again; an agent that has a block, or is about to, does nothing. What was copied in vain is cold, and evicted
+first (`halfmoon.store.agent.replicas`).
+
+Source: Mooncake (2407.00079), section 6.2 (cache load balancing); the rule is ours.
+"""
+
+from __future__ import annotations
+
+from halfmoon.conductor.core.fetch_plan import leaving
+from halfmoon.conductor.core.placement import Candidate
+from halfmoon.conductor.core.state import Decisions, State
+from halfmoon.schemas.decisions import ReplicateBlocks
+from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.types import KEY_BYTES
+
+
+def spread_hot_prefix(state: State, request: RequestArrived, prefill: Candidate, out: Decisions) -> None:
+    """After `prefill` was given: one more holder of what it fetches, when that is hot."""
+    hot = state.policy.hot_transfers
+    if not hot or not prefill.fetches or prefill.from_ssd:
+        return
+    source = prefill.fetches[0].node_id
+    if leaving(state, source, state.at_ns) < hot:
+        return
+    blocks = prefill.cached_blocks
+    keys = request.block_keys[: blocks * KEY_BYTES]
+    holders = state.index.holders(keys[-KEY_BYTES:])
+    lacking = [
+        (store.slots_used * 1_000_000 // max(1, store.slots), store.node_id)
+        for store in state.stores.values()
+        if store.node_id not in (*holders, prefill.node_id) and store.suspected_until_ns <= state.at_ns
+    ]
+    if lacking:
+        target = min(lacking)[1]
+        tenant = request.tenant
+        out.append(ReplicateBlocks(node_id=target, source_node_id=source, block_keys=keys, tenant=tenant))

@@ -1,0 +1,56 @@
+"""How a conductor starts: at the newest snapshot that it can use, else at the event that began the log.
+
+Where neither it nor a snapshot is left, a conductor that is alone appends another `ClusterConfigured`, and the
+processes announce themselves again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import PeerUnreachable
+from halfmoon.conductor.code_version import LOG_VERSION, code_version
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.log_reading import LogUnreadable, begun_at, usable_snapshot
+from halfmoon.schemas import subjects
+from halfmoon.schemas.events import ClusterConfigured
+from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
+
+log = logging.getLogger(__name__)
+
+#: How long a running conductor has to say that it is there.
+OTHERS_S = 1.0
+
+
+async def bootstrap_core(bus: Bus, conductor_id: str, policy: Policy, *, checked: bool = False) -> tuple[Core, int]:
+    """A core, and the sequence after which it reads on. Writes the event that begins a log where there is none.
+
+    Raises LogUnreadable, BusError.
+    """
+    while True:
+        core = await usable_snapshot(bus, checked=checked)
+        if core is not None:
+            return core, core.seq
+        begun = await begun_at(bus)
+        if begun:
+            return Core(checked=checked), begun - 1
+        first, _ = await bus.held(subjects.EVENTS_STREAM)
+        if first > 1 and await _others(bus):
+            raise LogUnreadable(f"the log before event {first} is gone, and other conductors have saved no snapshot")
+        if first > 1:
+            log.warning("the log before event %d is gone, and there is no snapshot: what it said is forgotten", first)
+        event = ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=policy)
+        await bus.append(event, source_id=conductor_id, message_id=f"begin-{first}")  # of several conductors, one
+
+
+async def _others(bus: Bus) -> bool:
+    """Whether a conductor answers that has read the log."""
+    try:
+        answer = await bus.request(
+            subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=OTHERS_S
+        )
+    except PeerUnreachable:
+        return False
+    return answer.caught_up

@@ -1,0 +1,146 @@
+"""A conductor's metrics: its place in the log, the cluster as it knows it, and how full the streams are.
+
+All conductors know the same, so of what is said of the cluster a query takes the maximum, not the sum. Counts of
+requests are since the log began. The streams are asked about when somebody asks us; while NATS does not answer, what
+is not known is not shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, get_args
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusError
+from halfmoon.bus.tasks import within
+from halfmoon.bus.telemetry.metrics import SECOND_NS, STEP_S, Times, Values, counter, gauge, histogram
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.placement import queue_ns
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import Decision, RejectReason
+from halfmoon.schemas.events import EVENT_TYPES
+
+REFRESH_S = 1.0
+
+
+class Tally:
+    """What a conductor's shell counts while it steps, once it has caught up: the past is not counted again."""
+
+    def __init__(self) -> None:
+        self.steps = Times(STEP_S)
+        #: By kind; each is shown from the start, or Prometheus would not see its first one.
+        self.events: Counter[str] = Counter({kind.__name__: 0 for kind in EVENT_TYPES})
+        self.decisions: Counter[str] = Counter({kind.__name__: 0 for kind in get_args(Decision)})
+        #: Digests of others that are not ours.
+        self.digest_mismatches = 0
+
+    def stepped(self, kind: str, step_ns: int, decisions: Sequence[Decision]) -> None:
+        self.steps.observe(step_ns)
+        self.events[kind] += 1
+        for decision in decisions:
+            self.decisions[type(decision).__name__] += 1
+
+
+class _Stream(NamedTuple):
+    messages: int
+    bytes: int
+    bytes_max: int
+
+
+class ConductorMetrics(Collector):
+    """Of one shell. `refresh` before each `collect`."""
+
+    def __init__(self, bus: Bus, core: Core, tally: Tally) -> None:
+        self._bus = bus
+        self._core = core
+        self._tally = tally
+        self._streams: dict[str, _Stream] = {}
+        self._lag: int | None = None
+
+    async def refresh(self) -> None:
+        """Ask about the streams."""
+        self._streams, self._lag = {}, None
+        with contextlib.suppress(BusError, TimeoutError):
+            await within(REFRESH_S, self._ask())
+
+    async def _ask(self) -> None:
+        for stream in subjects.STREAMS:
+            answer = await self._bus.js_api(f"STREAM.INFO.{stream}")
+            if (state := answer.get("state")) is not None:
+                self._streams[stream] = _Stream(
+                    messages=state["messages"],
+                    bytes=state["bytes"],
+                    bytes_max=answer["config"]["max_bytes"],
+                )
+            if stream == subjects.EVENTS_STREAM and state is not None:
+                self._lag = max(0, state["last_seq"] - self._core.seq)
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._log()
+        yield from self._cluster()
+        yield from self._requests()
+
+    def _log(self) -> Iterable[Metric]:
+        tally = self._tally
+        known: Values = {} if self._lag is None else {(): self._lag}
+        yield gauge("halfmoon_log_position", "Sequence of the last event stepped over.", (), {(): self._core.seq})
+        yield gauge("halfmoon_log_lag_events", "Events in the log that were not stepped over yet.", (), known)
+        yield histogram("halfmoon_step_seconds", "Stepping over one event.", (), {(): tally.steps})
+        yield _kinds("halfmoon_events", "Events stepped over.", tally.events)
+        yield _kinds("halfmoon_decisions", "Decisions made.", tally.decisions)
+        differ = {(): tally.digest_mismatches}
+        yield counter("halfmoon_digest_mismatches", "Digests that other conductors have and we have not.", (), differ)
+        for name, text, column in (
+            ("halfmoon_stream_bytes", "Bytes in a stream.", "bytes"),
+            ("halfmoon_stream_bytes_max", "Its limit; beyond it the oldest go.", "bytes_max"),
+            ("halfmoon_stream_messages", "Messages in a stream.", "messages"),
+        ):
+            yield gauge(name, text, ("stream",), {(at,): getattr(it, column) for at, it in self._streams.items()})
+
+    def _cluster(self) -> Iterable[Metric]:
+        state = self._core.state
+        members: Counter[tuple[str, ...]] = Counter(
+            {(role, "ready"): 0 for role in ("prefill", "decode", "store", "frontend")}
+        )
+        for worker in state.workers.values():
+            members[worker.role, "draining" if worker.draining else "ready"] += 1
+        for store in state.stores.values():
+            members["store", "suspected" if store.suspected_until_ns > state.at_ns else "ready"] += 1
+        members["frontend", "ready"] += len(state.frontends)
+        yield gauge("halfmoon_members", "Processes that have joined.", ("role", "state"), members)
+        suspected: Values = {(at,): it.suspected_until_ns > state.at_ns for at, it in state.stores.items()}
+        yield gauge("halfmoon_store_suspected", "1 while others cannot reach the node's store.", ("node",), suspected)
+        queues: Values = {
+            (at,): queue_ns(it, state.at_ns) / SECOND_NS for at, it in state.workers.items() if it.role == "prefill"
+        }
+        yield gauge("halfmoon_predicted_queue_seconds", "Until a prefill worker is done.", ("worker",), queues)
+        orders: Values = {(it.role, at): len(it.orders) for at, it in state.workers.items()}
+        yield gauge("halfmoon_worker_orders", "Orders reserved on a worker.", ("role", "worker"), orders)
+        yield gauge("halfmoon_index_blocks", "Distinct blocks that some node holds.", (), {(): state.index.blocks})
+        policy = state.policy
+        slo = {("ttft",): policy.ttft_slo_ns / SECOND_NS, ("tbt",): policy.tbt_slo_ns / SECOND_NS}
+        yield gauge("halfmoon_policy_slo_seconds", "SLO of requests that name none.", ("slo",), slo)
+
+    def _requests(self) -> Iterable[Metric]:
+        state, counts = self._core.state, self._core.state.counters
+        yield gauge("halfmoon_requests_in_flight", "Requests accepted and not ended.", (), {(): len(state.requests)})
+        yield gauge("halfmoon_requests_parked", "Of these, without a place.", (), {(): len(state.parked)})
+        outcomes = ("arrived", "placed", "finished", "failed", "cancelled")
+        requests: Values = {(at,): getattr(counts, at) for at in outcomes}
+        yield counter("halfmoon_cluster_requests", "What became of requests.", ("outcome",), requests)
+        rejected: Values = {(reason,): counts.rejected.get(reason, 0) for reason in get_args(RejectReason)}
+        yield counter("halfmoon_cluster_rejections", "Requests refused.", ("reason",), rejected)
+        wasted = {(): counts.wasted_prefills}
+        yield counter("halfmoon_cluster_wasted_prefills", "Refused by a decode worker after prefill.", (), wasted)
+        yield counter("halfmoon_cluster_prompt_tokens", "Tokens of prompts.", (), {(): counts.prompt_tokens})
+        cached = {("local",): counts.cached_local_tokens, ("fetched",): counts.cached_fetched_tokens}
+        yield counter("halfmoon_cluster_cached_tokens", "Of these, not computed.", ("source",), cached)
+
+
+def _kinds(name: str, text: str, counts: Counter[str]) -> Metric:
+    return counter(name, text, ("kind",), {(kind,): count for kind, count in counts.items()})

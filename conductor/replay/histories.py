@@ -1,0 +1,243 @@
+"""The life of each request, put together from the events and decisions of a replay.
+
+Times are ns of the log. An order's bars are laid out from its end: the worker says how long it waited, loaded and
+computed, the log says when that was over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import msgspec
+
+from halfmoon.conductor.core.explanation import Explanation
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.replay.logfile import EventLine, Line, ProgressLine, SnapshotLine
+from halfmoon.conductor.replay.verify import Replay
+from halfmoon.schemas.decisions import (
+    CancelOrder,
+    Decision,
+    FailRequest,
+    RejectRequest,
+    ReleaseOrder,
+    StartPrefill,
+)
+from halfmoon.schemas.events import (
+    DecodeFailed,
+    DecodeRefused,
+    DecodeStarted,
+    FrontendJoined,
+    FrontendLeft,
+    PrefillFailed,
+    PrefillFinished,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    TimerFired,
+)
+from halfmoon.schemas.kv import KvLoaded, TransferFailed
+
+#: Events after which requests may be gone without a word.
+_MAY_CANCEL = (RequestCancelled, FrontendLeft, FrontendJoined, TimerFired)
+
+Ending = Literal["open", "finished", "rejected", "failed", "cancelled"]
+
+
+class Mark(msgspec.Struct):
+    """KV of one layer of some blocks became readable: at the decode node, or (loaded) at the prefill node."""
+
+    at_ns: int
+    layer: int
+    first_block: int
+    blocks: int
+    loaded: bool
+
+
+class Placed(msgspec.Struct, kw_only=True):
+    """One placement of a request, and what became of it. Times of 0 did not come."""
+
+    order: StartPrefill
+    seq: int
+    at_ns: int
+    prefilled: PrefillFinished | None = None
+    finished: RequestFinished | None = None
+    prefill_end_ns: int = 0
+    decode_start_ns: int = 0
+    wait_ns: int = 0
+    end_ns: int = 0
+    #: Why it was over before its time; "" when it was not.
+    lost: str = ""
+    marks: list[Mark] = []
+
+
+class Life(msgspec.Struct, kw_only=True):
+    """One request, from its arrival to its end."""
+
+    arrived: RequestArrived
+    seq: int
+    arrived_ns: int
+    placed: list[Placed] = []
+    why: list[Explanation] = []
+    ending: Ending = "open"
+    end_ns: int = 0
+    #: How it finished, or why it did not.
+    reason: str = ""
+    finished: RequestFinished | None = None
+    rejected: RejectRequest | None = None
+
+
+class Lives:
+    """Collects lives: `see` every line of a replay, in order, with the core that has just stepped over it.
+
+    Only those of requests that are `wanted`, by their ids.
+    """
+
+    def __init__(self, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        self._wanted = wanted
+        self.of: dict[str, Life] = {}
+        self._orders: dict[str, tuple[Life, Placed]] = {}
+        #: Requests that have not ended.
+        self._open: dict[str, Life] = {}
+
+    def see(self, line: Line, decisions: Iterable[Decision], core: Core) -> None:
+        match line:
+            case ProgressLine():
+                self._progress(line)
+            case EventLine():
+                self._event(line, core)
+                for note in core.notes:
+                    if note.request_id in self.of:
+                        self.of[note.request_id].why.append(note)
+                for decision in decisions:
+                    self._decision(decision, line)
+                if isinstance(line.event, _MAY_CANCEL):
+                    gone = [life for request_id, life in self._open.items() if request_id not in core.state.requests]
+                    for life in gone:
+                        self._end(life, "cancelled", line.at_ns, getattr(line.event, "reason", ""))
+            case SnapshotLine():
+                self._begun(core)
+            case _:
+                pass
+
+    def _begun(self, core: Core) -> None:
+        """What was open before the log begins."""
+        state = core.state
+        for request_id, request in state.requests.items():
+            if not self._wanted(request_id):
+                continue
+            life = Life(arrived=request.event, seq=0, arrived_ns=request.arrived_ns)
+            self.of[request_id] = self._open[request_id] = life
+            order = state.orders.get(request.order_id)
+            if order is not None:
+                start = StartPrefill(
+                    order_id=order.order_id,
+                    request_id=request_id,
+                    frontend_id=request.event.frontend_id,
+                    worker_id=order.prefill_id,
+                    decode_worker_id=order.decode_id,
+                    decode_node_id=order.decode_node_id,
+                    prompt_tokens=request.event.prompt_tokens,
+                    predicted=order.predicted,
+                )
+                placed = Placed(order=start, seq=order.placed_seq, at_ns=order.placed_ns)
+                if order.phase == "decode":
+                    placed.prefill_end_ns = order.prefill_end_ns
+                life.placed.append(placed)
+                self._orders[order.order_id] = (life, placed)
+
+    def _progress(self, line: ProgressLine) -> None:
+        progress = line.progress
+        known = self._orders.get(progress.order_id)
+        if known is not None and not isinstance(progress, TransferFailed):
+            loaded = isinstance(progress, KvLoaded)
+            known[1].marks.append(Mark(line.at_ns, progress.layer, progress.first_block, progress.blocks, loaded))
+
+    def _event(self, line: EventLine, core: Core) -> None:
+        event = line.event
+        match event:
+            case RequestArrived() if self._wanted(event.request_id):
+                life = self.of.get(event.request_id)
+                if life is None:
+                    life = Life(arrived=event, seq=line.seq, arrived_ns=line.at_ns)
+                    self.of[event.request_id] = self._open[event.request_id] = life
+                elif life.ending != "open" and event.request_id in core.state.requests:  # sent again, and taken again
+                    life.ending, life.end_ns, life.reason = "open", 0, ""
+                    self._open[event.request_id] = life
+            case PrefillFinished() | DecodeStarted() | RequestFinished():
+                self._answered(event, line.at_ns)
+            case PrefillFailed() | DecodeFailed() | DecodeRefused():
+                known = self._orders.get(event.order_id)
+                if known is not None and event.order_id not in core.state.orders:
+                    self._over(known[1], line.at_ns, f"{type(event).__name__} {event.worker_id}: {event.reason}")
+            case _:
+                pass
+
+    def _answered(self, event: PrefillFinished | DecodeStarted | RequestFinished, at_ns: int) -> None:
+        life, placed = self._orders.get(event.order_id, (None, None))
+        if life is None or placed is None or placed.end_ns:
+            return
+        worker_id = placed.order.worker_id if isinstance(event, PrefillFinished) else placed.order.decode_worker_id
+        if event.worker_id != worker_id:
+            return
+        match event:
+            case PrefillFinished():
+                placed.prefilled, placed.prefill_end_ns = event, at_ns
+            case DecodeStarted():
+                placed.decode_start_ns, placed.wait_ns = at_ns, event.wait_ns
+            case RequestFinished():
+                placed.end_ns = at_ns
+                life.finished = placed.finished = event
+                self._end(life, "finished", at_ns, event.finish_reason)
+
+    def _decision(self, decision: Decision, line: EventLine) -> None:
+        match decision:
+            case StartPrefill() | RejectRequest() | FailRequest() if not self._wanted(decision.request_id):
+                pass
+            case StartPrefill():
+                life = self.of[decision.request_id]
+                if life.placed:
+                    self._over(life.placed[-1], line.at_ns, life.why[-1].lost if life.why else "placed again")
+                placed = Placed(order=decision, seq=line.seq, at_ns=line.at_ns)
+                life.placed.append(placed)
+                self._orders[decision.order_id] = (life, placed)
+            case CancelOrder() | ReleaseOrder():
+                known = self._orders.get(decision.order_id)
+                if known is not None:
+                    self._over(known[1], line.at_ns, f"taken back on {type(line.event).__name__}")
+            case RejectRequest():
+                life = self.of[decision.request_id]
+                life.rejected = decision
+                self._end(life, "rejected", line.at_ns, f"{decision.reason}: {decision.message}")
+            case FailRequest():
+                self._end(self.of[decision.request_id], "failed", line.at_ns, decision.message)
+            case _:
+                pass
+
+    def forget(self, request_id: str) -> None:
+        """Nothing more of it is noted."""
+        life = self.of.pop(request_id)
+        self._open.pop(request_id, None)
+        for placed in life.placed:
+            self._orders.pop(placed.order.order_id, None)
+
+    @staticmethod
+    def _over(placed: Placed, at_ns: int, why: str) -> None:
+        if not placed.end_ns:
+            placed.end_ns, placed.lost = at_ns, why
+        elif placed.lost.startswith("taken back") and why:
+            placed.lost = why  # a later word says more
+
+    def _end(self, life: Life, ending: Ending, at_ns: int, reason: str) -> None:
+        life.ending, life.end_ns, life.reason = ending, at_ns, reason
+        self._open.pop(life.arrived.request_id, None)
+        if life.placed:
+            self._over(life.placed[-1], at_ns, reason if ending != "finished" else "")
+
+
+def lives(replay: Replay) -> Lives:
+    """The lives in all of a log."""
+    found = Lives()
+    for line, decisions in replay:
+        found.see(line, decisions, replay.core)
+    return found

@@ -1,0 +1,1 @@
+"""The papers' results by simulation: each experiment with its table and its plots."""

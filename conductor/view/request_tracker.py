@@ -1,0 +1,186 @@
+"""Some requests, followed one by one for the cluster's page: their stages, and the grounds of every decision on them.
+
+Which ones is a matter of a rate, so that following costs the same at 2 and at 2,000 requests a second. Some of those
+that are followed have a place on the page, which they keep until a little after their end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.state import Order, State
+from halfmoon.conductor.replay.histories import Life, Lives, Placed
+from halfmoon.conductor.replay.logfile import EventLine, SnapshotLine
+from halfmoon.conductor.replay.timeline import decode_bar, prefill_bar
+from halfmoon.schemas.decisions import Decision
+from halfmoon.schemas.events import DecodeStarted, RequestArrived, Stamped
+from halfmoon.schemas.policy import SECOND_NS
+from halfmoon.schemas.view import RequestView, Stage, Stretch
+
+#: A request is followed when none was for so long.
+FOLLOW_EVERY_NS = SECOND_NS // 10
+LIVES_KEPT = 128
+PLACES = 14
+#: How long one that ended keeps its place; when others wait for it.
+LINGER_NS = 20 * SECOND_NS
+LINGER_NS_MIN = 3 * SECOND_NS
+#: Prefill that ended so long ago has been joined to a batch; for what began before anybody looked.
+HANDOVER_NS_MAX = SECOND_NS
+STRETCHES_MAX = 24
+#: With more requests than this, those that a lost worker had are placed again without noting why.
+EXPLAINED_AGAIN_MAX = 200
+
+
+class Following:
+    """`before` and `after` each step of `core`; made when somebody looks, dropped when nobody does."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._next_ns = 0
+        self._next_id = ""
+        #: Those that are open already have places first, without their grounds.
+        begun = dict.fromkeys(islice(core.state.requests, PLACES))
+        self.lives = Lives(lambda name: name in begun or name in self.lives.of or name == self._next_id)
+        self.lives.see(SnapshotLine(seq=core.seq, snapshot=b""), (), core)
+        begun.clear()
+        self._places: dict[str, Life] = dict(self.lives.of)
+        #: Orders that have joined a batch.
+        self._decoding: dict[str, bool] = {}
+
+    def before(self, stamped: Stamped) -> None:
+        """Whether this request will be followed: then the core notes the grounds of what it decides."""
+        event = stamped.event
+        self._next_id = ""
+        if not isinstance(event, RequestArrived):  # a placement now is one that was lost
+            self._core.watched = "*" if len(self._core.state.requests) <= EXPLAINED_AGAIN_MAX else ""
+            return
+        if stamped.at_ns >= self._next_ns:
+            self._next_ns = stamped.at_ns + FOLLOW_EVERY_NS
+            self._next_id = event.request_id
+        self._core.watched = self._next_id
+
+    def after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
+        event = stamped.event
+        if isinstance(event, DecodeStarted):
+            self._decoding[event.order_id] = True
+        self.lives.see(EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=event), decisions, self._core)
+        if self._next_id in self.lives.of:
+            self._begin(self.lives.of[self._next_id])
+
+    def _begin(self, life: Life) -> None:
+        while len(self.lives.of) > LIVES_KEPT:
+            oldest = next(name for name in self.lives.of if name not in self._places)
+            self.lives.forget(oldest)
+        if life.ending == "open":
+            self._leave()
+            if len(self._places) < PLACES:
+                self._places[life.arrived.request_id] = life
+
+    def _leave(self) -> None:
+        """Those that ended give up their places: after a while, or at once when there is none."""
+        now_ns = self._core.state.at_ns
+        ended = [(life.end_ns, name) for name, life in self._places.items() if life.ending != "open"]
+        for end_ns, name in sorted(ended):
+            linger_ns = LINGER_NS_MIN if len(self._places) >= PLACES else LINGER_NS
+            if now_ns > end_ns + linger_ns:
+                del self._places[name]
+
+    def requests(self) -> list[RequestView]:
+        """Those that have a place: first those in flight, oldest first, then those that ended, newest first."""
+        self._leave()
+        lives = sorted(
+            self._places.values(), key=lambda life: (life.ending != "open", -life.end_ns, life.arrived_ns, life.seq)
+        )
+        return [request_view(life, self._core.state, self._decoding) for life in lives]
+
+    def stages(self) -> dict[str, int]:
+        """How many requests are in each stage: all of them, followed or not."""
+        state = self._core.state
+        self._decoding = {order_id: True for order_id in self._decoding if order_id in state.orders}
+        found = {"waiting": len(state.parked), "queued": 0, "transfer": 0, "prefill": 0, "handover": 0, "decode": 0}
+        for order in state.orders.values():
+            found[stage_of(order, state, self._decoding)] += 1
+        return found
+
+
+def stage_of(order: Order, state: State, decoding: dict[str, bool]) -> Stage:
+    """What the conductor believes: workers tell of a stage when it is over."""
+    now_ns = state.at_ns
+    if order.phase == "decode":
+        begun = order.order_id in decoding or now_ns - order.prefill_end_ns > HANDOVER_NS_MAX
+        return "decode" if begun else "handover"
+    worker = state.workers.get(order.prefill_id)
+    if worker is None or next(iter(worker.orders), "") != order.order_id:
+        return "queued"
+    loading_ns = order.predicted.transfer_ns if order.fetch_node_id else 0
+    return "transfer" if now_ns - max(worker.head_since_ns, order.placed_ns) < loading_ns else "prefill"
+
+
+def request_view(life: Life, state: State, decoding: dict[str, bool]) -> RequestView:
+    """A request as the page draws it."""
+    arrived = life.arrived
+    request_id = arrived.request_id
+    last = life.placed[-1] if life.placed else None
+    request = state.requests.get(request_id)
+    order = state.orders.get(request.order_id) if request is not None else None
+    stage: Stage = "waiting" if order is None else stage_of(order, state, decoding)
+    done, then = life.finished, last.prefilled if last is not None else None
+    return RequestView(
+        request_id=request_id,
+        stage=stage if life.ending == "open" else "ended",
+        ending=life.ending,
+        arrived_ns=life.arrived_ns,
+        end_ns=life.end_ns,
+        prompt_tokens=arrived.prompt_tokens,
+        max_tokens=arrived.max_tokens,
+        prefill_id=last.order.worker_id if last is not None else "",
+        decode_id=last.order.decode_worker_id if last is not None else "",
+        cached_tokens=then.cached_local_tokens + then.cached_fetched_tokens if then is not None else 0,
+        placements=len(life.placed),
+        ttft_ns=done.ttft_ns if done is not None else 0,
+        tbt_ns=done.tbt_ns if done is not None else 0,
+        ttft_slo_ns=arrived.ttft_slo_ns or state.policy.ttft_slo_ns,
+        tbt_slo_ns=arrived.tbt_slo_ns or state.policy.tbt_slo_ns,
+        reason=life.reason[:512],
+        stretches=_stretches(life, stage, state.at_ns),
+    )
+
+
+def _stretches(life: Life, stage: Stage, now_ns: int) -> list[Stretch]:
+    """From the first placement on; gaps between them are waits."""
+    found: list[Stretch] = []
+    for placed in life.placed[-4:]:
+        if found and placed.at_ns > found[-1][2]:
+            found.append(("waiting", found[-1][2], placed.at_ns))
+        found += _of_order(placed, stage if placed is life.placed[-1] else "queued", now_ns)
+    if life.ending == "open" and stage == "waiting":
+        begin_ns = found[-1][2] if found else life.arrived_ns
+        found.append(("waiting", begin_ns, max(begin_ns, now_ns)))
+    return found[-STRETCHES_MAX:]
+
+
+def _of_order(placed: Placed, stage: Stage, now_ns: int) -> list[Stretch]:
+    begin, *ends = prefill_bar(0, placed, 0, now_ns).parts
+    if not placed.prefill_end_ns:  # not done, or lost
+        lost = placed.end_ns and placed.lost
+        return [("lost" if lost else stage if stage in ("transfer", "prefill") else "queued", begin, ends[0])]
+    if len(ends) == 1:  # done before anybody looked
+        computed = ends[0]
+        found: list[Stretch] = [("prefill", begin, computed)]
+    else:
+        computes, computed, _ = ends
+        transfer_ns = placed.prefilled.transfer_ns if placed.prefilled is not None else 0
+        loads = max(begin, computes - transfer_ns)
+        found = [("queued", begin, loads), ("transfer", loads, computes), ("prefill", computes, computed)]
+    decode = decode_bar(0, placed, 0, now_ns)
+    if decode is None:
+        return found
+    _, joined, end = decode.parts
+    if stage == "decode" and not placed.decode_start_ns and placed.finished is None:
+        joined = ends[-1]
+    joined = max(joined, computed)
+    found.append(("handover", computed, joined))
+    found.append(("lost" if placed.lost else "decode", joined, max(joined, end)))
+    return [stretch for stretch in found if stretch[2] > stretch[1]]

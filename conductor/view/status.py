@@ -1,0 +1,81 @@
+"""The state of the core as people want to see it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+import msgspec
+
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.placement import queue_ns
+from halfmoon.conductor.core.state import State
+from halfmoon.schemas.status import ConductorStatus, NodeStatus, RequestCounts
+
+
+def conductor_status(core: Core, *, conductor_id: str, caught_up: bool) -> ConductorStatus:
+    """What `core` knows, as of its last event."""
+    state = core.state
+    layout = next((worker.layout for worker in state.workers.values()), None)
+    return ConductorStatus(
+        conductor_id=conductor_id,
+        seq=core.seq,
+        digest=core.digest(),
+        caught_up=caught_up,
+        policy=state.policy,
+        model=layout.model if layout is not None else "",
+        block_tokens=layout.block_tokens if layout is not None else 0,
+        nodes=node_statuses(state),
+        index_blocks=state.index.blocks,
+        requests_in_flight=len(state.requests),
+        requests_parked=len(state.parked),
+        counts=request_counts(state),
+    )
+
+
+def request_counts(state: State) -> RequestCounts:
+    """Since the log began."""
+    return msgspec.convert(msgspec.structs.asdict(state.counters), RequestCounts)
+
+
+def ssd_counts(state: State) -> dict[str, int]:
+    """Blocks that each node holds on SSD, nodes without any left out. Looks at all of them."""
+    nodes, every = state.index.ssd_masks
+    masks = Counter(every)
+    found = {node: sum(masks[mask] for mask in masks if mask >> bit & 1) for bit, node in enumerate(nodes)}
+    return {node: blocks for node, blocks in sorted(found.items()) if blocks}
+
+
+def node_statuses(state: State) -> list[NodeStatus]:
+    """Workers, store agents, frontends, each by id."""
+    nodes = []
+    for worker in state.workers.values():
+        orders_state: Literal["ready", "draining"] = "draining" if worker.draining else "ready"
+        nodes.append(
+            NodeStatus(
+                id=worker.worker_id,
+                role=worker.role,
+                state=orders_state,
+                node_id=worker.node_id,
+                queued=worker.queued,
+                running=worker.running,
+                kv_used=worker.kv_blocks_used,
+                kv_total=worker.kv_blocks,
+                orders=len(worker.orders),
+                queue_ns=queue_ns(worker, state.at_ns) if worker.role == "prefill" else 0,
+            )
+        )
+    for node_id, store in sorted(state.stores.items()):
+        nodes.append(
+            NodeStatus(
+                id=node_id,
+                role="store",
+                state="suspected" if store.suspected_until_ns > state.at_ns else "ready",
+                node_id=node_id,
+                kv_used=store.slots_used,
+                kv_total=store.slots,
+            )
+        )
+    for frontend_id, frontend in sorted(state.frontends.items()):
+        nodes.append(NodeStatus(id=frontend_id, role="frontend", state="ready", running=frontend.open_requests))
+    return nodes

@@ -1,0 +1,173 @@
+"""Tells the log what the pool holds: joined, inventory, stored, evicted, heartbeat; in the order in which it
+happened.
+
+Changes wait up to a millisecond for company. Stored and evicted never overtake each other, and an inventory is
+taken and queued in one step of the event loop, so that what follows it in the log is what happened after it. When
+the log cannot take more (`BusOverloaded`), waiting changes are dropped and a new inventory replaces them once there
+is room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusError, BusOverloaded
+from halfmoon.schemas.events import (
+    BlocksEvicted,
+    BlocksStored,
+    Event,
+    StoreHeartbeat,
+    StoreInventory,
+    StoreJoined,
+    StoreSuspected,
+    Tier,
+    TierLost,
+)
+from halfmoon.schemas.keys import join_keys
+from halfmoon.store.pool.guard import Book
+from halfmoon.store.pool.slots import Change
+
+#: 16-byte keys in base64 are 22 bytes each: 45 KiB a message, below the log's 64 KiB.
+KEYS_PER_MESSAGE = 2048
+BATCH_S = 0.001
+OVERLOADED_S = 0.25
+SUSPECT_AGAIN_NS = 1_000_000_000
+
+
+class Announcer:
+    """Tells the log what the pool holds, in the order in which it happened."""
+
+    def __init__(self, bus: Bus, *, node_id: str, incarnation: str, heartbeat_ns: int) -> None:
+        self._bus = bus
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._heartbeat_ns = heartbeat_ns
+        self._pending: list[Change] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._book: Book | None = None
+        self._ssd_keys: Callable[[], list[bytes]] = list
+        self._joined: Callable[[], StoreJoined] | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._suspected_ns: dict[str, int] = {}
+        self._overloaded = False
+        #: Told of the same changes.
+        self.listeners: list[Callable[[list[Change]], None]] = []
+
+    def start(self, book: Book, joined: Callable[[], StoreJoined], ssd_keys: Callable[[], list[bytes]] = list) -> None:
+        """Joins: `joined` makes the first message of every announcement, `book` and `ssd_keys` have the inventory."""
+        self._book, self._joined, self._ssd_keys = book, joined, ssd_keys
+        self.announce()
+        self._beating = asyncio.create_task(self._beat())
+
+    async def stop(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._beating
+        self.flush()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def add(self, changes: list[Change]) -> None:
+        """Called with the pool's changes, in order, on the event loop."""
+        for listener in self.listeners:
+            listener(changes)
+        if not changes or self._overloaded:
+            return
+        self._pending += changes
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(BATCH_S, self.flush)
+
+    def flush(self) -> None:
+        """Sends what waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        pending, self._pending = self._pending, []
+        start = 0
+        while start < len(pending):
+            kind, _, tier = pending[start]
+            end = start
+            while end < len(pending) and pending[end][::2] == (kind, tier) and end - start < KEYS_PER_MESSAGE:
+                end += 1
+            keys = join_keys([change.key for change in pending[start:end]])
+            message = BlocksStored if kind == "stored" else BlocksEvicted
+            if not self._append(
+                message(node_id=self._node_id, incarnation=self._incarnation, block_keys=keys, tier=tier)
+            ):
+                return
+            start = end
+
+    def announce(self) -> None:
+        """Joins again with the whole inventory; nothing older counts then."""
+        if self._book is None or self._joined is None:
+            return
+        self.flush()
+        if not self._append(self._joined()):
+            return
+        tiers: list[tuple[Tier, list[bytes]]] = [("dram", self._book.keys()), ("ssd", self._ssd_keys())]
+        parts = [
+            (tier, keys[i : i + KEYS_PER_MESSAGE])
+            for tier, keys in tiers
+            for i in range(0, len(keys), KEYS_PER_MESSAGE)
+        ] or [("dram", [])]
+        for number, (tier, part) in enumerate(parts):
+            inventory = StoreInventory(
+                node_id=self._node_id,
+                incarnation=self._incarnation,
+                part=number,
+                parts=len(parts),
+                block_keys=join_keys(part),
+                tier=tier,
+            )
+            if not self._append(inventory):
+                return
+
+    def tier_lost(self, reason: str) -> None:
+        """At once: nothing is on the node's SSD any more. What waits would be stale."""
+        self._pending = [change for change in self._pending if change.tier != "ssd"]
+        lost = TierLost(node_id=self._node_id, incarnation=self._incarnation, tier="ssd", reason=reason[:500])
+        self.flush()
+        self._append(lost)
+
+    def suspect(self, node_id: str, reason: str) -> None:
+        """At once; at most once a second for each node."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._suspected_ns.get(node_id, -SUSPECT_AGAIN_NS) >= SUSPECT_AGAIN_NS:
+            self._suspected_ns[node_id] = now_ns
+            self._append(StoreSuspected(node_id=node_id, reporter_id=self._node_id, reason=reason[:500]))
+
+    def _append(self, event: Event) -> bool:
+        try:
+            self._bus.append_soon(event, source_id=self._node_id)
+            return True
+        except BusOverloaded:
+            if not self._overloaded:
+                self._overloaded = True
+                asyncio.get_running_loop().call_later(OVERLOADED_S, self._again)
+            return False
+
+    def _again(self) -> None:
+        self._overloaded = False
+        self._pending = []
+        self.announce()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_ns / 1e9)
+            assert self._book is not None
+            counts = self._book.counts()
+            heartbeat = StoreHeartbeat(
+                node_id=self._node_id,
+                incarnation=self._incarnation,
+                slots_used=counts.slots - counts.free,
+                slots_leased=counts.leased,
+                leases=counts.leases,
+            )
+            with contextlib.suppress(BusError):  # waits for the ack, so that a long cut does not end in a burst
+                await self._bus.append(heartbeat, source_id=self._node_id)

@@ -1,0 +1,217 @@
+"""Reads an order's blocks from another node into its reserved slots, layer-major, telling of layers as they become
+readable.
+
+Layer-major, because the worker can compute over layer 0 while layer 1 is under way; in groups of layers of a few
+MiB, two under way at once, so that the link is not idle between them. A block counts as fetched only when its
+checksum is that of the source.
+
+Source: Mooncake (FAST'25), section 5.2 (layer-wise loading); Mooncake's transfer engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from halfmoon.schemas import subjects
+from halfmoon.schemas.keys import join_keys
+from halfmoon.schemas.kv import KvLoaded
+from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, Hello, LeaseBlocks, Leased
+from halfmoon.store.agent.peers import Peers
+from halfmoon.store.errors import BytesCorrupted, OrderUnknown, StoreError
+from halfmoon.store.pool.slots import Hold, Owner
+from halfmoon.store.transports.base import Call, Peer, Slice, Stop, Transport, in_thread
+
+if TYPE_CHECKING:
+    from halfmoon.store.agent.agent import StoreAgent
+
+GROUP_BYTES = 4 * 1024 * 1024
+UNDER_WAY = 2
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Blocks leased at a peer: `slots[i]` and `checksums[i]` are of block `first_block + i` of the request."""
+
+    peer: Peer
+    party: str
+    slots: list[int]
+    checksums: list[int]
+
+
+class _Slow(Exception):
+    """A holder takes its time (it may have to load from its SSD), and there is another one."""
+
+
+async def lease_at(peers: Peers, node_id: str, wanted: FetchBlocks, hold: Hold, *, party: str) -> Source | int:
+    """Leases the blocks at a holder. An int: a miss, it has only so many of them. Raises StoreError."""
+    peer = await peers.get(node_id)
+    keys = join_keys(hold.keys[: wanted.first_block + wanted.blocks])
+    request = LeaseBlocks(order_id=wanted.order_id, party=party, block_keys=keys, first_block=wanted.first_block)
+    leased = await peers.ask(node_id, "lease", request, Leased)
+    if leased.missing:
+        return leased.held
+    peer = await peers.get(node_id, incarnation=leased.incarnation)
+    return Source(peer, party, leased.slots, leased.checksums)
+
+
+async def read_layers(
+    transport: Transport,
+    source: Source,
+    hold: Hold,
+    indices: Sequence[int],
+    wanted: FetchBlocks,
+    call: Call,
+    loaded: Callable[[int], Awaitable[None]],
+) -> int:
+    """Moves blocks `indices`; calls `loaded(layer)` in order. Returns the bytes moved. Raises TransferError."""
+    geometry = source.peer.geometry
+    per_layer = max(1, len(indices) * geometry.layer_block_bytes)
+    step = max(1, GROUP_BYTES // per_layer)
+    groups = [(first, min(step, geometry.layers - first)) for first in range(0, geometry.layers, step)]
+    reads: list[asyncio.Task[None]] = []
+    try:
+        for number, (first, layers) in enumerate(groups):
+            for ahead in groups[len(reads) : number + UNDER_WAY]:
+                items = [Slice(hold.slots[i], source.slots[i - wanted.first_block], *ahead) for i in indices]
+                reads.append(asyncio.create_task(transport.read(source.peer, items, call)))
+            await reads[number]
+            await loaded(first + layers - 1)
+    finally:
+        for task in reads:
+            task.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+    return len(indices) * geometry.block_bytes
+
+
+async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fetched:
+    """Brings the blocks from the source, or else from the first replica that can give them. Whatever happens, leases
+    elsewhere end and no slot is written afterwards.
+
+    Raises OrderUnknown, or the last TransferError; a miss is an answer. Then it is for the caller to compute.
+    """
+    held = 0
+    problem: StoreError | None = None
+    holders = list(dict.fromkeys([request.source_node_id, *request.replica_node_ids]))
+    for place, node_id in enumerate(holders):
+        if place:
+            agent.counters["fetches_from_replicas"] += 1
+        started_ns = time.monotonic_ns()
+        try:
+            found = await _fetch_from(agent, owner, node_id, request, more=place + 1 < len(holders))
+        except OrderUnknown:
+            raise
+        except _Slow:
+            agent.spawn(_look_after(agent, node_id))
+            continue
+        except StoreError as failure:
+            agent.failed(node_id, failure)
+            problem = failure
+            continue
+        if isinstance(found, Fetched):
+            return msgspec.structs.replace(found, elapsed_ns=time.monotonic_ns() - started_ns)
+        agent.counters["fetch_misses"] += 1
+        held = max(held, found)
+    if problem is not None:
+        raise problem
+    return Fetched(bytes=0, elapsed_ns=time.monotonic_ns() - started_ns, blocks=0, missing=True, held=held)
+
+
+async def _fetch_from(
+    agent: StoreAgent, owner: Owner, node_id: str, request: FetchBlocks, *, more: bool
+) -> Fetched | int:
+    """Leases, reads, verifies, commits. An int: a miss, the holder has only so many. `more`: there is another holder
+    to turn to, so that this one is not waited for as long."""
+    hold = agent.book.hold(owner)
+    number = next(_numbers)
+    writer = f"fetch-{number}"
+    end = EndLease(order_id=request.order_id, party=f"{agent.config.node_id}-{agent.incarnation}-{number}")
+    agent.book.open_writer(owner, writer, time.monotonic_ns() + agent.config.lease_ttl_ns)
+    asked = False
+    moved = 0
+    try:
+        wanted = await copy_local(agent, owner, hold, request)
+        if wanted:
+            asked = True
+            try:
+                async with asyncio.timeout(agent.config.replica_after_s if more else None):
+                    source = await lease_at(agent.peers, node_id, request, hold, party=end.party)
+            except TimeoutError:
+                raise _Slow from None
+            if isinstance(source, int):
+                asked = False
+                return source
+            moved = await _read(agent, hold, request, source, wanted)
+            await agent.commit(
+                owner,
+                request.first_block,
+                request.blocks,
+                check=lambda sums: check_sums(source, sums, wanted, request),
+            )
+        else:
+            await tell_loaded(agent, request, agent.config.layout.layers - 1)
+    finally:
+        agent.book.close_writer(owner, writer)
+        if asked:  # answered or not: a lease whose answer is still on the way must end too
+            agent.spawn(agent.peers.tell(node_id, "end_lease", end))
+    agent.counters["fetched_bytes"] += moved
+    return Fetched(bytes=moved, elapsed_ns=0, blocks=request.blocks, source_node_id=node_id)
+
+
+async def _look_after(agent: StoreAgent, node_id: str) -> None:
+    """A holder was slow: does it live?"""
+    try:
+        await agent.peers.ask(node_id, "hello", agent.hello(), Hello)
+    except StoreError as problem:
+        agent.failed(node_id, problem)
+
+
+async def _read(agent: StoreAgent, hold: Hold, request: FetchBlocks, source: Source, wanted: Sequence[int]) -> int:
+    deadline_ns = time.monotonic_ns() + agent.config.transfer_ns_max
+    call = Call(request.order_id, source.party, deadline_ns, verify=agent.config.verify_shm)
+
+    async def loaded(layer: int) -> None:
+        await tell_loaded(agent, request, layer)
+
+    return await read_layers(agent.transport_to(source.peer), source, hold, wanted, request, call, loaded)
+
+
+async def copy_local(agent: StoreAgent, owner: Owner, hold: Hold, request: FetchBlocks) -> list[int]:
+    """The blocks that must be moved. Those that another order committed here meanwhile are copied within the pool."""
+    missing = agent.book.to_commit(owner, request.first_block, request.blocks)
+    here = [i for i in missing if agent.book.find(hold.keys[i]) is not None]
+    if here:
+        lender = Owner(owner.order_id, f"copy-{next(_numbers)}")
+        lent, _ = agent.book.lease(lender, [hold.keys[i] for i in here], 0)
+        blocks = agent.view.blocks
+        try:
+            for i, slot in zip(here, lent.slots, strict=True):
+                copy = functools.partial(np.copyto, blocks[hold.slots[i]], blocks[slot])
+                call = Call(owner.order_id, owner.party, time.monotonic_ns() + agent.config.transfer_ns_max)
+                await in_thread(agent.executor, copy, Stop(call))
+        finally:
+            agent.book.release(lender)
+    return [i for i in missing if i not in here]
+
+
+async def tell_loaded(agent: StoreAgent, request: FetchBlocks, layer: int) -> None:
+    loaded = KvLoaded(order_id=request.order_id, layer=layer, first_block=request.first_block, blocks=request.blocks)
+    await agent.bus.publish(subjects.kv(request.worker_id, "KvLoaded"), loaded)
+
+
+def check_sums(source: Source, sums: dict[int, int], wanted: Sequence[int], request: FetchBlocks) -> None:
+    """Raises BytesCorrupted when a moved block (index to checksum) is not what the source committed."""
+    for i in wanted:
+        if i in sums and source.checksums[i - request.first_block] != sums[i]:
+            raise BytesCorrupted(
+                f"block {i} of order {request.order_id} from {source.peer.node_id} is not what was committed"
+            )

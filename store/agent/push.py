@@ -1,0 +1,254 @@
+"""One order's KV on its way to the decode node, layer by layer, while the next layer is computed.
+
+::
+
+    open ──pushes──▶ (moved, KvReady published, in order) ──close──▶ settled      blocks with keys are committed at
+    the target
+      └──────────────▶ failed / released ──▶ dropped at the target, TransferFailed to the decode worker
+
+One task moves for each order. Pushes that queue up while it copies are moved together, so that a slow link costs
+throughput and not a round trip for each layer. A push to the own node moves nothing: both workers hold the same
+slots.
+
+Source: Mooncake (2407.00079), section 5.2 (layer-wise prefill); section 4 (messenger).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusError
+from halfmoon.schemas import subjects
+from halfmoon.schemas.kv import KvReady, TransferFailed, TransferOpened
+from halfmoon.schemas.store import (
+    Done,
+    DropBlocks,
+    OpenPush,
+    Pushed,
+    PushLayer,
+    RenewBlocks,
+    Reserved,
+    SettleBlocks,
+)
+from halfmoon.store.agent.peers import Peers
+from halfmoon.store.errors import OrderUnknown, StoreError, TransferError, TransferTimeout
+from halfmoon.store.pool.guard import peer_writer
+from halfmoon.store.pool.slots import Hold
+from halfmoon.store.transports.base import Call, Peer, Slice, Transport
+
+#: Moved in one call, so that the first of many queued layers is not announced after the last.
+BATCH_BYTES = 32 * 1024 * 1024
+
+
+class Push:
+    """`hold`: the order's blocks here; `peer` and `reserved`: where they go, None when they stay."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        peers: Peers,
+        opened: OpenPush,
+        hold: Hold,
+        *,
+        node_id: str,
+        layer_block_bytes: int,
+        transfer_ns_max: int,
+        peer: Peer | None,
+        reserved: Reserved | None,
+        transport: Transport | None,
+        on_failure: Callable[[StoreError], None],
+    ) -> None:
+        self.opened = opened
+        self.opened_ns = time.time_ns()
+        self.failure: StoreError | None = None
+        self.finished = False
+        self._bus = bus
+        self._peers = peers
+        self._hold = hold
+        self._node_id = node_id
+        self._layer_block_bytes = layer_block_bytes
+        self._transfer_ns_max = transfer_ns_max
+        self._peer = peer
+        self._reserved = reserved
+        self._transport = transport
+        self._on_failure = on_failure
+        self._queue: deque[PushLayer] = deque()
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._present = frozenset(reserved.present) if reserved else frozenset()
+        self._received = self._done = self._bytes = self._elapsed_ns = 0
+        self._writable_until_ns = time.monotonic_ns() + (reserved.lease_ttl_ns if reserved else 0)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Tells the decode worker where its blocks will be, and begins to move."""
+        slots, present = self._hold.slots, self._hold.present
+        if self._reserved is not None:
+            slots, present = self._reserved.slots, self._reserved.present
+        message = TransferOpened(
+            order_id=self.opened.order_id, request_id=self.opened.request_id, slots=slots, present=present
+        )
+        await self._bus.publish(subjects.kv(self.opened.decode_worker_id, "TransferOpened"), message)
+        self._tasks.append(asyncio.create_task(self._run()))
+        if self._reserved is not None:
+            self._tasks.append(asyncio.create_task(self._renew(self._reserved.lease_ttl_ns)))
+
+    def push(self, layer: PushLayer) -> None:
+        """Queues it. What comes after the end changes nothing."""
+        self._received += 1
+        if self.failure is None and not self.finished:
+            self._queue.append(layer)
+            self._wake.set()
+            self._progress.set()
+
+    async def close(self, pushes: int) -> Pushed:
+        """Waits until `pushes` of them are readable at the target, and commits there. Raises what made it fail."""
+        deadline_ns = time.monotonic_ns() + self._transfer_ns_max
+        while self._done < pushes and self.failure is None:
+            self._progress.clear()
+            if self._done >= pushes:
+                break
+            remaining_s = (deadline_ns - time.monotonic_ns()) / 1e9
+            try:
+                async with asyncio.timeout(max(0.0, remaining_s)):  # `wait_for` may swallow a cancellation
+                    await self._progress.wait()
+            except TimeoutError:
+                self.fail(TransferTimeout(f"{self._done} of {pushes} pushes done, {self._received} received"))
+        if self.failure is not None:
+            raise self.failure
+        if self._peer is not None:
+            settle = SettleBlocks(
+                order_id=self.opened.order_id,
+                decode_worker_id=self.opened.decode_worker_id,
+                writer_node_id=self._node_id,
+            )
+            try:
+                timeout_s = self._transfer_ns_max / 1e9
+                await self._peers.ask(self._peer.node_id, "settle", settle, Done, timeout_s=timeout_s)
+            except StoreError as problem:
+                self.fail(problem)
+                raise
+        self.finished = True
+        await self._end_tasks()
+        return Pushed(bytes=self._bytes, elapsed_ns=self._elapsed_ns)
+
+    def fail(self, problem: StoreError) -> None:
+        """No more will come: everybody is told, the target's reservation is dropped. Idempotent."""
+        if self.failure is None and not self.finished:
+            self.failure = problem
+            self._queue.clear()
+            self._progress.set()
+            self._on_failure(problem)
+
+    async def end(self, reason: str) -> None:
+        """Stops moving, now, and clears up at the target when it was not closed. When this returns nothing is
+        touched any more.
+        """
+        if self.failure is None:
+            self.failure = OrderUnknown(reason)
+        self._progress.set()
+        await self._end_tasks()
+        if self.finished:
+            return
+        self.finished = True
+        failed = TransferFailed(
+            order_id=self.opened.order_id, request_id=self.opened.request_id, reason=str(self.failure)[:500]
+        )
+        with contextlib.suppress(BusError):
+            await self._bus.publish(subjects.kv(self.opened.decode_worker_id, "TransferFailed"), failed)
+        if self._peer is not None:
+            drop = DropBlocks(
+                order_id=self.opened.order_id,
+                decode_worker_id=self.opened.decode_worker_id,
+                writer_node_id=self._node_id,
+            )
+            with contextlib.suppress(StoreError):  # it is dead, or its lease ends by itself
+                await self._peers.ask(self._peer.node_id, "drop", drop, Done)
+
+    async def _end_tasks(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                try:
+                    await self._move(self._take())
+                except StoreError as problem:
+                    self.fail(problem)
+                    return
+
+    def _take(self) -> list[tuple[PushLayer, list[Slice]]]:
+        batch = []
+        total = 0
+        while self._queue and total < BATCH_BYTES:
+            push = self._queue.popleft()
+            items = self._items(push)
+            total += len(items) * self._layer_block_bytes
+            batch.append((push, items))
+        return batch
+
+    def _items(self, push: PushLayer) -> list[Slice]:
+        if self._reserved is None:
+            return []
+        mine, theirs = self._hold.slots, self._reserved.slots
+        end = push.first_block + push.blocks
+        if end > len(mine):
+            raise TransferError(f"push of blocks {push.first_block}..{end - 1}, the order has {len(mine)}")
+        wanted = [i for i in range(push.first_block, end) if i not in self._present]
+        return [Slice(mine[i], theirs[i], push.layer, 1) for i in wanted]
+
+    async def _move(self, batch: list[tuple[PushLayer, list[Slice]]]) -> None:
+        items = [item for _, some in batch for item in some]
+        if items:
+            assert self._peer is not None
+            assert self._transport is not None
+            started_ns = time.monotonic_ns()
+            deadline_ns = min(started_ns + self._transfer_ns_max, self._writable_until_ns)
+            call = Call(self.opened.order_id, peer_writer(self._node_id), deadline_ns)
+            await self._transport.write(self._peer, items, call)
+            self._elapsed_ns += time.monotonic_ns() - started_ns
+        for push, some in batch:
+            moved = len(some) * self._layer_block_bytes
+            ready = KvReady(
+                order_id=push.order_id,
+                request_id=self.opened.request_id,
+                layer=push.layer,
+                first_block=push.first_block,
+                blocks=push.blocks,
+                moved_bytes=moved,
+            )
+            await self._bus.publish(subjects.kv(self.opened.decode_worker_id, "KvReady"), ready)
+            self._bytes += moved
+            self._done += 1
+        self._progress.set()
+
+    async def _renew(self, ttl_ns: int) -> None:
+        """The target sees nothing of a push over shared memory, so that it must be told that it goes on."""
+        assert self._peer is not None
+        renew = RenewBlocks(
+            order_id=self.opened.order_id,
+            decode_worker_id=self.opened.decode_worker_id,
+            writer_node_id=self._node_id,
+        )
+        while True:
+            await asyncio.sleep(ttl_ns / 4e9)
+            asked_ns = time.monotonic_ns()
+            try:
+                await self._peers.ask(self._peer.node_id, "renew", renew, Done)
+                self._writable_until_ns = asked_ns + ttl_ns
+            except OrderUnknown as problem:
+                self.fail(problem)
+                return
+            except StoreError:
+                continue  # the deadline of the writer stands; moving will say what is wrong

@@ -1,0 +1,315 @@
+"""The workers' door to their node's store agent.
+
+Pushes are gathered while the event loop is busy, and nobody waits for their answers, so that the thirty layers of a
+chunk cost the worker next to nothing; `close_push` says how many there were, so that a lost one is found.
+Everything else is waited for, and watched: when the agent dies in the middle (its lock on the segment goes), the call
+ends within half a second with AgentUnreachable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from nats.errors import Error as NatsError
+
+from halfmoon.bus import errors as bus_errors
+from halfmoon.bus.connection import Bus
+from halfmoon.schemas import store as say
+from halfmoon.schemas import subjects
+from halfmoon.schemas.types import Message
+from halfmoon.store.errors import AgentUnreachable, BlockMissing, NotAttached, from_code
+from halfmoon.store.pool.segment import Geometry, PoolView, SegmentError
+
+M = TypeVar("M")
+ATTACH_S = 30.0
+ASK_S = 5.0
+WATCH_S = 0.25
+#: An order for which nothing was done for so long is not kept alive any more: somebody forgot it.
+KEEP_S = 600.0
+#: A push message stays far below the bus's limit.
+PUSHES_PER_MESSAGE = 256
+
+
+class StoreClient:
+    """Errors are those of `halfmoon.store.errors`. One for each worker, used from one event loop
+    (`push` from any thread).
+
+    When the agent restarts, its memory is another: orders of the old one end with errors, and the same view shows the
+    new memory once they are released. `restarted` are called before (a decode worker forgets its slots there).
+    """
+
+    def __init__(self, bus: Bus, *, node_id: str, worker_id: str) -> None:
+        self._bus = bus
+        self._node_id = node_id
+        self._worker_id = worker_id
+        self._process = uuid.uuid4().hex
+        self._view: PoolView | None = None
+        self._attached: say.Attached | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._outbox: deque[say.PushLayer] = deque()
+        self._pushes: Counter[str] = Counter()
+        #: Open orders, and when something was last done for each.
+        self._orders: dict[str, float] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+        self._gathering = False
+        self._keeping: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self.restarted: list[Callable[[], None]] = []
+
+    @property
+    def view(self) -> PoolView:
+        assert self._view is not None, "attach first"
+        return self._view
+
+    # --- attach --------------------------------------------------------------------------------------------------
+
+    async def attach(self, *, timeout_s: float = ATTACH_S) -> PoolView:
+        """Maps the node's pool; waits for the agent. Raises AgentUnreachable."""
+        async with self._lock:
+            self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+            until = time.monotonic() + timeout_s
+            pause_s = 0.02
+            while True:
+                try:
+                    view = await self._attach_once()
+                    break
+                except (bus_errors.BusError, SegmentError) as problem:
+                    if time.monotonic() + pause_s > until:
+                        raise AgentUnreachable(f"store agent of node {self._node_id}: {problem}") from None
+                await asyncio.sleep(pause_s)
+                pause_s = min(0.5, pause_s * 2)
+            if self._keeping is None:
+                self._keeping = asyncio.create_task(self._keep())
+            return view
+
+    async def _attach_once(self) -> PoolView:
+        subject = subjects.store(self._node_id, "attach")
+        request = say.Attach(worker_id=self._worker_id, process=self._process)
+        attached = await self._bus.request(subject, request, say.Attached, timeout_s=2.0)
+        if self._attached is None or self._attached.incarnation != attached.incarnation:
+            await self._map(attached)
+        request = say.Attach(worker_id=self._worker_id, mapped=attached.incarnation, process=self._process)
+        await self._bus.request(subject, request, say.Attached, timeout_s=2.0)
+        return self.view
+
+    async def _map(self, attached: say.Attached) -> None:
+        geometry = Geometry.of(attached.layout, attached.slots)
+        view = PoolView.attach(attached.segment, geometry)
+        if not view.alive():
+            view.close()
+            raise SegmentError(f"segment {attached.segment} is stale")
+        await asyncio.to_thread(view.touch)
+        if self._view is None:
+            self._view = view
+        else:
+            for callback in self.restarted:
+                callback()
+            self._view.remap(view)
+        self._attached = attached
+
+    async def _keep(self) -> None:
+        """Keeps open orders alive while they wait, and maps the memory of a restarted agent when none is open."""
+        kept = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if not self.view.alive() and not self._orders:
+                with contextlib.suppress(AgentUnreachable):
+                    await self.attach(timeout_s=2.0)
+            assert self._attached is not None
+            now = time.monotonic()
+            if now - kept < self._attached.lease_ttl_ns / 4e9:
+                continue
+            kept = now
+            orders = [order_id for order_id, at in self._orders.items() if now - at < KEEP_S]
+            if orders:
+                with contextlib.suppress(NatsError):  # tried again at the next turn
+                    keep = say.KeepOrders(worker_id=self._worker_id, order_ids=orders)
+                    await self._bus.publish(subjects.store(self._node_id, "keep"), keep)
+
+    # --- put and fetch -------------------------------------------------------------------------------------------
+
+    async def open_put(
+        self,
+        order_id: str,
+        block_keys: bytes,
+        *,
+        blocks: int,
+        head_keys: bytes = b"",
+        tenant: str = "",
+        block_bytes: int = 0,
+    ) -> say.PutOpened:
+        """Leases what is here, reserves slots for the rest. `head_keys`: of the chain before, when it is not whole.
+
+        Raises StoreFull (QuotaExceeded), WrongTenant, WrongSize, AgentUnreachable;
+        NotAttached after a restart while older orders are still open.
+        """
+        request = say.OpenPut(
+            order_id=order_id,
+            worker_id=self._worker_id,
+            block_keys=block_keys,
+            blocks=blocks,
+            head_keys=head_keys,
+            tenant=tenant,
+            block_bytes=block_bytes,
+        )
+        try:
+            opened = await self.ask("open_put", request, say.PutOpened)
+        except NotAttached:
+            if self._orders:
+                raise
+            await self.attach(timeout_s=ASK_S)
+            opened = await self.ask("open_put", request, say.PutOpened)
+        self._orders[order_id] = time.monotonic()
+        self._pushes[order_id] = 0
+        return opened
+
+    async def fetch(
+        self,
+        order_id: str,
+        source_node_id: str,
+        *,
+        first_block: int,
+        blocks: int,
+        replicas: Sequence[str] = (),
+        traceparent: str = "",
+    ) -> say.Fetched:
+        """Blocks of the order become readable here, layer by layer (`KvLoaded`), and are committed. When the source
+        fails, `replicas` are tried.
+
+        Raises BlockMissing (with `held`), OrderUnknown, or a TransferError; then nothing was committed.
+        """
+        request = say.FetchBlocks(
+            order_id=order_id,
+            worker_id=self._worker_id,
+            source_node_id=source_node_id,
+            first_block=first_block,
+            blocks=blocks,
+            replica_node_ids=list(replicas),
+            traceparent=traceparent,
+        )
+        fetched = await self.ask("fetch", request, say.Fetched, long=True)
+        if fetched.missing:
+            raise BlockMissing(f"{source_node_id} has {fetched.held} of {blocks} blocks", held=fetched.held)
+        return fetched
+
+    async def commit(self, order_id: str, *, first_block: int, blocks: int) -> None:
+        """These blocks are written: those with keys become visible to others. Raises OrderUnknown."""
+        request = say.CommitBlocks(order_id=order_id, worker_id=self._worker_id, first_block=first_block, blocks=blocks)
+        await self.ask("commit", request, say.Done, long=True)
+
+    # --- push ----------------------------------------------------------------------------------------------------
+
+    async def open_push(self, order_id: str, request_id: str, *, target_node_id: str, decode_worker_id: str) -> None:
+        """Room for the order's blocks at the target; the decode worker is told. Raises StoreFull, PeerUnreachable,
+        LayoutMismatch, OrderUnknown (also: the decode side released the order already)."""
+        request = say.OpenPush(
+            order_id=order_id,
+            request_id=request_id,
+            worker_id=self._worker_id,
+            target_node_id=target_node_id,
+            decode_worker_id=decode_worker_id,
+        )
+        await self.ask("open_push", request, say.Done, long=True)
+
+    def push(self, order_id: str, *, layer: int, first_block: int, blocks: int) -> None:
+        """Layer `layer` of these blocks is written here: send it on. Returns at once; from any thread."""
+        assert self._loop is not None, "attach first"
+        if threading.get_ident() == self._loop_thread:
+            self._push(say.PushLayer(order_id=order_id, layer=layer, first_block=first_block, blocks=blocks))
+        else:
+            layer_push = say.PushLayer(order_id=order_id, layer=layer, first_block=first_block, blocks=blocks)
+            self._loop.call_soon_threadsafe(self._push, layer_push)
+
+    def _push(self, layer_push: say.PushLayer) -> None:
+        self._pushes[layer_push.order_id] += 1
+        if layer_push.order_id in self._orders:
+            self._orders[layer_push.order_id] = time.monotonic()
+        self._outbox.append(layer_push)
+        if not self._gathering:
+            self._gathering = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._gathering = False
+        while self._outbox:
+            some = [self._outbox.popleft() for _ in range(min(len(self._outbox), PUSHES_PER_MESSAGE))]
+            sending = asyncio.ensure_future(self._send_some(some))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+
+    async def _send_some(self, pushes: list[say.PushLayer]) -> None:
+        message = say.PushLayers(worker_id=self._worker_id, pushes=pushes)
+        with contextlib.suppress(bus_errors.BusError):  # a lost push is found by close_push
+            await self._ask("push", message, say.Done, self._long_s())
+
+    async def close_push(self, order_id: str, *, traceparent: str = "") -> say.Pushed:
+        """Returns when everything pushed is readable at the target and committed there. Raises what made it fail."""
+        await asyncio.sleep(0)  # pushes from other threads come first
+        request = say.ClosePush(
+            order_id=order_id, worker_id=self._worker_id, pushes=self._pushes[order_id], traceparent=traceparent
+        )
+        return await self.ask("close_push", request, say.Pushed, long=True)
+
+    def keep(self, order_id: str) -> None:
+        """An order that was opened by another verb is kept alive too, until `release` or `KEEP_S`."""
+        self._orders[order_id] = time.monotonic()
+
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    async def release(self, order_id: str) -> None:
+        """The worker will touch nothing of the order any more: leases and reservations end, here and at the target
+        of an open push. Idempotent; an agent that is gone has released everything already.
+        """
+        self._pushes.pop(order_id, None)
+        self._orders.pop(order_id, None)
+        request = say.ReleaseBlocks(order_id=order_id, worker_id=self._worker_id)
+        with contextlib.suppress(AgentUnreachable):
+            await self.ask("release", request, say.Done)
+
+    async def status(self) -> say.StoreStatus:
+        """How full the node is."""
+        return await self.ask("status", say.StoreStatusRequest(), say.StoreStatus)
+
+    async def close(self) -> None:
+        """Lets go of the mapping. Orders must have been released."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+            self._keeping = None
+        for sending in list(self._sending):
+            sending.cancel()
+        if self._view is not None:
+            self._view.close()
+            self._view, self._attached = None, None
+
+    async def ask(self, verb: str, message: Message, kind: type[M], *, long: bool = False) -> M:
+        """A request to the agent, watched. Raises what it answers, or AgentUnreachable."""
+        asking = asyncio.ensure_future(self._ask(verb, message, kind, self._long_s() if long else ASK_S))
+        try:
+            while not asking.done():
+                await asyncio.wait([asking], timeout=WATCH_S)
+                if not asking.done() and self._view is not None and not self._view.alive():
+                    raise AgentUnreachable(f"the store agent of node {self._node_id} died")
+            return asking.result()
+        except bus_errors.PeerError as problem:
+            raise from_code(problem.code, problem.message) from None
+        except bus_errors.BusError as problem:
+            raise AgentUnreachable(f"store agent of node {self._node_id}: {problem}") from None
+        finally:
+            asking.cancel()
+
+    def _long_s(self) -> float:
+        return ASK_S + (2 * self._attached.transfer_ns_max / 1e9 if self._attached is not None else 0.0)
+
+    async def _ask(self, verb: str, message: Message, kind: type[M], timeout_s: float) -> M:
+        """Patient: that the agent died is seen elsewhere; else it is just coming back to the bus."""
+        subject = subjects.store(self._node_id, verb)
+        return await self._bus.request(subject, message, kind, timeout_s=timeout_s, patient=self._view is not None)

@@ -1,0 +1,66 @@
+"""The pool's slots counted, and its invariant: every slot is accounted for exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from halfmoon.store.pool.idle_queues import Room
+from halfmoon.store.pool.slots import Counts, Hold, Slot, State, Writer
+
+
+def counts(slots: Sequence[Slot], holds: int) -> Counts:
+    by_state = dict.fromkeys(State, 0)
+    leased = leases = 0
+    for slot in slots:
+        by_state[slot.state] += 1
+        if slot.state is State.COMMITTED and slot.holders:
+            leased += 1
+            leases += slot.holders
+    return Counts(
+        slots=len(slots),
+        free=by_state[State.FREE],
+        reserved=by_state[State.RESERVED],
+        committed=by_state[State.COMMITTED],
+        condemned=by_state[State.CONDEMNED],
+        leased=leased,
+        leases=leases,
+        holds=holds,
+    )
+
+
+def check_slots(
+    slots: Sequence[Slot],
+    holds: Mapping[Any, Hold],
+    writers: Mapping[Any, Writer],
+    free_slots: Sequence[int],
+    room: Room,
+) -> None:
+    """Raises AssertionError with the values in it."""
+    holders = [0] * len(slots)
+    writing = [0] * len(slots)
+    for hold in holds.values():
+        assert len(hold.slots) == len(hold.keys), hold
+        for number in hold.slots:
+            holders[number] += 1
+    for writer in writers.values():
+        for number in writer.slots:
+            writing[number] += 1
+    free = set(free_slots)
+    assert len(free) == len(free_slots), "a slot is free twice"
+    for number, slot in enumerate(slots):
+        here = (number, slot)
+        assert (slot.holders, slot.writers) == (holders[number], writing[number]), here
+        assert (slot.state is State.FREE) == (number in free), here
+        idle = slot.state is State.COMMITTED and not slot.holders and not slot.writers
+        assert (number in room) == idle, here
+        match slot.state:
+            case State.FREE:
+                assert (slot.holders, slot.writers) == (0, 0), here
+            case State.RESERVED:
+                assert slot.holders, here
+            case State.CONDEMNED:
+                assert slot.writers > slot.holders == 0, here
+            case State.COMMITTED:
+                pass
+    assert len(room) == sum(number in room for number in range(len(slots))), "an idle slot is in two orders"

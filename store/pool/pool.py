@@ -1,0 +1,400 @@
+"""The book of a node's block slots: what is in each, who holds it, what may go. No I/O; time is handed in as
+`now_ns`.
+
+A slot is in one of four states::
+
+    free ──reserve──▶ reserved ──commit──▶ committed ──evict──▶ free
+                         │ └─release while a writer may still write──▶ condemned ──writer closed, or its deadline──▶
+                         free
+
+Rules.
+
+- A put has two phases. Reserved slots belong to their holders alone; a key is found only after `commit`.
+- A *hold* is what one party of one order has: reserved slots, and leases on committed ones. It expires. Leased blocks
+  are never evicted. Looking whether a key exists (`probe`) changes nothing.
+- A *writer* is somebody outside of this process who may write into the reserved slots of a hold: the node's own
+  worker, or a peer that pushes. A writer never writes after its deadline. A slot that loses its last holder while a
+  writer is on it is condemned: unusable until the writer closes or its deadline passes, so that a late write never
+  hits another order's bytes.
+- Keys are chained, but the pool does not know parents: it takes the order in which keys are listed, head first.
+
+Source: Mooncake (FAST'25), section 4; architecture: leases and condemned slots are ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from halfmoon.store.errors import BlockMissing, OrderUnknown, QuotaExceeded, StoreError, StoreFull, WrongTenant
+from halfmoon.store.pool import audit
+from halfmoon.store.pool.eviction import Eviction, LeastRecentlyUsed
+from halfmoon.store.pool.idle_queues import Room
+from halfmoon.store.pool.slots import Change, Counts, Hold, Idle, Owner, Slot, State, Writer
+
+#: Hard pins may hold one slot in so many, so that puts go on.
+PINNED_SHARE = 2
+
+
+class Pool:
+    """See the module. Not thread safe; `Book` is."""
+
+    def __init__(
+        self, slots: int, *, eviction: Eviction | None = None, quotas: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """`quotas`: slots that a tenant may use; who is not named may use all."""
+        assert slots > 0, slots
+        self.slots = [Slot() for _ in range(slots)]
+        self.holds: dict[Owner, Hold] = {}
+        self.writers: dict[tuple[Owner, str], Writer] = {}
+        self._free = list(range(slots - 1, -1, -1))
+        self._by_key: dict[bytes, int] = {}
+        self._room = Room(eviction if eviction is not None else LeastRecentlyUsed())
+        self._quotas = dict(quotas)
+        #: Slots that are not free, by tenant.
+        self._used: Counter[str] = Counter()
+        self._pinned: set[int] = set()
+        self._changes: list[Change] = []
+
+    # --- put -----------------------------------------------------------------------------------------------------
+
+    def open_put(self, owner: Owner, keys: Sequence[bytes], blocks: int, *, expires_ns: int, tenant: str = "") -> Hold:
+        """Leases those of `keys` that are here and reserves slots for the rest, and for `blocks - len(keys)`
+        without a key.
+
+        All or nothing. Raises StoreFull, QuotaExceeded or WrongTenant, leaving everything as it was; StoreError when
+        the owner has a hold already.
+        """
+        assert blocks >= len(keys), (blocks, len(keys))
+        if owner in self.holds:
+            raise StoreError(f"order {owner.order_id} is open for {owner.party} already")
+        found = [self._by_key.get(key) for key in keys]
+        present = [i for i, slot in enumerate(found) if slot is not None]
+        here = {slot for slot in found if slot is not None}
+        if len(here) != len(present):
+            raise StoreError(f"order {owner.order_id} names a block twice")
+        self.require_tenant(keys, tenant)
+        needed = blocks - len(present)
+        idle = len(self._room) - sum(1 for slot in here if slot in self._room)
+        if needed > len(self._free) + idle:
+            raise StoreFull(f"{needed} blocks wanted, {len(self._free)} free and {idle} evictable of {len(self.slots)}")
+        self._make_room_in_quota(tenant, needed, here)
+        for number in here:
+            self._hold_slot(number)
+            self.slots[number].hits += 1
+        taken: list[int] = []
+        for i in range(blocks):
+            slot = found[i] if i < len(keys) else None
+            if slot is None:
+                slot = self._take_free()
+                self.slots[slot] = Slot(State.RESERVED, keys[i] if i < len(keys) else b"", holders=1, tenant=tenant)
+                self._used[tenant] += 1
+            taken.append(slot)
+        self.holds[owner] = Hold(taken, [*keys, *([b""] * (blocks - len(keys)))], expires_ns, present, tenant=tenant)
+        return self.holds[owner]
+
+    def share(self, owner: Owner, to: Owner, *, expires_ns: int) -> Hold:
+        """Gives `to` a hold on the same slots: a push whose target is this very node moves nothing."""
+        source = self.hold(owner)
+        if to in self.holds:
+            raise StoreError(f"order {to.order_id} is open for {to.party} already")
+        for slot in source.slots:
+            self._hold_slot(slot)
+        shared = Hold(list(source.slots), list(source.keys), expires_ns, list(source.present), tenant=source.tenant)
+        self.holds[to] = shared
+        return shared
+
+    def commit(self, owner: Owner, checksums: dict[int, int]) -> list[int]:
+        """Makes blocks visible: `checksums` maps indices of the hold to checksums. Returns the indices that became
+        so.
+
+        Blocks without a key, committed ones, and ones that another order committed meanwhile stay as they are.
+        """
+        hold = self.hold(owner)
+        done = []
+        for i in sorted(checksums):
+            slot = self.slots[hold.slots[i]]
+            if slot.state is not State.RESERVED or not slot.key:
+                continue
+            if slot.key in self._by_key:
+                slot.key = b""
+                continue
+            slot.state = State.COMMITTED
+            slot.checksum = checksums[i]
+            self._by_key[slot.key] = hold.slots[i]
+            self._changes.append(Change("stored", slot.key))
+            done.append(i)
+        return done
+
+    # --- leases --------------------------------------------------------------------------------------------------
+
+    def lease(self, owner: Owner, keys: Sequence[bytes], *, first_block: int, expires_ns: int) -> Hold:
+        """Holds the blocks `keys[first_block:]`; those before count as used, so that heads stay newer than tails.
+
+        Raises BlockMissing (with how many are here) and holds nothing when one is not committed here.
+        """
+        if owner in self.holds:
+            raise StoreError(f"order {owner.order_id} is open for {owner.party} already")
+        slots = self._all_here(keys[first_block:])
+        for slot in slots:
+            self._hold_slot(slot)
+            self.slots[slot].hits += 1
+        hold = Hold(slots, list(keys[first_block:]), expires_ns, list(range(len(slots))), list(keys[:first_block]))
+        self.holds[owner] = hold
+        return hold
+
+    def hold(self, owner: Owner) -> Hold:
+        """Raises OrderUnknown."""
+        try:
+            return self.holds[owner]
+        except KeyError:
+            raise OrderUnknown(f"order {owner.order_id} holds nothing here for {owner.party}") from None
+
+    def renew(self, owner: Owner, *, expires_ns: int) -> None:
+        """The hold lives until `expires_ns` at least. Raises OrderUnknown."""
+        hold = self.hold(owner)
+        if not hold.pin:
+            hold.expires_ns = max(hold.expires_ns, expires_ns)
+
+    def release(self, owner: Owner) -> bool:
+        """Drops a hold: leases end, reserved slots become free, or condemned when a writer is on them. False: no
+        such hold.
+        """
+        hold = self.holds.pop(owner, None)
+        if hold is None:
+            return False
+        for slot in reversed(hold.slots):
+            self.slots[slot].holders -= 1
+            self._settle(slot)
+        for key in reversed(hold.heads):
+            if (head := self._by_key.get(key)) is not None:
+                self._room.touch(head)
+        return True
+
+    def owners(self, order_id: str) -> list[Owner]:
+        return [owner for owner in self.holds if owner.order_id == order_id]
+
+    def party(self, party: str) -> list[Owner]:
+        """Owners of that party which hold something, or may still write."""
+        found = [*self.holds, *(owner for owner, _ in self.writers)]
+        return sorted({owner for owner in found if owner.party == party})
+
+    def probe(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are committed here. Renews nothing."""
+        return [key in self._by_key for key in keys]
+
+    def find(self, key: bytes) -> int | None:
+        """The slot that holds `key`. Renews nothing."""
+        return self._by_key.get(key)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def readable(self, slot: int) -> bool:
+        return self.slots[slot].state is State.COMMITTED
+
+    # --- pins, removal, idle blocks ------------------------------------------------------------------------------
+
+    def require_tenant(self, keys: Iterable[bytes], tenant: str) -> None:
+        """Raises WrongTenant when one of the blocks that are here is another tenant's."""
+        for key in keys:
+            if (slot := self._by_key.get(key)) is not None and self.slots[slot].tenant not in ("", tenant):
+                raise WrongTenant(f"block {key.hex()} belongs to another tenant")
+
+    def pin(self, keys: Sequence[bytes], *, until_ns: int) -> None:
+        """Softly: until then these go only when nothing else is idle. 0: no longer.
+
+        Raises BlockMissing (with how many are here) and pins nothing then.
+        """
+        slots = self._all_here(keys)
+        for number in reversed(slots):
+            slot = self.slots[number]
+            if until_ns <= 0:
+                self._unpin(number)
+                continue
+            slot.pinned_until_ns = max(slot.pinned_until_ns, until_ns)
+            if number not in self._pinned:
+                self._pinned.add(number)
+                if number in self._room:
+                    self._room.discard(number)
+                    self._room.add(number, slot.key, pinned=True)
+
+    def pin_hard(self, owner: Owner, keys: Sequence[bytes], *, until_ns: int) -> None:
+        """A lease that lasts until then, whoever is active. Raises BlockMissing; StoreFull when too much of the pool
+        would be pinned."""
+        slots = self._all_here(keys)
+        pinned = {slot for hold in self.holds.values() if hold.pin for slot in hold.slots}
+        if len(pinned.union(slots)) > len(self.slots) // PINNED_SHARE:
+            raise StoreFull(f"{len(pinned)} of {len(self.slots)} slots are pinned, and no more than half may be")
+        self.lease(owner, keys, first_block=0, expires_ns=until_ns).pin = True
+
+    def remove(self, key: bytes) -> bool:
+        """Forgets an idle block. False: it is not here, or somebody holds it."""
+        slot = self._by_key.get(key)
+        if slot is None or slot not in self._room:
+            return False
+        self._empty(slot)
+        return True
+
+    def next_victims(self, count: int) -> list[Idle]:
+        """Blocks that will be evicted next, in about that order."""
+        return [Idle(number, self.slots[number]) for number in self._room.first(count, lambda _: True)]
+
+    def still(self, idle: Idle) -> bool:
+        """Whether the block has been there, unchanged, since `next_victims` named it."""
+        return self.slots[idle.number] is idle.slot and idle.slot.state is State.COMMITTED
+
+    # --- writers -------------------------------------------------------------------------------------------------
+
+    def open_writer(self, owner: Owner, name: str, *, deadline_ns: int) -> None:
+        """`name` may write into the reserved slots of the hold until `deadline_ns`. Raises OrderUnknown."""
+        hold = self.hold(owner)
+        assert (owner, name) not in self.writers, (owner, name)
+        slots = [slot for slot in hold.slots if self.slots[slot].state is State.RESERVED]
+        for slot in slots:
+            self.slots[slot].writers += 1
+        self.writers[owner, name] = Writer(deadline_ns, slots)
+
+    def renew_writer(self, owner: Owner, name: str, *, deadline_ns: int) -> None:
+        """No effect when it is closed."""
+        writer = self.writers.get((owner, name))
+        if writer is not None:
+            writer.deadline_ns = max(writer.deadline_ns, deadline_ns)
+
+    def close_writer(self, owner: Owner, name: str) -> None:
+        """`name` will not write again. Idempotent."""
+        writer = self.writers.pop((owner, name), None)
+        if writer is None:
+            return
+        for slot in reversed(writer.slots):
+            self.slots[slot].writers -= 1
+            self._settle(slot)
+
+    def may_write(self, owner: Owner, slots: Sequence[int]) -> str:
+        """ "" when `owner` holds a reservation on every one of `slots`, otherwise why not."""
+        hold = self.holds.get(owner)
+        if hold is None:
+            return "no reservation"
+        held = set(hold.slots)
+        for slot in slots:
+            if slot not in held:
+                return f"slot {slot} is not reserved for this order"
+            if self.slots[slot].state is not State.RESERVED:
+                return f"slot {slot} is {self.slots[slot].state.value}"
+        return ""
+
+    def may_read(self, order_id: str, slots: Sequence[int]) -> str:
+        """ "" when some party of the order leases every one of `slots`, otherwise why not."""
+        held: set[int] = set()
+        for owner in self.owners(order_id):
+            held.update(self.holds[owner].slots)
+        for slot in slots:
+            if slot not in held or self.slots[slot].state is not State.COMMITTED:
+                return f"slot {slot} is not leased for this order"
+        return ""
+
+    # --- time, reports, invariant --------------------------------------------------------------------------------
+
+    def sweep(self, now_ns: int) -> list[Owner]:
+        """Collects what has expired by `now_ns`: holds, and writers past their deadline. Returns the holds' owners."""
+        expired = [owner for owner, hold in self.holds.items() if hold.expires_ns <= now_ns]
+        for owner in expired:
+            self.release(owner)
+        for owner, name in [at for at, writer in self.writers.items() if writer.deadline_ns <= now_ns]:
+            self.close_writer(owner, name)
+        for number in [number for number in self._pinned if self.slots[number].pinned_until_ns <= now_ns]:
+            self._unpin(number)
+        return expired
+
+    def take_changes(self) -> list[Change]:
+        """What became readable or was evicted since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def keys(self) -> list[bytes]:
+        """All committed keys, in the order of commit."""
+        return list(self._by_key)
+
+    def counts(self) -> Counts:
+        return audit.counts(self.slots, len(self.holds))
+
+    def check(self) -> None:
+        """The invariant: every slot is accounted for exactly once. Raises AssertionError with the values in it."""
+        audit.check_slots(self.slots, self.holds, self.writers, self._free, self._room)
+        used = Counter(slot.tenant for slot in self.slots if slot.state is not State.FREE)
+        assert used == +self._used, (used, self._used)
+        over = [tenant for tenant, quota in self._quotas.items() if used[tenant] > quota]
+        assert not over, (over, used)
+        for number, slot in enumerate(self.slots):
+            assert (slot.pinned_until_ns > 0) == (number in self._pinned), (number, slot)
+            if slot.state is State.COMMITTED:
+                assert self._by_key.get(slot.key) == number, (number, slot)
+        committed = sum(slot.state is State.COMMITTED for slot in self.slots)
+        assert len(self._by_key) == committed, (len(self._by_key), committed)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _all_here(self, keys: Sequence[bytes]) -> list[int]:
+        slots: list[int] = []
+        for key in keys:
+            slot = self._by_key.get(key)
+            if slot is None:
+                raise BlockMissing(f"{len(slots)} of {len(keys)} blocks are here", held=len(slots))
+            slots.append(slot)
+        return slots
+
+    def _make_room_in_quota(self, tenant: str, needed: int, keep: set[int]) -> None:
+        quota = self._quotas.get(tenant)
+        if quota is None or (over := self._used[tenant] + needed - quota) <= 0:
+            return
+        own = self._room.first(over, lambda slot: self.slots[slot].tenant == tenant and slot not in keep)
+        if len(own) < over:
+            raise QuotaExceeded(f"{needed} blocks wanted; the tenant may have {quota} and uses {self._used[tenant]}")
+        for slot in own:
+            self._empty(slot)
+
+    def _hold_slot(self, number: int) -> None:
+        self._room.remove(number)
+        self.slots[number].holders += 1
+
+    def _settle(self, number: int) -> None:
+        """Puts a slot where it belongs after a holder or a writer went."""
+        slot = self.slots[number]
+        if slot.holders:
+            return
+        if slot.state is State.COMMITTED:
+            if not slot.writers:
+                self._room.add(number, slot.key, pinned=number in self._pinned, spare=slot.spare and not slot.hits)
+        elif slot.writers:
+            slot.state, slot.key = State.CONDEMNED, b""
+        elif slot.state is not State.FREE:
+            self._free_slot(number)
+
+    def _take_free(self) -> int:
+        if not self._free:
+            self._empty(self._room.victim())
+        return self._free.pop()
+
+    def _empty(self, number: int) -> None:
+        """Forgets the block of a slot that was idle."""
+        self._room.discard(number)
+        key = self.slots[number].key
+        del self._by_key[key]
+        self._changes.append(Change("evicted", key))
+        self._free_slot(number)
+
+    def _free_slot(self, number: int) -> None:
+        self._used[self.slots[number].tenant] -= 1
+        self._pinned.discard(number)
+        self.slots[number] = Slot()
+        self._free.append(number)
+
+    def _unpin(self, number: int) -> None:
+        slot = self.slots[number]
+        slot.pinned_until_ns = 0
+        self._pinned.discard(number)
+        if number in self._room:
+            self._room.discard(number)
+            self._room.add(number, slot.key, pinned=False)

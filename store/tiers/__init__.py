@@ -1,0 +1,1 @@
+"""Slower and larger places for blocks than the pool's memory."""

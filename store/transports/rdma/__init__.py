@@ -1,0 +1,1 @@
+"""Blocks over RDMA, by pyverbs."""

@@ -1,0 +1,122 @@
+"""What the two ends of an RDMA connection say to each other, over the bus to connect and in mailboxes afterwards.
+
+A `QueuePair` gives its reader the right to read and write a pool, so that it is proved, addressed and numbered: who
+does not know the cluster's secret cannot make one, and one that was heard cannot be used again. A message in a
+mailbox is only heard by the other end of a connected pair, which the device sees to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from halfmoon.schemas.codec import encode
+from halfmoon.schemas.store import QueuePair
+from halfmoon.store.transports.base import Slice
+from halfmoon.store.transports.tcp.wire import Run
+
+#: One message: so many bytes of blocks (one layer at least), in so many runs, with so many checksums.
+MESSAGE_BYTES = 4 * 1024 * 1024
+RUNS_PER_MESSAGE = 32
+LAYERS_PER_MESSAGE = 512
+
+
+class Refused(Exception):
+    """`name` counts it, the text is the answer."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+
+
+def sign(pair: QueuePair, secret: str) -> QueuePair:
+    """The same message, with its proof."""
+    return msgspec.structs.replace(pair, proof=_proof(pair, secret))
+
+
+def _proof(pair: QueuePair, secret: str) -> str:
+    bare = msgspec.structs.replace(pair, proof="")
+    return hmac.new(secret.encode(), b"halfmoon pair\0" + encode(bare), hashlib.sha256).hexdigest()
+
+
+class Doorkeeper:
+    """Judges what others offer, and numbers what is offered to them."""
+
+    def __init__(self, node_id: str, incarnation: str, secret: str) -> None:
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._secret = secret
+        #: The highest number taken of each incarnation of each node: genuine ones only, so that it stays small.
+        self._taken: dict[tuple[str, str], int] = {}
+        self._given = 0
+
+    def number(self) -> int:
+        self._given += 1
+        return self._given
+
+    def admit(self, offer: QueuePair) -> None:
+        """Raises Refused for what is not genuine, not meant for this agent, an answer, or no news."""
+        self._check(offer)
+        if offer.answer:
+            raise Refused("foreign", "that is an answer, and nothing was asked")
+        sender = (offer.node_id, offer.incarnation)
+        if offer.number <= self._taken.get(sender, 0):
+            raise Refused("replayed", f"endpoint message {offer.number} of {offer.node_id} was taken already")
+        self._taken[sender] = offer.number
+
+    def check_answer(self, answer: QueuePair, offer: QueuePair) -> None:
+        """Raises Refused for what is no answer to this offer."""
+        self._check(answer)
+        if (answer.node_id, answer.incarnation) != (offer.to_node_id, offer.to_incarnation):
+            raise Refused("foreign", f"{answer.node_id} answers for {offer.to_node_id}, or was restarted")
+        if not answer.answer or answer.number != offer.number:
+            raise Refused("replayed", f"{answer.node_id} answers endpoint message {answer.number}, not {offer.number}")
+
+    def _check(self, pair: QueuePair) -> None:
+        if not hmac.compare_digest(pair.proof.encode(), _proof(pair, self._secret).encode()):
+            raise Refused("proof", f"{pair.node_id} does not know the cluster's secret")
+        if (pair.to_node_id, pair.to_incarnation) != (self._node_id, self._incarnation):
+            raise Refused("foreign", f"meant for {pair.to_node_id} as it was at {pair.to_incarnation}")
+
+
+class Arrived(msgspec.Struct, frozen=True, array_like=True):
+    """In a mailbox with the last write of a message: these runs are there, and have these checksums (xxh3_64 of every
+    layer of every run, in order). Answered by Judged.
+    """
+
+    order_id: str
+    party: str
+    runs: list[Run]
+    sums: list[int]
+
+
+class Judged(msgspec.Struct, frozen=True, array_like=True):
+    """`refusal` is "" when the bytes are readable; `name` is what refusals are counted under."""
+
+    name: str = ""
+    refusal: str = ""
+
+
+arrived_decoder = msgspec.msgpack.Decoder(Arrived)
+judged_decoder = msgspec.msgpack.Decoder(Judged)
+pack = msgspec.msgpack.Encoder().encode
+
+
+def messages(items: Sequence[Slice], layer_block_bytes: int) -> Iterator[list[Slice]]:
+    """`items` cut into messages."""
+    most = min(LAYERS_PER_MESSAGE, max(1, MESSAGE_BYTES // layer_block_bytes))
+    message: list[Slice] = []
+    held = 0
+    for item in items:
+        for first in range(item.first_layer, item.first_layer + item.layers, most):
+            layers = min(most, item.first_layer + item.layers - first)
+            if message and (held + layers > most or len(message) == RUNS_PER_MESSAGE):
+                yield message
+                message, held = [], 0
+            message.append(Slice(item.local_slot, item.remote_slot, first, layers))
+            held += layers
+    if message:
+        yield message

@@ -1,0 +1,1 @@
+"""Blocks over TCP: authenticated, and encrypted between hosts."""

@@ -1,0 +1,136 @@
+"""What the receiving end of TCP does with a message, whatever link it came over.
+
+Nobody is served who has not proved that he knows the cluster's secret. Every write is checked against the book
+before a byte of it reaches a slot: right order, reserved slots, exact sizes. What is refused is answered with a
+reason and counted (`refused_…`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from halfmoon.store.pool.segment import PoolView
+from halfmoon.store.transports.base import Gate
+from halfmoon.store.transports.tcp import wire
+from halfmoon.store.transports.tcp.channel import FrameMissing, Frames
+
+Reply = Callable[[Sequence[bytes | memoryview]], None]
+
+
+@dataclass(slots=True)
+class Caller:
+    """One connection: the nonces once it greeted, a session once it proved itself."""
+
+    nonces: bytes = b""
+    session: wire.Session | None = None
+
+
+class Refuse(Exception):
+    """`name` counts it, the text is the answer."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+
+
+class TcpService:
+    """Serves reads and writes of the pool to authenticated peers; from any thread."""
+
+    def __init__(self, view: PoolView, gate: Gate, *, secret: str, incarnation: str, counters: Counter[str]) -> None:
+        self._view = view
+        self._gate = gate
+        self._secret = secret
+        self._incarnation = incarnation
+        self._counters = counters
+        self._counting = threading.Lock()
+
+    def count(self, name: str, number: int = 1) -> None:
+        with self._counting:
+            self._counters[name] += number
+
+    def receive(self, frames: Frames, caller: Caller, reply: Reply) -> None:
+        """One message: does what it asks, or says why not. Frames may be left over. Raises Broken when the
+        connection ends."""
+        try:
+            mac, raw = frames.small(), frames.small()
+            if caller.session is None:
+                self._admit(caller, wire.decode(raw), reply)
+                return
+            header = caller.session.open(mac, raw)
+            match header:
+                case wire.Read():
+                    self._read(caller.session, header, reply)
+                case wire.Write():
+                    self._write(header, frames)
+                    reply(caller.session.seal(wire.Ack()))
+                case _:
+                    raise Refuse("malformed", f"{type(header).__name__} is no request")
+        except (Refuse, FrameMissing, wire.FrameInvalid) as problem:
+            name = problem.name if isinstance(problem, Refuse) else "malformed"
+            if name == "malformed" and caller.session is not None:
+                caller.nonces, caller.session = b"", None
+            self.count(f"refused_{name}")
+            refusal = wire.Refusal(reason=str(problem), kind="corrupted" if name == "corrupted" else "refused")
+            reply(caller.session.seal(refusal) if caller.session else (b"", wire.encode(refusal)))
+
+    def _admit(self, caller: Caller, header: wire.AnyHeader, reply: Reply) -> None:
+        match header:
+            case wire.Greeting(nonce=nonce) if len(nonce) == wire.NONCE_BYTES:
+                caller.nonces = nonce + secrets.token_bytes(wire.NONCE_BYTES)
+                mine = wire.proof(self._secret, "server", caller.nonces)
+                reply((b"", wire.encode(wire.Challenge(nonce=caller.nonces[wire.NONCE_BYTES :], proof=mine))))
+            case wire.Answer(node_id=node_id, proof=theirs) if caller.nonces:
+                nonces, caller.nonces = caller.nonces, b""
+                if not secrets.compare_digest(theirs, wire.proof(self._secret, "client", nonces, node_id)):
+                    raise Refuse("wrong_secret", "the cluster's secret is another")
+                caller.session = wire.Session(wire.proof(self._secret, "session", nonces), "server")
+                reply(caller.session.seal(wire.Welcome(incarnation=self._incarnation)))
+            case _:
+                raise Refuse("unauthenticated", "authenticate first")
+
+    def _read(self, session: wire.Session, header: wire.Read, reply: Reply) -> None:
+        self._check_runs(header.runs)
+        if reason := self._gate.begin_read(header.order_id, [run.slot for run in header.runs]):
+            raise Refuse("no_lease", reason)
+        sums: list[int] = []
+        for run in header.runs:
+            sums += self._view.sums[run.slot, run.first_layer : run.first_layer + run.layers].tolist()
+        payload = [wire.memory(self._view, run.slot, run.first_layer, run.layers) for run in header.runs]
+        self.count("tcp_read_bytes", sum(map(len, payload)))
+        reply([*session.seal(wire.Chunk(sums=sums)), *payload])
+
+    def _write(self, header: wire.Write, frames: Frames) -> None:
+        self._check_runs(header.runs)
+        if len(header.sums) != sum(run.layers for run in header.runs):
+            raise Refuse("malformed_write", "as many checksums as layers, please")
+        slots = [run.slot for run in header.runs]
+        if reason := self._gate.begin_write(header.order_id, header.party, slots):
+            raise Refuse("no_reservation", reason)
+        try:
+            sums = iter(header.sums)
+            for run in header.runs:
+                into = wire.memory(self._view, run.slot, run.first_layer, run.layers)
+                size = frames.into(into)
+                if size < 0:
+                    raise Refuse("wrong_size", "payload is missing")
+                if size != len(into):
+                    raise Refuse("wrong_size", f"a frame of {size} bytes where {len(into)} were due")
+                self.count("tcp_written_bytes", size)
+                expected = [next(sums) for _ in range(run.layers)]
+                if wire.run_sums(self._view, run.slot, run.first_layer, run.layers) != expected:
+                    raise Refuse("corrupted", f"slot {run.slot} is not what was sent")
+            if frames.more():
+                raise Refuse("wrong_size", "more payload than was announced")
+        finally:
+            self._gate.end_write(header.order_id, header.party)
+
+    def _check_runs(self, runs: Sequence[wire.Run]) -> None:
+        at = self._view.geometry
+        for run in runs:
+            inside = 0 <= run.slot < at.slots and run.first_layer >= 0 and run.layers >= 1
+            if not inside or run.first_layer + run.layers > at.layers:
+                raise Refuse("outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers} outside of the pool")

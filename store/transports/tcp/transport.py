@@ -1,0 +1,242 @@
+"""The transport between hosts: blocks over TCP, sent from the segment and received into the slots without a copy of
+our own.
+
+Links are authenticated always (`tcp_wire`) and encrypted with CURVE by default between hosts; encryption halves the
+speed, so that it can be chosen for each agent. A link is used for one move at a time; moves to the same peer at the
+same time use several.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import zmq
+
+from halfmoon.schemas.events import Endpoint
+from halfmoon.schemas.store import Hello
+from halfmoon.store.config import StoreConfig
+from halfmoon.store.errors import PeerUnreachable, TransferError, TransferRefused
+from halfmoon.store.pool.segment import PoolView
+from halfmoon.store.transports.base import Call, Gate, Peer, Slice, Stop, check_items, in_thread, moved_bytes
+from halfmoon.store.transports.tcp.channel import Broken, CurveChannel, PlainChannel, Watch
+from halfmoon.store.transports.tcp.link import Link
+from halfmoon.store.transports.tcp.server import CurveServer, PlainServer
+from halfmoon.store.transports.tcp.service import TcpService
+from halfmoon.store.transports.tcp.wire import RUNS_PER_MESSAGE, frame_bytes_max
+
+LOOPBACK = "127.0.0.1"
+LINK_THREADS = 8
+#: Up to here a move is one exchange on the event loop (some 60 µs), beyond it is for a thread.
+SMALL_BYTES = 32 * 1024
+Work = Callable[[Link, Watch], None]
+
+
+class TcpTransport:
+    """Implements Transport, and serves the other agents' calls."""
+
+    def __init__(
+        self, view: PoolView, gate: Gate, config: StoreConfig, *, incarnation: str, host: str, counters: Counter[str]
+    ) -> None:
+        self._view = view
+        self._config = config
+        self._host = host
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._keys = zmq.curve_keypair()
+        self._executor = ThreadPoolExecutor(LINK_THREADS, thread_name_prefix="store-link")
+        self._idle: dict[str, deque[Link]] = defaultdict(deque)
+        self._running: set[Stop] = set()
+        self._closed = False
+        self.endpoints: list[Endpoint] = []
+        service = TcpService(view, gate, secret=config.cluster_secret, incarnation=incarnation, counters=counters)
+        self._plain = PlainServer(view, service, stall_ns_max=config.stall_ns_max)
+        self._curve = CurveServer(self._context, view, service, self._keys)
+
+    def start(self) -> None:
+        """Listens. With encryption "auto" there is a plain socket besides, for this host alone. Raises
+        TransferError.
+        """
+        config = self._config
+        kinds = {"always": [True], "never": [False], "auto": [True, False]}[config.encryption]
+        for encrypted in kinds:
+            main = encrypted is kinds[0]
+            for address in config.bind.split(",") if main else [LOOPBACK]:
+                self._listen(address.strip(), config.port if main else 0, encrypted, config.advertise if main else "")
+        self._plain.start()
+        self._curve.start()
+
+    def _listen(self, address: str, port: int, encrypted: bool, advertise: str) -> None:
+        server = self._curve if encrypted else self._plain
+        try:
+            bound = server.listen(address, port)
+        except (zmq.ZMQError, OSError) as problem:
+            raise TransferError(f"cannot listen on {address}:{port}: {problem}") from None
+        host, _, port_bound = bound.removeprefix("tcp://").rpartition(":")
+        key = self._keys[0].decode() if encrypted else ""
+        self.endpoints.append(
+            Endpoint(transport="tcp", address=f"tcp://{advertise or host}:{port_bound}", public_key=key)
+        )
+
+    @property
+    def public_key(self) -> str:
+        """The CURVE key (z85) under which this agent calls others, whatever it serves itself."""
+        return self._keys[0].decode()
+
+    def allow(self, hello: Hello) -> None:
+        """A genuine hello names the key under which its agent will call."""
+        for key in {hello.public_key, *(endpoint.public_key for endpoint in hello.endpoints)} - {""}:
+            self._curve.allow(key)
+
+    async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
+        if not await self._small(peer, items, call, reading=True):
+            await self._move(peer, items, call, lambda link, watch: link.read(items, call, watch))
+
+    async def write(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
+        if not await self._small(peer, items, call, reading=False):
+            await self._move(peer, items, call, lambda link, watch: link.write(items, call, watch))
+
+    def forget(self, node_id: str) -> None:
+        for link in self._idle.pop(node_id, ()):
+            link.close()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for stop in self._running:
+            stop.tell()
+        self._executor.shutdown(wait=True)
+        for node_id in list(self._idle):
+            self.forget(node_id)
+        self._plain.close()
+        self._curve.close()
+        self._context.destroy(linger=0)
+
+    # --- a few KiB -----------------------------------------------------------------------------------------------
+
+    async def _small(self, peer: Peer, items: Sequence[Slice], call: Call, *, reading: bool) -> bool:
+        """True when the move was made here: it is small, and an idle plain link is there."""
+        if self._closed or len(items) > RUNS_PER_MESSAGE:
+            return False
+        check_items(self._view.geometry, peer.geometry, items)
+        if not items or moved_bytes(peer.geometry, items) > SMALL_BYTES:
+            return False
+        link = self._take_idle(peer, self._endpoint(peer))
+        if link is None or not link.can_exchange():
+            if link is not None:
+                self._idle[peer.node_id].append(link)
+            return False
+        stop = Stop(call)
+        self._running.add(stop)
+        try:
+            stop.check()
+            watch = Watch(stop, self._config.stall_ns_max, peer.node_id)
+            await link.exchange(list(items), call, watch, reading=reading)
+        except BaseException as problem:
+            link.close()
+            if isinstance(problem, Broken):
+                raise PeerUnreachable(f"{peer.node_id}: {problem}") from None
+            raise
+        finally:
+            self._running.discard(stop)
+        self._put_idle(link)
+        return True
+
+    # --- in a thread ---------------------------------------------------------------------------------------------
+
+    async def _move(self, peer: Peer, items: Sequence[Slice], call: Call, work: Work) -> None:
+        if self._closed:
+            raise TransferError("the transport is closed")
+        check_items(self._view.geometry, peer.geometry, items)
+        endpoint = self._endpoint(peer)
+        stop = Stop(call)
+        stop.check()
+        self._running.add(stop)
+        try:
+            await in_thread(self._executor, functools.partial(self._run, peer, endpoint, work, stop), stop)
+        finally:
+            self._running.discard(stop)
+
+    def _run(self, peer: Peer, endpoint: Endpoint, work: Work, stop: Stop) -> None:
+        """On an idle link or a new one, which is idle again afterwards if it did not fail."""
+        link = self._take_idle(peer, endpoint)
+        watch = Watch(stop, self._config.stall_ns_max, peer.node_id)
+        try:
+            if link is None:
+                link = self._connect(peer, endpoint, watch)
+                link.authenticate(self._config.node_id, self._config.cluster_secret, watch)
+            work(link, watch)
+        except (zmq.ZMQError, Broken) as problem:
+            if link is not None:
+                link.close()
+            raise PeerUnreachable(f"{peer.node_id}: {problem}") from None
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
+        self._put_idle(link)
+
+    def _take_idle(self, peer: Peer, endpoint: Endpoint) -> Link | None:
+        """An idle link to this endpoint of this incarnation. (Of a deque, `popleft` and `append` are atomic.)"""
+        idle = self._idle[peer.node_id]
+        for _ in range(len(idle)):
+            try:
+                link = idle.popleft()
+            except IndexError:
+                break
+            if link.peer.incarnation != peer.incarnation or link.broken():
+                link.close()
+            elif link.address != endpoint.address:
+                idle.append(link)
+            else:
+                return link
+        return None
+
+    def _put_idle(self, link: Link) -> None:
+        if self._closed:
+            link.close()
+        else:
+            self._idle[link.peer.node_id].append(link)
+
+    def _connect(self, peer: Peer, endpoint: Endpoint, watch: Watch) -> Link:
+        longest = frame_bytes_max(self._view)
+        if not endpoint.public_key:
+            timeout_s = self._config.stall_ns_max / 1e9
+            plain = PlainChannel.connect(endpoint.address, watch, frame_bytes_max=longest, timeout_s=timeout_s)
+            return Link(plain, self._view, peer, endpoint.address)
+        curve = CurveChannel(
+            self._context,
+            endpoint.address,
+            peer=peer.node_id,
+            server_key=endpoint.public_key,
+            keys=self._keys,
+            frame_bytes_max=longest,
+        )
+        try:
+            curve.handshake(watch)
+        except BaseException:
+            curve.close()
+            raise
+        return Link(curve, self._view, peer, endpoint.address)
+
+    def ways(self, peer: Peer) -> list[Endpoint]:
+        """The peer's endpoints on which both ends agree on encryption."""
+        offered = [at for at in peer.endpoints if at.transport == "tcp"]
+        right = [at for at in offered if bool(at.public_key) != self._goes_plain(peer)]
+        if not right and self._config.encryption == "auto":  # encrypted although it need not be
+            right = [at for at in offered if at.public_key]
+        return right
+
+    def _goes_plain(self, peer: Peer) -> bool:
+        return self._config.encryption == "never" or (self._config.encryption == "auto" and peer.host == self._host)
+
+    def _endpoint(self, peer: Peer) -> Endpoint:
+        """Raises TransferRefused when the two agents do not agree on encryption."""
+        for endpoint in self.ways(peer):
+            return endpoint
+        wanted = "plain" if self._goes_plain(peer) else "encrypted"
+        raise TransferRefused(
+            f"{peer.node_id} offers no {wanted} link, and encryption is {self._config.encryption!r} here"
+        )

@@ -1,0 +1,202 @@
+"""What goes over a TCP link: messages of frames `[mac, header, payload…]`, and how both ends prove who they are.
+
+::
+
+    client                                        server
+      │── Greeting(nonce) ───────────────────────▶│
+      │◀────────── Challenge(nonce, proof) ───────│   proof: HMAC of both nonces, "server"
+      │── Answer(node_id, proof) ────────────────▶│   proof: HMAC of both nonces, "client", node_id
+      │◀────────── Welcome(incarnation) ──────────│   from here on every header carries a mac
+      │── Read / Write + payload ────────────────▶│
+      │◀────────── Chunk + payload / Ack / Refusal│
+
+All HMACs are SHA-256 under the cluster's secret; the session's key is drawn from both nonces, so that nothing of
+another connection can be replayed, and headers are numbered, so that nothing of this one can. Payload is protected
+by CURVE where the link is encrypted; in any case a layer of a block counts only when its xxh3_64 is the one in the
+header.
+
+A payload frame is a run of layers of one block, whole layers, of at most 512 KiB (or one layer, when that is
+larger): small enough to be in the cache still when it is verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+from halfmoon.store.pool.segment import PoolView
+from halfmoon.store.transports.base import Slice, joined
+
+FRAME_BYTES = 512 * 1024
+
+MESSAGE_BYTES = 4 * 1024 * 1024
+#: Asked for at once over a plain link, where the first frame can be taken before the last one is sent: every request
+#: that is sent while an answer comes costs a quarter of a millisecond.
+STREAM_BYTES = 64 * 1024 * 1024
+NONCE_BYTES = 16
+#: Runs in one message: a header stays small.
+RUNS_PER_MESSAGE = 512
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Layers `first_layer .. first_layer + layers - 1` of the receiver's (Write) or sender's (Read) slot."""
+
+    slot: int
+    first_layer: int
+    layers: int
+
+
+class Header(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What every message begins with."""
+
+    #: Counts the messages of one direction of a connection, from 1.
+    number: int = 0
+
+
+class Greeting(Header, frozen=True, kw_only=True):
+    """A client says who it is."""
+
+    nonce: bytes
+
+
+class Challenge(Header, frozen=True, kw_only=True):
+    """The server asks for proof."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Answer(Header, frozen=True, kw_only=True):
+    """The proof."""
+
+    node_id: str
+    proof: bytes
+
+
+class Welcome(Header, frozen=True, kw_only=True):
+    """The server takes the client."""
+
+    incarnation: str
+
+
+class Read(Header, frozen=True, kw_only=True):
+    """Asks for block-layers."""
+
+    order_id: str
+    runs: list[Run]
+
+
+class Write(Header, frozen=True, kw_only=True):
+    """`sums`: xxh3_64 of every layer of every run, in order; so in Chunk."""
+
+    order_id: str
+    party: str
+    runs: list[Run]
+    sums: list[int]
+
+
+class Chunk(Header, frozen=True, kw_only=True):
+    """Answers one Read: all of its runs."""
+
+    sums: list[int]
+
+
+class Ack(Header, frozen=True, kw_only=True):
+    """Answers one Write: its bytes are readable."""
+
+
+class Refusal(Header, frozen=True, kw_only=True):
+    """Answers anything. Without a mac before the session exists."""
+
+    reason: str
+    kind: Literal["refused", "corrupted"] = "refused"
+
+
+AnyHeader = Greeting | Challenge | Answer | Welcome | Read | Write | Chunk | Ack | Refusal
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyHeader)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class FrameInvalid(Exception):
+    """Bytes that are no message of this protocol, or not of this session."""
+
+
+def encode(header: AnyHeader) -> bytes:
+    return _encoder.encode(header)
+
+
+def decode(raw: bytes) -> AnyHeader:
+    """Raises FrameInvalid."""
+    try:
+        header: AnyHeader = _decoder.decode(raw)
+        return header
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise FrameInvalid(f"malformed header: {problem}") from None
+
+
+def proof(secret: str, who: Literal["server", "client", "session"], nonces: bytes, node_id: str = "") -> bytes:
+    return hmac.digest(secret.encode(), b"halfmoon tcp\0" + who.encode() + b"\0" + nonces + node_id.encode(), "sha256")
+
+
+class Session:
+    """The macs of one connection, as one end sees them."""
+
+    def __init__(self, key: bytes, me: Literal["server", "client"]) -> None:
+        self._keys = {who: hmac.digest(key, who, "sha256") for who in (b"server", b"client")}
+        self._mine, self._theirs = (b"server", b"client") if me == "server" else (b"client", b"server")
+        self._sent = self._received = 0
+
+    def seal(self, header: AnyHeader) -> tuple[bytes, bytes]:
+        """`(mac, header)`, numbered."""
+        self._sent += 1
+        raw = encode(msgspec.structs.replace(header, number=self._sent))
+        return hmac.digest(self._keys[self._mine], raw, hashlib.sha256), raw
+
+    def open(self, mac: bytes, raw: bytes) -> AnyHeader:
+        """Raises FrameInvalid for a header that the other end did not make, or made for another moment."""
+        if not hmac.compare_digest(mac, hmac.digest(self._keys[self._theirs], raw, hashlib.sha256)):
+            raise FrameInvalid("wrong mac")
+        header = decode(raw)
+        self._received += 1
+        if header.number != self._received:
+            raise FrameInvalid(f"message {header.number} where {self._received} was due")
+        return header
+
+
+def split(items: Sequence[Slice], layer_block_bytes: int, message_bytes: int = MESSAGE_BYTES) -> Iterator[list[Slice]]:
+    """`items` cut into messages: runs of at most FRAME_BYTES, together at most `message_bytes` (one layer at least)."""
+    layers_max = max(1, FRAME_BYTES // layer_block_bytes)
+    message: list[Slice] = []
+    total = 0
+    for item in joined(items):
+        for first in range(item.first_layer, item.first_layer + item.layers, layers_max):
+            layers = min(layers_max, item.first_layer + item.layers - first)
+            size = layers * layer_block_bytes
+            if message and (total + size > message_bytes or len(message) == RUNS_PER_MESSAGE):
+                yield message
+                message, total = [], 0
+            message.append(Slice(item.local_slot, item.remote_slot, first, layers))
+            total += size
+    if message:
+        yield message
+
+
+def frame_bytes_max(view: PoolView) -> int:
+    """No frame is longer, nor is a header."""
+    return max(FRAME_BYTES, view.geometry.layer_block_bytes) + 65536
+
+
+def memory(view: PoolView, slot: int, first_layer: int, layers: int) -> memoryview:
+    """The bytes of a run, flat, no copy."""
+    run: memoryview = view.blocks[slot, first_layer : first_layer + layers].reshape(-1).data
+    return run
+
+
+def run_sums(view: PoolView, slot: int, first_layer: int, layers: int) -> list[int]:
+    """xxh3_64 of each layer of a run, as it is in memory now."""
+    return [xxhash.xxh3_64_intdigest(view.blocks[slot, first_layer + i].data) for i in range(layers)]

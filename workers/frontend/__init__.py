@@ -1,0 +1,1 @@
+"""The cluster's edge: HTTP and NATS in, tokens out."""

@@ -1,0 +1,130 @@
+"""How the cluster is, as its conductors say: for `halfmoon status`, `/ready`, `/status` and the page.
+
+All conductors answer on one common subject; what comes within a short while counts. They hold the same state at the
+same sequence, so the one that is furthest on speaks for the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from nats.aio.msg import Msg
+
+from halfmoon.bus.connection import Bus
+from halfmoon.schemas import subjects
+from halfmoon.schemas.codec import MessageInvalid, decode, encode
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
+from halfmoon.workers.frontend.config import FrontendConfig
+
+#: After the first answer the others have this long.
+GATHER_S = 0.05
+ANSWER_S = 0.5
+CACHED_S = 0.25
+
+
+class ClusterStatus:
+    """`read` asks at most every `CACHED_S`, and once for all who wait."""
+
+    def __init__(self, bus: Bus, config: FrontendConfig) -> None:
+        self.http_url = ""
+        self._bus = bus
+        self._config = config
+        self._last: dict[str, Any] | None = None
+        self._read_at = 0.0
+        self._lock = asyncio.Lock()
+
+    async def read(self) -> dict[str, Any]:
+        """The JSON of `halfmoon status`, and a few figures more."""
+        async with self._lock:
+            if self._last is None or time.monotonic() - self._read_at > CACHED_S:
+                self._last = self._describe(await self._gather())
+                self._read_at = time.monotonic()
+            return self._last
+
+    async def _gather(self) -> list[ConductorStatus]:
+        answers: dict[str, ConductorStatus] = {}
+        first = asyncio.Event()
+
+        async def receive(msg: Msg) -> None:
+            try:
+                answer: ConductorStatus = decode(msg.data, ConductorStatus)
+            except MessageInvalid:
+                first.set()  # "nobody serves this", or no conductor of our version
+                return
+            answers[answer.conductor_id] = answer
+            first.set()
+
+        nc = self._bus.nc
+        if not nc.is_connected:
+            return []
+        inbox = nc.new_inbox()
+        subscription = await nc.subscribe(inbox, cb=receive)
+        try:
+            await nc.publish(subjects.status(subjects.CONDUCTORS), encode(StatusRequest()), reply=inbox)
+            async with asyncio.timeout(ANSWER_S):
+                await first.wait()
+            if answers:
+                await asyncio.sleep(GATHER_S)
+        except TimeoutError:
+            pass
+        finally:
+            if not nc.is_closed:
+                await subscription.unsubscribe()
+        return [answers[name] for name in sorted(answers)]
+
+    def _describe(self, conductors: list[ConductorStatus]) -> dict[str, Any]:
+        status: dict[str, Any] = {
+            "ready": any(conductor.ready for conductor in conductors),
+            "nats": self._nats_url(),
+            "http": self.http_url,
+            "model": self._config.model,
+            "nodes": [],
+            "conductors": [
+                {"id": conductor.conductor_id, "seq": conductor.seq, "digest": conductor.digest}
+                for conductor in conductors
+            ],
+        }
+        if not conductors:
+            return status
+        newest = max(conductors, key=lambda conductor: conductor.seq)
+        status["nodes"] = [
+            {
+                "id": node.id,
+                "role": node.role,
+                "state": node.state,
+                "queued": node.queued,
+                "running": node.running,
+                "kv_used": node.kv_used,
+                "kv_total": node.kv_total,
+            }
+            for node in newest.nodes
+        ]
+        counts = newest.counts
+        status["requests"] = {
+            "in_flight": newest.requests_in_flight,
+            "parked": newest.requests_parked,
+            "arrived": counts.arrived,
+            "finished": counts.finished,
+            "failed": counts.failed,
+            "cancelled": counts.cancelled,
+            "rejected": counts.rejected,
+        }
+        status["cache"] = {
+            "blocks": newest.index_blocks,
+            "prompt_tokens": counts.prompt_tokens,
+            "cached_local_tokens": counts.cached_local_tokens,
+            "cached_fetched_tokens": counts.cached_fetched_tokens,
+        }
+        status["policy"] = newest.policy.name
+        return status
+
+    def _nats_url(self) -> str:
+        """The server that we are connected to, without credentials."""
+        url = self._bus.nc.connected_url
+        if url is None:
+            return ""
+        parts = urlsplit(url.geturl())
+        return f"{parts.scheme}://{parts.hostname}:{parts.port}"

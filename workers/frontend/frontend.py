@@ -1,0 +1,62 @@
+"""The frontend process: the registry of open requests behind its two edges, NATS and HTTP."""
+
+from __future__ import annotations
+
+from halfmoon.bus.connection import Bus
+from halfmoon.schemas.policy import Layout
+from halfmoon.workers.frontend.cluster_status import ClusterStatus
+from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.http_edge import HttpEdge
+from halfmoon.workers.frontend.nats_edge import NatsEdge
+from halfmoon.workers.frontend.registry import RequestRegistry
+from halfmoon.workers.model.tokenizer import Tokenizer
+
+
+class Frontend:
+    """`start` takes part in the cluster and opens the edges; `stop` drains."""
+
+    def __init__(self, bus: Bus, config: FrontendConfig, tokenizer: Tokenizer, layout: Layout) -> None:
+        self.bus = bus
+        self.config = config
+        self.registry = RequestRegistry(bus, config, tokenizer, layout)
+        self._status = ClusterStatus(bus, config)
+        self._nats = NatsEdge(self.registry, self._status) if config.nats_api else None
+        self._http = HttpEdge(self.registry, self._status) if config.http_port >= 0 else None
+
+    @property
+    def http_url(self) -> str:
+        """Where HTTP is served, once started; "" when it is not."""
+        return self._http.url if self._http else ""
+
+    @property
+    def http_port(self) -> int:
+        return int(self.http_url.rpartition(":")[2]) if self.http_url else -1
+
+    async def start(self) -> None:
+        """Raises BusError, and OSError when the HTTP port is taken: then nobody has heard of this frontend."""
+        if self._http is not None:
+            await self._http.start()
+            self._status.http_url = self._http.url
+        await self.registry.start()
+        if self._nats is not None:
+            await self._nats.start()
+
+    async def stop(self) -> None:
+        """Refuse new requests, finish open ones within `drain_ns_max`, tell the rest why, leave. Once is enough."""
+        if self.registry.draining:
+            return
+        self.registry.draining = True
+        if self._nats is not None:
+            await self._nats.stop_taking()
+        await self.registry.stop()
+        if self._nats is not None:
+            await self._nats.stop()
+        if self._http is not None:
+            await self._http.stop()
+
+
+async def run_frontend(bus: Bus, config: FrontendConfig, tokenizer: Tokenizer, layout: Layout) -> Frontend:
+    """A started frontend."""
+    frontend = Frontend(bus, config, tokenizer, layout)
+    await frontend.start()
+    return frontend

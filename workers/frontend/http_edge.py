@@ -1,0 +1,318 @@
+"""The frontend's HTTP edge: OpenAI's endpoints, and what operators look at.
+
+No framework between the socket and the handlers but aiohttp's server: a table of paths, one coroutine a request. A
+stream's status line is held back until its first token, so that a refusal is a status and not an event. A client that
+disconnects cancels its handler, and so its request, everywhere. aiohttp sets TCP_NODELAY on every connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from halfmoon.bus.telemetry.metrics import CONTENT_TYPE, exposition
+from halfmoon.bus.telemetry.version import VERSION
+from halfmoon.schemas.api import ApiError, Ask, TokenizeBody, chat_ask, completion_ask, decode_body
+from halfmoon.workers.frontend.answers import OpenAiForm
+from halfmoon.workers.frontend.cluster_status import ClusterStatus
+from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.frontend.page.assets import Assets
+from halfmoon.workers.frontend.page.feed import PageFeed
+from halfmoon.workers.frontend.registry import RequestRegistry
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+log = logging.getLogger(__name__)
+
+#: Who looks at the page and reads nothing for so long is cut off.
+WRITE_S = 20.0
+_JSON = "application/json"
+_TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
+_STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+
+class HttpEdge:
+    """`start` listens, `stop` closes (after the registry, so that open streams end well)."""
+
+    def __init__(self, registry: RequestRegistry, status: ClusterStatus) -> None:
+        self._registry = registry
+        self._config = registry.config
+        self._status = status
+        self._tenants = {_digest(key): tenant for key, tenant in registry.config.api_keys.items()}
+        self._runner: web.ServerRunner | None = None
+        #: Where it listens, once started.
+        self.url = ""
+        self._handlers: dict[str, tuple[str, Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._complete),
+            "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._metrics),
+            "/version": ("GET", self._version),
+            "/status": ("GET", self._show_status),
+            "/page/stream": ("GET", self._page_stream),
+            "/page/explain": ("GET", self._page_explain),
+        }
+        self._feed = PageFeed(registry.bus, registry.config)
+        assets = Assets()
+        self._handlers.update(dict.fromkeys(assets.paths, ("GET", assets.answer)))
+
+    async def start(self) -> None:
+        """Raises OSError when the port is taken."""
+        server = web.Server(
+            self._answer, request_factory=self._make_request, handler_cancellation=True, access_log=None
+        )
+        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._config.http_host, self._config.http_port, backlog=1024)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        await self._feed.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _make_request(self, message, payload, protocol, writer, task) -> web.BaseRequest:  # type: ignore[no-untyped-def]
+        return web.BaseRequest(
+            message, payload, protocol, writer, task, protocol._loop, client_max_size=self._config.body_bytes_max
+        )
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            known = self._handlers.get(request.path)
+            if known is None:
+                raise ApiError(404, f"there is no {request.path[:200]}", code="unknown_url")
+            method, handler = known
+            if request.method != method and not (method == "GET" and request.method == "HEAD"):
+                raise ApiError(405, f"{request.path} wants {method}", code="method_not_allowed")
+            return await handler(request)
+        except ApiError as error:
+            self._registry.metrics.failed(error.status)
+            return _refusal(error)
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception:
+            log.exception("a request could not be answered")
+            self._registry.metrics.failed(500)
+            return _refusal(ApiError(500, "internal error", code="internal"))
+
+    # --- generating -------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._generate(request, chat_ask)
+
+    async def _complete(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._generate(request, completion_ask)
+
+    async def _generate(self, request: web.BaseRequest, read: Callable[[bytes], Ask]) -> web.StreamResponse:
+        began_ns = time.monotonic_ns()
+        traceparent = request.headers.get("traceparent", "")
+        if traceparent and not _TRACEPARENT.match(traceparent):
+            traceparent = ""
+        listener = _HttpListener(asyncio.get_running_loop())
+        try:
+            tenant = self._authorize(request)
+            self._registry.admit()
+            ask = read(await _body(request))
+            if tenant:
+                ask = dataclasses.replace(ask, tenant=tenant)  # a key's tenant is not the body's to choose
+            default = 0 if ask.chat else self._config.completion_max_tokens_default
+            opened = await self._registry.open(ask, listener, traceparent=traceparent, max_tokens_default=default)
+        except ApiError as error:
+            self._registry.refused(error, began_ns, chat=read is chat_ask, traceparent=traceparent)
+            raise
+        listener.form = OpenAiForm(opened, self._registry.tokenizer, self._config.model, int(time.time()))
+        headers = {"x-request-id": opened.request_id}
+        if traceparent:
+            headers["traceparent"] = traceparent
+        try:
+            if ask.stream:
+                return await self._stream(request, listener, headers)
+            await listener.wait()
+            if listener.error is not None:
+                return _refusal(listener.error, headers)
+            return web.Response(body=listener.form.whole(), content_type=_JSON, headers=headers)
+        except (asyncio.CancelledError, ConnectionError):
+            self._registry.cancel(opened)
+            raise
+
+    async def _stream(
+        self, request: web.BaseRequest, listener: _HttpListener, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        assert listener.form is not None
+        await listener.wait()
+        if listener.error is not None and not listener.events:
+            return _refusal(listener.error, headers)
+        response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
+        await response.prepare(request)
+        written = listener.form.first_event()
+        while True:
+            written += listener.drain()
+            if listener.error is not None:
+                written += b"data: " + listener.error.body() + b"\n\n"
+            if listener.ended:
+                await response.write(written)
+                await response.write_eof()
+                return response
+            if written:
+                await response.write(written)
+                written = b""
+            await listener.wait()
+
+    def _authorize(self, request: web.BaseRequest) -> str:
+        """The tenant of the key. Raises ApiError 401."""
+        if not self._tenants:
+            return ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        tenant = self._tenants.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            raise ApiError(401, "no valid API key (Authorization: Bearer ...)", code="invalid_api_key")
+        return tenant
+
+    # --- the rest ---------------------------------------------------------------------------------------------
+
+    async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._authorize(request)
+        return _json(self._registry.prompts.models(self._registry.started_at_s))
+
+    async def _tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._authorize(request)
+        return _json(await self._registry.prompts.tokenize(decode_body(await _body(request), TokenizeBody)))
+
+    async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
+        return _json({"status": "ok"})
+
+    async def _ready(self, _: web.BaseRequest) -> web.StreamResponse:
+        """200 when a request would be served: not stopping, NATS connected, workers of both pools seen."""
+        if self._registry.draining:
+            raise ApiError(503, "this frontend is stopping", code="stopping")
+        status = await self._status.read()
+        if not status["ready"]:
+            raise ApiError(503, "no worker yet in one of the pools", code="not_ready", retry_after_ns=1_000_000_000)
+        return _json({"status": "ready"})
+
+    async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
+        self._registry.metrics.show_open(self._registry.requests.values())
+        return web.Response(body=exposition(self._registry.metrics.registry), headers={"content-type": CONTENT_TYPE})
+
+    async def _version(self, _: web.BaseRequest) -> web.StreamResponse:
+        return _json({"version": VERSION})
+
+    async def _show_status(self, _: web.BaseRequest) -> web.StreamResponse:
+        return _json(await self._status.read())
+
+    async def _page_stream(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._authorize_all(request)
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        async with contextlib.aclosing(self._feed.watch()) as views:
+            first = await anext(views)  # a refusal is a status
+            await response.prepare(request)
+            await _within(response.write(b"retry: 1000\n\n" + first))
+            async for view in views:
+                await _within(response.write(view))
+        return response
+
+    async def _page_explain(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._authorize_all(request)
+        body = await self._feed.explain(request.query.get("request", ""))
+        return web.Response(body=body, content_type=_JSON, headers={"cache-control": "no-store"})
+
+    def _authorize_all(self, request: web.BaseRequest) -> None:
+        """The page shows requests of every tenant: not for a key that is one tenant's. Raises ApiError 401, 403."""
+        if self._authorize(request):
+            raise ApiError(403, "this key is one tenant's; the page shows all", code="not_for_tenants")
+
+
+async def _within(writing: Awaitable[None]) -> None:
+    """Raises ConnectionError: who does not read for so long is gone."""
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await writing
+    except TimeoutError:
+        raise ConnectionError("the page does not read") from None
+
+
+async def _body(request: web.BaseRequest) -> bytes:
+    """Raises ApiError 413."""
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        message = f"the body is larger than {request._client_max_size} bytes"
+        raise ApiError(413, message, code="body_too_large") from None
+
+
+def _json(content: Any) -> web.Response:
+    return web.Response(body=orjson.dumps(content), content_type=_JSON)
+
+
+def _refusal(error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
+    headers = {**headers, **error.retry_headers()}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return web.Response(status=error.status, body=error.body(), content_type=_JSON, headers=headers)
+
+
+def _digest(key: str) -> bytes:
+    """Keys are compared by digest: the time it takes says nothing about how much of a key was right."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+class _HttpListener:
+    """Events of one request, from the NATS callback to the handler that writes them."""
+
+    __slots__ = ("_loop", "_waiter", "ended", "error", "events", "form")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+        self.form: OpenAiForm | None = None
+        self.events: list[bytes] = []
+        self.ended = False
+        self.error: ApiError | None = None
+
+    def on_piece(self, request: OpenRequest, piece: Piece) -> None:
+        assert self.form is not None
+        if request.ask.stream:
+            if event := self.form.event(piece):
+                self.events.append(event)
+            if piece.finish_reason:
+                self.events.append(self.form.last_events())
+        if piece.finish_reason:
+            self.ended = True
+        if self.events or self.ended:
+            self._wake()
+
+    def on_error(self, request: OpenRequest, error: ApiError) -> None:
+        self.error = error
+        self.ended = True
+        self._wake()
+
+    def drain(self) -> bytes:
+        events = b"".join(self.events)
+        self.events.clear()
+        return events
+
+    async def wait(self) -> None:
+        """Until there is something to write, or the end."""
+        if not self.events and not self.ended:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

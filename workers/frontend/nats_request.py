@@ -1,0 +1,101 @@
+"""One request of the NATS edge: pieces become messages to its reply subject."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING
+
+from nats.aio.msg import Msg
+
+from halfmoon.schemas.api import ApiError, Ask
+from halfmoon.workers.frontend.answers import generate_answer, generate_chunk
+from halfmoon.workers.frontend.nats_service import Endpoint
+from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+
+if TYPE_CHECKING:
+    from halfmoon.workers.frontend.nats_edge import NatsEdge
+
+#: A request that is no stream may name a subject that its client listens to for as long as it wants the answer.
+ALIVE_HEADER = "Halfmoon-Alive"
+_SUBJECT = re.compile(r"^[^\s*>.]+(\.[^\s*>.]+)*$")
+_TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
+#: What the server's protocol and our headers may add to a payload.
+_ENVELOPE_BYTES = 1024
+
+
+def client_traceparent(msg: Msg) -> str:
+    """As the client sent it; "" when there is none, or it is malformed."""
+    traceparent = (msg.headers or {}).get("traceparent", "")
+    return traceparent if _TRACEPARENT.match(traceparent) else ""
+
+
+class NatsListener:
+    """Called by the registry; sends through its edge."""
+
+    __slots__ = (
+        "_alive",
+        "_edge",
+        "_headers",
+        "_stream",
+        "endpoint",
+        "reply",
+        "request",
+        "sent_ns",
+        "started_ns",
+        "traceparent",
+    )
+
+    def __init__(self, edge: NatsEdge, endpoint: Endpoint, started_ns: int, msg: Msg, ask: Ask) -> None:
+        headers = msg.headers or {}
+        alive = headers.get(ALIVE_HEADER, "")
+        self._edge = edge
+        self._stream = ask.stream
+        self._alive = msg.reply if ask.stream else alive if _SUBJECT.match(alive) else ""
+        self.traceparent = client_traceparent(msg)
+        self._headers = {"traceparent": self.traceparent} if self.traceparent else None
+        self.endpoint = endpoint
+        self.started_ns = started_ns
+        self.reply = msg.reply
+        self.request: OpenRequest | None = None
+        self.sent_ns = started_ns
+
+    def on_piece(self, request: OpenRequest, piece: Piece) -> None:
+        edge = self._edge
+        if self._stream and (piece.text or piece.tokens):
+            self.sent_ns = time.monotonic_ns()
+            chunk = generate_chunk(request, piece, edge.registry.tokenizer)
+            edge.send(self.reply, chunk, edge.probe(request), self._headers)
+        if not piece.finish_reason:
+            return
+        edge.closed(request)
+        try:
+            answer = self._answer(request)
+        except ApiError as error:
+            edge.answer_error(self.endpoint, self.started_ns, self.reply, error)
+            return
+        self.endpoint.finished(self.started_ns)
+        edge.send(self.reply, answer, headers=self._headers)
+
+    def on_error(self, request: OpenRequest, error: ApiError) -> None:
+        self._edge.closed(request)
+        self._edge.answer_error(self.endpoint, self.started_ns, self.reply, error)
+
+    def keep_alive(self) -> None:
+        """Nothing was sent for a while: make sure that somebody waits."""
+        if self.request is not None and self._alive:
+            payload = generate_chunk(self.request, None, self._edge.registry.tokenizer) if self._stream else b""
+            self._edge.send(self._alive, payload, self._edge.probe(self.request), self._headers)
+
+    def _answer(self, request: OpenRequest) -> bytes:
+        """The last message. Raises ApiError 413 when the server would not carry it."""
+        edge = self._edge
+        limit = edge.payload_bytes_max - _ENVELOPE_BYTES
+        tokenizer, model = edge.registry.tokenizer, edge.registry.config.model
+        answer = generate_answer(request, tokenizer, model)
+        if len(answer) > limit and self._stream:  # the chunks had them
+            answer = generate_answer(request, tokenizer, model, with_logprobs=False)
+        if len(answer) > limit:
+            message = f"the answer is {len(answer)} bytes, more than the NATS server's max_payload: ask with stream"
+            raise ApiError(413, message, code="answer_too_large")
+        return answer

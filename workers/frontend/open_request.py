@@ -1,0 +1,237 @@
+"""One open request in the frontend: tokens come in from whichever worker decodes it, text goes out to its listener.
+
+No I/O and no clock in here. The rules:
+
+1. Only the newest order counts. `take` notes it; an order is "<sequence>-<number>" and a larger one is newer.
+2. Tokens are accepted in order of their index. What is there already is dropped; a gap changes nothing and is told.
+3. The text that the listener gets does not depend on how deliveries were cut, repeated or resumed.
+4. Nothing is accepted after the end. The frontend decides about stop strings: a hit is an end like any other.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple, Protocol
+
+from halfmoon.bus.telemetry.tracing import OpenSpan
+from halfmoon.schemas.api import ApiError, Ask
+from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.keys import pack_tokens
+from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.tokens import Delivery, TakeReply, TakeRequest, Timing
+from halfmoon.workers.model.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+
+
+class Piece(NamedTuple):
+    """What one delivery added. `finish_reason` is "" but on the last piece: "stop" or "length"."""
+
+    text: str
+    #: Index of the first of `tokens` among the output tokens.
+    first: int
+    tokens: list[SampledToken]
+    finish_reason: str
+
+
+class Listener(Protocol):
+    """An edge's end of a request. Called from the event loop; must not block. After the end it is called no more."""
+
+    def on_piece(self, request: OpenRequest, piece: Piece) -> None: ...
+
+    def on_error(self, request: OpenRequest, error: ApiError) -> None: ...
+
+
+class Progress(enum.Enum):
+    """What a delivery meant."""
+
+    NOTHING = enum.auto()
+    MORE = enum.auto()
+    GAP = enum.auto()
+    FINISHED = enum.auto()
+    #: A stop string was hit: the worker does not know, and must be told to end.
+    STOPPED = enum.auto()
+
+
+class OpenRequest:
+    """See the module. Times are of the frontend's monotonic clock, in ns."""
+
+    __slots__ = (
+        "alias",
+        "arrived",
+        "arrived_at_ns",
+        "ask",
+        "decode_worker",
+        "detokenizer",
+        "end_ids",
+        "finish_reason",
+        "first_at_ns",
+        "heard_at_ns",
+        "intervals_ns",
+        "keep_samples",
+        "last_at_ns",
+        "listener",
+        "order_id",
+        "order_rank",
+        "output_ids",
+        "packed_prompt",
+        "polled_at_ns",
+        "resending",
+        "root_key",
+        "samples",
+        "seen_tokens",
+        "span",
+        "stop_checker",
+        "text_parts",
+        "timing",
+        "traceparent",
+        "unknown_count",
+    )
+
+    def __init__(
+        self,
+        *,
+        ask: Ask,
+        arrived: RequestArrived,
+        packed_prompt: bytes,
+        root_key: bytes,
+        tokenizer: Tokenizer,
+        end_ids: frozenset[int],
+        listener: Listener,
+        now_ns: int,
+        traceparent: str = "",
+        span: OpenSpan | None = None,
+    ) -> None:
+        self.ask = ask
+        self.arrived = arrived
+        self.packed_prompt = packed_prompt
+        self.root_key = root_key
+        self.listener = listener
+        #: As the client sent it; ours is the span's.
+        self.traceparent = traceparent
+        self.span = span
+        self.alias = ask.request_id
+        self.arrived_at_ns = now_ns
+        self.first_at_ns = 0
+        self.last_at_ns = 0
+        self.heard_at_ns = now_ns
+        self.polled_at_ns = now_ns
+        #: Between tokens; of tokens that came together, equal parts.
+        self.intervals_ns: list[int] = []
+        self.order_id = ""
+        self.order_rank = (-1, -1)
+        self.decode_worker = ""
+        self.output_ids: list[int] = []
+        #: One past the largest token index that any delivery of the newest order mentioned.
+        self.seen_tokens = 0
+        self.keep_samples = ask.sampling.logprobs >= 0 or ask.sampling.logits_digest
+        self.samples: list[SampledToken] = []
+        self.text_parts: list[str] = []
+        self.finish_reason = ""
+        self.timing: Timing | None = None
+        self.resending = False
+        #: Resends in a row that the worker answered with "I have no such order".
+        self.unknown_count = 0
+        self.end_ids = end_ids
+        self.detokenizer = IncrementalDetokenizer(tokenizer)
+        self.stop_checker = StopChecker(ask.stops) if ask.stops else None
+
+    @property
+    def request_id(self) -> str:
+        return self.arrived.request_id
+
+    @property
+    def text(self) -> str:
+        return "".join(self.text_parts)
+
+    def take(self, request: TakeRequest) -> TakeReply:
+        """A worker wants the tokens. `gone` when a newer order has the request."""
+        rank = order_rank(request.order_id)
+        if rank < self.order_rank or self.finish_reason:
+            return TakeReply(gone=True)
+        if rank > self.order_rank:
+            self.order_rank = rank
+            self.order_id = request.order_id
+            self.decode_worker = ""
+            self.seen_tokens = len(self.output_ids)
+            self.unknown_count = 0
+        if request.role == "decode":
+            self.decode_worker = request.worker_id
+        return TakeReply(
+            token_ids=self.packed_prompt,
+            block_keys=self.arrived.block_keys,
+            root_key=self.root_key,
+            tenant=self.arrived.tenant,
+            output_ids=pack_tokens(self.output_ids) if self.output_ids else b"",
+            sampling=self.ask.sampling,
+            max_tokens=self.arrived.max_tokens,
+            traceparent=self.arrived.traceparent,
+        )
+
+    def accept(self, delivery: Delivery, now_ns: int) -> Progress:
+        """Take in a delivery and tell the listener what it added."""
+        if delivery.order_id != self.order_id or self.finish_reason:
+            return Progress.NOTHING
+        self.heard_at_ns = now_ns
+        self.unknown_count = 0
+        have = len(self.output_ids)
+        index = delivery.index
+        tokens = delivery.tokens
+        self.seen_tokens = max(self.seen_tokens, index + len(tokens))
+        if index > have:
+            return Progress.GAP
+        if delivery.timing is not None and self.timing is None:
+            self.timing = delivery.timing
+        if index < have:
+            tokens = tokens[have - index :]
+        if delivery.finish_reason == "abort" or not (tokens or delivery.finish_reason):
+            return Progress.NOTHING  # what becomes of an aborted order is for the conductors to say
+        text, tokens, reason = self._read(tokens, delivery.finish_reason)
+        if tokens:
+            self.last_at_ns = now_ns
+            if not self.first_at_ns:
+                self.first_at_ns = now_ns
+            if self.keep_samples:
+                self.samples += tokens
+        if text:
+            self.text_parts.append(text)
+        self.finish_reason = reason
+        self.listener.on_piece(self, Piece(text, have, tokens, reason))
+        if not reason:
+            return Progress.MORE
+        return Progress.FINISHED if delivery.finish_reason else Progress.STOPPED
+
+    def _read(self, tokens: list[SampledToken], finish_reason: str) -> tuple[str, list[SampledToken], str]:
+        """The new text, the tokens that it took (fewer when a stop string hit), and how the answer ends, if it does."""
+        ids = [sampled.token_id for sampled in tokens]
+        shown = ids
+        if finish_reason == "stop" and ids and ids[-1] in self.end_ids:
+            shown = ids[:-1]  # the mark of the end is no text
+        if self.stop_checker is None:
+            self.output_ids += ids
+            text = self.detokenizer.push(shown)
+            return (text + self.detokenizer.flush() if finish_reason else text), tokens, finish_reason
+        checker = self.stop_checker
+        text = ""
+        for position, token_id in enumerate(shown):
+            self.output_ids.append(token_id)
+            piece = self.detokenizer.push((token_id,))
+            if len(self.output_ids) > self.ask.sampling.min_tokens:
+                piece, hit = checker.push(piece)
+                if hit is not None:
+                    return text + piece, tokens[: position + 1], "stop"
+            text += piece
+        self.output_ids += ids[len(shown) :]
+        if finish_reason:
+            piece, hit = checker.push(self.detokenizer.flush())
+            text += piece
+            if hit is None:
+                text += checker.flush()
+        return text, tokens, finish_reason
+
+
+def order_rank(order_id: str) -> tuple[int, int]:
+    """Orders by age: "<sequence of its cause>-<number>". A name of another form is older than all."""
+    sequence, _, number = order_id.partition("-")
+    try:
+        return int(sequence), int(number or 0)
+    except ValueError:
+        return -1, 0

@@ -1,0 +1,1 @@
+"""The cluster's page: its files, and the feed that keeps it current."""

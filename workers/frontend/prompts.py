@@ -1,0 +1,140 @@
+"""From a checked request to what the cluster needs of it: token ids, block keys, how many tokens it may get."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from halfmoon.schemas.api import ApiError, Ask, TokenizeBody, plain_messages
+from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
+from halfmoon.schemas.policy import Layout
+from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.model.tokenizer import ChatTemplateError, Tokenizer
+
+#: Longer prompts (in characters) are tokenized in a thread, so that the event loop does not stall.
+INLINE_CHARACTERS_MAX = 2048
+
+
+class Prompt(NamedTuple):
+    """`packed`: the token ids as little-endian u32."""
+
+    packed: bytes
+    tokens: int
+    root_key: bytes
+    block_keys: bytes
+    max_tokens: int
+
+
+class PromptReader:
+    """`read` and `encode` raise ApiError; `pending` counts the prompts being tokenized in the thread."""
+
+    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, layout: Layout) -> None:
+        self.config = config
+        self.pending = 0
+        self._tokenizer = tokenizer
+        self._layout = layout
+        self._models = {"", config.model, *config.model_aliases}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._root = functools.lru_cache(maxsize=4096)(self._root_key)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str) -> None:
+        """"" means the one there is. Raises ApiError 404."""
+        if name not in self._models:
+            message = f"the model {name[:80]!r} does not exist; there is {self.config.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def read(self, ask: Ask, *, max_tokens_default: int) -> Prompt:
+        """`max_tokens_default`: when the request does not say; cut to the context."""
+        self.check_model(ask.model)
+        token_ids = await self.encode(text=ask.text, token_ids=ask.token_ids, messages=ask.messages)
+        max_tokens = self._max_tokens(ask, len(token_ids), max_tokens_default)
+        packed = pack_tokens(token_ids)
+        root = self._root(ask.tenant, ask.cache_salt)
+        keys = chain_keys(root, token_ids, self._layout.block_tokens)
+        return Prompt(packed, len(token_ids), root, keys, max_tokens)
+
+    def models(self, created_s: int) -> dict[str, Any]:
+        """`/v1/models`."""
+        model = {
+            "id": self.config.model,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "halfmoon",
+            "max_model_len": self.config.context_tokens,
+            "vocab_size": self._tokenizer.vocab_size,
+        }
+        return {"object": "list", "data": [model]}
+
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """`{"tokens", "count", "max_model_len"}`."""
+        self.check_model(body.model or "")
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(422, "exactly one of prompt and messages", param="prompt", code="contradiction")
+        messages = plain_messages(body.messages) if body.messages is not None else None
+        ids = await self.encode(text=body.prompt, messages=messages) if messages or body.prompt else []
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.config.context_tokens}
+
+    async def encode(
+        self, *, text: str | None, token_ids: list[int] | None = None, messages: list[dict[str, str]] | None = None
+    ) -> list[int]:
+        """The token ids of whichever is given."""
+        param = "messages" if messages is not None else "prompt"
+        if token_ids is not None:
+            if token_ids and max(token_ids) >= self._tokenizer.vocab_size:
+                message = f"prompt: token id {max(token_ids)} is outside the vocabulary of {self._tokenizer.vocab_size}"
+                raise ApiError(400, message, param="prompt", code="invalid")
+        elif messages is not None:
+            characters = sum(len(message["content"]) for message in messages)
+            token_ids = await self._encode(functools.partial(self._tokenizer.encode_chat, messages), characters)
+        else:
+            text = text or ""
+            token_ids = await self._encode(functools.partial(self._tokenizer.encode, text, add_special=True), len(text))
+        if not token_ids:
+            raise ApiError(422, f"{param}: no token to start from", param=param, code="empty")
+        return token_ids
+
+    async def _encode(self, encode: functools.partial[list[int]], characters: int) -> list[int]:
+        """Raises ApiError when the chat template refuses the messages."""
+        try:
+            if characters <= INLINE_CHARACTERS_MAX:
+                return encode()
+            self.pending += 1
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+            finally:
+                self.pending -= 1
+        except ChatTemplateError as problem:
+            raise ApiError(400, str(problem)[:500], param="messages", code="chat_template") from None
+
+    def _max_tokens(self, ask: Ask, prompt_tokens: int, default: int) -> int:
+        """What is asked for, or the default; fits in the context. Raises ApiError 413."""
+        context = self.config.context_tokens
+        room = context - prompt_tokens
+        if room < 1:
+            message = f"the prompt's {prompt_tokens} tokens leave no room in the context of {context} tokens"
+            param = "messages" if ask.chat else "prompt"
+            raise ApiError(413, message, param=param, code="context_length_exceeded")
+        if ask.max_tokens is None:
+            return min(max(default, ask.sampling.min_tokens), room)
+        if ask.max_tokens > room:
+            message = (
+                f"{prompt_tokens} prompt tokens and {ask.max_tokens} to generate are more than the context of "
+                f"{context} tokens"
+            )
+            raise ApiError(413, message, param="max_tokens", code="context_length_exceeded")
+        return ask.max_tokens
+
+    def _root_key(self, tenant: str, cache_salt: str) -> bytes:
+        return root_key(
+            model_fingerprint=self._layout.model_fingerprint,
+            layout=self._layout.name(),
+            dtype=self._layout.dtype,
+            # The length keeps (tenant "a", salt "bc") and (tenant "ab", salt "c") apart.
+            tenant_salt=f"{len(tenant)}:{tenant}{cache_salt}",
+            cluster_secret=self.config.cluster_secret,
+        )

@@ -1,0 +1,104 @@
+"""Lost deliveries: tokens travel over core NATS, at most once, and this makes up for it.
+
+A gap in the indices is repaired at once; a silence is looked into after `resend_after_ns`, because the lost message may
+have been the last one. A worker that is gone is the conductors' business: they place the request again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from halfmoon.bus.errors import PeerError, PeerUnreachable
+from halfmoon.schemas import subjects
+from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.tokens import ResendReply, ResendRequest, TokensSampled
+from halfmoon.workers.frontend.open_request import OpenRequest
+
+if TYPE_CHECKING:
+    from halfmoon.workers.frontend.registry import RequestRegistry
+
+TIMEOUT_S = 2.0
+#: In one heartbeat.
+SILENT_MAX = 256
+#: After so many "no such order" in a row the request is told to the conductors anew.
+UNKNOWN_COUNT_MAX = 3
+
+
+class Resends:
+    """One for a registry."""
+
+    def __init__(self, registry: RequestRegistry) -> None:
+        self._registry = registry
+
+    def watch(self, request: OpenRequest, now_ns: int) -> None:
+        """Called for every open request, often."""
+        config = self._registry.config
+        if now_ns - max(request.polled_at_ns, request.heard_at_ns) < config.resend_after_ns:
+            return
+        if now_ns - request.heard_at_ns > config.silence_ns_max:
+            seconds = config.silence_ns_max // 1_000_000_000
+            self._registry.fail(request, ApiError(500, f"nothing was heard for {seconds} s", code="silence"), "silence")
+            return
+        self.ask(request)
+
+    def silent(self, now_ns: int) -> list[str]:
+        """Requests that may wait for a worker, or whose refusal was lost: a conductor knows."""
+        silent_after_ns = self._registry.config.silent_after_ns
+        silent = (
+            request.request_id
+            for request in self._registry.requests.values()
+            if not request.order_id and now_ns - request.heard_at_ns >= silent_after_ns
+        )
+        return list(itertools.islice(silent, SILENT_MAX))
+
+    def ask(self, request: OpenRequest) -> None:
+        """Ask its decode worker, unless that is under way or no worker has it yet."""
+        if not request.resending and request.decode_worker:
+            request.resending = True
+            request.polled_at_ns = time.monotonic_ns()
+            self._registry.metrics.resends.inc()
+            self._registry.spawn(self._repair(request))
+
+    async def _repair(self, request: OpenRequest) -> None:
+        """Until nothing is missing that the worker has mentioned, or it brings nothing."""
+        try:
+            had = -1
+            while self._is_open(request) and len(request.output_ids) > had:
+                had = len(request.output_ids)
+                await self._ask_once(request, had)
+                if request.seen_tokens <= len(request.output_ids):
+                    return
+        except PeerUnreachable:
+            self._unknown(request)
+        except PeerError:
+            return
+        finally:
+            request.resending = False
+
+    async def _ask_once(self, request: OpenRequest, index: int) -> None:
+        worker_id, order_id = request.decode_worker, request.order_id
+        question = ResendRequest(request_id=request.request_id, order_id=order_id, index=index)
+        reply = await self._registry.bus.request(
+            subjects.resend(worker_id), question, ResendReply, timeout_s=TIMEOUT_S
+        )
+        if reply.known:
+            request.heard_at_ns = time.monotonic_ns()
+            if reply.delivery is not None:
+                self._registry.on_tokens(TokensSampled(worker_id=worker_id, deliveries=[reply.delivery]))
+        elif self._is_open(request) and request.order_id == order_id:
+            self._unknown(request)
+
+    def _unknown(self, request: OpenRequest) -> None:
+        """The worker is gone, or restarted: the conductors place the request again, unless it had told them that all is
+        done. So they are told that it is not."""
+        request.unknown_count += 1
+        if self._is_open(request) and request.unknown_count % UNKNOWN_COUNT_MAX == 0:
+            lost = msgspec.structs.replace(request.arrived, answer_lost=True)
+            self._registry.bus.append_soon(lost, source_id=self._registry.config.frontend_id)
+
+    def _is_open(self, request: OpenRequest) -> bool:
+        return self._registry.requests.get(request.request_id) is request

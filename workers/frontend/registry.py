@@ -1,0 +1,302 @@
+"""The frontend's core: all open requests, between the edges (NATS, HTTP) and the cluster.
+
+An edge calls `open` with a checked request and a listener; from then on the registry owns the request until it ends in
+exactly one of: the last piece, an error told to the listener, `cancel` by the edge. What a client sent stays in this
+process: workers take it from here (`take`), the log gets lengths and keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.tail import StreamTail
+from halfmoon.bus.tasks import end_tasks
+from halfmoon.bus.telemetry.metrics import process_registry
+from halfmoon.bus.telemetry.tracing import Tracing
+from halfmoon.schemas import subjects
+from halfmoon.schemas.api import CLIENT_GONE, ApiError, Ask
+from halfmoon.schemas.codec import encode
+from halfmoon.schemas.decisions import AnnounceYourself, FailRequest, Ordered, RejectRequest, StartPrefill
+from halfmoon.schemas.events import FrontendHeartbeat, FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
+from halfmoon.workers.frontend.config import SECOND_NS, FrontendConfig
+from halfmoon.workers.frontend.metrics import FrontendMetrics
+from halfmoon.workers.frontend.open_request import Listener, OpenRequest, Progress, order_rank
+from halfmoon.workers.frontend.prompts import PromptReader
+from halfmoon.workers.frontend.redelivery import Resends
+from halfmoon.workers.frontend.rejections import rejection
+from halfmoon.workers.frontend.spans import begin_request, end_request, refused_request
+from halfmoon.workers.model.tokenizer import Tokenizer
+
+_TICK_S = 0.25
+
+
+class RequestRegistry:
+    """See the module. `start` before the edges; `stop` after they take nothing new."""
+
+    def __init__(self, bus: Bus, config: FrontendConfig, tokenizer: Tokenizer, layout: Layout) -> None:
+        self.bus = bus
+        self.config = config
+        self.tokenizer = tokenizer
+        of_process = process_registry(bus, role="frontend", process_id=config.frontend_id)
+        self.metrics = FrontendMetrics(config.model, of_process)
+        self.prompts = PromptReader(config, tokenizer, layout)
+        self.requests: dict[str, OpenRequest] = {}
+        self.draining = False
+        #: OpenTelemetry, where it is switched on.
+        self.tracing: Tracing | None = None
+        self._joined = False
+        self.started_at_s = int(time.time())
+        self._incarnation = uuid.uuid4().hex[:16]
+        self._end_ids = frozenset(tokenizer.eos_ids)
+        self._aliases: dict[str, OpenRequest] = {}
+        self._resends = Resends(self)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Take part in the cluster. Raises BusError."""
+        frontend_id = self.config.frontend_id
+        reader = await self.bus.open_decisions(frontend_id)
+        await self.bus.serve(subjects.take(frontend_id), TakeRequest, self.take)
+        await self.bus.subscribe(subjects.placements_for(frontend_id), Ordered, self._on_placed)
+        await self.bus.subscribe(subjects.tokens(frontend_id), TokensSampled, self.on_tokens)
+        await self.bus.append(
+            FrontendJoined(frontend_id=frontend_id, incarnation=self._incarnation), source_id=frontend_id
+        )
+        self.spawn(self._follow_decisions(reader))
+        self.spawn(self._tick())
+        self.spawn(self.metrics.slo.follow(self.bus))
+        self._joined = True
+
+    async def stop(self) -> None:
+        """Finish what is open within `drain_ns_max`, tell the rest why, leave."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_ns_max / SECOND_NS):
+                await self._empty.wait()
+        for request in list(self.requests.values()):
+            self.fail(request, ApiError(503, "this frontend is stopping", code="stopping"), "frontend stops")
+        await end_tasks(self._tasks)
+        self.prompts.close()
+        if not self.bus.nc.is_closed:
+            left = FrontendLeft(frontend_id=self.config.frontend_id, incarnation=self._incarnation, reason="stopped")
+            self.bus.append_soon(left, source_id=self.config.frontend_id)
+            await self.bus.flush(2.0)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """A task that ends with the frontend at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- requests, from the edges -----------------------------------------------------------------------------
+
+    @property
+    def open_requests(self) -> int:
+        return len(self.requests) + self.prompts.pending
+
+    def admit(self) -> None:
+        """May another request come in? Asked before its body is looked at. Raises ApiError 503 or 429."""
+        if self.draining or not self._joined:
+            doing = "stopping" if self.draining else "starting"
+            raise ApiError(503, f"this frontend is {doing}", code=doing, retry_after_ns=SECOND_NS)
+        if self.open_requests >= self.config.open_requests_max:
+            self.metrics.rejected("queue_full")
+            message = f"{self.open_requests} requests are open here already"
+            raise ApiError(429, message, code="queue_full", retry_after_ns=SECOND_NS)
+
+    async def open(
+        self, ask: Ask, listener: Listener, *, traceparent: str = "", max_tokens_default: int = 0
+    ) -> OpenRequest:
+        """Take a request in. Raises ApiError; then the listener is never called."""
+        now_ns = time.monotonic_ns()
+        max_tokens_default = max_tokens_default or self.config.max_tokens_default
+        prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
+        if ask.request_id in self._aliases:
+            raise ApiError(422, "a request of this request_id is open", param="request_id", code="request_id_in_use")
+        arrived = RequestArrived(
+            request_id=new_request_id(),
+            frontend_id=self.config.frontend_id,
+            prompt_tokens=prompt.tokens,
+            max_tokens=prompt.max_tokens,
+            block_keys=prompt.block_keys,
+            ttft_slo_ns=ask.ttft_slo_ns,
+            tbt_slo_ns=ask.tbt_slo_ns,
+            tenant=ask.tenant,
+            priority=ask.priority,
+        )
+        span = None
+        if self.tracing is not None:
+            span = begin_request(self.tracing, ask, arrived, self.config.model, traceparent, now_ns)
+            if span is not None:
+                arrived = msgspec.structs.replace(arrived, traceparent=span.traceparent)
+        stop_ids = ask.sampling.stop_token_ids
+        request = OpenRequest(
+            ask=ask,
+            arrived=arrived,
+            packed_prompt=prompt.packed,
+            root_key=prompt.root_key,
+            tokenizer=self.tokenizer,
+            end_ids=self._end_ids.union(stop_ids) if stop_ids else self._end_ids,
+            listener=listener,
+            now_ns=now_ns,
+            traceparent=traceparent,
+            span=span,
+        )
+        self.requests[arrived.request_id] = request
+        self._empty.clear()
+        if request.alias:
+            self._aliases[request.alias] = request
+        self.bus.append_soon(arrived, source_id=self.config.frontend_id)
+        return request
+
+    def refused(self, error: ApiError, began_ns: int, *, chat: bool, traceparent: str) -> None:
+        """An edge took no request in, or `open` raised: it has a span all the same, where there are traces."""
+        if self.tracing is not None:
+            operation, config = "chat" if chat else "text_completion", self.config
+            refused_request(self.tracing, operation, config.frontend_id, config.model, traceparent, began_ns, error)
+
+    def find(self, name: str) -> OpenRequest | None:
+        """By request id, or by the id that the client gave."""
+        return self.requests.get(name) or self._aliases.get(name)
+
+    def cancel(self, request: OpenRequest, reason: str = "client gone") -> bool:
+        """The edge does not want it any more; the listener is not called again. False when it had ended."""
+        if not self._remove(request):
+            return False
+        self.metrics.failed(CLIENT_GONE)
+        end_request(request, self.config.model, ApiError(CLIENT_GONE, reason))
+        self._tell_cancelled(request, reason)
+        return True
+
+    def fail(self, request: OpenRequest, error: ApiError, reason: str = "") -> None:
+        """End it with an error for the client; `reason` when the cluster must be told too."""
+        if self._remove(request):
+            self.metrics.failed(error.status, accepted=True)
+            end_request(request, self.config.model, error)
+            if reason:
+                self._tell_cancelled(request, reason)
+            request.listener.on_error(request, error)
+
+    def _remove(self, request: OpenRequest) -> bool:
+        if self.requests.pop(request.request_id, None) is None:
+            return False
+        if request.alias:
+            self._aliases.pop(request.alias, None)
+        if not self.requests:
+            self._empty.set()
+        return True
+
+    def _tell_cancelled(self, request: OpenRequest, reason: str) -> None:
+        self.bus.append_soon(
+            RequestCancelled(request_id=request.request_id, reason=reason), source_id=self.config.frontend_id
+        )
+
+    # --- tokens, to the workers and from them -----------------------------------------------------------------
+
+    def _on_placed(self, ordered: Ordered) -> None:
+        """Give both workers the tokens before they ask."""
+        order = ordered.decision
+        if not isinstance(order, StartPrefill):
+            return
+        request = self.requests.get(order.request_id)
+        if request is None or order_rank(order.order_id) <= request.order_rank:
+            return  # not wanted any more; or another conductor's copy
+        ask = TakeRequest(
+            request_id=order.request_id, order_id=order.order_id, worker_id=order.decode_worker_id, role="decode"
+        )
+        given = encode(TokensGiven(order_id=order.order_id, taken=self.take(ask)))
+        for worker_id in (order.worker_id, order.decode_worker_id):
+            self.bus.nc.send(subjects.give(worker_id), given)
+
+    def take(self, message: TakeRequest) -> TakeReply:
+        request = self.requests.get(message.request_id)
+        if request is None:
+            return TakeReply(gone=True)
+        reply = request.take(message)
+        if message.role == "decode" and request.output_ids and not reply.gone:
+            self.metrics.resumed.inc()
+        return reply
+
+    def on_tokens(self, message: TokensSampled) -> None:
+        now_ns = time.monotonic_ns()
+        for delivery in message.deliveries:
+            request = self.requests.get(delivery.request_id)
+            if request is None or request.order_id != delivery.order_id:
+                continue
+            request.decode_worker = message.worker_id
+            had, last_at_ns = len(request.output_ids), request.last_at_ns
+            progress = request.accept(delivery, now_ns)
+            if progress is Progress.GAP:
+                self._resends.ask(request)
+            elif progress is not Progress.NOTHING:
+                self.metrics.count(request, had, last_at_ns)
+                if progress is not Progress.MORE:
+                    self._remove(request)
+                    self.metrics.finish(request)
+                    end_request(request, self.config.model)
+                    if progress is Progress.STOPPED:
+                        self._tell_cancelled(request, "stop")
+
+    # --- decisions and time -----------------------------------------------------------------------------------
+
+    async def _follow_decisions(self, reader: StreamTail) -> None:
+        async for ordered in self.bus.follow_decisions(reader):
+            decision = ordered.decision
+            if isinstance(decision, AnnounceYourself):
+                self._announce()
+            elif isinstance(decision, RejectRequest | FailRequest):
+                request = self.requests.get(decision.request_id)
+                if request is None:
+                    continue
+                if isinstance(decision, RejectRequest):
+                    self.metrics.rejected(decision.reason)
+                    self.fail(request, rejection(decision))
+                else:
+                    self.fail(request, ApiError(500, decision.message, code="failed"))
+
+    def _announce(self) -> None:
+        """A conductor does not know us: say again who we are and what is open. It knows repeats for what they are."""
+        source_id = self.config.frontend_id
+        self.bus.append_soon(FrontendJoined(frontend_id=source_id, incarnation=self._incarnation), source_id=source_id)
+        for request in self.requests.values():
+            self.bus.append_soon(request.arrived, source_id=source_id)
+
+    async def _tick(self) -> None:
+        """Heartbeats, and requests that have been silent for too long."""
+        source_id = self.config.frontend_id
+        heartbeat_at_ns = 0
+        while True:
+            now_ns = time.monotonic_ns()
+            if now_ns >= heartbeat_at_ns:
+                heartbeat_at_ns = now_ns + self.config.heartbeat_ns
+                beat = FrontendHeartbeat(
+                    frontend_id=source_id,
+                    incarnation=self._incarnation,
+                    open_requests=len(self.requests),
+                    silent=self._resends.silent(now_ns),
+                )
+                self.bus.append_soon(beat, source_id=source_id)
+            for request in list(self.requests.values()):
+                self._resends.watch(request, now_ns)
+            self.metrics.show_open(self.requests.values())
+            await asyncio.sleep(min(_TICK_S, self.config.heartbeat_ns / SECOND_NS))
+
+
+def new_request_id() -> str:
+    """26 characters that sort by time (ms), as hexadecimal."""
+    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(7).hex()}"

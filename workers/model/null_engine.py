@@ -1,0 +1,114 @@
+"""An engine that computes nothing: the same interface as ``Engine``, for measuring everything around it.
+
+It has no layers and no KVCache bytes, needs no torch, and answers at once with printable tokens, which depend on the
+position alone: a request resumed elsewhere goes on with the same text, as with a real model in exact mode.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import xxhash
+
+from halfmoon.workers.model.block_allocator import BlockAllocator
+from halfmoon.workers.model.config import ModelConfig
+from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
+
+NullRow = int
+"""Stands for a row of logits: the token that is the only likely one."""
+
+_FIRST_ID, _IDS = 65, 26
+"""Ids that single printable characters have in byte-level vocabularies, or near them; never a control token."""
+
+
+class NullCache:
+    """A cache of blocks without bytes."""
+
+    block_bytes = 0
+    layer_block_bytes = 0
+    layers = 0
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks, self.block_tokens = num_blocks, block_tokens
+
+    def read_block(self, layer: int, block: int, destination: object) -> None:
+        """Nothing to read."""
+
+    def write_block(self, layer: int, block: int, source: object) -> None:
+        """Nothing to write."""
+
+
+class NullEngine:
+    """``config`` is that of the model it stands for, with no layers."""
+
+    dtype = "null"
+    attention_name = "null"
+    model_name = "null"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        exact: bool = True,
+        fingerprint: str = "0" * 32,
+    ) -> None:
+        self.config = replace(config, layers=0)
+        self.fingerprint = fingerprint
+        self.cache = NullCache(num_blocks, block_tokens)
+        self.allocator = BlockAllocator(num_blocks)
+        self.exact, self.block_tokens = exact, block_tokens
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def prefill_chunk(
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        block_table: Sequence[int],
+        *,
+        before_layer: Callable[[int], None] | None = None,
+        after_layer: Callable[[int], None] | None = None,
+        want_logits: bool = False,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> NullRow | None:
+        """Without layers, no callback is called."""
+        count = len(token_ids)
+        assert count > 0, "an empty chunk has no last token"
+        assert start + count <= self.config.context_tokens_max, (start, count, self.config.context_tokens_max)
+        if self.exact:
+            assert start % self.block_tokens == 0, f"{start} is off the grid of {self.block_tokens} tokens"
+            assert count <= self.block_tokens, (count, self.block_tokens)
+        assert len(block_table) * self.block_tokens >= start + count, (len(block_table), start, count)
+        return self._token_after(start + count - 1) if want_logits else None
+
+    def decode(
+        self, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> list[NullRow]:
+        assert len(token_ids) == len(positions) == len(block_tables) > 0, (len(token_ids), len(positions))
+        return [self._token_after(position) for position in positions]
+
+    def _token_after(self, position: int) -> NullRow:
+        return (_FIRST_ID + (position + 1) % _IDS) % self.config.vocab
+
+    def sample(self, logits_row: NullRow, params: SamplingParams, request: SampleRequest) -> Sampled:
+        token = logits_row
+        while token in request.banned_ids:
+            token = (token + 1) % self.config.vocab
+        if params.logprobs is None:
+            return Sampled(token)
+        return Sampled(token, 0.0, ((token, 0.0),) if params.logprobs else ())
+
+    def sample_rows(self, logits: NullRow | Sequence[NullRow], requests: Sequence[SampleRequest]) -> list[Sampled]:
+        rows = [logits] if isinstance(logits, int) else logits
+        return [self.sample(row, request.params, request) for row, request in zip(rows, requests, strict=False)]
+
+    def argmax(self, logits: NullRow | Sequence[NullRow]) -> list[int]:
+        return [logits] if isinstance(logits, int) else list(logits)
+
+    def logits_digest(self, logits_row: NullRow) -> str:
+        return xxhash.xxh3_64_hexdigest(struct.pack("<Q", logits_row))

@@ -1,0 +1,156 @@
+"""Measures an engine and keeps the result, so that a worker can tell what its work will cost.
+
+``measured_profile`` is what a worker calls at start: cached by model, dtype, device, CPU and threads, else two seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import xxhash
+
+from halfmoon.workers.model.cache_files import cache_folder, held_lock, replace_file
+from halfmoon.workers.model.cost_fit import CostProfile, DecodeTime, PrefillTime, by_prompt, fit_profile
+from halfmoon.workers.model.engine import Engine
+
+__all__ = ["CostProfile", "DecodeTime", "PrefillTime", "measure", "measured_profile", "profile_key"]
+
+_QUICK_BUDGET_S = 2.0
+
+
+def measure(engine: Engine, *, budget_s: float) -> CostProfile:
+    """Takes about ``budget_s``, and a little more on a slow machine; the engine's free blocks are used and given back.
+
+    Half the time goes to prefill, chunk after chunk of one growing prompt; half to decode steps, of a few batches and
+    contexts in turn. A step is timed alone, and of repeated ones the fastest counts: a neighbour's noise only adds.
+    """
+    size = engine.block_tokens
+    limit = min(engine.allocator.free_blocks, engine.config.context_tokens_max // size)
+    assert limit > 0, "measuring needs a free block"
+    table = engine.allocator.allocate(limit)
+    # Pages never written are one page of zeros to the kernel, and read faster than any real KV.
+    for block in table:
+        engine.cache.k[:, block] = 0.01
+        engine.cache.v[:, block] = 0.01
+    try:
+        head_ns = _measure_head(engine, table)
+        prefills = _measure_prefill(engine, table, time.monotonic() + budget_s / 2)
+        context = max(t.prompt_tokens for t in prefills)
+        decodes = _measure_decode(engine, table, context, time.monotonic() + budget_s / 2)
+    finally:
+        engine.allocator.free(table)
+    return by_prompt(fit_profile(prefills, decodes), size, head_ns)
+
+
+def _measure_head(engine: Engine, table: list[int]) -> int:
+    """What the logits of a prompt's last token add to its last chunk."""
+    tokens = max(1, engine.block_tokens // 4)
+    with_head, without = (
+        min(_time_prefill(engine, table, tokens, 0, logits=wanted).elapsed_ns for _ in range(3))
+        for wanted in (True, False)
+    )
+    return max(0, with_head - without)
+
+
+def _measure_prefill(engine: Engine, table: list[int], until_s: float) -> list[PrefillTime]:
+    size = engine.block_tokens
+    _time_prefill(engine, table, size, 0)  # the first call of a shape prepares its kernels
+    # A short chunk first: without it base and cost per token cannot be told apart.
+    times = [_time_prefill(engine, table, max(1, size // 4), 0), _time_prefill(engine, table, max(1, size // 4), 0)]
+    at = 0
+    # Ever longer strides, so that the square shows within the budget; KV of skipped chunks is that of no text at all.
+    while (at + 1) * size <= len(table) * size:
+        times.append(_time_prefill(engine, table, size, at * size))
+        if time.monotonic() > until_s and len(times) >= 4:
+            break
+        at = at * 2 + 1
+    return _fastest_prefills(times)
+
+
+def _fastest_prefills(times: Sequence[PrefillTime]) -> list[PrefillTime]:
+    fastest: dict[tuple[int, int], PrefillTime] = {}
+    for t in times:
+        known = fastest.get((t.prompt_tokens, t.cached_tokens))
+        if known is None or t.elapsed_ns < known.elapsed_ns:
+            fastest[t.prompt_tokens, t.cached_tokens] = t
+    return list(fastest.values())
+
+
+def _time_prefill(
+    engine: Engine, table: list[int], tokens: int, start: int, *, logits: bool = False
+) -> PrefillTime:
+    begin = time.perf_counter_ns()
+    engine.prefill_chunk([7] * tokens, start, table, want_logits=logits)
+    engine.synchronize()
+    return PrefillTime(start + tokens, start, time.perf_counter_ns() - begin)
+
+
+def _measure_decode(engine: Engine, table: list[int], context: int, until_s: float) -> list[DecodeTime]:
+    shapes = [(1, 16), (1, context), (4, context // 2), (8, 16), (8, context)]
+    fastest: dict[tuple[int, int], int] = {}
+    rounds = 0
+    while rounds < 2 or (time.monotonic() < until_s and rounds < 20):
+        for batch, tokens in shapes:
+            tokens = max(1, min(tokens, context))
+            # Tables of their own while there are blocks: sequences that share blocks would share the CPU's cache too.
+            need = -(-tokens // engine.block_tokens)
+            starts = [i * need % (len(table) - need + 1) for i in range(batch)]
+            tables = [table[start : start + need] for start in starts]
+            begin = time.perf_counter_ns()
+            engine.decode([7] * batch, [tokens - 1] * batch, tables)
+            engine.synchronize()
+            elapsed_ns = time.perf_counter_ns() - begin
+            key = (batch, batch * tokens)
+            fastest[key] = min(elapsed_ns, fastest.get(key, elapsed_ns))
+        rounds += 1
+    return [DecodeTime(batch, tokens, elapsed_ns) for (batch, tokens), elapsed_ns in fastest.items()]
+
+
+def profile_key(engine: Engine) -> str:
+    """Everything that the measured times depend on."""
+    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else _cpu_name()
+    parts = (
+        "3", engine.fingerprint, str(engine.dtype), device, torch.get_num_threads(), torch.__version__,
+        engine.block_tokens, engine.exact, engine.attention_name,
+    )  # fmt: skip
+    return xxhash.xxh3_128_hexdigest(repr(parts).encode())
+
+
+def measured_profile(engine: Engine, *, budget_s: float = _QUICK_BUDGET_S) -> CostProfile:
+    """From the cache folder, or measured now; of several workers that start at once, one measures."""
+    path = cache_folder("profiles") / f"{profile_key(engine)}.json"
+    known = _read(path)
+    if known is not None:
+        return known
+    with held_lock(path.with_suffix(".lock")):
+        known = _read(path)
+        if known is None:
+            known = measure(engine, budget_s=budget_s)
+            text = json.dumps(asdict(known), indent=1)
+            replace_file(path, lambda place: place.write_text(text))
+    return known
+
+
+def _read(path: Path) -> CostProfile | None:
+    try:
+        fields = json.loads(path.read_text())
+        profile = CostProfile(**fields)
+    except (OSError, ValueError, TypeError):
+        return None
+    return profile if all(type(value) is int and value >= 0 for value in fields.values()) else None
+
+
+def _cpu_name() -> str:
+    """The kind of CPU as the kernel names it, with its instruction set: names alone are vague on virtual machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = {line.split(":", 1)[0].strip(): line for line in reversed(lines) if ":" in line}
+    return " ".join(wanted.get(field, "") for field in ("model name", "flags", "Features"))

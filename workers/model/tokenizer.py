@@ -1,0 +1,90 @@
+"""Text to token ids and back; chats to token ids, with nobody's text read as a control token. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tokenizers
+
+from halfmoon.workers.model.chat_taint import render_pieces
+from halfmoon.workers.model.chat_template import ChatTemplate, ChatTemplateError, plain_messages
+from halfmoon.workers.model.detokenizer import IncrementalDetokenizer, StopChecker, token_bytes
+from halfmoon.workers.model.tokenizer_files import TokenizerFiles, read_tokenizer
+
+__all__ = ["ChatTemplateError", "IncrementalDetokenizer", "StopChecker", "Tokenizer"]
+
+
+class Tokenizer:
+    """A model's tokenizer. Immutable once loaded, so any thread may use it."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._files = files
+        self.eos_ids = files.eos_ids
+        self.control = dict(files.control)
+        self.control_ids = frozenset(files.control.values())
+        self._bytes, self.strips_first_space = token_bytes(files.with_control, self.control_ids)
+        self._template: ChatTemplate | None = None
+        if files.chat_template is not None:
+            specials = {"bos_token": files.bos_token, "eos_token": files.eos_token}
+            self._template = ChatTemplate(files.chat_template, specials)
+
+    @classmethod
+    def load(cls, name_or_path: str) -> Tokenizer:
+        return cls(read_tokenizer(name_or_path))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._bytes)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """``add_special`` adds what the model puts around every text (a begin token, for some).
+
+        With ``parse_special`` control tokens in ``text`` are recognised: never set it for what a user wrote.
+        """
+        chosen: tokenizers.Tokenizer = self._files.with_control if parse_special else self._files.without_control
+        # A batch of one: it lets other threads run meanwhile, and leaves out the offsets.
+        ids: list[int] = chosen.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Control tokens are left out; bytes that are no UTF-8 become U+FFFD."""
+        detokenizer = IncrementalDetokenizer(self)
+        return detokenizer.push(list(ids)) + detokenizer.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to the text; empty for control tokens and for ids beyond the vocabulary."""
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The chat as one text, for people to read: in it, a user's control tokens look like the template's.
+
+        Raises :class:`ChatTemplateError`.
+        """
+        return self._render(plain_messages(messages), add_generation_prompt)
+
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """The chat as token ids, in which every control token is the template's own.
+
+        Raises :class:`ChatTemplateError`.
+        """
+        plain = plain_messages(messages)
+        first = {name[0] for name in self.control}
+        for i, message in enumerate(plain):
+            if first & set(message["role"]):
+                raise ChatTemplateError(f"messages[{i}].role is {message['role']!r}")
+        control = list(self.control)
+        pieces = render_pieces(plain, control, lambda changed: self._render(changed, add_generation_prompt))
+        ids: list[int] = []
+        for piece, special in pieces:
+            ids += [self.control[piece]] if special else self.encode(piece)
+        return ids
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        if self._template is None:
+            raise ChatTemplateError("the model has no chat template")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)

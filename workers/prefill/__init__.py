@@ -1,0 +1,1 @@
+"""The prefill worker: computes the KVCache of prompts, layer by layer."""

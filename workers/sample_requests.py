@@ -1,0 +1,70 @@
+"""From a row of logits and what travels with a request to the token that travels back. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
+
+
+def params_of(sampling: Sampling) -> SamplingParams:
+    """The engine's parameters for what the frontend sent."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        logprobs=None if sampling.logprobs < 0 else sampling.logprobs,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias or None,
+    )
+
+
+def end_ids(engine: Any, sampling: Sampling) -> frozenset[int]:
+    """Tokens that end this request's text."""
+    own = frozenset() if sampling.ignore_eos else frozenset(engine.config.eos_token_ids)
+    return own | frozenset(sampling.stop_token_ids)
+
+
+def banned_ids(engine: Any, sampling: Sampling, index: int) -> Sequence[int]:
+    """Tokens that may not be drawn at `index`: every end before `min_tokens`."""
+    if index < sampling.min_tokens:
+        return sorted(frozenset(engine.config.eos_token_ids) | frozenset(sampling.stop_token_ids))
+    return ()
+
+
+def request_of(
+    engine: Any, params: SamplingParams, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+) -> SampleRequest:
+    """What the engine needs to draw token number `len(output)`."""
+    index = len(output)
+    return SampleRequest(
+        params=params,
+        index=index,
+        prompt_ids=prompt,
+        output_ids=output,
+        banned_ids=banned_ids(engine, sampling, index),
+    )
+
+
+def token_of(engine: Any, sampled: Sampled, sampling: Sampling, logits_row: Any) -> SampledToken:
+    """The drawn token as it travels."""
+    return SampledToken(
+        token_id=sampled.token_id,
+        logprob=sampled.logprob or 0.0,
+        top_logprobs=list(sampled.top_logprobs),
+        logits_digest=engine.logits_digest(logits_row) if sampling.logits_digest else "",
+    )
+
+
+def next_token(
+    engine: Any, logits: Any, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+) -> SampledToken:
+    """One token of one request from its row of logits (what prefill does with the last prompt token's)."""
+    request = request_of(engine, params_of(sampling), sampling, prompt, output)
+    return token_of(engine, engine.sample_rows(logits, [request])[0], sampling, logits)
