@@ -5,7 +5,7 @@
 #   make test [ARGS=...]    environment with tools, then the default tests (pytest ARGS)
 #   make test-slow          environment with tools, then the tests that are left out there for their length
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
-#   make lint               environment with tools, then ruff, and mypy --strict over every package
+#   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make chaos [SEEDS=n] [SEED=n]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed
@@ -60,6 +60,7 @@ test-page: $(DEV_STAMP)
 lint: $(DEV_STAMP)
 	@status=0; \
 	echo "ruff check ."; $(BIN)/ruff check . || status=1; \
+	echo "ruff format --check ."; $(BIN)/ruff format --check . || status=1; \
 	echo "mypy --strict -p halfmoon"; $(BIN)/mypy -p halfmoon || status=1; \
 	exit $$status
 

@@ -1,4 +1,6 @@
-"""What the benchmark programs share: a cluster of their own, percentiles, what was beside, and results as JSON."""
+"""What the benchmark programs share: a cluster of their own, percentiles, what was beside, and results as
+JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What keeping conductors alike costs: digests of the state, and starting late, from the log and from a snapshot.
+"""What keeping conductors alike costs: digests of the state, and starting late, from the log and from a
+snapshot.
 
-A log as of a busy cluster (requests with answers, blocks, heartbeats) lies in a real nats-server; a conductor reads it,
-with digests and without. At the end its state has 16,384 ended requests and as many blocks as asked for.
+A log as of a busy cluster (requests with answers, blocks, heartbeats) lies in a real nats-server; a conductor
+reads it, with digests and without. At the end its state has 16,384 ended requests and as many blocks as asked
+for.
 """
 
 from __future__ import annotations
@@ -66,14 +68,18 @@ def members() -> list[Event]:
                 )
             )
             found.append(
-                StoreJoined(node_id=f"n-{name}", incarnation="i", host="h", layout=LAYOUT, slots=100_000, endpoints=[])
+                StoreJoined(
+                    node_id=f"n-{name}", incarnation="i", host="h", layout=LAYOUT, slots=100_000, endpoints=[]
+                )
             )
     return found
 
 
 async def write_log(bus: Bus, requests: int, blocks: int, digest_events: int) -> None:
     """Each request is answered before the next one comes; the core that we step beside says by whom."""
-    policy = Policy(heartbeat_ns=HOUR_NS, lost_after_ns=2 * HOUR_NS, digest_events=digest_events, admission="none")
+    policy = Policy(
+        heartbeat_ns=HOUR_NS, lost_after_ns=2 * HOUR_NS, digest_events=digest_events, admission="none"
+    )
     core, at_seq = Core(), 0
 
     def say(event: Event) -> Any:
@@ -91,7 +97,9 @@ async def write_log(bus: Bus, requests: int, blocks: int, digest_events: int) ->
         key += blocks // requests
         request = f"{number:032d}"
         start, _ = say(
-            RequestArrived(request_id=request, frontend_id="f0", prompt_tokens=1_000, max_tokens=100, block_keys=keys)
+            RequestArrived(
+                request_id=request, frontend_id="f0", prompt_tokens=1_000, max_tokens=100, block_keys=keys
+            )
         )
         answer = {"order_id": start.order_id, "request_id": request}
         prefill = start.worker_id
@@ -147,8 +155,12 @@ async def once(requests: int, blocks: int, repeats: int) -> dict[str, Any]:
                     row["digest_ms"] = spread(digests)
                     snapshot = core.snapshot()
                     row["snapshot_bytes"] = len(snapshot)
-                    await snapshots.save(bus, core.seq, snapshot, version=SNAPSHOT_VERSION, code_version="bench")
-                    row["start_from_snapshot_s"] = spread([(await read_log(server.url))[0] for _ in range(repeats)])
+                    await snapshots.save(
+                        bus, core.seq, snapshot, version=SNAPSHOT_VERSION, code_version="bench"
+                    )
+                    row["start_from_snapshot_s"] = spread(
+                        [(await read_log(server.url))[0] for _ in range(repeats)]
+                    )
                 await bus.close()
             finally:
                 server.stop()

@@ -1,9 +1,9 @@
 """What the control plane costs: a cluster whose engine computes nothing, driven over NATS or HTTP.
 
-Latency is request to first token at one request at a time; throughput is whole requests at 32 at a time. Client,
-frontend, nats-server, conductor and four workers share the machine's cores. Because others may share them too, each
-run is preceded by two yardsticks: a fixed loop on every core at once, and a bare request and reply through the same
-nats-server.
+Latency is request to first token at one request at a time; throughput is whole requests at 32 at a time.
+Client, frontend, nats-server, conductor and four workers share the machine's cores. Because others may share
+them too, each run is preceded by two yardsticks: a fixed loop on every core at once, and a bare request and
+reply through the same nats-server.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ async def measure(
 ) -> dict[str, Any]:
     """Latency at one, then throughput at 32."""
     words = WORDS.split()
-    prompt = " ".join(words[i % len(words)] for i in range(prompt_tokens))  # a word is a token of this vocabulary
+    prompt = " ".join(
+        words[i % len(words)] for i in range(prompt_tokens)
+    )  # a word is a token of this vocabulary
     fields: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     if how == "nats":
         body = orjson.dumps(fields)

@@ -1,9 +1,9 @@
 """Eviction policies compared on the conversation trace, at five capacities, against what no policy can beat.
 
-One pool serves all requests in the order of the trace: each leases what is there of its blocks, reserves and commits
-the rest, and is done before the next. Hits are tokens of the longest run of blocks from the first, over all tokens. The
-bound is Belady's rule for blocks taken one by one, with the choice not to keep a block at all (OPT); it knows the
-future and needs no run from the first block, so every policy is below it.
+One pool serves all requests in the order of the trace: each leases what is there of its blocks, reserves and
+commits the rest, and is done before the next. Hits are tokens of the longest run of blocks from the first,
+over all tokens. The bound is Belady's rule for blocks taken one by one, with the choice not to keep a block
+at all (OPT); it knows the future and needs no run from the first block, so every policy is below it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What the distributed KVCache gains: time to first token of a 2,000-token prompt, cold and with its first 1,900 tokens
-cached on another node only; and how long a decode worker waits for KV after prefill, layer by layer and all at the end.
+"""What the distributed KVCache gains: time to first token of a 2,000-token prompt, cold and with its first
+1,900 tokens cached on another node only; and how long a decode worker waits for KV after prefill, layer by
+layer and all at the end.
 
 Every figure is read from the cluster's own answers and events. Pairs are measured in turn, in one run.
 """
@@ -42,14 +43,22 @@ class Steered:
 
     async def ask(self, prompt: list[int], salt: str, *, only: str = "") -> dict[str, Any]:
         joined = await self.read((WorkerJoined,))
-        others = {e.worker_id: e.incarnation for e in joined if e.role == "prefill" and only and e.worker_id != only}
+        others = {
+            e.worker_id: e.incarnation for e in joined if e.role == "prefill" and only and e.worker_id != only
+        }
         for draining in (True, False):
             for worker_id, incarnation in others.items():
                 event = WorkerDraining(worker_id=worker_id, incarnation=incarnation, draining=draining)
                 await self.bus.append(event, source_id=worker_id)  # only a worker says it of itself
             if draining:
                 await asyncio.sleep(0.1)
-                fields = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
+                fields = {
+                    "prompt": prompt,
+                    "max_tokens": 2,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "cache_salt": salt,
+                }
                 reply = await self.nc.request("halfmoon.v1.generate", orjson.dumps(fields), timeout=120)
         answer: dict[str, Any] = orjson.loads(reply.data)
         assert "error" not in answer, answer

@@ -1,7 +1,9 @@
-"""Mooncake's store as `transfer.py` measures it: one process holds the values, another gets them into its own memory.
+"""Mooncake's store as `transfer.py` measures it: one process holds the values, another gets them into its own
+memory.
 
-Run by the interpreter of an environment that has the wheel `mooncake-transfer-engine-non-cuda`, and by nothing of
-ours: `mooncake_store.py serve|get MASTER`. One line in (`big`, `small`, `end`), one line of JSON out.
+Run by the interpreter of an environment that has the wheel `mooncake-transfer-engine-non-cuda`, and by
+nothing of ours: `mooncake_store.py serve|get MASTER`. One line in (`big`, `small`, `end`), one line of JSON
+out.
 """
 
 import ctypes

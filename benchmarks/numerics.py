@@ -1,4 +1,6 @@
-"""What exact numerics cost: prefill and decode of the built-in model, exact against fast, in turn, on one thread."""
+"""What exact numerics cost: prefill and decode of the built-in model, exact against fast, in turn, on one
+thread.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What the cluster's page costs who does not look at it: the control plane's figures with it open and closed, by turns.
+"""What the cluster's page costs who does not look at it: the control plane's figures with it open and closed,
+by turns.
 
-The cluster's engine computes nothing. Whoever looks is a process that reads the stream of views, as a browser does, and
-draws nothing: drawing is done on another machine. Because others may share this one's cores, each run with the page
-open stands beside one without it, and the ratio of the two is what is told; and of CPU, which others do not take, how
-much the cluster's processes used for a request.
+The cluster's engine computes nothing. Whoever looks is a process that reads the stream of views, as a browser
+does, and draws nothing: drawing is done on another machine. Because others may share this one's cores, each
+run with the page open stands beside one without it, and the ratio of the two is what is told; and of CPU,
+which others do not take, how much the cluster's processes used for a request.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def look(url: str, views: Synchronized[int], size: Synchronized[int]) -> None:
 @contextlib.contextmanager
 def looking(url: str, watchers: int) -> Iterator[tuple[Synchronized[int], Synchronized[int]]]:
     views, size = multiprocessing.Value("q", 0), multiprocessing.Value("q", 0)
-    processes = [multiprocessing.Process(target=look, args=(url, views, size), daemon=True) for _ in range(watchers)]
+    processes = [
+        multiprocessing.Process(target=look, args=(url, views, size), daemon=True) for _ in range(watchers)
+    ]
     for process in processes:
         process.start()
     try:
@@ -78,8 +81,8 @@ def ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]], field: Any) -> dic
 
 
 def conductor_cost(passes: int = 9) -> dict[str, float]:
-    """CPU of a conductor, by stepping over a recorded log: an event without any view, with the page closed, and open;
-    and one answer. The least of some passes: what others do on the machine only adds."""
+    """CPU of a conductor, by stepping over a recorded log: an event without any view, with the page closed,
+    and open; and one answer. The least of some passes: what others do on the machine only adds."""
     lines = LogFile(ROOT / "tests" / "replay" / "golden" / "null.jsonl.zst").lines()
     events = [Stamped(seq=e.seq, at_ns=e.at_ns, event=e.event) for e in lines if isinstance(e, EventLine)]
     asked = ViewRequest(conductor_id="c", after_seq=1)
@@ -133,7 +136,9 @@ def main() -> None:
                         before = views.value, size.value
                         used = cpu_s(addresses["pid"])
                         found[opened] = runner.run(measure(addresses, *case, args.seconds))
-                        requests = 450 + found[opened]["first_token_ms_at_32"]["n"]  # `measure` makes 450 alone
+                        requests = (
+                            450 + found[opened]["first_token_ms_at_32"]["n"]
+                        )  # `measure` makes 450 alone
                         found[opened]["cpu_us"] = (cpu_s(addresses["pid"]) - used) / requests * 1e6
                         took += (time.perf_counter() - started) if opened else 0.0
                         seen, moved = seen + views.value - before[0], moved + size.value - before[1]

@@ -1,7 +1,8 @@
 """How fast a log replays, and how the page of a run with 10,000 requests loads and redraws in a browser.
 
-The log is that of a simulated cluster (8 prefill, 8 decode workers) under Mooncake's conversation trace, 12,031
-requests: their block keys are as many as in practice. The browser is measured when Playwright and a Chromium are there.
+The log is that of a simulated cluster (8 prefill, 8 decode workers) under Mooncake's conversation trace,
+12,031 requests: their block keys are as many as in practice. The browser is measured when Playwright and a
+Chromium are there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def record(path: Path, *, speed: float) -> None:
     lines: list[Line] = []
     world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
     world.run(faster(read_trace(TRACE), speed), sample_ns=10_000_000_000)
-    header = Header(format=FORMAT, saved_by="simulation", cluster="simulated", first_seq=1, last_seq=world.events)
+    header = Header(
+        format=FORMAT, saved_by="simulation", cluster="simulated", first_seq=1, last_seq=world.events
+    )
     with LogWriter(path, header) as out:
         for line in lines:
             out.write(line)
@@ -100,7 +103,12 @@ def main() -> None:
             "events_per_s_median": int(statistics.median(run.events_per_s for run in runs)),
             "events_per_cpu_s_median": int(runs[0].events / statistics.median(cpu_s)),
             "file_bytes": path.stat().st_size,
-            "page": {"requests": 12_031, "bytes": len(text.encode()), "made_in_s": round(page_s, 2), **browser(html)},
+            "page": {
+                "requests": 12_031,
+                "bytes": len(text.encode()),
+                "made_in_s": round(page_s, 2),
+                **browser(html),
+            },
         }
     shown = result["page"]
     lines = [

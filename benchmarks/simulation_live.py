@@ -1,10 +1,10 @@
-"""A slice of the conversation trace on a real cluster, and the same slice simulated; and how well TTFT and TBT were
-predicted, live and simulated.
+"""A slice of the conversation trace on a real cluster, and the same slice simulated; and how well TTFT and
+TBT were predicted, live and simulated.
 
-Lengths are scaled down (a block of 512 tokens of the trace is one of 16 here), so that SmolLM2 on a CPU keeps up. Every
-other request calibrates: prefill costs are refitted from those alone, as the conductor does it; steps are what the
-conductor's core, replayed over the log, has learned by the end. The simulation takes these costs and the arrivals as
-logged, and is compared on the requests that did not calibrate.
+Lengths are scaled down (a block of 512 tokens of the trace is one of 16 here), so that SmolLM2 on a CPU keeps
+up. Every other request calibrates: prefill costs are refitted from those alone, as the conductor does it;
+steps are what the conductor's core, replayed over the log, has learned by the end. The simulation takes these
+costs and the arrivals as logged, and is compared on the requests that did not calibrate.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ async def read_log(nats_url: str) -> list[Stamped]:
     return found
 
 
-def refitted(profile: CostProfile, arrived: list[Stamped], prefilled: dict[str, PrefillFinished]) -> CostProfile:
+def refitted(
+    profile: CostProfile, arrived: list[Stamped], prefilled: dict[str, PrefillFinished]
+) -> CostProfile:
     """The worker's own profile after the prefills of these requests."""
     fit, cost = prefill_fit(profile), profile
     for stamped in arrived:
@@ -94,7 +96,11 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
             if isinstance(decision, StartPrefill):
                 predicted[decision.request_id] = decision.predicted
     by_id = {answer["id"]: answer for answer in answers}
-    world = {type(s.event): s.event for s in log if isinstance(s.event, (ClusterConfigured, StoreJoined, WorkerJoined))}
+    world = {
+        type(s.event): s.event
+        for s in log
+        if isinstance(s.event, (ClusterConfigured, StoreJoined, WorkerJoined))
+    }
     worker, layout = world[WorkerJoined], world[StoreJoined].layout
     roles = [s.event.role for s in log if isinstance(s.event, WorkerJoined)]
     costs = {worker.role: worker.cost for worker in core.state.workers.values()}
@@ -136,7 +142,9 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
     outcomes: dict[str, Outcome] = {}
     report = simulate(
         arrivals,
-        Cluster(prefill=roles.count("prefill"), decode=roles.count("decode"), block_tokens=layout.block_tokens),
+        Cluster(
+            prefill=roles.count("prefill"), decode=roles.count("decode"), block_tokens=layout.block_tokens
+        ),
         world[ClusterConfigured].policy,
         profile,
         outcomes=outcomes,
@@ -149,12 +157,18 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
     simulated_ttft = [outcome.ttft_ns / 1e6 for outcome in simulated if outcome.end == "finished"]
     live, made_up = statistics.mean(live_ttft), statistics.mean(simulated_ttft)
     live_cached = sum(
-        prefilled[one].cached_local_tokens + prefilled[one].cached_fetched_tokens for one in later if one in prefilled
+        prefilled[one].cached_local_tokens + prefilled[one].cached_fetched_tokens
+        for one in later
+        if one in prefilled
     )
     return {
         "requests": len(arrived),
         "compared": len(later),
-        "mean_ttft_ms": {"live": round(live, 1), "simulated": round(made_up, 1), "off": round(made_up / live - 1, 4)},
+        "mean_ttft_ms": {
+            "live": round(live, 1),
+            "simulated": round(made_up, 1),
+            "off": round(made_up / live - 1, 4),
+        },
         "p50_ttft_ms": {
             "live": round(statistics.median(live_ttft), 1),
             "simulated": round(statistics.median(simulated_ttft), 1),
@@ -168,8 +182,12 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
             "simulated": sum(outcome.local_tokens + outcome.fetched_tokens for outcome in simulated),
         },
         "live_prediction_error": {
-            "ttft": error([(predicted[one].ttft_ns, int(by_id[one]["timing_ms"]["ttft"] * 1e6)) for one in later]),
-            "tbt": error([(predicted[one].tbt_ns, finished[one].tbt_ns) for one in later if finished[one].tbt_ns]),
+            "ttft": error(
+                [(predicted[one].ttft_ns, int(by_id[one]["timing_ms"]["ttft"] * 1e6)) for one in later]
+            ),
+            "tbt": error(
+                [(predicted[one].tbt_ns, finished[one].tbt_ns) for one in later if finished[one].tbt_ns]
+            ),
         },
         "simulated_prediction_error": {"ttft": report.ttft_error, "tbt": report.tbt_error},
         "calibrated": {name: getattr(profile.cost, name) for name in profile.cost.__struct_fields__},
@@ -185,7 +203,9 @@ def main() -> None:
         "--every-s", type=float, default=0.0, help="one request in so many seconds, not as in the trace"
     )
     args = options.parse_args()
-    trace = [one for one in read_trace(ROOT / "benchmarks/traces/conversation_trace.jsonl.zst") if one.block_keys]
+    trace = [
+        one for one in read_trace(ROOT / "benchmarks/traces/conversation_trace.jsonl.zst") if one.block_keys
+    ]
     slice_ = [one for one in trace if one.prompt_tokens // SCALE < 2_000][: args.requests]
     if args.every_s:
         slice_ = [

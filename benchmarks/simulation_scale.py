@@ -1,7 +1,7 @@
 """How the time of a simulation grows with workers and with requests: a table, and a plot into results/.
 
-Copies of the conversation trace beside each other, as many as keep the load of each worker the same. CPU time, not wall
-time, because other programs may run.
+Copies of the conversation trace beside each other, as many as keep the load of each worker the same. CPU
+time, not wall time, because other programs may run.
 
 `--full` is a million requests to a thousand workers; else that row of the last time is kept.
 """
@@ -39,7 +39,9 @@ def measure(workers: int, requests: int) -> dict[str, Any]:
         nonlocal told
         if arrived // TOLD_EVERY > told:
             told = arrived // TOLD_EVERY
-            print(f"{arrived} requests, {time.process_time() - began:.1f} s of CPU", file=sys.stderr, flush=True)
+            print(
+                f"{arrived} requests, {time.process_time() - began:.1f} s of CPU", file=sys.stderr, flush=True
+            )
 
     cluster, policy = Cluster(prefill=workers // 2, decode=workers // 2), Policy(tbt_slo_ns=10**8)
     report = simulate(arrivals, cluster, policy, LLAMA3_A800, progress=progress)

@@ -1,6 +1,6 @@
-"""The SSD tier against `fio` in the same directory, in the same run: blocks in sequence, direct I/O, as many under
-way. The tier joins neighbours up to 4 MiB. Its figure includes what every load pays: into the pool's memory, from the
-event loop; the last one also compares the checksum of every block.
+"""The SSD tier against `fio` in the same directory, in the same run: blocks in sequence, direct I/O, as many
+under way. The tier joins neighbours up to 4 MiB. Its figure includes what every load pays: into the pool's
+memory, from the event loop; the last one also compares the checksum of every block.
 
 Rounds alternate between the three, so that a disk whose speed changes is the same for all; medians.
 """
@@ -58,9 +58,17 @@ def layout(block_bytes: int) -> Layout:
 def fio(directory: Path, block_bytes: int, threads: int, write: bool) -> float:
     """Bytes a second."""
     command = [
-        *("fio", "--name=halfmoon", f"--filename={directory / 'fio'}", "--direct=1", "--ioengine=libaio"),
-        *(f"--iodepth={threads}", f"--bs={block_bytes}", f"--size={BLOCKS * block_bytes}"),
-        *(f"--rw={'write' if write else 'read'}", "--output-format=json", "--invalidate=1"),
+        "fio",
+        "--name=halfmoon",
+        f"--filename={directory / 'fio'}",
+        "--direct=1",
+        "--ioengine=libaio",
+        f"--iodepth={threads}",
+        f"--bs={block_bytes}",
+        f"--size={BLOCKS * block_bytes}",
+        f"--rw={'write' if write else 'read'}",
+        "--output-format=json",
+        "--invalidate=1",
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
@@ -83,9 +91,13 @@ async def rounds(directory: Path, block_bytes: int, threads: int, count: int) ->
     )
     assert config.layout.block_bytes == block_bytes, config.layout.block_bytes
     segment = await asyncio.to_thread(Segment.create, segment_name(name, "n1"), config.geometry)
-    segment.view.blocks[:] = np.random.default_rng(1).integers(0, 256, segment.view.blocks.shape[1:], np.uint8)
+    segment.view.blocks[:] = np.random.default_rng(1).integers(
+        0, 256, segment.view.blocks.shape[1:], np.uint8
+    )
     book = Book(Pool(BLOCKS), ttl_ns=10**12, grace_ns=0, announce=lambda _: None)
-    tier = SsdTier(config, book, view=lambda: segment.view, announce=lambda _: None, counters=Counter(), lost=sys.exit)
+    tier = SsdTier(
+        config, book, view=lambda: segment.view, announce=lambda _: None, counters=Counter(), lost=sys.exit
+    )
     await tier._open()
     owner, keys = Owner("o", "w"), [number.to_bytes(16, "big") for number in range(BLOCKS)]
     hold = book.open_put(owner, keys, BLOCKS, writer="w")
@@ -129,7 +141,9 @@ async def rounds(directory: Path, block_bytes: int, threads: int, count: int) ->
 
 def main() -> None:
     arguments: argparse.ArgumentParser = parser(__doc__ or "")
-    arguments.add_argument("--directory", default="", help="on the disk to measure (default: a temporary one)")
+    arguments.add_argument(
+        "--directory", default="", help="on the disk to measure (default: a temporary one)"
+    )
     arguments.add_argument("--rounds", type=int, default=7)
     args = arguments.parse_args()
     if shutil.which("fio") is None:
@@ -142,7 +156,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=args.directory or None) as directory:
             found = asyncio.run(rounds(Path(directory), block_kib * 1024, threads, args.rounds))
         median = {name: statistics.median(values) / MIB for name, values in found.items()}
-        row = {"block_kib": block_kib, "threads": threads, **{f"{k}_mib_s": round(v) for k, v in median.items()}}
+        row = {
+            "block_kib": block_kib,
+            "threads": threads,
+            **{f"{k}_mib_s": round(v) for k, v in median.items()},
+        }
         row["read_of_fio"] = round(median["tier_read"] / median["fio_read"], 3)
         row["load_of_fio"] = round(median["tier_load"] / median["fio_read"], 3)
         rows.append(row)

@@ -1,13 +1,14 @@
-"""How fast blocks move, against what the machine can do in the same run: one memcpy, a plain blocking socket, bare
-pyzmq with and without CURVE, and Mooncake's store over TCP.
+"""How fast blocks move, against what the machine can do in the same run: one memcpy, a plain blocking socket,
+bare pyzmq with and without CURVE, and Mooncake's store over TCP.
 
 `python benchmarks/transfer.py [--json] [--rounds N] [--mooncake PYTHON]`. 64 MiB of block-layers (256 KiB each) between
-two processes, then single 4 KiB layers, for the latency. Every contender moves once a round, in turn, and ratios are
-medians of the rounds' ratios, so that what else the machine does hits all of them alike. A get of ours is a leased,
-authenticated, verified read; `client_get` copies nothing, it leases blocks where another process put them. CPU seconds
-are of both ends (of Mooncake without its master).
+two processes, then single 4 KiB layers, for the latency. Every contender moves once a round, in turn, and
+ratios are medians of the rounds' ratios, so that what else the machine does hits all of them alike. A get of
+ours is a leased, authenticated, verified read; `client_get` copies nothing, it leases blocks where another
+process put them. CPU seconds are of both ends (of Mooncake without its master).
 
-Mooncake's store takes part when PYTHON (or $MOONCAKE_PYTHON, or the interpreter of this program) has its wheel:
+Mooncake's store takes part when PYTHON (or $MOONCAKE_PYTHON, or the interpreter of this program) has its
+wheel:
 `python -m venv V && V/bin/pip install mooncake-transfer-engine-non-cuda`, then `--mooncake V/bin/python`.
 """
 
@@ -18,7 +19,17 @@ import statistics
 from typing import Any
 
 from clusters import finish, parser
-from transfer_ends import MIB, TOTAL, Contender, Memcpy, Mooncake, MooncakeGet, Ours, Plain, python_with_mooncake
+from transfer_ends import (
+    MIB,
+    TOTAL,
+    Contender,
+    Memcpy,
+    Mooncake,
+    MooncakeGet,
+    Ours,
+    Plain,
+    python_with_mooncake,
+)
 from transfer_in_place import InPlace
 
 Samples = list[tuple[float, float]]
@@ -88,7 +99,9 @@ def lines_of(found: dict[str, Samples]) -> list[dict[str, Any]]:
 def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=20, help="of 64 MiB each")
-    options.add_argument("--mooncake", metavar="PYTHON", default="", help="an interpreter that has Mooncake's wheel")
+    options.add_argument(
+        "--mooncake", metavar="PYTHON", default="", help="an interpreter that has Mooncake's wheel"
+    )
     args = options.parse_args()
     found: dict[str, Samples] = {}
     sizes: dict[str, int] = {}

@@ -1,5 +1,5 @@
-"""The contenders of `transfer.py`: each has another process and moves the same 64 MiB, one round at a time, so that
-all of them see the same machine."""
+"""The contenders of `transfer.py`: each has another process and moves the same 64 MiB, one round at a time,
+so that all of them see the same machine."""
 
 from __future__ import annotations
 
@@ -161,7 +161,9 @@ class Ours:
         self._other.pipe.send(self._end.hello)
         assert self._other.pipe.recv() == "ready"
         geometry = Geometry.of(hello.layout, hello.slots)
-        self._peer = Peer(hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints))
+        self._peer = Peer(
+            hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints)
+        )
         slots = range(1) if small else range(hello.slots)
         layers = 1 if small else geometry.layers
         self._items = [Slice(slot, slot, layer, 1) for layer in range(layers) for slot in slots]
@@ -201,7 +203,9 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 class Mooncake:
-    """Mooncake's store over TCP: a master, a process that holds the values, one that gets them. Raises OSError."""
+    """Mooncake's store over TCP: a master, a process that holds the values, one that gets them. Raises
+    OSError.
+    """
 
     def __init__(self, interpreter: str) -> None:
         self._stack = contextlib.ExitStack()
@@ -285,7 +289,7 @@ def _free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-# --- both ends ------------------------------------------------------------------------------------------------------
+# --- both ends ----------------------------------------------------------------------------------------------
 
 
 def noise(shape: tuple[int, ...]) -> Any:
@@ -301,7 +305,12 @@ class End:
         encryption: Any = ENCRYPTION[kind]
         name = f"bench{uuid.uuid4().hex[:8]}"
         self.config = StoreConfig(
-            cluster=name, node_id=node_id, layout=shape, slots=slots, cluster_secret="bench", encryption=encryption
+            cluster=name,
+            node_id=node_id,
+            layout=shape,
+            slots=slots,
+            cluster_secret="bench",
+            encryption=encryption,
         )
         self.segment = Segment.create(segment_name(name, node_id), self.config.geometry)
         self.view = self.segment.view

@@ -1,4 +1,6 @@
-"""The contender of `transfer.py` that moves nothing: a client reads the blocks where another process put them."""
+"""The contender of `transfer.py` that moves nothing: a client reads the blocks where another process put
+them.
+"""
 
 from __future__ import annotations
 

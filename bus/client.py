@@ -1,9 +1,9 @@
-"""nats-py's client, with subscriptions that are heard as they are parsed, and messages that leave in the same turn of
-the loop: no queue and no task in between.
+"""nats-py's client, with subscriptions that are heard as they are parsed, and messages that leave in the same
+turn of the loop: no queue and no task in between.
 
-A request crosses some seventeen deliveries on its way to the first token. For each the library's own callbacks cost a
-queue, a turn of the loop and parsed headers, about a sixth of all that the processes do; its publishing costs two more
-turns of the loop.
+A request crosses some seventeen deliveries on its way to the first token. For each the library's own
+callbacks cost a queue, a turn of the loop and parsed headers, about a sixth of all that the processes do; its
+publishing costs two more turns of the loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class DirectClient(Client):
         self._writing = False
 
     def send(self, subject: str, payload: bytes, reply: str = "", headers: bytes = b"") -> bool:
-        """Publish, at the end of this turn of the loop and in order with all else; False: there is no connection now.
+        """Publish, at the end of this turn of the loop and in order with all else; False: there is no
+        connection now.
 
         `headers`: lines as they are sent, each with its line end. The subject is not checked. Raises MaxPayloadError.
         """
@@ -95,8 +96,8 @@ class DirectClient(Client):
             log.exception("a message on %s was not taken", subject.decode(errors="replace"))
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        """While a connection is being lost the library may raise its error to whoever publishes just then. The reading
-        of the socket deals with it; what must not be lost is sent again after the reconnect.
+        """While a connection is being lost the library may raise its error to whoever publishes just then.
+        The reading of the socket deals with it; what must not be lost is sent again after the reconnect.
         """
         with contextlib.suppress(OSError):
             return await super()._flush_pending(force_flush)

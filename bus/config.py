@@ -36,7 +36,8 @@ class BusConfig:
             "max_outstanding_pings": 2,
             "connect_timeout": 2,
             "pending_size": 64 << 20,
-            "skip_subject_validation": True,  # ours are made of checked ids; a client's reply came from the server
+            # ours are made of checked ids; a client's reply came from the server
+            "skip_subject_validation": True,
             "user": self.user or None,
             "password": self.password or None,
             "token": self.token or None,

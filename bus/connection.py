@@ -1,7 +1,8 @@
-"""One process's connection to NATS, in halfmoon's own terms: append facts, read the log, give orders, ask and answer.
+"""One process's connection to NATS, in halfmoon's own terms: append facts, read the log, give orders, ask and
+answer.
 
-All payloads are messages of `halfmoon.schemas`. Anything that does not decode is dropped and counted (`invalid`), or
-answered with a ProcessError when it asked for an answer.
+All payloads are messages of `halfmoon.schemas`. Anything that does not decode is dropped and counted
+(`invalid`), or answered with a ProcessError when it asked for an answer.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Bus:
     def unacknowledged(self) -> int:
         return self._publisher.unacked
 
-    # --- connection -------------------------------------------------------------------------------------------
+    # --- connection -----------------------------------------------------------------------------------------
 
     @classmethod
     async def connect(cls, config: BusConfig, *, name: str, limits: StreamLimits | None = None) -> Bus:
@@ -99,7 +100,12 @@ class Bus:
                 log.warning("%s: %s", name, problem)
 
         callbacks = {"reconnected_cb": reconnected, "error_cb": failed}
-        options = {**config.options(), **callbacks, "name": name, "inbox_prefix": subjects.inbox(name).encode()}
+        options = {
+            **config.options(),
+            **callbacks,
+            "name": name,
+            "inbox_prefix": subjects.inbox(name).encode(),
+        }
         nc = DirectClient()
         try:
             await within(config.connect_timeout_s, nc.connect(**options))
@@ -158,7 +164,7 @@ class Bus:
                 return
             await asyncio.sleep(0.1)
 
-    # --- the log ----------------------------------------------------------------------------------------------
+    # --- the log --------------------------------------------------------------------------------------------
 
     def _message_id(self) -> str:
         self._count += 1
@@ -167,7 +173,9 @@ class Bus:
     async def append(
         self, event: Event, *, source_id: str, message_id: str = "", expected_last_seq: int | None = None
     ) -> int:
-        """Store `event`; its sequence in the log. Raises LogMoved when `expected_last_seq` is not the log's last."""
+        """Store `event`; its sequence in the log. Raises LogMoved when `expected_last_seq` is not the log's
+        last.
+        """
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._publisher.submit(
             subjects.event(source_id, type(event).__name__),
@@ -244,10 +252,12 @@ class Bus:
             self._readers.discard(reader)
             await reader.close()
 
-    # --- decisions and KV progress ----------------------------------------------------------------------------
+    # --- decisions and KV progress --------------------------------------------------------------------------
 
     async def order(self, ordered: Ordered, *, target_id: str) -> int:
-        """Publish a decision; returns its sequence in DECISIONS once stored (or dropped there as a duplicate)."""
+        """Publish a decision; returns its sequence in DECISIONS once stored (or dropped there as a
+        duplicate).
+        """
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._submit_order(ordered, target_id, done)
         return await done
@@ -277,8 +287,8 @@ class Bus:
         return tail
 
     async def follow_decisions(self, tail: StreamTail) -> AsyncIterator[Ordered]:
-        """The decisions that `tail` was opened for, each once; in order, but for one that was lost on its way and
-        found again.
+        """The decisions that `tail` was opened for, each once; in order, but for one that was lost on its way
+        and found again.
         """
         seen: dict[tuple[int, int], None] = {}
         forgotten = (0, -1)
@@ -328,7 +338,7 @@ class Bus:
             self._readers.discard(tail)
             await tail.close()
 
-    # --- core NATS --------------------------------------------------------------------------------------------
+    # --- core NATS ------------------------------------------------------------------------------------------
 
     async def publish(self, subject: str, message: Message) -> None:
         """At most once, not acknowledged."""
@@ -362,8 +372,8 @@ class Bus:
     async def request(
         self, subject: str, message: Message, kind: type[M], *, timeout_s: float, patient: bool = False
     ) -> M:
-        """Ask and wait; `patient`: also for somebody to be there. Raises PeerUnreachable (nobody there, too late) or
-        PeerError (its own refusal).
+        """Ask and wait; `patient`: also for somebody to be there. Raises PeerUnreachable (nobody there, too
+        late) or PeerError (its own refusal).
         """
         try:
             reply = await self._requests.ask(subject, encode(message), timeout_s=timeout_s, patient=patient)
@@ -378,8 +388,8 @@ class Bus:
             raise PeerError("invalid_reply", str(problem)) from None
 
     async def serve(self, subject: str, kind: Any, handler: Answerer, *, queue: str = "") -> Subscription:
-        """Answer requests. `handler` answers at once, or is a coroutine function: then each runs as a task. It is
-        called once for each request, however often that comes.
+        """Answer requests. `handler` answers at once, or is a coroutine function: then each runs as a task.
+        It is called once for each request, however often that comes.
         """
         served = Served(self.nc, kind, handler, spawn=self._spawn, invalid=self._count_invalid)
         return await self.nc.hear(subject, served.receive, queue=queue)

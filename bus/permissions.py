@@ -1,13 +1,14 @@
 """What each role may publish and hear on NATS: the text of `authorization` in a server's configuration.
 
-Every process has a name and an nkey of its own. It speaks under its own name only (events), hears only what is for it
-(orders, KV progress, tokens, answers), and calls only whom its role has to do with: a worker its own node's store
-agent, a frontend workers. Orders come from conductors alone. Streams are made by conductors; consumers, which can have
-the server send stored messages to any subject, by conductors and the operator.
+Every process has a name and an nkey of its own. It speaks under its own name only (events), hears only what
+is for it (orders, KV progress, tokens, answers), and calls only whom its role has to do with: a worker its
+own node's store agent, a frontend workers. Orders come from conductors alone. Streams are made by conductors;
+consumers, which can have the server send stored messages to any subject, by conductors and the operator.
 
-What NATS cannot see is whether a payload fits its subject: events are checked where they are read (`said_by`). What it
-does not keep anybody from: naming another's subject as the reply to a request. Then an answer of a server or a peer,
-never words of one's own, comes where it was not asked for, and is dropped there because it does not decode.
+What NATS cannot see is whether a payload fits its subject: events are checked where they are read
+(`said_by`). What it does not keep anybody from: naming another's subject as the reply to a request. Then an
+answer of a server or a peer, never words of one's own, comes where it was not asked for, and is dropped there
+because it does not decode.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ _SAID: dict[str, tuple[str, ...]] = {
     "conductor": ("ClusterConfigured", "TimerFired", "StateDigested"),
     "frontend": ("FrontendJoined", "FrontendHeartbeat", "FrontendLeft", "RequestArrived", "RequestCancelled"),
     "store": (
-        *("StoreJoined", "StoreHeartbeat", "StoreLeft", "StoreInventory"),
-        *("BlocksStored", "BlocksEvicted", "TierLost", "StoreSuspected"),
+        "StoreJoined",
+        "StoreHeartbeat",
+        "StoreLeft",
+        "StoreInventory",
+        "BlocksStored",
+        "BlocksEvicted",
+        "TierLost",
+        "StoreSuspected",
     ),
     "prefill": (*_WORKER, "PrefillFinished", "PrefillFailed"),
     "decode": (*_WORKER, "DecodeStarted", "DecodeRefused", "DecodeFailed", "RequestFinished"),
@@ -44,15 +51,26 @@ _ASKED_BY_WORKERS = ("attach", "open_put", "fetch", "commit", "open_push", "clos
 #: By programs that use a store as their own cache: none of them is in a cluster of containers, so nobody may.
 _ASKED_BY_PROGRAMS = ("probe", "take", "remove", "pin")
 _ASKED_BY_STORES = (
-    *("hello", "lease", "end_lease", "reserve", "renew", "settle", "drop", "pair"),
-    *("probe", "replicate", "remove"),  # copies of blocks on other nodes
+    "hello",
+    "lease",
+    "end_lease",
+    "reserve",
+    "renew",
+    "settle",
+    "drop",
+    "pair",
+    "probe",
+    "replicate",
+    "remove",  # copies of blocks on other nodes
 )
 _ASKED_BY_OPERATORS = ("status", "drain")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A process as NATS knows it. `node_id`: of a store agent and of a worker. `public_key`: of its nkey (`U…`)."""
+    """A process as NATS knows it. `node_id`: of a store agent and of a worker. `public_key`: of its nkey
+    (`U…`).
+    """
 
     role: Role
     name: str
@@ -62,12 +80,17 @@ class Identity:
     @property
     def publish(self) -> list[str]:
         me = self.name
-        said = [subjects.event(self.node_id if self.role == "store" else me, kind) for kind in _SAID.get(self.role, ())]
+        said = [
+            subjects.event(self.node_id if self.role == "store" else me, kind)
+            for kind in _SAID.get(self.role, ())
+        ]
         match self.role:
             case "conductor":
                 return [
                     *said,
-                    *(subjects.DECISIONS_ALL, subjects.SNAPSHOTS_ALL, subjects.status(subjects.CONDUCTORS)),
+                    subjects.DECISIONS_ALL,
+                    subjects.SNAPSHOTS_ALL,
+                    subjects.status(subjects.CONDUCTORS),
                     *_PLACES,
                     *(f"{_JS}.STREAM.CREATE.{stream}" for stream in subjects.STREAMS),
                     *(f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_EVENTS, _DECISIONS, _SNAPSHOTS)),
@@ -76,11 +99,17 @@ class Identity:
                     *_ANSWERS,
                 ]
             case "frontend":
-                asks = [subjects.status(subjects.CONDUCTORS), subjects.view(subjects.CONDUCTORS), subjects.explain("*")]
+                asks = [
+                    subjects.status(subjects.CONDUCTORS),
+                    subjects.view(subjects.CONDUCTORS),
+                    subjects.explain("*"),
+                ]
                 peers = [subjects.give("*"), subjects.resend("*"), *asks]
                 return [*said, *peers, f"{ROOT}.cancel", *_PLACES, *_MISSED, *_ANSWERS, *_CLIENT_INBOXES]
             case "store":
-                progress = [subjects.kv("*", k) for k in ("TransferOpened", "TransferFailed", "KvReady", "KvLoaded")]
+                progress = [
+                    subjects.kv("*", k) for k in ("TransferOpened", "TransferFailed", "KvReady", "KvLoaded")
+                ]
                 peers = [subjects.store("*", verb) for verb in _ASKED_BY_STORES]
                 return [*said, *progress, *peers, *_PLACES, *_MISSED, *_ANSWERS]
             case "prefill":
@@ -104,7 +133,12 @@ class Identity:
                 return [inbox, *asked, subjects.view(subjects.CONDUCTORS), subjects.explain(me)]
             case "frontend":
                 served = [f"{subjects.API}.*", "$SRV.>", f"{ROOT}.cancel"]
-                own = [subjects.take(me), subjects.tokens(me), subjects.decisions_for(me), subjects.placements_for(me)]
+                own = [
+                    subjects.take(me),
+                    subjects.tokens(me),
+                    subjects.decisions_for(me),
+                    subjects.placements_for(me),
+                ]
                 return [inbox, *served, *own]
             case "store":
                 node = self.node_id
@@ -120,7 +154,12 @@ class Identity:
 
     def _worker(self) -> list[str]:
         verbs = (*_ASKED_BY_WORKERS, "push", "keep")
-        return [subjects.take("*"), *(subjects.store(self.node_id, verb) for verb in verbs), *_PLACES, *_MISSED]
+        return [
+            subjects.take("*"),
+            *(subjects.store(self.node_id, verb) for verb in verbs),
+            *_PLACES,
+            *_MISSED,
+        ]
 
 
 def _reading(streams: Sequence[str]) -> list[str]:

@@ -1,11 +1,12 @@
 """Pipelined publishing into JetStream: in order, with message ids, sent again until acknowledged.
 
 Messages leave in the order of `submit`. One that was lost with a connection is sent again, together with all
-unacknowledged ones after it, in the same order; the stream drops what it already holds by message id (its duplicate
-window is far longer than our patience). So a fact is stored once, and two facts of one process are not swapped: while
-a stream has no leader (three servers, one of them just died) the server says so, and nothing new leaves before what it
-could not take. Only when a leader is cut off in silence may one of the messages under way be lost and a later one reach
-the next leader: then these two are swapped, which is rare, and which who reads them must bear.
+unacknowledged ones after it, in the same order; the stream drops what it already holds by message id (its
+duplicate window is far longer than our patience). So a fact is stored once, and two facts of one process are
+not swapped: while a stream has no leader (three servers, one of them just died) the server says so, and
+nothing new leaves before what it could not take. Only when a leader is cut off in silence may one of the
+messages under way be lost and a later one reach the next leader: then these two are swapped, which is rare,
+and which who reads them must bear.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Publisher:
         self._prefix = nc.new_inbox()
         self._next = 0
         self._pending: dict[int, _Outgoing] = {}
-        #: Of the connection that has been given all that is pending: after a reconnect the old goes before the new.
+        #: Of the connection that has been given all that is pending: after a reconnect the old goes before
+        #: the new.
         self._reconnects = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -103,7 +105,8 @@ class Publisher:
     ) -> None:
         """Send one message; `done` gets its stream sequence.
 
-        Raises BusOverloaded when too many are unacknowledged, MaxPayloadError when the server would not carry it.
+        Raises BusOverloaded when too many are unacknowledged, MaxPayloadError when the server would not carry
+        it.
         """
         if len(payload) > self._nc.max_payload:
             raise MaxPayloadError
@@ -128,7 +131,9 @@ class Publisher:
         return self._empty.is_set()
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait until what was submitted before this call is stored, whatever is submitted meanwhile; False: not yet."""
+        """Wait until what was submitted before this call is stored, whatever is submitted meanwhile; False:
+        not yet.
+        """
         mark = self._next
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -171,7 +176,9 @@ class Publisher:
             return
         ack = _decode_ack(payload)
         if ack.error is not None:
-            if ack.error.err_code == IN_PROCESS:  # soon it is there, and we are told so; or not, and ours is taken
+            if (
+                ack.error.err_code == IN_PROCESS
+            ):  # soon it is there, and we are told so; or not, and ours is taken
                 asyncio.get_running_loop().call_later(IN_PROCESS_S, self._again, number, item)
             elif ack.error.err_code != WRONG_LAST_SEQUENCE:
                 if item.done is None or ack.error.code >= 500:

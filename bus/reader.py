@@ -1,10 +1,12 @@
-"""An ordered read of a JetStream stream from a sequence on: no gap, no repeat, across reconnects and server restarts.
+"""An ordered read of a JetStream stream from a sequence on: no gap, no repeat, across reconnects and server
+restarts.
 
-It is an ephemeral push consumer without acknowledgements. A gap in its delivery sequence, a missing idle heartbeat, a
-reconnect or a consumer that the server forgot all end the same way: a new consumer from the last sequence seen.
+It is an ephemeral push consumer without acknowledgements. A gap in its delivery sequence, a missing idle
+heartbeat, a reconnect or a consumer that the server forgot all end the same way: a new consumer from the last
+sequence seen.
 
-Source: NATS ADR-17 (ordered consumer); written here because the log needs the stream sequence and the server's
-timestamp of each message at little cost per message.
+Source: NATS ADR-17 (ordered consumer); written here because the log needs the stream sequence and the
+server's timestamp of each message at little cost per message.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ class StreamReader:
         self._received.clear()
         created = (await self._api(f"STREAM.INFO.{self._stream}", {}))["created"]
         if self._created not in ("", created):
-            raise StreamAnew(f"the stream {self._stream} was made anew; what was read up to {self.last_seq} is gone")
+            raise StreamAnew(
+                f"the stream {self._stream} was made anew; what was read up to {self.last_seq} is gone"
+            )
         self._created = created
         self._expected = 1
         self._reset = False  # from here on: messages may come before the answer to the request below
@@ -145,13 +149,17 @@ class StreamReader:
             return  # the server forgets an inactive consumer by itself
 
     async def _api(self, verb: str, request: dict[str, object]) -> dict[str, Any]:
-        reply = await self._nc.request(f"$JS.API.{verb}", orjson.dumps(request) if request else b"", timeout=5)
+        reply = await self._nc.request(
+            f"$JS.API.{verb}", orjson.dumps(request) if request else b"", timeout=5
+        )
         answer: dict[str, Any] = orjson.loads(reply.data)
         if "error" in answer:
             raise StreamRefused(f"{self._stream}: {answer['error'].get('description', 'refused')}")
         return answer
 
-    def _on_message(self, inbox: str, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+    def _on_message(
+        self, inbox: str, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None
+    ) -> None:
         if inbox != self._inbox:
             return  # of a consumer that we have left
         self._heard_at = time.monotonic()
@@ -180,4 +188,3 @@ class StreamReader:
 
 class StreamRefused(Exception):
     """JetStream answered with an error."""
-

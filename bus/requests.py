@@ -1,11 +1,11 @@
 """Requests over one inbox subscription: a counter and a future each, nothing more.
 
-A question is asked again each second, and at once after a reconnect, until it is answered or given up: with a server
-that dies its message is lost, or the answer's. Who serves knows a repeat by its inbox (`halfmoon.bus.serving`), so
-nothing is done twice.
+A question is asked again each second, and at once after a reconnect, until it is answered or given up: with a
+server that dies its message is lost, or the answer's. Who serves knows a repeat by its inbox
+(`halfmoon.bus.serving`), so nothing is done twice.
 
-Source: what NATS clients call the new-style request; written here because two of them are in the way of every first
-token, and the client library's costs three times as much.
+Source: what NATS clients call the new-style request; written here because two of them are in the way of every
+first token, and the client library's costs three times as much.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ class Requests:
         await end_tasks(self._tasks)
 
     async def ask(self, subject: str, payload: bytes, *, timeout_s: float, patient: bool = False) -> bytes:
-        """The payload of the first answer. Raises PeerUnreachable, at once when nobody serves the subject and we are
-        not `patient`; and NATS' own errors when nothing can be sent.
+        """The payload of the first answer. Raises PeerUnreachable, at once when nobody serves the subject and
+        we are not `patient`; and NATS' own errors when nothing can be sent.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes | None] = loop.create_future()
         inbox = f"{self._prefix}.{next(self._numbers)}"
         self._waiting[inbox.encode()] = _Question(subject, payload, answer, time.monotonic(), patient)
-        timer = loop.call_later(timeout_s, self._give_up, answer, f"no answer on {subject} within {timeout_s} s")
+        timer = loop.call_later(
+            timeout_s, self._give_up, answer, f"no answer on {subject} within {timeout_s} s"
+        )
         try:
             await self._nc.publish(subject, payload, reply=inbox)
             reply = await answer

@@ -18,7 +18,8 @@ from halfmoon.schemas.types import Message
 
 Answerer = Callable[[Any], "Awaitable[Message] | Message"]
 
-#: Far more than come within the second after which a question is repeated; and what their answers may take together.
+#: Far more than come within the second after which a question is repeated; and what their answers may take
+#: together.
 ANSWERS_MAX = 4096
 ANSWERS_BYTES_MAX = 8 << 20
 

@@ -1,8 +1,8 @@
 """Snapshots of the conductors' state in the SNAPSHOTS stream: saved, listed, read, pruned.
 
-Not the object store: there each writer of an object stores chunks of its own, and those of a writer that lost the race
-for the name stay behind. Here the parts of equal snapshots have equal names and equal bytes, and a subject keeps its
-last message only, so any number of conductors may save the same one at the same time.
+Not the object store: there each writer of an object stores chunks of its own, and those of a writer that lost
+the race for the name stay behind. Here the parts of equal snapshots have equal names and equal bytes, and a
+subject keeps its last message only, so any number of conductors may save the same one at the same time.
 """
 
 from __future__ import annotations

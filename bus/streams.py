@@ -41,15 +41,22 @@ class StreamLimits:
 
 
 async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
-    """Create EVENTS, DECISIONS, KV and SNAPSHOTS where they are missing; leave existing ones as the operator set them.
+    """Create EVENTS, DECISIONS, KV and SNAPSHOTS where they are missing; leave existing ones as the operator
+    set them.
 
-    Raises BusError when JetStream refuses (not enabled, no permission, too few servers for the replicas). A cluster of
-    servers that is not ready yet is waited for.
+    Raises BusError when JetStream refuses (not enabled, no permission, too few servers for the replicas). A
+    cluster of servers that is not ready yet is waited for.
     """
     until = time.monotonic() + (0 if limits.replicas == 1 else CLUSTER_S)
     for name, subject, storage, bytes_max, age_ns_max in (
         (subjects.EVENTS_STREAM, subjects.EVENTS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
-        (subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
+        (
+            subjects.DECISIONS_STREAM,
+            subjects.DECISIONS_ALL,
+            "file",
+            limits.log_bytes_max,
+            limits.log_age_ns_max,
+        ),
         (subjects.KV_STREAM, subjects.KV_ALL, "memory", limits.kv_bytes_max, limits.kv_age_ns_max),
         (
             subjects.SNAPSHOTS_STREAM,

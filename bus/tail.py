@@ -1,12 +1,13 @@
-"""Messages of a stream's subject as they are published; what a lost connection swallowed is read from the stream.
+"""Messages of a stream's subject as they are published; what a lost connection swallowed is read from the
+stream.
 
-A plain subscription delivers sooner than any consumer, because it need not wait for the message to be stored, and costs
-the server nothing more. What it lacks is made up after a reconnect: messages from the last known place of the stream on
-are read again, and only then those that came meanwhile. So nothing is missed; something may come twice. Decisions carry
-an identity that drops repeats, KV progress may be repeated at will.
+A plain subscription delivers sooner than any consumer, because it need not wait for the message to be stored,
+and costs the server nothing more. What it lacks is made up after a reconnect: messages from the last known
+place of the stream on are read again, and only then those that came meanwhile. So nothing is missed;
+something may come twice. Decisions carry an identity that drops repeats, KV progress may be repeated at will.
 
-What was missed is asked for message by message, not by a consumer: whoever may make a push consumer can have the server
-send stored messages to any subject, and that is a permission that workers shall not need.
+What was missed is asked for message by message, not by a consumer: whoever may make a push consumer can have
+the server send stored messages to any subject, and that is a permission that workers shall not need.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _NO_MESSAGE = 10037
 
 
 class StreamTail:
-    """`open`, then iterate over payloads; endless. `lost_connection` is called by the bus after each reconnect."""
+    """`open`, then iterate over payloads; endless. `lost_connection` is called by the bus after each
+    reconnect.
+    """
 
     def __init__(self, nc: DirectClient, stream: str, subject: str) -> None:
         self._nc = nc
@@ -99,7 +102,8 @@ class StreamTail:
         held, self._held = self._held or deque(), None
         self._received.extend(held)
         self._wake.set()
-        # Published just before we were subscribed again, a message may not have been in the stream when that was asked.
+        # Published just before we were subscribed again, a message may not have been in the stream when that
+        # was asked.
         await asyncio.sleep(SETTLE_S)
         with contextlib.suppress(NatsError, TimeoutError, KeyError, StreamRefused):
             if losses == self._losses:
@@ -122,8 +126,8 @@ class StreamTail:
             self._mark = int(answer["message"]["seq"])
 
     async def _keep_mark(self) -> None:
-        """What the stream held when it was last asked, long ago, has been sent to us since. (Of what it holds now that
-        is certain only with one server: with three, an answer and a message come by different ways.)
+        """What the stream held when it was last asked, long ago, has been sent to us since. (Of what it holds
+        now that is certain only with one server: with three, an answer and a message come by different ways.)
 
         An answer that comes after a loss, to a question from before it, says nothing.
         """
@@ -143,6 +147,8 @@ class StreamTail:
         reply = await self._nc.request(f"$JS.API.STREAM.INFO.{self._stream}", b"", timeout=ANSWER_S)
         answer = orjson.loads(reply.data)
         last = int(answer["state"]["last_seq"])
-        if answer["created"] != self._created:  # kept in memory, lost with the server, made anew: it counts from 1
+        if (
+            answer["created"] != self._created
+        ):  # kept in memory, lost with the server, made anew: it counts from 1
             self._created, self._mark = answer["created"], 0
         return last

@@ -12,8 +12,8 @@ AGAIN_S = 0.1
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel, until they have ended; what they raise is dropped.
 
-    Once is not enough: `asyncio.wait_for` of Python 3.11, through which NATS requests go, swallows a cancellation that
-    comes together with its result.
+    Once is not enough: `asyncio.wait_for` of Python 3.11, through which NATS requests go, swallows a
+    cancellation that comes together with its result.
     """
     pending = {task for task in tasks if not task.done()}
     while pending:

@@ -30,7 +30,9 @@ class ApiFailure(Exception):
     def __init__(self, status: int, message: str, body: dict[str, Any] | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.body = body or {"error": {"message": message, "type": "client_error", "param": None, "code": None}}
+        self.body = body or {
+            "error": {"message": message, "type": "client_error", "param": None, "code": None}
+        }
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +100,9 @@ class ApiClient:
                     message = await subscription.next_msg(timeout=SILENCE_S_MAX)
                 except (NatsError, TimeoutError):
                     silence_s = time.monotonic() - heard_at
-                    raise ApiFailure(504, f"nothing was heard for {silence_s:.0f} s: the frontend is gone") from None
+                    raise ApiFailure(
+                        504, f"nothing was heard for {silence_s:.0f} s: the frontend is gone"
+                    ) from None
                 heard_at = time.monotonic()
                 chunk = _read(message)
                 yield chunk
@@ -124,4 +128,6 @@ def _read(message: Msg) -> dict[str, Any]:
 
 
 def _too_large(nc: Client) -> ApiFailure:
-    return ApiFailure(413, f"the request is larger than the NATS server's max_payload of {nc.max_payload} bytes")
+    return ApiFailure(
+        413, f"the request is larger than the NATS server's max_payload of {nc.max_payload} bytes"
+    )

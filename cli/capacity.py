@@ -21,7 +21,9 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("capacity", help="the highest replay speed that a simulated cluster holds")
     add_workload(parser)
     parser.add_argument("--begin", type=float, default=1.0, help="the speed to look at first")
-    parser.add_argument("--tbt-limits", metavar="MS,MS", default="", help="several limits, from the same simulations")
+    parser.add_argument(
+        "--tbt-limits", metavar="MS,MS", default="", help="several limits, from the same simulations"
+    )
     parser.add_argument("--json", action="store_true")
 
 
@@ -31,7 +33,9 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def outcomes_of(args: argparse.Namespace, arrivals: list[Arrival], speed: float, **options: Any) -> dict[str, Outcome]:
+def outcomes_of(
+    args: argparse.Namespace, arrivals: list[Arrival], speed: float, **options: Any
+) -> dict[str, Outcome]:
     """What became of each request in one whole simulation; KeyboardInterrupt when it was cut short."""
     outcomes: dict[str, Outcome] = {}
     with interruptible():
@@ -46,7 +50,9 @@ async def run(args: argparse.Namespace) -> int:
     try:
         limits = [int(limit) for limit in (args.tbt_limits or str(args.tbt_ms)).split(",")]
     except ValueError:
-        raise OptionInvalid(f"--tbt-limits {args.tbt_limits}: whole numbers of ms, separated by commas") from None
+        raise OptionInvalid(
+            f"--tbt-limits {args.tbt_limits}: whole numbers of ms, separated by commas"
+        ) from None
     args.tbt_ms = limits[0]
     if args.begin <= 0:
         raise OptionInvalid(f"--begin {args.begin:g}: must be positive")

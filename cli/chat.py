@@ -58,7 +58,9 @@ async def _converse(client: ApiClient, args: argparse.Namespace, messages: list[
             return 1
 
 
-async def _turn(client: ApiClient, args: argparse.Namespace, messages: list[dict[str, str]], line: str) -> bool:
+async def _turn(
+    client: ApiClient, args: argparse.Namespace, messages: list[dict[str, str]], line: str
+) -> bool:
     """Say `line`, show the answer, and remember both; False after an error, which is remembered by nobody."""
     said = [*messages, {"role": "user", "content": line}]
     try:

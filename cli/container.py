@@ -1,9 +1,10 @@
 """`halfmoon container ROLE`: what runs in a container of docker/compose.yaml.
 
-Replicas of a service are equal, but a process of the cluster has a name and credentials of its own. So each takes the
-first free name of its role, ROLE-0 upwards, by a lock on a file in a folder that all containers of the host share; the
-kernel gives it back when the process ends, however it ends. A conductor or a frontend then takes this process's place;
-a node is its store agent and its worker, watched, and ended in that order: worker, store agent.
+Replicas of a service are equal, but a process of the cluster has a name and credentials of its own. So each
+takes the first free name of its role, ROLE-0 upwards, by a lock on a file in a folder that all containers of
+the host share; the kernel gives it back when the process ends, however it ends. A conductor or a frontend
+then takes this process's place; a node is its store agent and its worker, watched, and ended in that order:
+worker, store agent.
 
 All other options come from the environment, as for the processes themselves.
 """
@@ -30,13 +31,25 @@ STORE_STOP_S = 5.0
 
 
 def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("container", help="a role's process in a container, under the first free name")
+    parser = subparsers.add_parser(
+        "container", help="a role's process in a container, under the first free name"
+    )
     parser.add_argument("role", choices=ROLES)
-    parser.add_argument("--names-dir", default="/run/names", help="shared by the host's containers: locks on names")
-    parser.add_argument("--secrets-dir", default="/run/secrets", help="the role's part of what `secrets` made")
-    parser.add_argument("--health-dir", default="/run/halfmoon", help="a file here is fresh while a process is well")
-    parser.add_argument("--metrics-port", type=int, default=0, help="serve metrics there, a node's store one above")
-    parser.add_argument("--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped")
+    parser.add_argument(
+        "--names-dir", default="/run/names", help="shared by the host's containers: locks on names"
+    )
+    parser.add_argument(
+        "--secrets-dir", default="/run/secrets", help="the role's part of what `secrets` made"
+    )
+    parser.add_argument(
+        "--health-dir", default="/run/halfmoon", help="a file here is fresh while a process is well"
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, default=0, help="serve metrics there, a node's store one above"
+    )
+    parser.add_argument(
+        "--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped"
+    )
     add_config(parser)
 
 
@@ -57,7 +70,9 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def take_name(role: str, names: Path, secrets: Path) -> tuple[str, int]:
-    """The first free name that there are credentials for, and the lock that keeps it. Raises OptionInvalid, OSError."""
+    """The first free name that there are credentials for, and the lock that keeps it. Raises OptionInvalid,
+    OSError.
+    """
     number = 0
     while (secrets / f"{role}-{number}.nk").exists():
         name = f"{role}-{number}"
@@ -67,7 +82,11 @@ def take_name(role: str, names: Path, secrets: Path) -> tuple[str, int]:
             return name, lock
         os.close(lock)
         number += 1
-    taken = f"all {number} names are taken: make more with `halfmoon secrets --{role}`" if number else "there are none"
+    taken = (
+        f"all {number} names are taken: make more with `halfmoon secrets --{role}`"
+        if number
+        else "there are none"
+    )
     raise OptionInvalid(f"credentials of a {role} in {secrets}: {taken}")
 
 
@@ -77,8 +96,12 @@ def _metrics(args: argparse.Namespace, above: int) -> list[str]:
 
 def _known_as(args: argparse.Namespace, name: str) -> list[str]:
     return [
-        *("--nats-nkey-file", f"{args.secrets_dir}/{name}.nk", "--nats-ca", f"{args.secrets_dir}/ca.pem"),
-        *("--health-file", f"{args.health_dir}/{name}"),
+        "--nats-nkey-file",
+        f"{args.secrets_dir}/{name}.nk",
+        "--nats-ca",
+        f"{args.secrets_dir}/ca.pem",
+        "--health-file",
+        f"{args.health_dir}/{name}",
         *(("--secret-file", f"{args.secrets_dir}/secret") if args.role != "conductor" else ()),
     ]
 

@@ -17,9 +17,13 @@ from halfmoon.schemas.replicas import Drained, DrainStore
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser("drain", help="let a node's store leave, its blocks kept")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "drain", help="let a node's store leave, its blocks kept"
+    )
     parser.add_argument("node", help="whose store leaves; stop its worker first")
-    parser.add_argument("--to", action="append", default=[], metavar="NODE", help="who takes its blocks; else all")
+    parser.add_argument(
+        "--to", action="append", default=[], metavar="NODE", help="who takes its blocks; else all"
+    )
     parser.add_argument("--timeout-s", type=float, default=300.0)
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_bus(parser)
@@ -28,7 +32,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Exit status 0 when no block was left behind, 2 when there was no room for some, 1 when it could not be done."""
+    """Exit status 0 when no block was left behind, 2 when there was no room for some, 1 when it could not be
+    done.
+    """
     try:
         targets = args.to or await _other_stores(args)
         bus = await Bus.connect(bus_config(args), name="drain", limits=stream_limits(args))
@@ -45,7 +51,11 @@ async def run(args: argparse.Namespace) -> int:
         print(f"halfmoon: {problem}", file=sys.stderr)
         return 1
     if args.json:
-        print(orjson.dumps({"moved": drained.moved, "elsewhere": drained.elsewhere, "left": drained.left}).decode())
+        print(
+            orjson.dumps(
+                {"moved": drained.moved, "elsewhere": drained.elsewhere, "left": drained.left}
+            ).decode()
+        )
     else:
         lost = f"{drained.left} are lost for lack of room" if drained.left else "none is lost"
         there = f"{drained.elsewhere} were elsewhere already"

@@ -1,4 +1,6 @@
-"""`halfmoon events`: a cluster's event log, to a file (`save`), as it grows (`tail`), or out of a file (`show`)."""
+"""`halfmoon events`: a cluster's event log, to a file (`save`), as it grows (`tail`), or out of a file
+(`show`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import msgspec
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, state_directory, stream_limits
+from halfmoon.cli.options import (
+    OptionInvalid,
+    add_bus,
+    add_config,
+    bus_config,
+    state_directory,
+    stream_limits,
+)
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.offline_log import served
 from halfmoon.conductor.replay.save import follow, save
@@ -25,10 +34,16 @@ Subparsers = Any
 def add(subparsers: Subparsers) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser("events", help="the event log: save, tail, show")
     parser.add_argument("action", choices=("save", "tail", "show"))
-    parser.add_argument("file", nargs="?", default="", metavar="FILE", help="JSON Lines; compressed when named .zst")
-    parser.add_argument("--store", metavar="DIR", default="", help="save: of a stopped cluster, where its streams are")
+    parser.add_argument(
+        "file", nargs="?", default="", metavar="FILE", help="JSON Lines; compressed when named .zst"
+    )
+    parser.add_argument(
+        "--store", metavar="DIR", default="", help="save: of a stopped cluster, where its streams are"
+    )
     parser.add_argument("--cluster", default="local", help="name of the cluster, for the file")
-    parser.add_argument("--from", dest="from_seq", type=int, default=0, metavar="SEQ", help="show: from this event on")
+    parser.add_argument(
+        "--from", dest="from_seq", type=int, default=0, metavar="SEQ", help="show: from this event on"
+    )
     parser.add_argument("--json", action="store_true")
     add_bus(parser)
     add_config(parser)

@@ -24,18 +24,22 @@ mean of its longest 10 % of token intervals. A verdict in capitals is a disagree
 
 
 NAMES = (
-    *("hits", "reuse", "ttft", "ttft-by-speed", "gpu-time", "global-local", "bandwidth"),
-    *(
-        "capacity",
-        "capacity-synthetic",
-        "better",
-        "elsewhere",
-        "overload",
-        "admissions",
-        "split",
-        "decode-speed",
-        "prediction",
-    ),
+    "hits",
+    "reuse",
+    "ttft",
+    "ttft-by-speed",
+    "gpu-time",
+    "global-local",
+    "bandwidth",
+    "capacity",
+    "capacity-synthetic",
+    "better",
+    "elsewhere",
+    "overload",
+    "admissions",
+    "split",
+    "decode-speed",
+    "prediction",
 )
 
 
@@ -70,7 +74,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(NAMES)} (default: all)")
     parser.add_argument("--trace", metavar="FILE", default=DEFAULT_TRACE)
     parser.add_argument("--synthetic-trace", metavar="FILE", default=SYNTHETIC_TRACE)
-    parser.add_argument("--out", metavar="DIR", default="results", help="DIR/experiments.md, and plots beside it")
+    parser.add_argument(
+        "--out", metavar="DIR", default="results", help="DIR/experiments.md, and plots beside it"
+    )
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -93,7 +99,9 @@ async def run(args: argparse.Namespace) -> int:
             for name in args.names or NAMES:
                 print(name, file=sys.stderr, flush=True)
                 # Each is kept as it is found, so that one can be made anew, or the run be interrupted.
-                (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(known[name](context))))
+                (folder / f"{name}.json").write_bytes(
+                    msgspec.json.format(msgspec.json.encode(known[name](context)))
+                )
         except KeyboardInterrupt:
             complete = False
             print("interrupted: what was found is written, the rest is marked", file=sys.stderr)

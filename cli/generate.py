@@ -13,7 +13,16 @@ from halfmoon.cli.api_client import ApiClient, ApiFailure, api_client
 from halfmoon.cli.options import add_bus, add_config
 
 Subparsers = Any
-_FIELDS: tuple[str, ...] = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
+_FIELDS: tuple[str, ...] = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "ignore_eos",
+)
 _FIELDS += ("tenant", "cache_salt", "priority")
 
 
@@ -36,7 +45,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", type=int, metavar="K")
     group.add_argument("--min-p", type=float, metavar="P")
     group.add_argument("--seed", type=int)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly"
+    )
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on to --max-tokens")
     group.add_argument("--tenant", help="whose KVCache may be reused")
     group.add_argument("--cache-salt", help="a secret that sets its KVCache apart")
@@ -58,7 +69,9 @@ async def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.text == "-" else args.text
     try:
         async with api_client(args) as client:
-            answer = await show(client, "generate", {"prompt": prompt, **sampling_body(args)}, quiet=args.json)
+            answer = await show(
+                client, "generate", {"prompt": prompt, **sampling_body(args)}, quiet=args.json
+            )
     except BusUnreachable as problem:
         print(f"halfmoon: {problem}", file=sys.stderr)
         return 1

@@ -34,8 +34,22 @@ from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.workers.model.config import ModelError
 
 COMMANDS = (
-    *(up, generate, chat, status, bench, events, replay, simulate, capacity, size, experiments, policy, profile),
-    *(secrets, container, drain),
+    up,
+    generate,
+    chat,
+    status,
+    bench,
+    events,
+    replay,
+    simulate,
+    capacity,
+    size,
+    experiments,
+    policy,
+    profile,
+    secrets,
+    container,
+    drain,
 )
 
 
@@ -46,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="halfmoon",
         description="An LLM served from separate prefill and decode pools around one distributed KVCache.",
     )
-    parser.add_argument("--version", action="version", version=f"halfmoon {importlib.metadata.version('halfmoon')}")
+    parser.add_argument(
+        "--version", action="version", version=f"halfmoon {importlib.metadata.version('halfmoon')}"
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     runs = {}
     for module in COMMANDS:

@@ -20,7 +20,9 @@ PORT_MAX = 65535
 
 
 def add_metrics(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--metrics", metavar="HOST:PORT", default="", help="serve /metrics for Prometheus there")
+    parser.add_argument(
+        "--metrics", metavar="HOST:PORT", default="", help="serve /metrics for Prometheus there"
+    )
 
 
 def address(text: str) -> tuple[str, int]:
@@ -33,9 +35,13 @@ def address(text: str) -> tuple[str, int]:
 
 @contextlib.asynccontextmanager
 async def shown(
-    args: argparse.Namespace, registry: CollectorRegistry, refresh: Callable[[], Awaitable[None]] | None = None
+    args: argparse.Namespace,
+    registry: CollectorRegistry,
+    refresh: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncIterator[None]:
-    """Within it `registry` is served, if `--metrics` says where. Raises OptionInvalid when the port cannot be had."""
+    """Within it `registry` is served, if `--metrics` says where. Raises OptionInvalid when the port cannot be
+    had.
+    """
     if not args.metrics:
         yield
         return
@@ -43,7 +49,9 @@ async def shown(
     try:
         runner = await serve_metrics(registry, host=host, port=port, refresh=refresh)
     except OSError as problem:
-        why = os.strerror(problem.errno) if problem.errno else problem  # asyncio's own text names the address again
+        why = (
+            os.strerror(problem.errno) if problem.errno else problem
+        )  # asyncio's own text names the address again
         raise OptionInvalid(f"--metrics {args.metrics}: {why}") from None
     try:
         yield
@@ -52,7 +60,9 @@ async def shown(
 
 
 class Targets:
-    """The processes of a cluster on this machine, at one port after another from `base` on; 0: none is served."""
+    """The processes of a cluster on this machine, at one port after another from `base` on; 0: none is
+    served.
+    """
 
     def __init__(self, base: int) -> None:
         self._base = base
@@ -60,7 +70,8 @@ class Targets:
         self._groups: list[dict[str, object]] = []
 
     def flags(self, role: str) -> list[str]:
-        """For the command of the next process, whatever its environment says; a frontend has metrics at its own port.
+        """For the command of the next process, whatever its environment says; a frontend has metrics at its
+        own port.
 
         Raises OptionInvalid when the port cannot be had.
         """

@@ -26,13 +26,17 @@ class OptionInvalid(Exception):
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", default="", help="TOML file with values for these options")
+    parser.add_argument(
+        "--config", metavar="FILE", default="", help="TOML file with values for these options"
+    )
 
 
 def add_bus(parser: argparse.ArgumentParser, *, default: str = DEFAULT_NATS) -> None:
     """How to reach NATS."""
     group = parser.add_argument_group("NATS")
-    group.add_argument("--nats", metavar="URL", default=default, help="server, or several separated by commas")
+    group.add_argument(
+        "--nats", metavar="URL", default=default, help="server, or several separated by commas"
+    )
     group.add_argument("--nats-user", default="")
     group.add_argument("--nats-password", default="")
     group.add_argument("--nats-token", default="")
@@ -88,7 +92,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--engine", choices=("torch", "null"), default="torch", help="null computes nothing")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     group.add_argument("--numerics", choices=("auto", "exact", "fast"), default="auto")
-    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1; auto takes CUDA where there is one")
+    group.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1; auto takes CUDA where there is one"
+    )
     group.add_argument("--block-tokens", type=int, default=256, help="tokens of one KV block, 16 to 512")
     group.add_argument("--layout-file", metavar="FILE", default="", help=argparse.SUPPRESS)
 
@@ -96,7 +102,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_secret(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", default="local", help="name of the cluster on this machine")
     parser.add_argument(
-        "--secret-file", metavar="FILE", default="", help="what all processes of the cluster share; keys and data plane"
+        "--secret-file",
+        metavar="FILE",
+        default="",
+        help="what all processes of the cluster share; keys and data plane",
     )
 
 
@@ -119,7 +128,9 @@ def state_directory(cluster: str) -> Path:
     return Path(base) / "halfmoon" / cluster
 
 
-def parse(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], argv: Sequence[str]) -> Any:
+def parse(
+    parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], argv: Sequence[str]
+) -> Any:
     """The arguments, with environment and TOML file applied as defaults. Raises OptionInvalid."""
     command = next((word for word in argv if word in commands), None)
     if command is not None:
@@ -128,7 +139,9 @@ def parse(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.Argum
         if file:
             _apply(sub, _from_toml(file, command, commands), file)
         environment = {
-            key[len(PREFIX) :].lower(): value for key, value in os.environ.items() if key.startswith(PREFIX) and value
+            key[len(PREFIX) :].lower(): value
+            for key, value in os.environ.items()
+            if key.startswith(PREFIX) and value
         }
         known = {action.dest for action in sub._actions}
         _apply(sub, {key: value for key, value in environment.items() if key in known}, "environment")
@@ -145,7 +158,9 @@ def _named_file(argv: Sequence[str]) -> str:
 
 
 def _from_toml(file: str, command: str, commands: Mapping[str, argparse.ArgumentParser]) -> dict[str, Any]:
-    """What the file says to `command`. A key at its top may be for another command, but must be some command's."""
+    """What the file says to `command`. A key at its top may be for another command, but must be some
+    command's.
+    """
     try:
         content = tomllib.loads(Path(file).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
@@ -176,7 +191,9 @@ def _apply(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: s
         flag = action.option_strings[-1] if action.option_strings else dest
         try:
             if isinstance(action, argparse._StoreTrueAction):
-                converted: Any = value if isinstance(value, bool) else str(value).lower() in ("1", "true", "yes", "on")
+                converted: Any = (
+                    value if isinstance(value, bool) else str(value).lower() in ("1", "true", "yes", "on")
+                )
             elif callable(action.type):
                 converted = action.type(str(value))
             else:
@@ -184,6 +201,8 @@ def _apply(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: s
         except (TypeError, ValueError) as problem:
             raise OptionInvalid(f"{source}: {flag}: {problem}") from None
         if action.choices is not None and converted not in action.choices:
-            raise OptionInvalid(f"{source}: {flag}: {converted!r} is none of {', '.join(map(str, action.choices))}")
+            raise OptionInvalid(
+                f"{source}: {flag}: {converted!r} is none of {', '.join(map(str, action.choices))}"
+            )
         action.required = False
         parser.set_defaults(**{dest: converted})

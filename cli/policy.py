@@ -1,6 +1,7 @@
 """`halfmoon policy`: what policy the conductors go by, and another one from now on.
 
-A change is an event in the log: it is in force from the next event on, for all conductors at once, and in replay.
+A change is an event in the log: it is in force from the next event on, for all conductors at once, and in
+replay.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ Subparsers = Any
 
 
 def add(subparsers: Subparsers) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser("policy", help="show or change the conductors' policy")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "policy", help="show or change the conductors' policy"
+    )
     parser.add_argument("action", choices=("show", "set"))
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="for `set`; times also as 500ms or 2s")
+    parser.add_argument(
+        "changes", nargs="*", metavar="KEY=VALUE", help="for `set`; times also as 500ms or 2s"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_bus(parser, default="nats://127.0.0.1:4222")
     add_config(parser)
@@ -40,7 +45,9 @@ def add(subparsers: Subparsers) -> argparse.ArgumentParser:
 async def run(args: argparse.Namespace) -> int:
     """Exit status 0 when the policy shown is in force. Raises OptionInvalid, BusError."""
     if (args.action == "set") != bool(args.changes):
-        raise OptionInvalid("policy set: KEY=VALUE is missing" if args.action == "set" else "policy show takes no KEY")
+        raise OptionInvalid(
+            "policy set: KEY=VALUE is missing" if args.action == "set" else "policy show takes no KEY"
+        )
     bus = await Bus.connect(bus_config(args), name="policy", limits=stream_limits(args))
     try:
         policy = (await _status(bus)).policy
@@ -82,7 +89,9 @@ def changed(policy: Policy, changes: list[str]) -> Policy:
 def _read(key: str, text: str) -> int:
     found = re.fullmatch(r"(\d+)(ns|us|ms|s)?", text)
     if found is None or (found[2] and not key.endswith(("_ns", "_ns_max"))):
-        raise ValueError("Expected a whole number" + (", or one with ns, us, ms or s" if "_ns" in key else ""))
+        raise ValueError(
+            "Expected a whole number" + (", or one with ns, us, ms or s" if "_ns" in key else "")
+        )
     return int(found[1]) * _UNITS_NS[found[2] or "ns"]
 
 

@@ -1,4 +1,6 @@
-"""`halfmoon replay`: the core over a recorded log; what it decides against what was decided, why, and in pictures."""
+"""`halfmoon replay`: the core over a recorded log; what it decides against what was decided, why, and in
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,26 @@ Subparsers = Any
 
 
 def add(subparsers: Subparsers) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser("replay", help="step over a saved log; compare, explain")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "replay", help="step over a saved log; compare, explain"
+    )
     parser.add_argument("file", metavar="FILE", help="as `halfmoon events save` wrote it")
     parser.add_argument("--until", type=int, metavar="SEQ", help="stop after this event")
-    parser.add_argument("--state", action="store_true", help="the conductor's whole state, at the end or at --until")
-    parser.add_argument("--explain", default="", metavar="REQUEST", help="each candidate, and what then happened")
+    parser.add_argument(
+        "--state", action="store_true", help="the conductor's whole state, at the end or at --until"
+    )
+    parser.add_argument(
+        "--explain", default="", metavar="REQUEST", help="each candidate, and what then happened"
+    )
     parser.add_argument(
         "--html", default="", metavar="OUT", help="one page that shows the run, and why, request by request"
     )
-    parser.add_argument("--perfetto", default="", metavar="OUT", help="a trace for ui.perfetto.dev (.json, .json.gz)")
-    parser.add_argument("--what-if", default="", metavar="POLICY", help="simulate the arrivals under a policy (.toml)")
+    parser.add_argument(
+        "--perfetto", default="", metavar="OUT", help="a trace for ui.perfetto.dev (.json, .json.gz)"
+    )
+    parser.add_argument(
+        "--what-if", default="", metavar="POLICY", help="simulate the arrivals under a policy (.toml)"
+    )
     parser.add_argument("--json", action="store_true")
     add_config(parser)
     return parser
@@ -83,12 +95,16 @@ def _explain(args: argparse.Namespace, log: LogFile) -> int:
 
 
 def _warned(replay: Replay) -> int:
-    """Exit status; 1, with a word, when the decisions that all of this rests on are not those that were recorded."""
+    """Exit status; 1, with a word, when the decisions that all of this rests on are not those that were
+    recorded.
+    """
     parted = replay.compared.divergence
     if parted is None:
         return 0
     where = f"from event {parted.seq} on the recorded decisions are others"
-    print(f"halfmoon: {where}: what is shown after it did not happen so (see halfmoon replay)", file=sys.stderr)
+    print(
+        f"halfmoon: {where}: what is shown after it did not happen so (see halfmoon replay)", file=sys.stderr
+    )
     return 1
 
 
@@ -127,9 +143,13 @@ def _draw(args: argparse.Namespace, log: LogFile) -> int:
         Path(name).write_bytes(content)
     sizes = {name: len(content) for name, content in written}
     if args.json:
-        print(msgspec.json.encode({"requests": len(run.lives), "events": run.events, "written": sizes}).decode())
+        print(
+            msgspec.json.encode({"requests": len(run.lives), "events": run.events, "written": sizes}).decode()
+        )
     else:
-        print("\n".join(f"{name}: {len(run.lives):,} requests, {size:,} bytes" for name, size in sizes.items()))
+        print(
+            "\n".join(f"{name}: {len(run.lives):,} requests, {size:,} bytes" for name, size in sizes.items())
+        )
     return _warned(replay)
 
 

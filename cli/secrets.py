@@ -1,9 +1,10 @@
-"""`halfmoon secrets DIR`: certificates, NATS credentials with each role's permissions, and the cluster's secret.
+"""`halfmoon secrets DIR`: certificates, NATS credentials with each role's permissions, and the cluster's
+secret.
 
-One directory for each container that is to see it: `nats-0`, ... (configuration and certificate of a server), and for
-each role its processes' nkeys, `ROLE/NAME.nk`, beside the authority's certificate `ca.pem` and, where blocks are named
-or moved, the cluster's `secret`. Servers hold public keys only. CURVE keys are on no disk: a store agent makes them
-when it starts and vouches for them with the cluster's secret.
+One directory for each container that is to see it: `nats-0`, ... (configuration and certificate of a server),
+and for each role its processes' nkeys, `ROLE/NAME.nk`, beside the authority's certificate `ca.pem` and, where
+blocks are named or moved, the cluster's `secret`. Servers hold public keys only. CURVE keys are on no disk: a
+store agent makes them when it starts and vouches for them with the cluster's secret.
 
 What is there already stays, so that it may run at every start; an empty directory is a new cluster.
 """
@@ -29,7 +30,8 @@ from halfmoon.cli.processes import say
 
 DAYS = 3650
 _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-#: Of a server that listens in the cluster: 4222 for processes, 6222 for the other servers, 8222 for health (loopback).
+#: Of a server that listens in the cluster: 4222 for processes, 6222 for the other servers, 8222 for health
+#: (loopback).
 _CONFIG = """\
 server_name: {name}
 listen: "0.0.0.0:4222"
@@ -52,14 +54,18 @@ cluster {{
 
 
 def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("secrets", help="certificates, credentials and keys of a cluster of containers")
+    parser = subparsers.add_parser(
+        "secrets", help="certificates, credentials and keys of a cluster of containers"
+    )
     parser.add_argument("directory", help="where to")
     parser.add_argument("--servers", default="nats-0,nats-1,nats-2", help="host names of the NATS servers")
     parser.add_argument("--conductors", type=int, default=5, help="how many of each there may be at most")
     parser.add_argument("--frontends", type=int, default=4)
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
-    parser.add_argument("--seen-at", default="/run/secrets", help="where a NATS server's container finds its own")
+    parser.add_argument(
+        "--seen-at", default="/run/secrets", help="where a NATS server's container finds its own"
+    )
     parser.add_argument("--store-dir", default="/data", help="where a NATS server keeps its streams")
     parser.add_argument("--log-gib-max", type=int, default=32, help="disk that a NATS server may use")
     add_config(parser)
@@ -154,11 +160,27 @@ def _certificate(here: Path, name: str, authority: Path) -> None:
         request, names = Path(scratch) / "request", Path(scratch) / "names"
         own = f"IP:{name}" if _is_address(name) else f"DNS:{name}"
         names.write_text(f"subjectAltName={own},DNS:localhost,IP:127.0.0.1\n")
-        _openssl("req", *_CURVE, "-subj", f"/CN={name}", "-keyout", str(here / "server.key"), "-out", str(request))
         _openssl(
-            *("x509", "-req", "-in", str(request), "-CA", str(authority / "ca.pem")),
-            *("-CAkey", str(authority / "ca.key"), "-CAserial", str(authority / "serial"), "-CAcreateserial"),
-            *("-days", str(DAYS), "-extfile", str(names), "-out", str(here / "server.pem")),
+            "req", *_CURVE, "-subj", f"/CN={name}", "-keyout", str(here / "server.key"), "-out", str(request)
+        )
+        _openssl(
+            "x509",
+            "-req",
+            "-in",
+            str(request),
+            "-CA",
+            str(authority / "ca.pem"),
+            "-CAkey",
+            str(authority / "ca.key"),
+            "-CAserial",
+            str(authority / "serial"),
+            "-CAcreateserial",
+            "-days",
+            str(DAYS),
+            "-extfile",
+            str(names),
+            "-out",
+            str(here / "server.pem"),
         )
 
 
@@ -174,7 +196,9 @@ def _configuration(args: argparse.Namespace, servers: list[str], name: str) -> s
     routes = ", ".join(f'"tls://{other}:6222"' for other in servers if other != name)
     cluster = _CLUSTER.format(routes=routes, here=args.seen_at) if len(servers) > 1 else ""
     file_bytes = args.log_gib_max << 30
-    return _CONFIG.format(name=name, store=args.store_dir, file_bytes=file_bytes, here=args.seen_at, cluster=cluster)
+    return _CONFIG.format(
+        name=name, store=args.store_dir, file_bytes=file_bytes, here=args.seen_at, cluster=cluster
+    )
 
 
 def _openssl(*words: str) -> None:

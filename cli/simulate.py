@@ -27,7 +27,9 @@ DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("simulate", help="the same conductor over a trace, in a simulated cluster")
     add_workload(parser)
-    parser.add_argument("--speed", type=float, default=1.0, help="how many times as fast the trace is replayed")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="how many times as fast the trace is replayed"
+    )
     parser.add_argument("--load", action="store_true", help="with --json: load over time as well")
     parser.add_argument("--plot", metavar="DIR", default="", help="write plots into this folder")
     parser.add_argument("--json", action="store_true")
@@ -42,7 +44,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ttft-ms", type=int, default=30_000, help="objective: time to first token")
     group.add_argument("--tbt-ms", type=int, default=1_000, help="objective: time between tokens")
     group = parser.add_argument_group("cluster")
-    group.add_argument("--system", choices=SYSTEMS, default="halfmoon", help="colocated systems have P + D workers")
+    group.add_argument(
+        "--system", choices=SYSTEMS, default="halfmoon", help="colocated systems have P + D workers"
+    )
     group.add_argument("--policy", choices=get_args(PolicyName), default="halfmoon")
     group.add_argument("--admission", choices=get_args(AdmissionName), default="predicted")
     group.add_argument("--prefill", type=int, default=8, help="prefill workers")
@@ -50,13 +54,21 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     names = ", ".join([*PROFILES, *ALIASES])
     group.add_argument("--profile", default="llama3-70b-8xa800", help=f"hardware: {names}, or a .json file")
     group.add_argument("--block-tokens", type=int, default=512)
-    group.add_argument("--pool-blocks", type=int, default=-1, help="of a node's pool (default: the profile's)")
-    group.add_argument("--decode-pool-blocks", type=int, default=-1, help="of a decode node's pool (0: keeps nothing)")
+    group.add_argument(
+        "--pool-blocks", type=int, default=-1, help="of a node's pool (default: the profile's)"
+    )
+    group.add_argument(
+        "--decode-pool-blocks", type=int, default=-1, help="of a decode node's pool (0: keeps nothing)"
+    )
     group.add_argument("--kv-blocks", type=int, default=-1, help="of a worker's own cache")
-    group.add_argument("--link-gbit", type=float, default=0.0, help="of a node's network (default: the profile's)")
+    group.add_argument(
+        "--link-gbit", type=float, default=0.0, help="of a node's network (default: the profile's)"
+    )
     group.add_argument("--chunk-tokens", type=int, default=512, help="vllm-chunked: tokens of one iteration")
     parser.add_argument("--seed", type=int, default=0, help="of the random policy and of the noise")
-    parser.add_argument("--noise-percent", type=int, default=0, help="computations differ from the profile by up to")
+    parser.add_argument(
+        "--noise-percent", type=int, default=0, help="computations differ from the profile by up to"
+    )
 
 
 def arrivals_of(args: argparse.Namespace) -> list[Arrival]:
@@ -171,7 +183,12 @@ def table(report: Report) -> str:
     if report.open:
         rows.insert(1, ("still open", str(report.open)))
     for name, spread in (("TTFT ms", report.ttft_ms), ("TBT ms", report.tbt_ms)):
-        rows.append((name, f"mean {spread.mean:.1f}  p50 {spread.p50:.1f}  p90 {spread.p90:.1f}  p99 {spread.p99:.1f}"))
+        rows.append(
+            (
+                name,
+                f"mean {spread.mean:.1f}  p50 {spread.p50:.1f}  p90 {spread.p90:.1f}  p99 {spread.p99:.1f}",
+            )
+        )
     objective = f"TTFT <= {slo.ttft_ns / 1e9:g} s and TBT <= {slo.tbt_ns / 1e6:g} ms"
     sources = ", ".join(f"{source} {share:.1%}" for source, share in report.hits_by_source.items())
     rows += [

@@ -70,6 +70,8 @@ def describe(status: dict[str, Any]) -> str:
             f"cache: {cache['blocks']} blocks; of {cache['prompt_tokens']} prompt tokens {cached} were found "
             f"({100 * cached / max(1, cache['prompt_tokens']):.1f} %), {cache['cached_fetched_tokens']} on other nodes"
         )
-    conductors = ", ".join(f"{each['id']} at {each['seq']} ({each['digest'][:8]})" for each in status["conductors"])
+    conductors = ", ".join(
+        f"{each['id']} at {each['seq']} ({each['digest'][:8]})" for each in status["conductors"]
+    )
     lines.append(f"conductors: {conductors or 'none answers'}")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """Child processes of `halfmoon up`: started, watched, started again, ended. None outlives the parent.
 
-The kernel kills every child when the parent dies (PR_SET_PDEATHSIG), so `kill -9` of `halfmoon up` leaves no process. A
-child that dies is announced at once (the conductor need not wait for its heartbeat to lapse) and started again with a
-growing pause.
+The kernel kills every child when the parent dies (PR_SET_PDEATHSIG), so `kill -9` of `halfmoon up` leaves no
+process. A child that dies is announced at once (the conductor need not wait for its heartbeat to lapse) and
+started again with a growing pause.
 """
 
 from __future__ import annotations

@@ -65,8 +65,12 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--decode", type=int, default=2, help="decode nodes")
     parser.add_argument("--conductors", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="HTTP port (default: 8000, or a free one)")
-    parser.add_argument("--metrics-port", type=int, default=0, help="serve metrics at ports from this on (default: no)")
-    parser.add_argument("--nats-port", type=int, default=0, help="of our nats-server (default: 4222, or a free one)")
+    parser.add_argument(
+        "--metrics-port", type=int, default=0, help="serve metrics at ports from this on (default: no)"
+    )
+    parser.add_argument(
+        "--nats-port", type=int, default=0, help="of our nats-server (default: 4222, or a free one)"
+    )
     add_model(parser)
     add_worker(parser)
     add_store(parser)
@@ -94,7 +98,7 @@ class Cluster:
         self.ready = False
         self.started_at = time.monotonic()
 
-    # --- what the user sees -----------------------------------------------------------------------------------
+    # --- what the user sees ---------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         say(f"[{time.monotonic() - self.started_at:5.1f}s] {text}")
@@ -112,14 +116,18 @@ class Cluster:
         name = child.name
         role = child.command[0]
         if role in ("prefill", "decode"):
-            self.bus.append_soon(WorkerLeft(worker_id=name, reason=f"died: {how}"), source_id=subjects.SUPERVISOR)
+            self.bus.append_soon(
+                WorkerLeft(worker_id=name, reason=f"died: {how}"), source_id=subjects.SUPERVISOR
+            )
         elif role == "store":
             left = StoreLeft(node_id=name.removeprefix("store-"), reason=f"died: {how}")
             self.bus.append_soon(left, source_id=subjects.SUPERVISOR)
         elif role == "frontend":
-            self.bus.append_soon(FrontendLeft(frontend_id=name, reason=f"died: {how}"), source_id=subjects.SUPERVISOR)
+            self.bus.append_soon(
+                FrontendLeft(frontend_id=name, reason=f"died: {how}"), source_id=subjects.SUPERVISOR
+            )
 
-    # --- start ------------------------------------------------------------------------------------------------
+    # --- start ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         args = self.args
@@ -164,7 +172,9 @@ class Cluster:
     async def _start_children(self, layout: Layout) -> set[str]:
         args = self.args
         for number in range(args.conductors):
-            await self._child(f"conductor-{number}", "conductor", ["--id", f"conductor-{number}", *_policy_flags(args)])
+            await self._child(
+                f"conductor-{number}", "conductor", ["--id", f"conductor-{number}", *_policy_flags(args)]
+            )
         nodes = [("prefill", n) for n in range(args.prefill)] + [("decode", n) for n in range(args.decode)]
         names = {"frontend-0"}
         for role, number in nodes:
@@ -180,7 +190,9 @@ class Cluster:
         if args.api_keys_file:
             flags += ["--api-keys-file", args.api_keys_file]
         self.targets.add("frontend", self.http.removeprefix("http://"))
-        await self._child("frontend-0", "frontend", [*flags, "--open-requests-max", str(args.open_requests_max)])
+        await self._child(
+            "frontend-0", "frontend", [*flags, "--open-requests-max", str(args.open_requests_max)]
+        )
         return names
 
     async def _child(self, name: str, command: str, flags: list[str]) -> None:
@@ -197,7 +209,14 @@ class Cluster:
         common += self.targets.flags(command)
         if command != "conductor":
             common += ["--layout-file", str(self.directory / "layout.json"), "--model", args.model]
-            common += ["--engine", args.engine, "--device", args.device, "--block-tokens", str(args.block_tokens)]
+            common += [
+                "--engine",
+                args.engine,
+                "--device",
+                args.device,
+                "--block-tokens",
+                str(args.block_tokens),
+            ]
         log = self.directory / "output" / f"{name}.log"
         log.parent.mkdir(exist_ok=True)
         log.write_text("")
@@ -222,7 +241,9 @@ class Cluster:
             await asyncio.sleep(SERVER_PAUSE_S)
             if (status := server.process.poll()) is not None:
                 how = signal.Signals(-status).name if status < 0 else f"status {status}"
-                self.say(f"nats-server died ({how}); it is started again. Its output: {server.directory / 'nats.log'}")
+                self.say(
+                    f"nats-server died ({how}); it is started again. Its output: {server.directory / 'nats.log'}"
+                )
                 server.launch_again()
                 try:
                     await asyncio.to_thread(server.wait)
@@ -236,7 +257,7 @@ class Cluster:
             shutil.rmtree(previous, ignore_errors=True)
             current.rename(previous)
 
-    # --- end --------------------------------------------------------------------------------------------------
+    # --- end ------------------------------------------------------------------------------------------------
 
     async def stop(self) -> None:
         """Drain in the order of the request's way, so that nothing waits for what is gone already."""
@@ -330,7 +351,9 @@ def _lock(directory: Path, cluster: str) -> IO[str]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise OptionInvalid(f"a cluster named {cluster!r} runs already; name another with --cluster") from None
+        raise OptionInvalid(
+            f"a cluster named {cluster!r} runs already; name another with --cluster"
+        ) from None
     return lock
 
 
@@ -367,23 +390,50 @@ def _layout_json(layout: Layout) -> bytes:
 
 def _policy_flags(args: argparse.Namespace) -> list[str]:
     return [
-        *("--policy", args.policy, "--admission", args.admission),
-        *("--ttft-slo-ms", str(args.ttft_slo_ms), "--tbt-slo-ms", str(args.tbt_slo_ms)),
+        "--policy",
+        args.policy,
+        "--admission",
+        args.admission,
+        "--ttft-slo-ms",
+        str(args.ttft_slo_ms),
+        "--tbt-slo-ms",
+        str(args.tbt_slo_ms),
     ]
 
 
 def _store_flags(args: argparse.Namespace) -> list[str]:
     return [
-        *("--pool-mib", str(args.pool_mib), "--bind", args.bind),
-        *("--transport", args.transport, "--encryption", args.encryption, "--eviction", args.eviction),
-        *("--rdma", args.rdma),
-        *("--ssd", args.ssd, "--ssd-bytes", str(args.ssd_bytes), "--ssd-hits", str(args.ssd_hits)),
+        "--pool-mib",
+        str(args.pool_mib),
+        "--bind",
+        args.bind,
+        "--transport",
+        args.transport,
+        "--encryption",
+        args.encryption,
+        "--eviction",
+        args.eviction,
+        "--rdma",
+        args.rdma,
+        "--ssd",
+        args.ssd,
+        "--ssd-bytes",
+        str(args.ssd_bytes),
+        "--ssd-hits",
+        str(args.ssd_hits),
         *(flag for quota in args.quota for flag in ("--quota", quota)),
     ]
 
 
 def _worker_flags(args: argparse.Namespace) -> list[str]:
-    flags = ["--kv-blocks", str(args.kv_blocks), "--batch-max", str(args.batch_max), "--threads", str(args.threads)]
+    flags = [
+        "--kv-blocks",
+        str(args.kv_blocks),
+        "--batch-max",
+        str(args.batch_max),
+        "--threads",
+        str(args.threads),
+    ]
     flags += ["--attention", args.attention, "--chunk-tokens", str(args.chunk_tokens)]
     return [*flags, "--no-stream-layers"] if args.no_stream_layers else flags
 

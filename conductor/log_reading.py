@@ -1,6 +1,7 @@
 """Reads of a log that is still bounded and alive: its beginning, its gaps, the snapshots that lead on to it.
 
-The log is bounded, so its head may be gone. A snapshot is of use as long as the log still has the event after it.
+The log is bounded, so its head may be gone. A snapshot is of use as long as the log still has the event after
+it.
 `ClusterConfigured` begins a log: the core forgets what it knew before it.
 """
 
@@ -40,7 +41,9 @@ def check_version(event: ClusterConfigured) -> None:
 
 
 async def check_gap(bus: Bus, read_seq: int) -> None:
-    """The event after `read_seq` was passed over. Raises LogUnreadable when it had expired (else it was no event)."""
+    """The event after `read_seq` was passed over. Raises LogUnreadable when it had expired (else it was no
+    event).
+    """
     first, _ = await bus.held(subjects.EVENTS_STREAM)
     if first > read_seq + 1:
         raise LogUnreadable(f"events {read_seq + 1} to {first - 1} expired before they were read")
@@ -49,10 +52,13 @@ async def check_gap(bus: Bus, read_seq: int) -> None:
 async def usable_snapshot(bus: Bus, *, before: int | None = None, checked: bool = False) -> Core | None:
     """The newest snapshot from which the log leads on; with `before`, of earlier than that event.
 
-    What is of another version, or broken, is passed over with a word; what is of a log that was deleted, removed.
+    What is of another version, or broken, is passed over with a word; what is of a log that was deleted,
+    removed.
     """
     heads = await snapshots.heads(bus)
-    first, last = await bus.held(subjects.EVENTS_STREAM)  # after the snapshots: none is newer than what it is of
+    first, last = await bus.held(
+        subjects.EVENTS_STREAM
+    )  # after the snapshots: none is newer than what it is of
     for head in heads:
         if head.seq > last:
             log.warning("the snapshot of event %d is of a log that is gone: removed", head.seq)
@@ -77,7 +83,9 @@ async def usable_snapshot(bus: Bus, *, before: int | None = None, checked: bool 
 
 
 async def digest_at(bus: Bus, seq: int) -> str | None:
-    """The digest of the state after event `seq`, as a fresh core finds it; None when the log does not reach back."""
+    """The digest of the state after event `seq`, as a fresh core finds it; None when the log does not reach
+    back.
+    """
     core = await usable_snapshot(bus, before=seq)
     after = core.seq if core is not None else await begun_at(bus) - 1
     if not 0 <= after < seq:
@@ -93,7 +101,8 @@ async def digest_at(bus: Bus, seq: int) -> str | None:
 
 
 async def leading_snapshot(bus: Bus) -> tuple[int, bytes] | None:
-    """Sequence and bytes of the oldest snapshot from which what is left of the log leads on: most can be replayed.
+    """Sequence and bytes of the oldest snapshot from which what is left of the log leads on: most can be
+    replayed.
 
     None when there is none that can be read.
     """

@@ -1,4 +1,6 @@
-"""The NATS API with nothing but nats-py: python examples/nats_request.py "Once upon a time" [nats://127.0.0.1:4222]"""
+"""The NATS API with nothing but nats-py: python examples/nats_request.py "Once upon a time"
+[nats://127.0.0.1:4222]
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""OpenAI's own client against halfmoon: python examples/openai_client.py "What is a half moon?" [http://127.0.0.1:8000]"""
+"""OpenAI's own client against halfmoon: python examples/openai_client.py "What is a half moon?"
+[http://127.0.0.1:8000]
+"""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""The store with nothing else of halfmoon: a nats-server, a store agent with an SSD tier, and a client, in one program.
+"""The store with nothing else of halfmoon: a nats-server, a store agent with an SSD tier, and a client, in
+one program.
 
 python examples/store_client.py
 """
@@ -26,7 +27,9 @@ LAYOUT = Layout(
 
 async def use(url: str) -> None:
     async with await Client.connect(url, node_id="n1", tenant="acme") as client:
-        blocks = {key_of(f"block {i}", tenant="acme"): np.full(client.block_bytes, i, np.uint8) for i in range(48)}
+        blocks = {
+            key_of(f"block {i}", tenant="acme"): np.full(client.block_bytes, i, np.uint8) for i in range(48)
+        }
         for key, block in blocks.items():  # three times as many as the pool holds
             await client.put(key, block)
             await asyncio.sleep(0.02)

@@ -43,7 +43,13 @@ class ApiError(Exception):
     """A refusal or failure as the client sees it, on either edge."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_ns: int = 0
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_ns: int = 0,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -58,7 +64,13 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}`."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code, **self.extra}
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+            **self.extra,
+        }
         return orjson.dumps({"error": error})
 
     def retry_headers(self) -> dict[str, str]:
@@ -124,7 +136,9 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[BiasToken, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: (
+        Annotated[dict[BiasToken, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
+    ) = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -215,7 +229,9 @@ def decode_body(payload: bytes, kind: type[B]) -> B:
         path = _PATH.search(text)
         where, param = (path[1] or "the body", path[2] or None) if path else ("the body", None)
         reason = text.partition(" - at `")[0]
-        raise ApiError(400, f"{where}: {reason[:1].lower()}{reason[1:]}", param=param, code="invalid") from None
+        raise ApiError(
+            400, f"{where}: {reason[:1].lower()}{reason[1:]}", param=param, code="invalid"
+        ) from None
     except msgspec.DecodeError as problem:
         raise ApiError(400, f"the body is not JSON: {problem}", code="invalid_json") from None
 
@@ -263,18 +279,24 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
                     reason = f"messages[{position}].content: only parts of type text are understood"
                     raise ApiError(400, reason, param="messages", code="unsupported")
             content = "".join(part.text or "" for part in content)
-        plain.append({"role": "system" if message.role == "developer" else message.role, "content": content or ""})
+        plain.append(
+            {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+        )
     return plain
 
 
 def _ask(body: _Body, max_tokens: int | None, *, chat: bool, **prompt: Any) -> Ask:
     if body.response_format is not None and body.response_format.get("type", "text") != "text":
-        raise ApiError(400, "response_format: only type text is supported", param="response_format", code="unsupported")
+        raise ApiError(
+            400, "response_format: only type text is supported", param="response_format", code="unsupported"
+        )
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         reason = f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})"
         raise ApiError(422, reason, param="min_tokens", code="contradiction")
     if body.top_logprobs and body.logprobs is False:
-        raise ApiError(422, "top_logprobs needs logprobs to be true", param="top_logprobs", code="contradiction")
+        raise ApiError(
+            422, "top_logprobs needs logprobs to be true", param="top_logprobs", code="contradiction"
+        )
     stop = body.stop
     slo = body.slo
     return Ask(

@@ -43,13 +43,17 @@ def message_classes() -> list[type]:
 def without_channel() -> list[str]:
     """Names of messages that are in no channel, and should be."""
     covered = {kind for channel in CHANNELS for kind in channel.messages + channel.replies}
-    return sorted(kind.__name__ for kind in message_classes() if kind not in covered and kind not in WITHOUT_CHANNEL)
+    return sorted(
+        kind.__name__ for kind in message_classes() if kind not in covered and kind not in WITHOUT_CHANNEL
+    )
 
 
 def document() -> Node:
     """The whole document, equal for equal classes."""
     kinds = list(dict.fromkeys(kind for channel in CHANNELS for kind in channel.messages + channel.replies))
-    _, schemas = msgspec.json.schema_components([*kinds, decisions.Ordered], ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(
+        [*kinds, decisions.Ordered], ref_template="#/components/schemas/{name}"
+    )
     channels: Node = {}
     operations: Node = {}
     for channel in CHANNELS:
@@ -105,13 +109,16 @@ def _operation(channel: Channel) -> Node:
         "action": channel.action,
         "channel": {"$ref": f"#/channels/{channel.name}"},
         "summary": channel.summary,
-        "messages": [{"$ref": f"#/channels/{channel.name}/messages/{kind.__name__}"} for kind in channel.messages],
+        "messages": [
+            {"$ref": f"#/channels/{channel.name}/messages/{kind.__name__}"} for kind in channel.messages
+        ],
     }
     if channel.replies or channel.answered:
         operation["reply"] = {
             "channel": {"$ref": f"#/channels/{channel.name}Reply"},
             "messages": [
-                {"$ref": f"#/channels/{channel.name}Reply/messages/{kind.__name__}"} for kind in channel.replies
+                {"$ref": f"#/channels/{channel.name}Reply/messages/{kind.__name__}"}
+                for kind in channel.replies
             ],
         }
     return operation

@@ -8,7 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from halfmoon.schemas import api, decisions, events, kv, replicas, snapshots, status, store, subjects, tokens, view
+from halfmoon.schemas import (
+    api,
+    decisions,
+    events,
+    kv,
+    replicas,
+    snapshots,
+    status,
+    store,
+    subjects,
+    tokens,
+    view,
+)
 from halfmoon.schemas.types import Message
 
 
@@ -92,7 +104,9 @@ _PROCESSES: tuple[Channel, ...] = (
         summary=f"Orders of the conductor, stored in the {subjects.DECISIONS_STREAM} stream, each inside `Ordered`.",
         action="send",
         messages=tuple(
-            kind for kind in decisions.DECISION_TYPES if kind not in (decisions.SetTimer, decisions.StartPrefill)
+            kind
+            for kind in decisions.DECISION_TYPES
+            if kind not in (decisions.SetTimer, decisions.StartPrefill)
         ),
     ),
     Channel(

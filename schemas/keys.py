@@ -23,7 +23,9 @@ TOKEN_ID_MAX = 2**32 - 1
 _SHORT = 512
 
 
-def root_key(*, model_fingerprint: str, layout: str, dtype: str, tenant_salt: str, cluster_secret: str) -> bytes:
+def root_key(
+    *, model_fingerprint: str, layout: str, dtype: str, tenant_salt: str, cluster_secret: str
+) -> bytes:
     """The key before the first block. Each part is length-prefixed, so that no two choices collide by concatenation."""
     state = xxhash.xxh3_128()
     for part in (model_fingerprint, layout, dtype, tenant_salt, cluster_secret):

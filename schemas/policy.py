@@ -13,7 +13,9 @@ from halfmoon.schemas.types import Blocks, Ns, Part
 
 SECOND_NS = 1_000_000_000
 
-PolicyName = Literal["halfmoon", "mooncake", "local_cache_aware", "least_loaded", "round_robin", "random", "dynamo"]
+PolicyName = Literal[
+    "halfmoon", "mooncake", "local_cache_aware", "least_loaded", "round_robin", "random", "dynamo"
+]
 AdmissionName = Literal["predicted", "early", "late", "none"]
 
 
@@ -67,7 +69,12 @@ class Layout(Part, frozen=True):
     @property
     def token_layer_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2, "none": 0}[self.dtype]
+        return (
+            2
+            * self.kv_heads
+            * self.head_dim
+            * {"float32": 4, "bfloat16": 2, "float16": 2, "none": 0}[self.dtype]
+        )
 
     @property
     def layer_block_bytes(self) -> int:

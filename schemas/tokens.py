@@ -11,7 +11,18 @@ from __future__ import annotations
 from typing import Literal
 
 from halfmoon.schemas.sampling import SampledToken, Sampling
-from halfmoon.schemas.types import BlockKeys, Count, Id, Message, Ns, PackedTokens, Part, Text, Tokens, check_whole_keys
+from halfmoon.schemas.types import (
+    BlockKeys,
+    Count,
+    Id,
+    Message,
+    Ns,
+    PackedTokens,
+    Part,
+    Text,
+    Tokens,
+    check_whole_keys,
+)
 
 
 class TakeRequest(Message, frozen=True):

@@ -27,7 +27,9 @@ Seq = Annotated[int, Meta(ge=0, le=INT_MAX, description="sequence number in the 
 
 KEY_BYTES = 16
 #: Block keys one after another, 16 bytes each (base64 in JSON). See `halfmoon.schemas.keys`.
-BlockKeys = Annotated[bytes, Meta(max_length=KEY_BYTES * 65536, description="16-byte block keys, concatenated")]
+BlockKeys = Annotated[
+    bytes, Meta(max_length=KEY_BYTES * 65536, description="16-byte block keys, concatenated")
+]
 #: Token ids one after another, little-endian u32 (base64 in JSON).
 PackedTokens = Annotated[bytes, Meta(max_length=4 * 4_194_304, description="token ids, little-endian u32")]
 

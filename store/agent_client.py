@@ -1,9 +1,9 @@
 """The workers' door to their node's store agent.
 
-Pushes are gathered while the event loop is busy, and nobody waits for their answers, so that the thirty layers of a
-chunk cost the worker next to nothing; `close_push` says how many there were, so that a lost one is found.
-Everything else is waited for, and watched: when the agent dies in the middle (its lock on the segment goes), the call
-ends within half a second with AgentUnreachable.
+Pushes are gathered while the event loop is busy, and nobody waits for their answers, so that the thirty
+layers of a chunk cost the worker next to nothing; `close_push` says how many there were, so that a lost one
+is found. Everything else is waited for, and watched: when the agent dies in the middle (its lock on the
+segment goes), the call ends within half a second with AgentUnreachable.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class StoreClient:
     """Errors are those of `halfmoon.store.errors`. One for each worker, used from one event loop
     (`push` from any thread).
 
-    When the agent restarts, its memory is another: orders of the old one end with errors, and the same view shows the
-    new memory once they are released. `restarted` are called before (a decode worker forgets its slots there).
+    When the agent restarts, its memory is another: orders of the old one end with errors, and the same view
+    shows the new memory once they are released. `restarted` are called before (a decode worker forgets its
+    slots there).
     """
 
     def __init__(self, bus: Bus, *, node_id: str, worker_id: str) -> None:
@@ -69,7 +70,7 @@ class StoreClient:
         assert self._view is not None, "attach first"
         return self._view
 
-    # --- attach --------------------------------------------------------------------------------------------------
+    # --- attach ---------------------------------------------------------------------------------------------
 
     async def attach(self, *, timeout_s: float = ATTACH_S) -> PoolView:
         """Maps the node's pool; waits for the agent. Raises AgentUnreachable."""
@@ -116,7 +117,9 @@ class StoreClient:
         self._attached = attached
 
     async def _keep(self) -> None:
-        """Keeps open orders alive while they wait, and maps the memory of a restarted agent when none is open."""
+        """Keeps open orders alive while they wait, and maps the memory of a restarted agent when none is
+        open.
+        """
         kept = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_S)
@@ -134,7 +137,7 @@ class StoreClient:
                     keep = say.KeepOrders(worker_id=self._worker_id, order_ids=orders)
                     await self._bus.publish(subjects.store(self._node_id, "keep"), keep)
 
-    # --- put and fetch -------------------------------------------------------------------------------------------
+    # --- put and fetch --------------------------------------------------------------------------------------
 
     async def open_put(
         self,
@@ -146,7 +149,8 @@ class StoreClient:
         tenant: str = "",
         block_bytes: int = 0,
     ) -> say.PutOpened:
-        """Leases what is here, reserves slots for the rest. `head_keys`: of the chain before, when it is not whole.
+        """Leases what is here, reserves slots for the rest. `head_keys`: of the chain before, when it is not
+        whole.
 
         Raises StoreFull (QuotaExceeded), WrongTenant, WrongSize, AgentUnreachable;
         NotAttached after a restart while older orders are still open.
@@ -181,8 +185,8 @@ class StoreClient:
         replicas: Sequence[str] = (),
         traceparent: str = "",
     ) -> say.Fetched:
-        """Blocks of the order become readable here, layer by layer (`KvLoaded`), and are committed. When the source
-        fails, `replicas` are tried.
+        """Blocks of the order become readable here, layer by layer (`KvLoaded`), and are committed. When the
+        source fails, `replicas` are tried.
 
         Raises BlockMissing (with `held`), OrderUnknown, or a TransferError; then nothing was committed.
         """
@@ -202,14 +206,18 @@ class StoreClient:
 
     async def commit(self, order_id: str, *, first_block: int, blocks: int) -> None:
         """These blocks are written: those with keys become visible to others. Raises OrderUnknown."""
-        request = say.CommitBlocks(order_id=order_id, worker_id=self._worker_id, first_block=first_block, blocks=blocks)
+        request = say.CommitBlocks(
+            order_id=order_id, worker_id=self._worker_id, first_block=first_block, blocks=blocks
+        )
         await self.ask("commit", request, say.Done, long=True)
 
-    # --- push ----------------------------------------------------------------------------------------------------
+    # --- push -----------------------------------------------------------------------------------------------
 
-    async def open_push(self, order_id: str, request_id: str, *, target_node_id: str, decode_worker_id: str) -> None:
-        """Room for the order's blocks at the target; the decode worker is told. Raises StoreFull, PeerUnreachable,
-        LayoutMismatch, OrderUnknown (also: the decode side released the order already)."""
+    async def open_push(
+        self, order_id: str, request_id: str, *, target_node_id: str, decode_worker_id: str
+    ) -> None:
+        """Room for the order's blocks at the target; the decode worker is told. Raises StoreFull,
+        PeerUnreachable, LayoutMismatch, OrderUnknown (also: the decode side released the order already)."""
         request = say.OpenPush(
             order_id=order_id,
             request_id=request_id,
@@ -251,10 +259,15 @@ class StoreClient:
             await self._ask("push", message, say.Done, self._long_s())
 
     async def close_push(self, order_id: str, *, traceparent: str = "") -> say.Pushed:
-        """Returns when everything pushed is readable at the target and committed there. Raises what made it fail."""
+        """Returns when everything pushed is readable at the target and committed there. Raises what made it
+        fail.
+        """
         await asyncio.sleep(0)  # pushes from other threads come first
         request = say.ClosePush(
-            order_id=order_id, worker_id=self._worker_id, pushes=self._pushes[order_id], traceparent=traceparent
+            order_id=order_id,
+            worker_id=self._worker_id,
+            pushes=self._pushes[order_id],
+            traceparent=traceparent,
         )
         return await self.ask("close_push", request, say.Pushed, long=True)
 
@@ -262,11 +275,11 @@ class StoreClient:
         """An order that was opened by another verb is kept alive too, until `release` or `KEEP_S`."""
         self._orders[order_id] = time.monotonic()
 
-    # --- end -----------------------------------------------------------------------------------------------------
+    # --- end ------------------------------------------------------------------------------------------------
 
     async def release(self, order_id: str) -> None:
-        """The worker will touch nothing of the order any more: leases and reservations end, here and at the target
-        of an open push. Idempotent; an agent that is gone has released everything already.
+        """The worker will touch nothing of the order any more: leases and reservations end, here and at the
+        target of an open push. Idempotent; an agent that is gone has released everything already.
         """
         self._pushes.pop(order_id, None)
         self._orders.pop(order_id, None)
@@ -312,4 +325,6 @@ class StoreClient:
     async def _ask(self, verb: str, message: Message, kind: type[M], timeout_s: float) -> M:
         """Patient: that the agent died is seen elsewhere; else it is just coming back to the bus."""
         subject = subjects.store(self._node_id, verb)
-        return await self._bus.request(subject, message, kind, timeout_s=timeout_s, patient=self._view is not None)
+        return await self._bus.request(
+            subject, message, kind, timeout_s=timeout_s, patient=self._view is not None
+        )

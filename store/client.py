@@ -1,9 +1,9 @@
 """The store for any program: put, get, get_into, exists, remove, pin, one block or a batch; asynchronous.
 
-It needs a nats-server and a store agent on this host (`halfmoon store`, or `StoreAgent` in the same program), and
-nothing else of halfmoon. A value is one block, exactly `block_bytes` long, in anything with a buffer: bytes, numpy, a
-torch tensor on the CPU. Values never pass through NATS: they are copied once between the caller's buffer and the
-node's memory, which is mapped here, or not at all (`get` shows the memory itself).
+It needs a nats-server and a store agent on this host (`halfmoon store`, or `StoreAgent` in the same program),
+and nothing else of halfmoon. A value is one block, exactly `block_bytes` long, in anything with a buffer:
+bytes, numpy, a torch tensor on the CPU. Values never pass through NATS: they are copied once between the
+caller's buffer and the node's memory, which is mapped here, or not at all (`get` shows the memory itself).
 
 Three answers that are not a value, three errors (`halfmoon.store.errors`):
 
@@ -54,10 +54,11 @@ def key_of(name: str, *, tenant: str = "") -> bytes:
 
 
 class Held:
-    """Blocks in the node's memory, as they are, until `release`: `arrays` show it without a copy. Do not write to it.
+    """Blocks in the node's memory, as they are, until `release`: `arrays` show it without a copy. Do not
+    write to it.
 
-    Use it as `async with await client.get(key) as held`. While it is held no block of it is evicted; it is kept alive
-    by the client, and ends with it.
+    Use it as `async with await client.get(key) as held`. While it is held no block of it is evicted; it is
+    kept alive by the client, and ends with it.
     """
 
     def __init__(self, client: Client, order_id: str, arrays: list[Array]) -> None:
@@ -142,11 +143,11 @@ class Client:
         """How long every value is."""
         return self._door.view.geometry.block_bytes
 
-    # --- one block -----------------------------------------------------------------------------------------------
+    # --- one block ------------------------------------------------------------------------------------------
 
     async def put(self, key: bytes, value: Any) -> None:
-        """Stores a copy; a key that is there keeps its value. Raises StoreFull, QuotaExceeded, WrongSize, WrongTenant,
-        AgentUnreachable."""
+        """Stores a copy; a key that is there keeps its value. Raises StoreFull, QuotaExceeded, WrongSize,
+        WrongTenant, AgentUnreachable."""
         _raise((await self.batch_put({key: value}))[0])
 
     async def get(self, key: bytes) -> Held:
@@ -164,7 +165,9 @@ class Client:
         _raise((await self.batch_get_into([key], [into], verify=verify))[0])
 
     async def exists(self, key: bytes) -> bool:
-        """Whether this node or a peer has it, in memory or on its SSD; keeps nothing alive. Raises PeerUnreachable."""
+        """Whether this node or a peer has it, in memory or on its SSD; keeps nothing alive. Raises
+        PeerUnreachable.
+        """
         answer = (await self.batch_exists([key]))[0]
         if isinstance(answer, StoreError):
             raise answer
@@ -175,8 +178,9 @@ class Client:
         return (await self.batch_remove([key]))[0]
 
     async def pin(self, keys: Sequence[bytes], *, ttl_s: float, hard: bool = False) -> None:
-        """Keeps blocks of this node's memory for `ttl_s`: soft, they go last; hard, they stay. Renew it by pinning
-        again; it ends by itself. Raises BlockMissing (nothing is pinned then), StoreFull: half of the pool is pinned.
+        """Keeps blocks of this node's memory for `ttl_s`: soft, they go last; hard, they stay. Renew it by
+        pinning again; it ends by itself. Raises BlockMissing (nothing is pinned then), StoreFull: half of the
+        pool is pinned.
         """
         await self._pin(keys, int(ttl_s * 1e9), hard)
 
@@ -190,10 +194,12 @@ class Client:
         )
         await self._door.ask("pin", request, say.Done)
 
-    # --- batches -------------------------------------------------------------------------------------------------
+    # --- batches --------------------------------------------------------------------------------------------
 
     async def batch_put(self, values: Mapping[bytes, Any]) -> list[StoreError | None]:
-        """As `put`, in one exchange, in the order of `values`. What the agent refuses as a whole, each key gets."""
+        """As `put`, in one exchange, in the order of `values`. What the agent refuses as a whole, each key
+        gets.
+        """
         keys, buffers = list(values), [_bytes_of(value) for value in values.values()]
         if not keys:
             return []
@@ -218,8 +224,8 @@ class Client:
     async def batch_get_into(
         self, keys: Sequence[bytes], into: Sequence[Any], *, verify: bool = False
     ) -> list[StoreError | None]:
-        """As `get_into`, block i into `into[i]`. With `verify` the copies are compared with the checksums of the put;
-        what comes from a disk or over a network always is."""
+        """As `get_into`, block i into `into[i]`. With `verify` the copies are compared with the checksums of
+        the put; what comes from a disk or over a network always is."""
         buffers = [_bytes_of(buffer, writable=True) for buffer in into]
         if len(buffers) != len(keys):
             raise ValueError(f"into: {len(buffers)} buffers for {len(keys)} keys")
@@ -257,7 +263,7 @@ class Client:
         removed = await self._door.ask("remove", request, say.Removed)
         return [i in removed.removed for i in range(len(keys))]
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _new_order(self) -> str:
         return f"{self._party}-{uuid.uuid4().hex[:16]}"
@@ -319,7 +325,9 @@ class Client:
             if at in holders:
                 by_holder.setdefault(tuple(holders[at]), []).append(i)
             elif silent:
-                found.problems[i] = PeerUnreachable(f"block {keys[i].hex()}: {', '.join(silent)} did not answer")
+                found.problems[i] = PeerUnreachable(
+                    f"block {keys[i].hex()}: {', '.join(silent)} did not answer"
+                )
             else:
                 found.problems[i] = BlockMissing(f"block {keys[i].hex()} is on no node that was asked")
         for (holder, *replicas), wanted in by_holder.items():
@@ -364,11 +372,15 @@ def _joined(keys: Sequence[bytes]) -> bytes:
 
 
 def _bytes_of(buffer: Any, *, writable: bool = False) -> Array:
-    """u8 `[bytes]` that shows the buffer's own memory. Raises TypeError, WrongSize for what is not contiguous."""
+    """u8 `[bytes]` that shows the buffer's own memory. Raises TypeError, WrongSize for what is not
+    contiguous.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
         if buffer.device.type != "cpu":
-            raise TypeError(f"a tensor on {buffer.device} has no memory that can be mapped here: copy it to the CPU")
+            raise TypeError(
+                f"a tensor on {buffer.device} has no memory that can be mapped here: copy it to the CPU"
+            )
         if not buffer.is_contiguous():
             raise WrongSize("the tensor is not contiguous")
         array: Array = buffer.detach().view(-1).view(torch.uint8).numpy()

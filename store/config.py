@@ -21,7 +21,8 @@ MIB = 1024 * 1024
 class StoreConfig:
     """One store agent. Raises ValueError, naming the field, when fields contradict each other."""
 
-    #: Names the segments in /dev/shm together with `node_id`, so that two clusters on one machine do not meet.
+    #: Names the segments in /dev/shm together with `node_id`, so that two clusters on one machine do not
+    #: meet.
     cluster: str = "default"
     node_id: str
     layout: Layout
@@ -37,7 +38,8 @@ class StoreConfig:
     ssd_bytes: int = 0
     #: Blocks go there when they were hit so often; 0: all.
     ssd_hits_min: int = 0
-    #: So many of the pool's slots, in percent, are kept free or saved already, so that evicting them loses nothing.
+    #: So many of the pool's slots, in percent, are kept free or saved already, so that evicting them loses
+    #: nothing.
     ssd_ahead_percent: int = 50
     #: At an orderly end, blocks are saved for at most so long.
     ssd_stop_s: float = 5.0
@@ -45,28 +47,32 @@ class StoreConfig:
     ssd_threads: int = 4
     #: Bytes of the pool that a tenant may use, in whole blocks; who is not named may use all of it.
     quotas: Mapping[str, int] = field(default_factory=dict)
-    #: ZMQ address at which KV events are published, and at which they can be asked for again; "": they are not.
+    #: ZMQ address at which KV events are published, and at which they can be asked for again; "": they are
+    #: not.
     kv_events: str = ""
     kv_events_replay: str = ""
-    #: Address that the TCP data plane listens on; with several NICs all of theirs, separated by commas. Never all
-    #: interfaces unless somebody writes so.
+    #: Address that the TCP data plane listens on; with several NICs all of theirs, separated by commas. Never
+    #: all interfaces unless somebody writes so.
     bind: str = "127.0.0.1"
     #: Port of the TCP data plane; 0: any free one. -1: no TCP at all (a single host).
     port: int = 0
     #: Address that peers connect to, when it is not `bind` (containers); without a port.
     advertise: str = ""
-    #: "auto": shared memory between agents of one host, RDMA between hosts that have it, TCP between others. The others
-    #: force one.
+    #: "auto": shared memory between agents of one host, RDMA between hosts that have it, TCP between others.
+    #: The others force one.
     transport: Literal["auto", "shm", "tcp", "rdma"] = "auto"
-    #: "auto": the first active port. "off", or DEVICE, DEVICE:PORT, DEVICE:PORT:GID as in /sys/class/infiniband.
+    #: "auto": the first active port. "off", or DEVICE, DEVICE:PORT, DEVICE:PORT:GID as in
+    #: /sys/class/infiniband.
     rdma: str = "auto"
-    #: CURVE on TCP links. "auto": only between hosts; it halves the speed. Links are authenticated in any case.
+    #: CURVE on TCP links. "auto": only between hosts; it halves the speed. Links are authenticated in any
+    #: case.
     encryption: Literal["auto", "always", "never"] = "auto"
     #: What all agents of the cluster know and nobody else does; authenticates the data plane.
     cluster_secret: str
     #: A lease or reservation lives so long after the last activity of its order.
     lease_ttl_ns: int = 60 * SECOND_NS
-    #: A slot is not used again before a writer's deadline plus this: clocks and scheduling of a writer are not exact.
+    #: A slot is not used again before a writer's deadline plus this: clocks and scheduling of a writer are
+    #: not exact.
     writer_grace_ns: int = 1 * SECOND_NS
     #: No single move takes longer; shorter than half the lease, so that no lease ends under a reader.
     transfer_ns_max: int = 20 * SECOND_NS
@@ -78,9 +84,11 @@ class StoreConfig:
     sweep_ns: int = SECOND_NS // 4
     #: Compare checksums on reads over shared memory too (over TCP always): 0.1 ms a MiB.
     verify_shm: bool = False
-    #: Slices of one batch that are under way at once, over a connection each; 0: 1, or 4 with more than 4 cores.
+    #: Slices of one batch that are under way at once, over a connection each; 0: 1, or 4 with more than 4
+    #: cores.
     stripes: int = 0
-    #: TOML file that says what sysfs does not: NUMA nodes of memory and NICs (`halfmoon.store.transports.topology`).
+    #: TOML file that says what sysfs does not: NUMA nodes of memory and NICs
+    #: (`halfmoon.store.transports.topology`).
     topology: str = ""
     #: An order with a replica to turn to waits so long for a holder's answer before it does.
     replica_after_s: float = 0.25
@@ -89,18 +97,24 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         if self.layout.block_bytes == 0:
-            raise ValueError("layout: a block has no bytes, so there is nothing to store: run without a store agent")
+            raise ValueError(
+                "layout: a block has no bytes, so there is nothing to store: run without a store agent"
+            )
         if not self.cluster_secret:
             raise ValueError("cluster_secret: must not be empty")
         if self.slot_count < 1:
-            raise ValueError(f"pool_bytes: {self.pool_bytes} is less than one block of {self.layout.block_bytes} bytes")
+            raise ValueError(
+                f"pool_bytes: {self.pool_bytes} is less than one block of {self.layout.block_bytes} bytes"
+            )
         if self.ssd_path and records_in(self.layout, self.ssd_bytes) < 1:
             raise ValueError(f"ssd_bytes: {self.ssd_bytes} hold no block of {self.layout.block_bytes} bytes")
         if not 0 <= self.ssd_ahead_percent <= 100:
             raise ValueError(f"ssd_ahead_percent: {self.ssd_ahead_percent} is not in 0..100")
         for tenant, quota in self.quotas.items():
             if quota < self.layout.block_bytes:
-                raise ValueError(f"quotas: {tenant!r} has {quota} bytes, a block has {self.layout.block_bytes}")
+                raise ValueError(
+                    f"quotas: {tenant!r} has {quota} bytes, a block has {self.layout.block_bytes}"
+                )
         if 2 * self.transfer_ns_max > self.lease_ttl_ns:
             raise ValueError("transfer_ns_max: must be at most half of lease_ttl_ns")
         if not -1 <= self.port <= 65535:
@@ -115,7 +129,9 @@ class StoreConfig:
     @property
     def slot_quotas(self) -> dict[str, int]:
         """By the mark of the tenant (`slots.tenant_mark`)."""
-        return {tenant_mark(tenant): quota // self.layout.block_bytes for tenant, quota in self.quotas.items()}
+        return {
+            tenant_mark(tenant): quota // self.layout.block_bytes for tenant, quota in self.quotas.items()
+        }
 
     @property
     def stripe_count(self) -> int:

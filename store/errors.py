@@ -16,9 +16,9 @@
         ├── TransferTimeout  the deadline passed, or nothing moved for too long
         └── BytesCorrupted   they arrived, but are not what was committed
 
-A miss, a failed transfer and an unreachable holder are three different answers: on a miss the index is stale, on a
-failed transfer another try may do, on an unreachable holder every block of that node is out of reach. `code` is
-what travels in a `ProcessError`; :func:`from_code` turns it back.
+A miss, a failed transfer and an unreachable holder are three different answers: on a miss the index is stale,
+on a failed transfer another try may do, on an unreachable holder every block of that node is out of reach.
+`code` is what travels in a `ProcessError`; :func:`from_code` turns it back.
 """
 
 from __future__ import annotations
@@ -142,6 +142,8 @@ _BY_CODE: dict[str, type[StoreError]] = {
 
 
 def from_code(code: str, message: str) -> StoreError:
-    """The error that a `ProcessError` of this code stands for; a plain StoreError for a code of a newer version."""
+    """The error that a `ProcessError` of this code stands for; a plain StoreError for a code of a newer
+    version.
+    """
     kind = _BY_CODE.get(code)
     return kind(message) if kind is not None else StoreError(f"{code}: {message}")

@@ -35,7 +35,9 @@ async def find_holders(
     try:
         while waiting:
             patience_s = LATE_S if _all_held(asking, len(block_keys) // KEY_BYTES) else None
-            done, waiting = await asyncio.wait(waiting, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            done, waiting = await asyncio.wait(
+                waiting, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not done:
                 break
     finally:

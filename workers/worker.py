@@ -1,7 +1,7 @@
 """What prefill and decode workers share: joining, heartbeats, orders, tokens from the frontend, leaving.
 
-A worker is one asyncio loop, which obeys and reports, and one compute thread, which owns the engine. Orders come from
-the DECISIONS stream; each is answered by exactly one event, or cancelled.
+A worker is one asyncio loop, which obeys and reports, and one compute thread, which owns the engine. Orders
+come from the DECISIONS stream; each is answered by exactly one event, or cancelled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.schemas.decisions import Decision
-from halfmoon.schemas.events import CostProfile, Role, WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
+from halfmoon.schemas.events import (
+    CostProfile,
+    Role,
+    WorkerDraining,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+)
 from halfmoon.schemas.policy import SECOND_NS, Layout
 from halfmoon.schemas.types import Message
 from halfmoon.store.agent_client import StoreClient
@@ -76,7 +83,7 @@ class Worker(ABC):
         #: Gets the exception of a task that should never have failed: the process must end.
         self.failed: asyncio.Future[None] = self._loop.create_future()
 
-    # --- life -------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Listen for orders, then join; the first order may come at once."""
@@ -102,7 +109,8 @@ class Worker(ABC):
         self._stopped = True
         await self.release_all()
         self.bus.append_soon(
-            WorkerLeft(worker_id=worker_id, incarnation=self.incarnation, reason="stopped"), source_id=worker_id
+            WorkerLeft(worker_id=worker_id, incarnation=self.incarnation, reason="stopped"),
+            source_id=worker_id,
         )
         await end_tasks(self._tasks)
         if not self.failed.done():
@@ -137,7 +145,7 @@ class Worker(ABC):
             self.obey(ordered.decision)
             self.obeyed_seq = max(self.obeyed_seq, ordered.cause_seq)
 
-    # --- for the subclasses -----------------------------------------------------------------------------------
+    # --- for the subclasses ---------------------------------------------------------------------------------
 
     @abstractmethod
     async def prepare(self) -> None:
@@ -159,7 +167,7 @@ class Worker(ABC):
     async def release_all(self) -> None:
         """Give back whatever open orders hold in the stores."""
 
-    # --- helpers ----------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)

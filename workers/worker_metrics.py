@@ -1,7 +1,7 @@
 """Metrics of a prefill or decode worker: what its answers to orders say, its steps, its own cache.
 
-A request's way is measured in parts by whoever sees them: queue, fetch, compute and push by the prefill worker; waiting
-for KV, waiting for room in the batch, and the first step by the decode worker.
+A request's way is measured in parts by whoever sees them: queue, fetch, compute and push by the prefill
+worker; waiting for KV, waiting for room in the batch, and the first step by the decode worker.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from halfmoon.schemas.events import (
 if TYPE_CHECKING:
     from halfmoon.workers.worker import Worker
 
-#: Where cached tokens of a prompt come from. A worker's own paged cache keeps nothing for the next request: of "device"
-#: there are none.
+#: Where cached tokens of a prompt come from. A worker's own paged cache keeps nothing for the next request:
+#: of "device" there are none.
 SOURCES = ("device", "host", "p2p", "disk")
 
 
@@ -47,7 +47,7 @@ class WorkerMetrics(Collector):
         self._steps = Times(INTERVAL_S)
         self._step_sequences = self._step_context_tokens = 0
 
-    # --- what happens -----------------------------------------------------------------------------------------
+    # --- what happens ---------------------------------------------------------------------------------------
 
     def saw(self, event: Any) -> None:
         """An answer to an order goes out."""
@@ -88,7 +88,7 @@ class WorkerMetrics(Collector):
         """A sequence has made its first step, so long after it joined."""
         self._first_step.observe(ns)
 
-    # --- what is shown ----------------------------------------------------------------------------------------
+    # --- what is shown --------------------------------------------------------------------------------------
 
     def collect(self) -> Iterable[Metric]:
         worker = self._worker
@@ -98,17 +98,25 @@ class WorkerMetrics(Collector):
         yield gauge("halfmoon_orders_open", "Orders taken and not answered.", (), {(): worker.orders_open()})
         blocks = worker.config.kv_blocks
         used = blocks - worker.engine.allocator.free_blocks
-        yield gauge("halfmoon_kv_cache_blocks", "Blocks of the worker's own paged cache in use.", (), {(): used})
+        yield gauge(
+            "halfmoon_kv_cache_blocks", "Blocks of the worker's own paged cache in use.", (), {(): used}
+        )
         yield gauge("halfmoon_kv_cache_blocks_max", "Blocks of that cache.", (), {(): blocks})
         yield gauge(
-            "vllm:kv_cache_usage_perc", "Share of that cache in use, 0 to 1.", ("model_name",), {model: used / blocks}
+            "vllm:kv_cache_usage_perc",
+            "Share of that cache in use, 0 to 1.",
+            ("model_name",),
+            {model: used / blocks},
         )
         yield from self._prefill(model) if worker.role == "prefill" else self._decode(model)
 
     def _prefill(self, model: tuple[str]) -> Iterable[Metric]:
         cached = {(*model, source): count for source, count in self._cached.items()}
         yield counter(
-            "vllm:prompt_tokens_cached_by_source", "Prompt tokens not computed.", ("model_name", "source"), cached
+            "vllm:prompt_tokens_cached_by_source",
+            "Prompt tokens not computed.",
+            ("model_name", "source"),
+            cached,
         )
         for name, text, times in (
             ("halfmoon_prefill_queue_seconds", "From order to prefill.", self._queue),
@@ -120,14 +128,28 @@ class WorkerMetrics(Collector):
 
     def _decode(self, model: tuple[str]) -> Iterable[Metric]:
         preempted = {model: self._preemptions}
-        yield counter("vllm:num_preemptions", "Sequences swapped out to host memory.", ("model_name",), preempted)
+        yield counter(
+            "vllm:num_preemptions", "Sequences swapped out to host memory.", ("model_name",), preempted
+        )
         for name, text, times in (
-            ("halfmoon_decode_kv_wait_seconds", "From the end of prefill until all KVCache is here.", self._kv_wait),
+            (
+                "halfmoon_decode_kv_wait_seconds",
+                "From the end of prefill until all KVCache is here.",
+                self._kv_wait,
+            ),
             ("halfmoon_decode_queue_seconds", "From then until room in the batch.", self._room_wait),
-            ("halfmoon_decode_first_step_seconds", "From joining the batch to the next token.", self._first_step),
+            (
+                "halfmoon_decode_first_step_seconds",
+                "From joining the batch to the next token.",
+                self._first_step,
+            ),
             ("halfmoon_decode_step_seconds", "One step of the batch.", self._steps),
         ):
             yield histogram(name, text, (), {(): times})
-        yield counter("halfmoon_decode_step_sequences", "Sequences, over all steps.", (), {(): self._step_sequences})
+        yield counter(
+            "halfmoon_decode_step_sequences", "Sequences, over all steps.", (), {(): self._step_sequences}
+        )
         context = {(): self._step_context_tokens}
-        yield counter("halfmoon_decode_step_context_tokens", "Tokens of context, over all steps.", (), context)
+        yield counter(
+            "halfmoon_decode_step_context_tokens", "Tokens of context, over all steps.", (), context
+        )

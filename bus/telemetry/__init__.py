@@ -1,1 +1,3 @@
-"""What a process tells about itself to operators: metrics for Prometheus, spans for OpenTelemetry, its version."""
+"""What a process tells about itself to operators: metrics for Prometheus, spans for OpenTelemetry, its
+version.
+"""

@@ -1,8 +1,9 @@
-"""How any process shows its metrics to Prometheus, and what all of them show: who it is, its CPU and memory, its bus.
+"""How any process shows its metrics to Prometheus, and what all of them show: who it is, its CPU and memory,
+its bus.
 
-Own names are `halfmoon_...`. A registry belongs to one process object, not to the module. What changes often is counted
-in plain integers (`Times`, counters of the parts themselves) and read when somebody asks, so that it costs the hot path
-next to nothing.
+Own names are `halfmoon_...`. A registry belongs to one process object, not to the module. What changes often
+is counted in plain integers (`Times`, counters of the parts themselves) and read when somebody asks, so that
+it costs the hot path next to nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,45 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECOND_NS = 1_000_000_000
 
-#: Bounds of histograms, in seconds: of a request's stages; of tokens and steps; of what the control plane does.
+#: Bounds of histograms, in seconds: of a request's stages; of tokens and steps; of what the control plane
+#: does.
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
-INTERVAL_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
-STEP_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+INTERVAL_S = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+)
+STEP_S = (
+    0.00001,
+    0.000025,
+    0.00005,
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1,
+)
 
 #: By the values of the labels, a tuple.
 Values = Mapping[Any, float]
@@ -93,8 +129,12 @@ class ProcessMetrics(Collector):
         stats = bus.nc.stats
         yield gauge("halfmoon_bus_connected", "1 while NATS is there.", (), {(): bus.nc.is_connected})
         yield gauge("halfmoon_bus_unacknowledged", "Messages not stored yet.", (), {(): bus.unacknowledged})
-        yield counter("halfmoon_bus_reconnects", "Times that NATS was lost and found.", (), {(): stats["reconnects"]})
-        yield counter("halfmoon_bus_invalid_messages", "Messages that were dropped unread.", (), {(): bus.invalid})
+        yield counter(
+            "halfmoon_bus_reconnects", "Times that NATS was lost and found.", (), {(): stats["reconnects"]}
+        )
+        yield counter(
+            "halfmoon_bus_invalid_messages", "Messages that were dropped unread.", (), {(): bus.invalid}
+        )
         moved = {("in",): stats["in_bytes"], ("out",): stats["out_bytes"]}
         yield counter("halfmoon_bus_bytes", "Payload over NATS.", ("direction",), moved)
 

@@ -1,9 +1,10 @@
-"""OpenTelemetry spans of one process: off unless an OTLP endpoint is named; then one trace from client to last token.
+"""OpenTelemetry spans of one process: off unless an OTLP endpoint is named; then one trace from client to
+last token.
 
-A span is told afterwards, with its beginning and end (ns of the wall clock), under a parent that is a W3C traceparent:
-so nothing has to be carried through the code but that text, and it is "" where there is nothing to trace. OpenTelemetry
-is imported only when it is switched on. Spans leave by a thread of its own; when the endpoint does not take them they
-are dropped, which is said once.
+A span is told afterwards, with its beginning and end (ns of the wall clock), under a parent that is a W3C
+traceparent: so nothing has to be carried through the code but that text, and it is "" where there is nothing
+to trace. OpenTelemetry is imported only when it is switched on. Spans leave by a thread of its own; when the
+endpoint does not take them they are dropped, which is said once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Value = str | int | float | bool | Sequence[str]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 #: Of spans that wait when the process ends.
 CLOSE_S = 2.0
-_TRACEPARENT = re.compile(r"^(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})$")
+_TRACEPARENT = re.compile(
+    r"^(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})$"
+)
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +145,9 @@ def start(*, role: str, process_id: str, cluster: str, endpoint: str = "") -> Tr
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
     except ImportError as problem:
         raise TracingImpossible(f"{problem}: pip install 'halfmoon[otel]'") from None
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL"
+    )
     if protocol not in (None, "", "http/protobuf"):
         raise TracingImpossible(f"OTEL_EXPORTER_OTLP_PROTOCOL {protocol}: only http/protobuf is spoken here")
 
@@ -159,7 +164,9 @@ def start(*, role: str, process_id: str, cluster: str, endpoint: str = "") -> Tr
                 log.warning("tracing: %s %s", self._endpoint, how)
             return result
 
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it says the same for every batch, with a traceback
+    logging.getLogger("opentelemetry").setLevel(
+        logging.CRITICAL
+    )  # it says the same for every batch, with a traceback
     named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": f"halfmoon-{role}"}
     about = {**named, "service.namespace": cluster, "service.instance.id": process_id, "halfmoon.role": role}
     with contextlib.suppress(ImportError):

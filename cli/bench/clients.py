@@ -1,7 +1,8 @@
-"""How `halfmoon bench` reaches a cluster, and what it notes of each request; here over NATS, in `bench_http` over HTTP.
+"""How `halfmoon bench` reaches a cluster, and what it notes of each request; here over NATS, in `bench_http`
+over HTTP.
 
-Every answer is streamed. Times are of the monotonic clock, taken where a message is parsed. No client tries again: what
-fails is counted.
+Every answer is streamed. Times are of the monotonic clock, taken where a message is parsed. No client tries
+again: what fails is counted.
 """
 
 from __future__ import annotations
@@ -115,7 +116,12 @@ class NatsTarget:
         async def quiet(_: Exception) -> None:
             return  # what matters comes back as an exception
 
-        options = {**self._config.options(), "max_reconnect_attempts": 3, "name": "halfmoon-bench", "error_cb": quiet}
+        options = {
+            **self._config.options(),
+            "max_reconnect_attempts": 3,
+            "name": "halfmoon-bench",
+            "error_cb": quiet,
+        }
         try:
             await within(self._config.connect_timeout_s, self._nc.connect(**options))
             self._inbox = self._nc.new_inbox()

@@ -19,7 +19,16 @@ from tqdm import tqdm
 from halfmoon.cli.bench.clients import Model, NatsTarget, Target
 from halfmoon.cli.bench.driver import Driver, Limits
 from halfmoon.cli.bench.report import objectives, report, rows, table
-from halfmoon.cli.bench.workload import SCALE_MAX, Drawn, Lengths, Planned, Texts, cut_short, fitting_scale, traced
+from halfmoon.cli.bench.workload import (
+    SCALE_MAX,
+    Drawn,
+    Lengths,
+    Planned,
+    Texts,
+    cut_short,
+    fitting_scale,
+    traced,
+)
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config
 from halfmoon.conductor.simulation.trace import TRACE_BLOCK_TOKENS, read_trace
 
@@ -30,30 +39,53 @@ CONCURRENCY = 8
 
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="a load on a live cluster, and what its clients saw")
-    group = parser.add_argument_group("load: a trace, else --rate (open loop), else --concurrency (closed loop)")
+    group = parser.add_argument_group(
+        "load: a trace, else --rate (open loop), else --concurrency (closed loop)"
+    )
     group.add_argument("--trace", metavar="FILE", default="", help="JSON Lines as `simulate` reads them")
-    group.add_argument("--speed", type=float, default=1.0, help="how many times as fast the trace is replayed")
-    group.add_argument("--scale", type=int, default=0, help="divide its lengths (0: till the longest fits the context)")
+    group.add_argument(
+        "--speed", type=float, default=1.0, help="how many times as fast the trace is replayed"
+    )
+    group.add_argument(
+        "--scale", type=int, default=0, help="divide its lengths (0: till the longest fits the context)"
+    )
     group.add_argument("--rate", type=float, default=0.0, help="requests a second")
     group.add_argument("--arrivals", choices=("poisson", "constant"), default="poisson", help="of --rate")
     group.add_argument(
-        "--concurrency", type=int, default=0, help=f"in flight at once (closed loop: {CONCURRENCY}; else no limit)"
+        "--concurrency",
+        type=int,
+        default=0,
+        help=f"in flight at once (closed loop: {CONCURRENCY}; else no limit)",
     )
-    group.add_argument("--requests", type=int, default=0, help=f"to count (0: the trace, all; else {REQUESTS})")
-    group.add_argument("--duration", type=float, default=0.0, metavar="S", help="send nothing after so many seconds")
-    group.add_argument("--warmup", type=int, default=0, metavar="N", help="the first N requests are not counted")
+    group.add_argument(
+        "--requests", type=int, default=0, help=f"to count (0: the trace, all; else {REQUESTS})"
+    )
+    group.add_argument(
+        "--duration", type=float, default=0.0, metavar="S", help="send nothing after so many seconds"
+    )
+    group.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="the first N requests are not counted"
+    )
     group.add_argument("--timeout", type=float, default=300.0, metavar="S", help="of one answer")
     group = parser.add_argument_group("drawn requests")
     lengths = "N, A-B, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA"
     group.add_argument("--prompt-tokens", default="256", metavar="L", help=lengths)
     group.add_argument("--output-tokens", default="32", metavar="L", help="the same")
-    group.add_argument("--shared-prefix", type=float, default=0.0, metavar="SHARE", help="of each prompt, 0 to 1")
+    group.add_argument(
+        "--shared-prefix", type=float, default=0.0, metavar="SHARE", help="of each prompt, 0 to 1"
+    )
     group.add_argument("--prefixes", type=int, default=1, help="how many such prefixes there are")
-    group.add_argument("--seed", type=int, default=-1, help="of all that is drawn (default: another each time)")
+    group.add_argument(
+        "--seed", type=int, default=-1, help="of all that is drawn (default: another each time)"
+    )
     group = parser.add_argument_group("report")
-    group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives, as in ttft:500 tbt:100")
+    group.add_argument(
+        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives, as in ttft:500 tbt:100"
+    )
     group.add_argument("--json", action="store_true")
-    group.add_argument("--save", metavar="FILE", default="", help="write the report, with each request, as JSON")
+    group.add_argument(
+        "--save", metavar="FILE", default="", help="write the report, with each request, as JSON"
+    )
     group = parser.add_argument_group("HTTP")
     group.add_argument("--http", metavar="URL", default="", help="go there instead of NATS")
     group.add_argument("--api-key", default="", help="of HTTP")
@@ -62,7 +94,9 @@ def add(subparsers: Any) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when nothing but errors came back; 130 when interrupted. Raises OptionInvalid, BusError."""
+    """Exit status 0; 1 when nothing but errors came back; 130 when interrupted. Raises OptionInvalid,
+    BusError.
+    """
     slo = objectives(args.goodput.split() if isinstance(args.goodput, str) else args.goodput)
     _check(args)
     save = Path(args.save) if args.save else None
@@ -81,7 +115,9 @@ async def run(args: argparse.Namespace) -> int:
     about["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     found = report(driver.counted, slo=slo, complete=complete, about=about)
     if save is not None:
-        save.write_bytes(orjson.dumps({**found, "each": rows(driver.counted)}, option=orjson.OPT_INDENT_2) + b"\n")
+        save.write_bytes(
+            orjson.dumps({**found, "each": rows(driver.counted)}, option=orjson.OPT_INDENT_2) + b"\n"
+        )
     print(orjson.dumps(found).decode() if args.json else table(found))
     if not complete:
         return 130
@@ -134,10 +170,17 @@ def limits_of(args: argparse.Namespace) -> Limits:
 
 
 def planned(args: argparse.Namespace, model: Model) -> tuple[Iterator[Planned], dict[str, Any]]:
-    """The requests, and what they are, in fields and in words (`notes`). Raises OptionInvalid, ValueError, OSError."""
+    """The requests, and what they are, in fields and in words (`notes`). Raises OptionInvalid, ValueError,
+    OSError.
+    """
     seed = args.seed if args.seed >= 0 else random.SystemRandom().randrange(2**31)
     limits = limits_of(args)
-    about: dict[str, Any] = {"load": "", "concurrency": limits.concurrency, "seed": seed, "total": limits.requests}
+    about: dict[str, Any] = {
+        "load": "",
+        "concurrency": limits.concurrency,
+        "seed": seed,
+        "total": limits.requests,
+    }
     if not args.trace:
         drawn = Drawn(
             prompt=Lengths.parse(args.prompt_tokens, "--prompt-tokens"),
@@ -151,8 +194,12 @@ def planned(args: argparse.Namespace, model: Model) -> tuple[Iterator[Planned], 
         )
         drawn.check()
         about |= {"load": args.arrivals if args.rate else "closed", "rate": args.rate}
-        how = f"{args.rate:g} requests/s ({args.arrivals})" if args.rate else f"{limits.concurrency} at a time"
-        shared = f", {args.shared_prefix:.0%} of each prompt one of {args.prefixes} prefixes" * bool(args.shared_prefix)
+        how = (
+            f"{args.rate:g} requests/s ({args.arrivals})" if args.rate else f"{limits.concurrency} at a time"
+        )
+        shared = f", {args.shared_prefix:.0%} of each prompt one of {args.prefixes} prefixes" * bool(
+            args.shared_prefix
+        )
         about["notes"] = [
             f"{model.name}, {how}; prompts of {args.prompt_tokens} tokens, answers of {args.output_tokens}{shared}; "
             f"seed {seed}"

@@ -1,8 +1,9 @@
 """Sends planned requests at their times, or as places get free, and keeps what became of each.
 
-A request's latency counts from when it should have been sent: one that waits here because the generator is late, or
-because so many as may be are in flight, waits at the cluster's expense, not outside the measurement (no coordinated
-omission). In a closed loop a request is due when a place gets free, so there the cluster sets the pace.
+A request's latency counts from when it should have been sent: one that waits here because the generator is
+late, or because so many as may be are in flight, waits at the cluster's expense, not outside the measurement
+(no coordinated omission). In a closed loop a request is due when a place gets free, so there the cluster sets
+the pace.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ class HttpTarget:
         headers = {"content-type": "application/json"}
         record.sent_ns = time.monotonic_ns()
         try:
-            async with self._session.post(f"{self.where}/v1/completions", data=payload, headers=headers) as response:
+            async with self._session.post(
+                f"{self.where}/v1/completions", data=payload, headers=headers
+            ) as response:
                 if response.status != 200:
                     record.refused(response.status, _error_in(await response.read()))
                     return

@@ -1,8 +1,10 @@
-"""What a run of `halfmoon bench` showed: the figures under the names that serving benchmarks use, and a table.
+"""What a run of `halfmoon bench` showed: the figures under the names that serving benchmarks use, and a
+table.
 
-TTFT: to the first token; E2EL: to the last. Both count from when the request should have been sent; `..._sent`: from
-when it was. ITL: between two messages with tokens, of all requests. TPOT: its mean in a request. TBT: the mean of the
-longest 10 % of a request's, at least one. A p-th percentile is the smallest value that p % are not above.
+TTFT: to the first token; E2EL: to the last. Both count from when the request should have been sent;
+`..._sent`: from when it was. ITL: between two messages with tokens, of all requests. TPOT: its mean in a
+request. TBT: the mean of the longest 10 % of a request's, at least one. A p-th percentile is the smallest
+value that p % are not above.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def report(
         "requests": len(records),
         "completed": len(finished),
         "failed": sum(errors.values()),
-        "rejected": dict(sorted(Counter(record.reason for record in records if record.outcome == "rejected").items())),
+        "rejected": dict(
+            sorted(Counter(record.reason for record in records if record.outcome == "rejected").items())
+        ),
         "errors": dict(sorted(errors.items())),
         "open": sum(not record.outcome for record in records),
         "duration": round(duration_s, 3),
@@ -101,7 +105,9 @@ def report(
         _spread_into(found, name, gaps if name == "itl" else [of[name] for of in every if name in of])
     _spread_into(found, "ttft_sent", [record.heard_ns[0] - record.sent_ns for record in finished])
     _spread_into(found, "e2el_sent", [record.heard_ns[-1] - record.sent_ns for record in finished])
-    _spread_into(found, "send_delay", [record.sent_ns - record.due_ns for record in records if record.sent_ns])
+    _spread_into(
+        found, "send_delay", [record.sent_ns - record.due_ns for record in records if record.sent_ns]
+    )
     timings = [record.answer["timing_ms"] for record in finished if "timing_ms" in record.answer]
     found["server_mean_ms"] = {
         part: round(sum(timing[part] for timing in timings) / len(timings), 3) if timings else 0.0

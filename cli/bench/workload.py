@@ -1,8 +1,9 @@
-"""What `halfmoon bench` asks for: requests with times, prompts and answer lengths, drawn by a seed or out of a trace.
+"""What `halfmoon bench` asks for: requests with times, prompts and answer lengths, drawn by a seed or out of
+a trace.
 
-A prompt is made of named parts, and a name always gives the same tokens: so prompts are equal exactly as far as their
-parts are. A block of a trace is such a part, so what the trace shares is shared here. Lengths of a trace are divided
-by a scale, blocks too, so that its longest request fits the model's context.
+A prompt is made of named parts, and a name always gives the same tokens: so prompts are equal exactly as far
+as their parts are. A block of a trace is such a part, so what the trace shares is shared here. Lengths of a
+trace are divided by a scale, blocks too, so that its longest request fits the model's context.
 """
 
 from __future__ import annotations
@@ -62,14 +63,16 @@ class Texts:
         return ids
 
 
-# --- drawn ------------------------------------------------------------------------------------------------------------
+# --- drawn --------------------------------------------------------------------------------------------------
 
 _NUMBERS = {"uniform": 2, "normal": 2, "lognormal": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A length in tokens: `128` (fixed), `64-512` (uniform), `normal:MEAN,DEVIATION`, `lognormal:MEDIAN,SIGMA`."""
+    """A length in tokens: `128` (fixed), `64-512` (uniform), `normal:MEAN,DEVIATION`,
+    `lognormal:MEDIAN,SIGMA`.
+    """
 
     kind: str
     first: float
@@ -114,7 +117,9 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Requests without end. `rate`: a second; 0: closed loop. `shared`: how much of a prompt is one of `prefixes`."""
+    """Requests without end. `rate`: a second; 0: closed loop. `shared`: how much of a prompt is one of
+    `prefixes`.
+    """
 
     prompt: Lengths
     output: Lengths
@@ -142,7 +147,10 @@ class Drawn:
             output = min(self.output.draw(rng), self.context - 1)
             prompt = min(self.prompt.draw(rng), self.context - output)
             prefix = int(self.shared * prompt)
-            parts = [(b"prefix-%d" % int(rng.integers(self.prefixes)), prefix), (b"own-%d" % number, prompt - prefix)]
+            parts = [
+                (b"prefix-%d" % int(rng.integers(self.prefixes)), prefix),
+                (b"own-%d" % number, prompt - prefix),
+            ]
             yield Planned(
                 number=number,
                 at_ns=int(at_s * SECOND_NS) if self.rate else -1,
@@ -153,11 +161,13 @@ class Drawn:
                 at_s += float(rng.exponential(1 / self.rate)) if self.poisson else 1 / self.rate
 
 
-# --- out of a trace ---------------------------------------------------------------------------------------------------
+# --- out of a trace -----------------------------------------------------------------------------------------
 
 
 def fitting_scale(arrivals: Sequence[Arrival], context: int) -> int:
-    """The smallest power of two by which all lengths must be divided to fit. Raises OptionInvalid when none does."""
+    """The smallest power of two by which all lengths must be divided to fit. Raises OptionInvalid when none
+    does.
+    """
     scale = 1
     while scale <= SCALE_MAX:
         if all(sum(_scaled(arrival, scale)) <= context for arrival in arrivals):

@@ -4,13 +4,14 @@
 
 - `none`: everything is queued; only what can never run and full queues are refused.
 - `late`: TTFT is checked here, TBT only by the decode worker, after prefill.
-- `early`: also TBT, against the requests that are in decode now. Those still in prefill are not felt: it oscillates.
-- `predicted`: against the load when this prefill will end: with requests whose prefill ends by then, without those
-  whose decode will be over.
+- `early`: also TBT, against the requests that are in decode now. Those still in prefill are not felt: it
+  oscillates.
+- `predicted`: against the load when this prefill will end: with requests whose prefill ends by then, without
+  those whose decode will be over.
 
-Priorities scale the limits: 0 is held to its SLO, -1000 refused from half of it on, 1000 taken up to one and a half
-times. So under growing load smaller priorities are refused first. Under `predicted` the policy `halfmoon` refuses
-larger prompts first as well (`overload`).
+Priorities scale the limits: 0 is held to its SLO, -1000 refused from half of it on, 1000 taken up to one and
+a half times. So under growing load smaller priorities are refused first. Under `predicted` the policy
+`halfmoon` refuses larger prompts first as well (`overload`).
 
 Source: Mooncake (ARXIV), section 7; priorities and retry-after are ours.
 """
@@ -87,7 +88,9 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
     answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
     best = earliest(state, request, matched, now_ns) if state.policy.name in EARLIEST_POLICIES else None
     prefills = candidates(state, request, matched, now_ns) if best is None else [best]
-    short = lightest(state, request, matched, answer_tokens) if state.policy.name in LIGHTEST_POLICIES else None
+    short = (
+        lightest(state, request, matched, answer_tokens) if state.policy.name in LIGHTEST_POLICIES else None
+    )
     decodes = decode_candidates(state, request, matched, answer_tokens) if short is None else [short.best]
     refusal = _cannot(state, request, prefills, decodes, now_ns)
     if refusal is not None:
@@ -105,7 +108,9 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
                 reason="no_room",
                 message="no decode worker has room for the request's KV",
                 predicted=_prediction(prefill, min(c.tbt_ns for c in open_decodes)),
-                retry_after_ns=min(_wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in open_decodes),
+                retry_after_ns=min(
+                    _wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in open_decodes
+                ),
             )
     decode = choose_decode(state, roomy or open_decodes, draw)
     assert decode is not None, (request, decodes)
@@ -122,7 +127,9 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
 
 
 def place_again(state: State, request: Request, now_ns: int, draw: str) -> Placement | None:
-    """For a request that was accepted before: the best there is, whatever it takes; None when there is no worker."""
+    """For a request that was accepted before: the best there is, whatever it takes; None when there is no
+    worker.
+    """
     event = request.event
     matched = match(state, event, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
@@ -158,7 +165,11 @@ def _prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
 
 
 def _cannot(
-    state: State, request: RequestArrived, prefills: list[Candidate], decodes: list[DecodeCandidate], now_ns: int
+    state: State,
+    request: RequestArrived,
+    prefills: list[Candidate],
+    decodes: list[DecodeCandidate],
+    now_ns: int,
 ) -> Refusal | None:
     """Refusals that hold under every admission: nobody there, too long for all, queues full."""
     for role, pool in (("prefill", state.pools.prefill), ("decode", state.pools.decode)):
@@ -182,12 +193,19 @@ def _cannot(
         )
     if all(c.full for c in decodes):
         wait = min(_wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in decodes)
-        return Refusal(reason="queue_full", message="the queue of every decode worker is full", retry_after_ns=wait)
+        return Refusal(
+            reason="queue_full", message="the queue of every decode worker is full", retry_after_ns=wait
+        )
     return None
 
 
 def _over_slo(
-    state: State, request: RequestArrived, matched: Matched, placement: Placement, tbt_ns_max: int, now_ns: int
+    state: State,
+    request: RequestArrived,
+    matched: Matched,
+    placement: Placement,
+    tbt_ns_max: int,
+    now_ns: int,
 ) -> Refusal | None:
     """`tbt_ns_max`: no decode worker that could take the request would have a longer step."""
     ttft_slo, tbt_slo = slo_ns(state, request)
@@ -226,7 +244,9 @@ def _over_slo(
     )
 
 
-def _too_large_now(state: State, request: RequestArrived, placement: Placement, workers: int) -> Refusal | None:
+def _too_large_now(
+    state: State, request: RequestArrived, placement: Placement, workers: int
+) -> Refusal | None:
     """Under overload larger prompts are refused first (ours)."""
     if state.policy.name != "halfmoon" or state.policy.admission != "predicted":
         return None
@@ -256,7 +276,9 @@ def decode_load(state: State, worker: Worker, end_ns: int) -> Load:
                 start_ns = max(start_ns, state.at_ns)  # it is late
             over_ns = start_ns + order.decode_ns
             if order.phase == "decode" and over_ns < state.at_ns:
-                over_ns = state.at_ns + order.decode_ns  # it lasts longer than expected: how long is as open as before
+                over_ns = (
+                    state.at_ns + order.decode_ns
+                )  # it lasts longer than expected: how long is as open as before
             counts = start_ns <= end_ns <= over_ns
         else:
             counts = order.phase == "decode"
@@ -287,7 +309,9 @@ def _room_at(state: State, candidate: DecodeCandidate, end_ns: int) -> bool:
 def _wait_ns(
     state: State, worker: Worker, candidate: DecodeCandidate, tbt_limit_ns: int, now_ns: int, context: int = 0
 ) -> int:
-    """Until so many of the worker's requests have ended that the KV fits and the step is within the limit (0: any)."""
+    """Until so many of the worker's requests have ended that the KV fits and the step is within the limit (0:
+    any).
+    """
     ends = sorted(
         (max(order.prefill_end_ns + order.decode_ns, now_ns), order.order_id)
         for order in [state.orders[order_id] for order_id in worker.orders]

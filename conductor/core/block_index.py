@@ -1,7 +1,7 @@
 """Who holds which block: block key to a bit mask of nodes, one table for each tier.
 
-A node has one bit as long as its store agent is known. The index is soft state: agents announce what they hold, and a
-node that leaves takes its bits along. Pure; part of the core.
+A node has one bit as long as its store agent is known. The index is soft state: agents announce what they
+hold, and a node that leaves takes its bits along. Pure; part of the core.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class BlockIndex:
         _clear(self._ssd if tier == "ssd" else self._dram, self._bits[node_id])
 
     def match(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
-        """Length, in blocks, of the run from the first that each node holds in any tier; nodes with none are absent."""
+        """Length, in blocks, of the run from the first that each node holds in any tier; nodes with none are
+        absent.
+        """
         return {node_id: blocks for blocks, nodes in self.runs(block_keys, blocks_max) for node_id in nodes}
 
     def match_dram(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
@@ -97,11 +99,13 @@ class BlockIndex:
         runs = self.runs(block_keys, blocks_max, dram_only=True)
         return {node_id: blocks for blocks, nodes in runs for node_id in nodes}
 
-    def runs(self, block_keys: bytes, blocks_max: int, *, dram_only: bool = False) -> list[tuple[int, list[str]]]:
+    def runs(
+        self, block_keys: bytes, blocks_max: int, *, dram_only: bool = False
+    ) -> list[tuple[int, list[str]]]:
         """Lengths of runs from the first block, longest first, and the nodes that hold just so much, by id.
 
-        A key says nothing about the one before it (that may have been evicted), so every key up to the end of the
-        longest run is looked up; chunks grow, so that a miss at the start of a long prompt costs little.
+        A key says nothing about the one before it (that may have been evicted), so every key up to the end of
+        the longest run is looked up; chunks grow, so that a miss at the start of a long prompt costs little.
         """
         limit = min(len(block_keys) // KEY_BYTES, blocks_max)
         found: list[tuple[int, int]] = []
@@ -143,7 +147,10 @@ class BlockIndex:
     def holdings(self) -> dict[str, dict[bytes, list[str]]]:
         """Every block of each tier, with the nodes that hold it; for people."""
         return {
-            tier: {key: [at for bit, at in enumerate(self._slots) if mask >> bit & 1] for key, mask in own.items()}
+            tier: {
+                key: [at for bit, at in enumerate(self._slots) if mask >> bit & 1]
+                for key, mask in own.items()
+            }
             for tier, own in (("dram", self._dram), ("ssd", self._ssd))
         }
 
@@ -207,7 +214,10 @@ class BlockIndex:
                 assert mask > 0, ("no holder", key.hex())
                 assert not mask & ~live, ("bits of no node", key.hex(), mask, live)
         bits = [(node, 1 << slot) for slot, node in enumerate(self._slots) if node]
-        assert bits == sorted(self._bits.items(), key=lambda one: one[1]), ("a node with two bits", self._slots)
+        assert bits == sorted(self._bits.items(), key=lambda one: one[1]), (
+            "a node with two bits",
+            self._slots,
+        )
 
     def _purge(self, bit: int) -> None:
         for masks in (self._dram, self._ssd):

@@ -1,7 +1,8 @@
 """What things will take: prefill, a decode step, a transfer, the length of an answer.
 
-Predictions are integers (ns), made from the integers of a `CostProfile`. The coefficients are refitted from what
-workers report, by recursive least squares with floats under + - * / only, so that every conductor gets the same bits.
+Predictions are integers (ns), made from the integers of a `CostProfile`. The coefficients are refitted from
+what workers report, by recursive least squares with floats under + - * / only, so that every conductor gets
+the same bits.
 
 Source: Mooncake (FAST'25), equation 1, for the form of prefill; the transfer term and its sharing are ours.
 """
@@ -16,12 +17,13 @@ from halfmoon.schemas.events import CostProfile
 NOISE = 0.1
 #: Added to the variance with every measurement, so that old ones fade (about a thousand count).
 DRIFT = 0.001
-#: A measurement counts as at most this many times, at least one part in this many, of what was predicted (a stalled
-#: machine).
+#: A measurement counts as at most this many times, at least one part in this many, of what was predicted (a
+#: stalled machine).
 OUTLIER = 4.0
 #: Part of a new measurement in a bandwidth's moving average, in tenths.
 EWMA_TENTHS = 3
-#: A bandwidth that was not measured for this long is forgotten: one bad transfer must not close a link for ever.
+#: A bandwidth that was not measured for this long is forgotten: one bad transfer must not close a link for
+#: ever.
 LINK_STALE_NS = 60_000_000_000
 #: Answers that count in a running mean of lengths.
 MEAN_WINDOW = 64
@@ -54,11 +56,13 @@ def step_ns(cost: CostProfile, sequences: int, context_tokens: int) -> int:
     )
 
 
-# --- refitting ------------------------------------------------------------------------------------------------------
+# --- refitting ----------------------------------------------------------------------------------------------
 
 
 class Fit(msgspec.Struct):
-    """Three coefficients under recursive least squares, each in units of its own `scale` (ns), prior variance 1."""
+    """Three coefficients under recursive least squares, each in units of its own `scale` (ns), prior variance
+    1.
+    """
 
     scale: list[float]
     weights: list[float]
@@ -132,7 +136,9 @@ def refit_prefill(fit: Fit, cost: CostProfile, tokens: int, cached: int, seen_ns
     )
 
 
-def refit_decode(fit: Fit, cost: CostProfile, sequences: int, context_tokens: int, seen_ns: int) -> CostProfile:
+def refit_decode(
+    fit: Fit, cost: CostProfile, sequences: int, context_tokens: int, seen_ns: int
+) -> CostProfile:
     """`cost` with its decode part as the measurement suggests."""
     if not _observe(fit, (1.0, float(sequences), float(context_tokens)), seen_ns):
         return cost
@@ -153,7 +159,7 @@ def _whole(value: float) -> int:
     return min(int(value + 0.5), 2**53)
 
 
-# --- transfers ------------------------------------------------------------------------------------------------------
+# --- transfers ----------------------------------------------------------------------------------------------
 
 
 class Link(msgspec.Struct):
@@ -163,7 +169,9 @@ class Link(msgspec.Struct):
     measured_ns: int
 
 
-def measured_link(link: Link | None, moved_bytes: int, took_ns: int, sharing: int, now_ns: int) -> Link | None:
+def measured_link(
+    link: Link | None, moved_bytes: int, took_ns: int, sharing: int, now_ns: int
+) -> Link | None:
     """The moving average after one more transfer, which shared its source with `sharing - 1` others."""
     if moved_bytes <= 0 or took_ns <= 0:
         return link
@@ -178,7 +186,7 @@ def transfer_ns(moved_bytes: int, bytes_s: int, sharing: int, latency_ns: int) -
     return latency_ns + moved_bytes * sharing * 1_000_000_000 // bytes_s
 
 
-# --- answers --------------------------------------------------------------------------------------------------------
+# --- answers ------------------------------------------------------------------------------------------------
 
 
 class Answers(msgspec.Struct):

@@ -1,7 +1,7 @@
 """Why a request went where it went: all that a placement or a refusal rested on. Part of the core.
 
-Made only for requests that are watched: replay sets `Core.watched` and reads `Core.notes` after each step. The log
-alone decides, so these are the grounds of the conductor that decided.
+Made only for requests that are watched: replay sets `Core.watched` and reads `Core.notes` after each step.
+The log alone decides, so these are the grounds of the conductor that decided.
 """
 
 from __future__ import annotations

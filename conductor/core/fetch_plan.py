@@ -1,7 +1,7 @@
 """Whether blocks of a prompt are fetched, up to where, and from whom.
 
-Source: Mooncake (FAST'25), Algorithm 1, for the choice between fetching and computing; partial fetch, the cost of both
-branches, layer-wise overlap and SSD are ours.
+Source: Mooncake (FAST'25), Algorithm 1, for the choice between fetching and computing; partial fetch, the
+cost of both branches, layer-wise overlap and SSD are ours.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Matched:
     def worthwhile(self, measured: Mapping[str, Link] | None, more_than: int) -> Iterator[Source]:
         """Those of `sources` that may be the best one, in the same order.
 
-        Over a way that was not measured no holder is better than an earlier one from which nothing leaves: a first
-        block may be everywhere. `measured`: ways to where it goes; None: not known.
+        Over a way that was not measured no holder is better than an earlier one from which nothing leaves: a
+        first block may be everywhere. `measured`: ways to where it goes; None: not known.
         """
         if measured is None or self.dram is not self.held:
             yield from self.sources(more_than)
@@ -130,12 +130,16 @@ class _Source:
         policy = state.policy
         self.latency_ns = policy.link_latency_ns
         self.bytes_s = link_bytes_s(links, worker.node_id, self.node_id, now_ns, policy.link_bytes_s)
-        self.ssd_bytes_s = link_bytes_s(state.ssd_links, worker.node_id, self.node_id, now_ns, policy.ssd_bytes_s)
+        self.ssd_bytes_s = link_bytes_s(
+            state.ssd_links, worker.node_id, self.node_id, now_ns, policy.ssd_bytes_s
+        )
 
     def transfer_ns(self, blocks: int, block_bytes: int) -> int:
         """To read blocks local..blocks, `block_bytes` of each."""
         if blocks <= self.dram:
-            return transfer_ns((blocks - self.local) * block_bytes, self.bytes_s, self.sharing, self.latency_ns)
+            return transfer_ns(
+                (blocks - self.local) * block_bytes, self.bytes_s, self.sharing, self.latency_ns
+            )
         dram_bytes = max(0, self.dram - self.local) * block_bytes
         ssd_bytes = (blocks - max(self.dram, self.local)) * block_bytes
         return transfer_ns(dram_bytes, self.bytes_s, self.sharing, self.latency_ns) + transfer_ns(
@@ -143,21 +147,25 @@ class _Source:
         )
 
     def cut(self, blocks: int) -> Cut:
-        """The first token when `blocks` are used: loading overlaps with the queue and, by layers, with computing."""
+        """The first token when `blocks` are used: loading overlaps with the queue and, by layers, with
+        computing.
+        """
         worker = self.worker
         transfer = self.transfer_ns(blocks, worker.block_bytes)
         first_layer = self.transfer_ns(blocks, worker.layer_block_bytes)
         prefill = prefill_ns(worker.cost, self.tokens, blocks * worker.block_tokens)
         ttft = max(self.queue_ns, first_layer) + max(transfer, prefill)
-        return Cut(blocks, self.node_id, transfer, prefill, ttft, self.sharing, blocks > self.dram, self.local)
+        return Cut(
+            blocks, self.node_id, transfer, prefill, ttft, self.sharing, blocks > self.dram, self.local
+        )
 
     def best_cut(self, blocks: int) -> Cut:
         """The cheapest cut in local+1..blocks.
 
-        With T (transfer) growing and P (prefill) falling with the cut, max(T, P) falls up to where they cross and
-        grows after it. Left of the crossing the start (the first layer) is either hidden by the queue, and more is
-        better, or grows in a straight line while P falls faster and faster: the best is at an end. So few cuts need a
-        look.
+        With T (transfer) growing and P (prefill) falling with the cut, max(T, P) falls up to where they cross
+        and grows after it. Left of the crossing the start (the first layer) is either hidden by the queue,
+        and more is better, or grows in a straight line while P falls faster and faster: the best is at an
+        end. So few cuts need a look.
         """
         whole = self.cut(blocks)
         cross = blocks
@@ -203,7 +211,14 @@ def _cheaper(one: Cut, other: Cut) -> Cut:
 
 
 def cheapest(
-    state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, queue: int, local: int, blocks_max: int
+    state: State,
+    worker: Worker,
+    tokens: int,
+    matched: Matched,
+    now_ns: int,
+    queue: int,
+    local: int,
+    blocks_max: int,
 ) -> Cut | None:
     """Ours: the best cut over all holders of more than is here; None when the threshold forbids a fetch."""
     measured = state.pools.links_measured(worker.node_id, state.at_ns) if now_ns >= state.at_ns else None
@@ -211,7 +226,9 @@ def cheapest(
     return _cheapest(state, worker, tokens, matched, now_ns, queue, local, blocks_max, sources, state.links)
 
 
-def unmeasured(state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, blocks_max: int) -> Cut | None:
+def unmeasured(
+    state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, blocks_max: int
+) -> Cut | None:
     """As `cheapest`, were the worker idle, nothing on its node, and every way as fast as is expected of one."""
     sources = matched.worthwhile({}, 0)
     return _cheapest(state, worker, tokens, matched, now_ns, 0, 0, blocks_max, sources, {})
@@ -255,7 +272,9 @@ def _cheapest(
 def papers_rule(
     state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, queue: int, blocks_max: int
 ) -> Cut | None:
-    """Algorithm 1 as printed: fetch all of the best prefix when it is longer than the local one times the threshold."""
+    """Algorithm 1 as printed: fetch all of the best prefix when it is longer than the local one times the
+    threshold.
+    """
     local = min(matched.held.get(worker.node_id, 0), blocks_max)
     source = next(matched.sources())
     node_id, best, _, sharing = source
@@ -269,11 +288,20 @@ def papers_rule(
     here = _Source(state, worker, tokens, source, now_ns, queue, local, state.links)
     transfer = here.transfer_ns(blocks, worker.block_bytes)
     prefill = prefill_ns(worker.cost, tokens, blocks * worker.block_tokens)
-    return Cut(blocks, node_id, transfer, prefill, queue + transfer + prefill, sharing, blocks > here.dram, local)
+    return Cut(
+        blocks, node_id, transfer, prefill, queue + transfer + prefill, sharing, blocks > here.dram, local
+    )
 
 
 def load_from_own_ssd(
-    state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, queue: int, local: int, blocks_max: int
+    state: State,
+    worker: Worker,
+    tokens: int,
+    matched: Matched,
+    now_ns: int,
+    queue: int,
+    local: int,
+    blocks_max: int,
 ) -> Cut | None:
     for source in matched.sources(local):
         if source[0] == worker.node_id and min(source[1], blocks_max) > local:

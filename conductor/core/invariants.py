@@ -31,7 +31,11 @@ def _check_orders(state: State) -> None:
     for node_id, ends in state.leaving.items():
         assert ends, ("empty", node_id)
         for order_id in ends:
-            assert state.orders[order_id].fetch_node_id == node_id, ("transfer of no order", node_id, order_id)
+            assert state.orders[order_id].fetch_node_id == node_id, (
+                "transfer of no order",
+                node_id,
+                order_id,
+            )
 
 
 def _check_requests(state: State) -> None:

@@ -1,9 +1,9 @@
 """Both pools as rows: of every worker that takes orders, what a choice looks at. Part of the core.
 
-In a large pool most of a decision's time would go into reading the workers themselves. A row is a tuple, made anew when
-its worker's load or cost changes, and the order of rows by load is kept, so that a choice looks at the least loaded
-first and passes over all that cannot be better. Rows follow from the state and are in no snapshot: they are made when
-first needed, and again when somebody joins, drains or leaves.
+In a large pool most of a decision's time would go into reading the workers themselves. A row is a tuple, made
+anew when its worker's load or cost changes, and the order of rows by load is kept, so that a choice looks at
+the least loaded first and passes over all that cannot be better. Rows follow from the state and are in no
+snapshot: they are made when first needed, and again when somebody joins, drains or leaves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ NO_KV_BLOCKS = 2**62
 
 
 class PrefillRow(NamedTuple):
-    """Its queue at a time is `free_ns` less that time, and at least `behind_ns`: what waits behind the oldest order."""
+    """Its queue at a time is `free_ns` less that time, and at least `behind_ns`: what waits behind the oldest
+    order.
+    """
 
     free_ns: int
     behind_ns: int
@@ -48,7 +50,16 @@ class Pool(Generic[Row]):
     """Workers of one role in the order of their ids, and at the same places their rows."""
 
     __slots__ = (
-        *("_changes", "_places", "_row", "block_tokens", "by_load", "least", "most", "on_node", "rows", "tokens_max"),
+        "_changes",
+        "_places",
+        "_row",
+        "block_tokens",
+        "by_load",
+        "least",
+        "most",
+        "on_node",
+        "rows",
+        "tokens_max",
         "workers",
     )
 

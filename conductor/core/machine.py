@@ -1,17 +1,18 @@
 """The core: `step(stamped event) -> decisions`, a deterministic function of the log.
 
-Rules, which `tests/conductor/test_purity.py` enforces for this module and all of ours that it imports: no clock, no
-randomness, no environment, no I/O, no logging, no asyncio, no iteration over a set, no `hash()` or `id()`. ns, bytes
-and tokens are integers. Every choice is a total order that ends in an id. State is changed in place, here only. A
-late, repeated or unknown event changes nothing but the place in the log. "Why?" is answered by replay (`explain`), so
-nothing is logged.
+Rules, which `tests/conductor/test_purity.py` enforces for this module and all of ours that it imports: no
+clock, no randomness, no environment, no I/O, no logging, no asyncio, no iteration over a set, no `hash()` or
+`id()`. ns, bytes and tokens are integers. Every choice is a total order that ends in an id. State is changed
+in place, here only. A late, repeated or unknown event changes nothing but the place in the log. "Why?" is
+answered by replay (`explain`), so nothing is logged.
 
 The contract with a shell:
 - Events come in the order of the log, each once; `seq` grows (it may skip).
-- Decisions leave only after the event that caused them is stored, under the identity (seq, position in the list).
-- `SetTimer(key, at_ns)` is for the shell: it appends `TimerFired(key, at_ns)` to the log when the time has come.
-  Setting a timer again replaces it. A timer that fires twice, late, or without having been set is harmless; after
-  `restore`, `timers` says which are set.
+- Decisions leave only after the event that caused them is stored, under the identity (seq, position in the
+  list).
+- `SetTimer(key, at_ns)` is for the shell: it appends `TimerFired(key, at_ns)` to the log when the time has
+  come. Setting a timer again replaces it. A timer that fires twice, late, or without having been set is
+  harmless; after `restore`, `timers` says which are set.
 """
 
 from __future__ import annotations
@@ -267,8 +268,15 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
     counters.cached_fetched_tokens += event.cached_fetched_tokens
     worker = state.workers.get(order.prefill_id)
     # A request that was placed before may carry tokens of its answer, so its length is not known here.
-    if worker is not None and worker.learns and request.placements == 1 and cached < request.event.prompt_tokens:
-        worker.cost = refit_prefill(worker.fit, worker.cost, request.event.prompt_tokens, cached, event.compute_ns)
+    if (
+        worker is not None
+        and worker.learns
+        and request.placements == 1
+        and cached < request.event.prompt_tokens
+    ):
+        worker.cost = refit_prefill(
+            worker.fit, worker.cost, request.event.prompt_tokens, cached, event.compute_ns
+        )
         state.pools.refitted(worker)
     if event.fetch_node_id and event.fetch_node_id in state.stores:
         links = state.ssd_links if order.fetch_ssd else state.links
@@ -314,7 +322,13 @@ def _learn_link(
 
 def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> None:
     worker = membership.worker_heartbeat(state, event, out)
-    if worker is not None and worker.role == "decode" and worker.learns and event.steps and event.step_sequences:
+    if (
+        worker is not None
+        and worker.role == "decode"
+        and worker.learns
+        and event.steps
+        and event.step_sequences
+    ):
         worker.cost = refit_decode(
             worker.fit, worker.cost, event.step_sequences, event.step_context_tokens, event.step_ns
         )

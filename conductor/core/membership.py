@@ -1,8 +1,8 @@
 """Who is there: processes join, show that they live, drain, leave and are lost.
 
-Each process has one timer, `lost:<role>:<id>:<incarnation>`. When it fires, a process that was heard of since is given
-another; one that was not is lost. When the log itself was silent (the bus was down) nobody could be heard, so
-everybody's last sign of life moves by the length of the silence.
+Each process has one timer, `lost:<role>:<id>:<incarnation>`. When it fires, a process that was heard of since
+is given another; one that was not is lost. When the log itself was silent (the bus was down) nobody could be
+heard, so everybody's last sign of life moves by the length of the silence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from halfmoon.schemas.events import (
     WorkerJoined,
 )
 
-# --- workers --------------------------------------------------------------------------------------------------------
+# --- workers ------------------------------------------------------------------------------------------------
 
 
 def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
@@ -34,7 +34,11 @@ def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
     state.asked_ns.pop(f"worker:{event.worker_id}", None)
     worker = _worker(event, state.at_ns)
     if known is not None:
-        same = (known.incarnation, known.role, known.node_id) == (event.incarnation, event.role, event.node_id)
+        same = (known.incarnation, known.role, known.node_id) == (
+            event.incarnation,
+            event.role,
+            event.node_id,
+        )
         if same:
             _carry_over(known, worker)
             state.workers[event.worker_id] = worker
@@ -132,7 +136,7 @@ def _was_lost(worker_id: str) -> str:
     return f"worker {worker_id} was lost"
 
 
-# --- store agents ---------------------------------------------------------------------------------------------------
+# --- store agents -------------------------------------------------------------------------------------------
 
 
 def store_joined(state: State, event: StoreJoined, out: Decisions) -> None:
@@ -186,7 +190,7 @@ def store_left(state: State, node_id: str, incarnation: str) -> None:
     _forget_timer(state, "store", node_id, store.incarnation)
 
 
-# --- frontends ------------------------------------------------------------------------------------------------------
+# --- frontends ----------------------------------------------------------------------------------------------
 
 
 def frontend_joined(state: State, event: FrontendJoined, out: Decisions) -> None:
@@ -224,7 +228,9 @@ def frontend_left(state: State, frontend_id: str, incarnation: str, out: Decisio
 
 
 def _cancel_all(state: State, frontend_id: str, out: Decisions) -> None:
-    """Nobody reads these any more. Their ids are not kept: a frontend that was lost by mistake sends them again."""
+    """Nobody reads these any more. Their ids are not kept: a frontend that was lost by mistake sends them
+    again.
+    """
     mine = [request for request in state.requests.values() if request.event.frontend_id == frontend_id]
     for request in mine:
         if request.order_id:
@@ -235,7 +241,7 @@ def _cancel_all(state: State, frontend_id: str, out: Decisions) -> None:
         state.counters.cancelled += 1
 
 
-# --- signs of life --------------------------------------------------------------------------------------------------
+# --- signs of life ------------------------------------------------------------------------------------------
 
 
 def bridge_silence(state: State, at_ns: int) -> None:
@@ -278,7 +284,9 @@ def loss_timer_fired(state: State, key: str, at_ns: int, out: Decisions) -> None
         worker_left(state, process_id, incarnation, out)
 
 
-def _arm_loss(state: State, role: str, process_id: str, incarnation: str, last_seen_ns: int, out: Decisions) -> None:
+def _arm_loss(
+    state: State, role: str, process_id: str, incarnation: str, last_seen_ns: int, out: Decisions
+) -> None:
     key = f"lost:{role}:{process_id}:{incarnation}"
     arm(state, key, last_seen_ns + state.policy.lost_after_ns, out)
 
@@ -288,7 +296,11 @@ def _forget_timer(state: State, role: str, process_id: str, incarnation: str) ->
 
 
 def _ask(
-    state: State, kind: str, role: Literal["prefill", "decode", "store", "frontend"], process_id: str, out: Decisions
+    state: State,
+    kind: str,
+    role: Literal["prefill", "decode", "store", "frontend"],
+    process_id: str,
+    out: Decisions,
 ) -> bool:
     """Once, until it joins or two heartbeats have passed. True when it was asked now."""
     pause_ns = 2 * state.policy.heartbeat_ns

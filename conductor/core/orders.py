@@ -1,6 +1,7 @@
 """Orders: giving one, taking it back, and what happens to a request whose order is gone.
 
-Load is reserved in the state the moment an order is given, and freed when its half is answered, cancelled or lost.
+Load is reserved in the state the moment an order is given, and freed when its half is answered, cancelled or
+lost.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def accept_or_reject(state: State, event: RequestArrived, out: Decisions) -> Non
 
 
 def accept_again(state: State, event: RequestArrived, out: Decisions) -> None:
-    """A request that was answered, but its worker is gone and its client has not all: placed again, never refused."""
+    """A request that was answered, but its worker is gone and its client has not all: placed again, never
+    refused.
+    """
     del state.finished[event.request_id]
     request = Request(event=event, arrived_ns=state.at_ns, placements=1)
     state.requests[event.request_id] = request
@@ -50,9 +53,13 @@ def accept_again(state: State, event: RequestArrived, out: Decisions) -> None:
 
 
 def place(state: State, request: Request, lost: str, out: Decisions) -> None:
-    """A request that was accepted and has no order any more (`lost` says why): placed, parked, or failed for good."""
+    """A request that was accepted and has no order any more (`lost` says why): placed, parked, or failed for
+    good.
+    """
     if request.placements >= state.policy.placements_max:
-        message = f"placed {request.placements} times, and each time lost; last: {lost or 'no reason was given'}"
+        message = (
+            f"placed {request.placements} times, and each time lost; last: {lost or 'no reason was given'}"
+        )
         fail(state, request, message, out)
         return
     placement = place_again(state, request, state.at_ns, _draw(state))
@@ -70,7 +77,9 @@ def avoid(request: Request, worker_id: str) -> None:
 
 
 def place_parked(state: State, out: Decisions) -> None:
-    """A worker takes orders that did not: those that wait are placed, oldest first, as long as that is possible."""
+    """A worker takes orders that did not: those that wait are placed, oldest first, as long as that is
+    possible.
+    """
     for request_id in list(state.parked):
         request = state.requests[request_id]
         placement = place_again(state, request, state.at_ns, _draw(state))
@@ -83,7 +92,9 @@ def place_parked(state: State, out: Decisions) -> None:
 def _note(state: State, request: Request, placement: Placement | None, lost: str, out: Decisions) -> None:
     if out.watches(request.event.request_id):
         avoided = request.avoid
-        out.notes.append(explain(state, request.event, state.at_ns, placement, seq=state.seq, avoid=avoided, lost=lost))
+        out.notes.append(
+            explain(state, request.event, state.at_ns, placement, seq=state.seq, avoid=avoided, lost=lost)
+        )
 
 
 def park(state: State, request: Request, out: Decisions) -> None:
@@ -133,7 +144,9 @@ def fail(state: State, request: Request, message: str, out: Decisions) -> None:
     end(state, request)
     state.counters.failed += 1
     out.append(
-        FailRequest(request_id=request.event.request_id, frontend_id=request.event.frontend_id, message=message[:512])
+        FailRequest(
+            request_id=request.event.request_id, frontend_id=request.event.frontend_id, message=message[:512]
+        )
     )
 
 
@@ -151,7 +164,9 @@ def remember_finished(state: State, request_id: str) -> None:
 
 
 def withdraw(state: State, order: Order, out: Decisions, *, prefill_runs: bool, decode_runs: bool) -> None:
-    """Take an order back: free what is reserved, stop the halves that still run, let go of what stores hold for it."""
+    """Take an order back: free what is reserved, stop the halves that still run, let go of what stores hold
+    for it.
+    """
     prefill_runs = prefill_runs and order.phase == "prefill"
     free_prefill(state, order)
     free_decode(state, order)
@@ -163,7 +178,9 @@ def withdraw(state: State, order: Order, out: Decisions, *, prefill_runs: bool, 
         if runs and worker_id in state.workers:
             out.append(CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=worker_id))
     nodes = dict.fromkeys((order.prefill_node_id, order.decode_node_id, order.fetch_node_id))
-    out.extend(ReleaseOrder(order_id=order.order_id, node_id=node_id) for node_id in nodes if node_id in state.stores)
+    out.extend(
+        ReleaseOrder(order_id=order.order_id, node_id=node_id) for node_id in nodes if node_id in state.stores
+    )
 
 
 def free_prefill(state: State, order: Order) -> None:
@@ -253,22 +270,7 @@ def _order(state: State, request: Request, placement: Placement, out: Decisions)
         fetch_sharing=prefill.fetch_sharing,
         fetch_ssd=prefill.from_ssd,
     )
-    state.orders[order_id] = order
-    worker = state.workers[prefill.worker_id]
-    if not worker.orders:
-        worker.head_since_ns = now_ns
-    worker.orders[order_id] = order.reserved_ns
-    worker.reserved_ns += order.reserved_ns
-    worker.pending_blocks += order.pending_blocks
-    worker.prompt_blocks += order.prompt_blocks
-    state.pools.changed(worker)
-    worker = state.workers[decode.worker_id]
-    worker.orders[order_id] = order.reserved_blocks
-    worker.reserved_blocks += order.reserved_blocks
-    worker.context_tokens += order.context_tokens
-    state.pools.changed(worker)
-    if order.fetch_node_id:
-        state.leaving.setdefault(order.fetch_node_id, {})[order_id] = now_ns + prefill.transfer_ns
+    _reserve(state, order, now_ns + prefill.transfer_ns)
     out.append(
         StartPrefill(
             order_id=order_id,
@@ -299,3 +301,23 @@ def _order(state: State, request: Request, placement: Placement, out: Decisions)
         )
     )
     spread_hot_prefix(state, event, prefill, out)
+
+
+def _reserve(state: State, order: Order, fetched_ns: int) -> None:
+    """Book the order on both workers, and until `fetched_ns` on the node that it fetches from."""
+    state.orders[order.order_id] = order
+    worker = state.workers[order.prefill_id]
+    if not worker.orders:
+        worker.head_since_ns = order.placed_ns
+    worker.orders[order.order_id] = order.reserved_ns
+    worker.reserved_ns += order.reserved_ns
+    worker.pending_blocks += order.pending_blocks
+    worker.prompt_blocks += order.prompt_blocks
+    state.pools.changed(worker)
+    worker = state.workers[order.decode_id]
+    worker.orders[order.order_id] = order.reserved_blocks
+    worker.reserved_blocks += order.reserved_blocks
+    worker.context_tokens += order.context_tokens
+    state.pools.changed(worker)
+    if order.fetch_node_id:
+        state.leaving.setdefault(order.fetch_node_id, {})[order.order_id] = fetched_ns

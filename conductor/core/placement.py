@@ -22,19 +22,26 @@ from halfmoon.schemas.events import CostProfile, RequestArrived
 from halfmoon.schemas.policy import PolicyName
 from halfmoon.schemas.types import KEY_BYTES
 
-#: Policies that take the earliest first token, those that take the shortest decode step, and those that never move
-#: blocks: they use what is on the node.
+#: Policies that take the earliest first token, those that take the shortest decode step, and those that never
+#: move blocks: they use what is on the node.
 EARLIEST_POLICIES: tuple[PolicyName, ...] = ("halfmoon", "mooncake", "local_cache_aware")
 LIGHTEST_POLICIES: tuple[PolicyName, ...] = (*EARLIEST_POLICIES, "least_loaded")
-LOCAL_POLICIES: tuple[PolicyName, ...] = ("local_cache_aware", "least_loaded", "round_robin", "random", "dynamo")
+LOCAL_POLICIES: tuple[PolicyName, ...] = (
+    "local_cache_aware",
+    "least_loaded",
+    "round_robin",
+    "random",
+    "dynamo",
+)
 
-#: So many of the least loaded workers are looked at first, and the holders of the longest match when there are no more
-#: of them than so many: a first block may be everywhere.
+#: So many of the least loaded workers are looked at first, and the holders of the longest match when there
+#: are no more of them than so many: a first block may be everywhere.
 FEW_WORKERS = 8
 FEW_NODES = 32
 #: Later than any first token.
 NEVER_NS = 2**62
-#: What is least in the worker that is taken: time to first token with the price of copies, transfer, orders, place.
+#: What is least in the worker that is taken: time to first token with the price of copies, transfer, orders,
+#: place.
 Rank = tuple[int, int, int, int]
 NEVER: Rank = (NEVER_NS, 0, 0, 0)
 
@@ -62,7 +69,8 @@ class Candidate(msgspec.Struct, kw_only=True):
     prompt_blocks: int
     #: Blocks of this prompt that must be computed.
     uncached_blocks: int
-    #: Price of one more copy of blocks that are elsewhere: time to compute what it displaces, as far as that is reused.
+    #: Price of one more copy of blocks that are elsewhere: time to compute what it displaces, as far as that
+    #: is reused.
     copies_ns: int = 0
     #: Out of the choice, because its queue is as long as it may be.
     full: bool = False
@@ -89,7 +97,10 @@ def match(state: State, request: RequestArrived, now_ns: int) -> Matched:
     index = state.index
     runs = index.runs(request.block_keys, blocks_max)
     if runs and now_ns < state.pools.suspected_until_ns:
-        runs = [(blocks, [node for node in nodes if not _suspected(state, node, now_ns)]) for blocks, nodes in runs]
+        runs = [
+            (blocks, [node for node in nodes if not _suspected(state, node, now_ns)])
+            for blocks, nodes in runs
+        ]
         runs = [(blocks, nodes) for blocks, nodes in runs if nodes]
     dram_runs = index.runs(request.block_keys, blocks_max, dram_only=True) if index.has_ssd else runs
     return Matched(state, runs, dram_runs, now_ns)
@@ -101,7 +112,9 @@ def _suspected(state: State, node_id: str, now_ns: int) -> bool:
 
 
 def queue_ns(worker: Worker, now_ns: int) -> int:
-    """Predicted remaining time of all that a prefill worker has accepted; its oldest order is the one that runs."""
+    """Predicted remaining time of all that a prefill worker has accepted; its oldest order is the one that
+    runs.
+    """
     if not worker.orders:
         return 0
     head_ns = worker.orders[next(iter(worker.orders))]
@@ -113,8 +126,8 @@ def candidates(
 ) -> list[Candidate]:
     """Every prefill worker that could take the request, by id, with its cost under the policy in force.
 
-    Workers in `avoid` are left out unless there are no others. Empty when no worker is there or none can hold the
-    prompt.
+    Workers in `avoid` are left out unless there are no others. Empty when no worker is there or none can hold
+    the prompt.
     """
     fitting = [
         worker
@@ -126,11 +139,12 @@ def candidates(
 
 
 def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: int) -> Candidate | None:
-    """What `policy.choose_prefill` would take of all `candidates`, under a policy that goes by the time to first token.
+    """What `policy.choose_prefill` would take of all `candidates`, under a policy that goes by the time to
+    first token.
 
-    No first token comes before the queue, computing what nobody holds, and the price of copies. Workers are looked at
-    in the order of that bound, and no further than the best so far: in a large pool nearly all are passed over. None:
-    there is no short way, look at them all.
+    No first token comes before the queue, computing what nobody holds, and the price of copies. Workers are
+    looked at in the order of that bound, and no further than the best so far: in a large pool nearly all are
+    passed over. None: there is no short way, look at them all.
     """
     policy, tokens, pool = state.policy, request.prompt_tokens, state.pools.prefill
     if tokens > pool.tokens_max or now_ns < state.at_ns:
@@ -160,7 +174,9 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
 
 
 def _likely(pool: Pool[PrefillRow], matched: Matched) -> list[int]:
-    """Places of those of which one is mostly the best or nearly so: the least loaded, holders of the longest match."""
+    """Places of those of which one is mostly the best or nearly so: the least loaded, holders of the longest
+    match.
+    """
     places = [place for _, place in pool.by_load[:FEW_WORKERS]]
     if matched.dram_runs and len(matched.dram_runs[0][1]) <= FEW_NODES:
         for node_id in matched.dram_runs[0][1]:
@@ -169,10 +185,16 @@ def _likely(pool: Pool[PrefillRow], matched: Matched) -> list[int]:
 
 
 def _bounds(
-    state: State, matched: Matched, tokens: int, blocks: int, now_ns: int, places: list[int], rank: Rank = NEVER
+    state: State,
+    matched: Matched,
+    tokens: int,
+    blocks: int,
+    now_ns: int,
+    places: list[int],
+    rank: Rank = NEVER,
 ) -> list[Rank]:
-    """Of the ranks of prefill workers, up to `rank`: the queue, computing what is behind the longest match of `blocks`,
-    and the price of copies."""
+    """Of the ranks of prefill workers, up to `rank`: the queue, computing what is behind the longest match of
+    `blocks`, and the price of copies."""
     pool, held = state.pools.prefill, matched.dram
     cached = blocks * pool.block_tokens
     found = []
@@ -191,8 +213,8 @@ def _bounds(
 class _Idle:
     """Bounds for workers that are idle and hold nothing of a prompt: there may be many, and all alike.
 
-    Such a worker does no better than one of the same cost to which every way is as fast as is expected of one, unless a
-    faster way to it was measured.
+    Such a worker does no better than one of the same cost to which every way is as fast as is expected of
+    one, unless a faster way to it was measured.
     """
 
     __slots__ = ("_matched", "_now_ns", "_seen", "_state", "_tokens")
@@ -205,7 +227,12 @@ class _Idle:
         """Of its rank; zeros: not known."""
         state, matched = self._state, self._matched
         held = matched.held
-        if worker.orders or state.policy.name != "halfmoon" or worker.node_id in held or matched.dram is not held:
+        if (
+            worker.orders
+            or state.policy.name != "halfmoon"
+            or worker.node_id in held
+            or matched.dram is not held
+        ):
             return 0, 0, 0, 0
         link_bytes_s = state.policy.link_bytes_s
         for node_id, link in state.pools.links_measured(worker.node_id, state.at_ns).items():
@@ -216,7 +243,9 @@ class _Idle:
                 return first_token_ns, transfer, 0, place
         blocks_max = (self._tokens - 1) // worker.block_tokens if worker.block_bytes else 0
         first_token_ns, transfer = prefill_ns(worker.cost, self._tokens, 0), 0
-        cut = unmeasured(state, worker, self._tokens, matched, self._now_ns, blocks_max) if blocks_max else None
+        cut = (
+            unmeasured(state, worker, self._tokens, matched, self._now_ns, blocks_max) if blocks_max else None
+        )
         if cut is not None and cut.ttft_ns < first_token_ns:
             first_token_ns, transfer = cut.ttft_ns, cut.transfer_ns
         first_token_ns += copies_ns(state, worker.cost, worker.block_tokens, min(matched.longest, blocks_max))
@@ -296,9 +325,11 @@ def replicas_of(matched: Matched, blocks: int, count: int, *but: str) -> list[st
 
 
 def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -> int:
-    """Price of `blocks` that another node holds and this one will: in a full pool they displace as many others.
+    """Price of `blocks` that another node holds and this one will: in a full pool they displace as many
+    others.
 
-    Those would be reused as blocks are on average, each time in place of computing them. Only for policy `halfmoon`.
+    Those would be reused as blocks are on average, each time in place of computing them. Only for policy
+    `halfmoon`.
     """
     counters = state.counters
     if blocks <= 0 or not counters.prompt_tokens or state.policy.name != "halfmoon":
@@ -308,7 +339,7 @@ def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -
     return blocks * block_ns * reused // counters.prompt_tokens
 
 
-# --- decode ---------------------------------------------------------------------------------------------------------
+# --- decode -------------------------------------------------------------------------------------------------
 
 
 def decode_candidates(
@@ -349,7 +380,8 @@ class Lightest(msgspec.Struct):
 
 
 def lightest(state: State, request: RequestArrived, matched: Matched, answer_tokens: int) -> Lightest | None:
-    """What `policy.choose_decode` would take of all `decode_candidates`, under a policy that goes by the step.
+    """What `policy.choose_decode` would take of all `decode_candidates`, under a policy that goes by the
+    step.
 
     None: there is no short way, look at them all.
     """
@@ -383,7 +415,9 @@ def decode_blocks(worker: Worker, context_tokens: int) -> int:
 
 
 def has_room(worker: Worker, sequences: int, reserved_blocks: int, blocks: int) -> bool:
-    """Whether one more request fits beside `sequences` that hold `reserved_blocks`. A null engine has no KV to fit."""
+    """Whether one more request fits beside `sequences` that hold `reserved_blocks`. A null engine has no KV
+    to fit.
+    """
     if worker.block_bytes == 0:
         return True
     return sequences < worker.batch_max and reserved_blocks + blocks <= worker.kv_blocks

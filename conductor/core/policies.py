@@ -1,7 +1,7 @@
 """Which candidate is taken, by the name of the policy. Every choice is a total order that ends in an id.
 
-Two candidates with the same prediction are told apart by how many orders they have (which matters only where nothing is
-predicted: the null engine), then by id.
+Two candidates with the same prediction are told apart by how many orders they have (which matters only where
+nothing is predicted: the null engine), then by id.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from halfmoon.conductor.core.state import State
 
 
 def choose_prefill(state: State, found: Sequence[Candidate], draw: str) -> Candidate | None:
-    """The candidate that the policy in force takes; None when there is none. `draw` names this choice, for `random`.
+    """The candidate that the policy in force takes; None when there is none. `draw` names this choice, for
+    `random`.
 
     Source: Mooncake (FAST'25), Algorithm 1 (`mooncake`, `halfmoon`), and its baselines.
     """
@@ -33,7 +34,9 @@ def choose_prefill(state: State, found: Sequence[Candidate], draw: str) -> Candi
             return found[_drawn(state.policy.seed, f"prefill:{draw}", len(found))]
         case "dynamo":
             # Blocks still to compute, this prompt's among them, and blocks in hand.
-            return min(found, key=lambda c: (c.pending_blocks + c.prompt_blocks + c.uncached_blocks, c.worker_id))
+            return min(
+                found, key=lambda c: (c.pending_blocks + c.prompt_blocks + c.uncached_blocks, c.worker_id)
+            )
 
 
 def choose_decode(state: State, found: Sequence[DecodeCandidate], draw: str) -> DecodeCandidate | None:

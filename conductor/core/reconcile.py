@@ -1,16 +1,18 @@
 """Orders that are gone without an answer: with their worker, or from its memory.
 
-A heartbeat may list the worker's open orders, and then both sides are brought to agree. What the core believes to be
-open there and the worker does not list is lost: its answer was. What the worker lists and the core does not know is
-cancelled once more: its cancellation was lost, or it was meant for an earlier incarnation. Two rules keep this from
-taking what is well:
+A heartbeat may list the worker's open orders, and then both sides are brought to agree. What the core
+believes to be open there and the worker does not list is lost: its answer was. What the worker lists and the
+core does not know is cancelled once more: its cancellation was lost, or it was meant for an earlier
+incarnation. Two rules keep this from taking what is well:
 
-- An order counts only when the worker has obeyed a decision at least as new (`obeyed_seq`). Time would not do: what a
-  conductor decides late, because it was away, has the time of its cause.
-- Two heartbeats must say so, half a period apart at least: those that waited for the bus together count as one.
+- An order counts only when the worker has obeyed a decision at least as new (`obeyed_seq`). Time would not
+  do: what a conductor decides late, because it was away, has the time of its cause.
+- Two heartbeats must say so, half a period apart at least: those that waited for the bus together count as
+  one.
 
-A decode worker also lists the orders that lack their KV or first token. When the prefill has ended a heartbeat ago, and
-two heartbeats say so, what was sent is lost (KV progress is told once), and the request is placed again.
+A decode worker also lists the orders that lack their KV or first token. When the prefill has ended a
+heartbeat ago, and two heartbeats say so, what was sent is lost (KV progress is told once), and the request is
+placed again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from halfmoon.schemas.events import WorkerHeartbeat
 def lose_orders(
     state: State, worker_id: str, order_ids: list[str], reason: str, out: Decisions, *, told: bool = False
 ) -> None:
-    """The worker's halves of these orders are gone. All are taken back before any is placed: none counts as load.
+    """The worker's halves of these orders are gone. All are taken back before any is placed: none counts as
+    load.
 
     `told`: the worker is there and may have some of them after all, so it is told of each.
     """
@@ -76,7 +79,9 @@ def _is_overdue(state: State, worker: Worker, order_id: str) -> bool:
     return state.at_ns - order.prefill_end_ns >= state.policy.heartbeat_ns
 
 
-def _said_again(state: State, since_ns: dict[str, int], order_ids: list[str]) -> tuple[dict[str, int], list[str]]:
+def _said_again(
+    state: State, since_ns: dict[str, int], order_ids: list[str]
+) -> tuple[dict[str, int], list[str]]:
     """Which of `order_ids` are named for the first time (since when), and which were named long enough ago."""
     first: dict[str, int] = {}
     again = []

@@ -1,9 +1,9 @@
 """Hot prefixes get another holder before the one that has them is a bottleneck.
 
-A prefix is hot when, with the fetch that was just ordered, `Policy.hot_transfers` transfers leave its source at once.
-Then one more node is told to copy it: of those that lack it the emptiest. While the copy is on its way the next order
-may say so again; an agent that has a block, or is about to, does nothing. What was copied in vain is cold, and evicted
-first (`halfmoon.store.agent.replicas`).
+A prefix is hot when, with the fetch that was just ordered, `Policy.hot_transfers` transfers leave its source
+at once. Then one more node is told to copy it: of those that lack it the emptiest. While the copy is on its
+way the next order may say so again; an agent that has a block, or is about to, does nothing. What was copied
+in vain is cold, and evicted first (`halfmoon.store.agent.replicas`).
 
 Source: Mooncake (2407.00079), section 6.2 (cache load balancing); the rule is ours.
 """

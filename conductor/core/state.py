@@ -1,7 +1,7 @@
 """The state of the core: plain values, changed in place behind `Core.step` only.
 
-Every dictionary is filled in an order that the log alone decides, and a snapshot keeps that order. Times are ns of
-the log, sizes are tokens, blocks or bytes as named.
+Every dictionary is filled in an order that the log alone decides, and a snapshot keeps that order. Times are
+ns of the log, sizes are tokens, blocks or bytes as named.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Worker(msgspec.Struct, kw_only=True):
     layer_block_bytes: int
     #: Orders that hold a reservation here, oldest first: ns of a prefill, KV blocks of a decode.
     orders: dict[str, int] = {}
-    # Sums over `orders`. Prefill: time, blocks to compute, blocks of prompt. Decode: KV blocks, context tokens.
+    # Sums over `orders`. Prefill: time, blocks to compute, blocks of prompt. Decode: KV blocks, context
+    # tokens.
     reserved_ns: int = 0
     pending_blocks: int = 0
     prompt_blocks: int = 0
@@ -65,7 +66,8 @@ class Worker(msgspec.Struct, kw_only=True):
     queued: int = 0
     running: int = 0
     kv_blocks_used: int = 0
-    #: Orders that its last heartbeat did not list though it must know them, and listed though we do not: since when.
+    #: Orders that its last heartbeat did not list though it must know them, and listed though we do not:
+    #: since when.
     unlisted_ns: dict[str, int] = {}
     stray_ns: dict[str, int] = {}
     #: Orders whose prefill has ended and whose KV or first token it lacks, by its last heartbeat: since when.
@@ -154,7 +156,9 @@ class Counters(msgspec.Struct, kw_only=True):
 
 
 class State(msgspec.Struct, kw_only=True, dict=True):
-    """All that the core knows: what a snapshot holds and a digest names. `pools` follows from it and is in neither."""
+    """All that the core knows: what a snapshot holds and a digest names. `pools` follows from it and is in
+    neither.
+    """
 
     seq: int = 0
     at_ns: int = 0

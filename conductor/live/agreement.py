@@ -3,9 +3,10 @@
 After every `Policy.digest_events` events each conductor says the digest of its state. Where they differ:
 
 - a conductor whose digest fewer share than another one's stops deciding (2 against 1: the one);
-- as many on one side as on the other (1 against 1): each reads the log again into a fresh core; who does not get its
-  own digest is ill, and stops. Where equal code ran, that settles it. Different code may differ in health: then the
-  side goes on that runs the code that began the log, and if none does, the one whose code has the smaller name.
+- as many on one side as on the other (1 against 1): each reads the log again into a fresh core; who does not
+  get its own digest is ill, and stops. Where equal code ran, that settles it. Different code may differ in
+  health: then the side goes on that runs the code that began the log, and if none does, the one whose code
+  has the smaller name.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class Agreement:
     def describe(self, at_seq: int) -> str:
         """Who said what, for people."""
         sides = sorted(self._sides(at_seq).items(), key=lambda side: sorted(side[1]))
-        return "; ".join(f"{', '.join(sorted(name for name, _, _ in voices))}: {digest}" for digest, voices in sides)
+        return "; ".join(
+            f"{', '.join(sorted(name for name, _, _ in voices))}: {digest}" for digest, voices in sides
+        )
 
     def _sides(self, at_seq: int) -> dict[str, list[tuple[str, str, str]]]:
         voices = {**self._said.get(at_seq, {}), self._me: self._own[at_seq]}

@@ -1,7 +1,7 @@
 """How a conductor starts: at the newest snapshot that it can use, else at the event that began the log.
 
-Where neither it nor a snapshot is left, a conductor that is alone appends another `ClusterConfigured`, and the
-processes announce themselves again.
+Where neither it nor a snapshot is left, a conductor that is alone appends another `ClusterConfigured`, and
+the processes announce themselves again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ log = logging.getLogger(__name__)
 OTHERS_S = 1.0
 
 
-async def bootstrap_core(bus: Bus, conductor_id: str, policy: Policy, *, checked: bool = False) -> tuple[Core, int]:
-    """A core, and the sequence after which it reads on. Writes the event that begins a log where there is none.
+async def bootstrap_core(
+    bus: Bus, conductor_id: str, policy: Policy, *, checked: bool = False
+) -> tuple[Core, int]:
+    """A core, and the sequence after which it reads on. Writes the event that begins a log where there is
+    none.
 
     Raises LogUnreadable, BusError.
     """
@@ -38,11 +41,17 @@ async def bootstrap_core(bus: Bus, conductor_id: str, policy: Policy, *, checked
             return Core(checked=checked), begun - 1
         first, _ = await bus.held(subjects.EVENTS_STREAM)
         if first > 1 and await _others(bus):
-            raise LogUnreadable(f"the log before event {first} is gone, and other conductors have saved no snapshot")
+            raise LogUnreadable(
+                f"the log before event {first} is gone, and other conductors have saved no snapshot"
+            )
         if first > 1:
-            log.warning("the log before event %d is gone, and there is no snapshot: what it said is forgotten", first)
+            log.warning(
+                "the log before event %d is gone, and there is no snapshot: what it said is forgotten", first
+            )
         event = ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=policy)
-        await bus.append(event, source_id=conductor_id, message_id=f"begin-{first}")  # of several conductors, one
+        await bus.append(
+            event, source_id=conductor_id, message_id=f"begin-{first}"
+        )  # of several conductors, one
 
 
 async def _others(bus: Bus) -> bool:

@@ -1,7 +1,8 @@
-"""The shell's part in keeping conductors alike: their digests are said in the log and compared, and snapshots saved.
+"""The shell's part in keeping conductors alike: their digests are said in the log and compared, and snapshots
+saved.
 
-A snapshot is saved at some of the places where digests are compared, and only when ours was not refuted there. All
-decisions up to that place are stored first: who starts from it never has to make them.
+A snapshot is saved at some of the places where digests are compared, and only when ours was not refuted
+there. All decisions up to that place are stored first: who starts from it never has to make them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Digests:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def compute(self, *, live: bool) -> None:
-        """The core has just reached a place where digests are compared; `live`: it has read all that there was."""
+        """The core has just reached a place where digests are compared; `live`: it has read all that there
+        was.
+        """
         core = self._core
         at_seq, snapshot = core.seq, core.snapshot()
         name = digest(snapshot)
@@ -105,9 +108,13 @@ class Digests:
             found = f"finds {again} there" if again else "does not reach back so far"
             self._fail(f"{differ}; a fresh reading of the log {found}: {self._conductor_id} stops deciding")
         elif self._agreement.yields(at_seq, self._core.state.code_version):
-            self._fail(f"{differ}; {self._conductor_id} runs other code ({code_version()}) and stops deciding")
+            self._fail(
+                f"{differ}; {self._conductor_id} runs other code ({code_version()}) and stops deciding"
+            )
         else:
-            log.error("%s; a fresh reading of the log agrees with %s, which goes on", differ, self._conductor_id)
+            log.error(
+                "%s; a fresh reading of the log agrees with %s, which goes on", differ, self._conductor_id
+            )
 
     def _fail(self, reason: str) -> None:
         log.error("%s", reason)

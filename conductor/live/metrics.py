@@ -1,8 +1,8 @@
 """A conductor's metrics: its place in the log, the cluster as it knows it, and how full the streams are.
 
-All conductors know the same, so of what is said of the cluster a query takes the maximum, not the sum. Counts of
-requests are since the log began. The streams are asked about when somebody asks us; while NATS does not answer, what
-is not known is not shown.
+All conductors know the same, so of what is said of the cluster a query takes the maximum, not the sum. Counts
+of requests are since the log began. The streams are asked about when somebody asks us; while NATS does not
+answer, what is not known is not shown.
 """
 
 from __future__ import annotations
@@ -88,19 +88,25 @@ class ConductorMetrics(Collector):
     def _log(self) -> Iterable[Metric]:
         tally = self._tally
         known: Values = {} if self._lag is None else {(): self._lag}
-        yield gauge("halfmoon_log_position", "Sequence of the last event stepped over.", (), {(): self._core.seq})
+        yield gauge(
+            "halfmoon_log_position", "Sequence of the last event stepped over.", (), {(): self._core.seq}
+        )
         yield gauge("halfmoon_log_lag_events", "Events in the log that were not stepped over yet.", (), known)
         yield histogram("halfmoon_step_seconds", "Stepping over one event.", (), {(): tally.steps})
         yield _kinds("halfmoon_events", "Events stepped over.", tally.events)
         yield _kinds("halfmoon_decisions", "Decisions made.", tally.decisions)
         differ = {(): tally.digest_mismatches}
-        yield counter("halfmoon_digest_mismatches", "Digests that other conductors have and we have not.", (), differ)
+        yield counter(
+            "halfmoon_digest_mismatches", "Digests that other conductors have and we have not.", (), differ
+        )
         for name, text, column in (
             ("halfmoon_stream_bytes", "Bytes in a stream.", "bytes"),
             ("halfmoon_stream_bytes_max", "Its limit; beyond it the oldest go.", "bytes_max"),
             ("halfmoon_stream_messages", "Messages in a stream.", "messages"),
         ):
-            yield gauge(name, text, ("stream",), {(at,): getattr(it, column) for at, it in self._streams.items()})
+            yield gauge(
+                name, text, ("stream",), {(at,): getattr(it, column) for at, it in self._streams.items()}
+            )
 
     def _cluster(self) -> Iterable[Metric]:
         state = self._core.state
@@ -114,21 +120,31 @@ class ConductorMetrics(Collector):
         members["frontend", "ready"] += len(state.frontends)
         yield gauge("halfmoon_members", "Processes that have joined.", ("role", "state"), members)
         suspected: Values = {(at,): it.suspected_until_ns > state.at_ns for at, it in state.stores.items()}
-        yield gauge("halfmoon_store_suspected", "1 while others cannot reach the node's store.", ("node",), suspected)
+        yield gauge(
+            "halfmoon_store_suspected", "1 while others cannot reach the node's store.", ("node",), suspected
+        )
         queues: Values = {
-            (at,): queue_ns(it, state.at_ns) / SECOND_NS for at, it in state.workers.items() if it.role == "prefill"
+            (at,): queue_ns(it, state.at_ns) / SECOND_NS
+            for at, it in state.workers.items()
+            if it.role == "prefill"
         }
-        yield gauge("halfmoon_predicted_queue_seconds", "Until a prefill worker is done.", ("worker",), queues)
+        yield gauge(
+            "halfmoon_predicted_queue_seconds", "Until a prefill worker is done.", ("worker",), queues
+        )
         orders: Values = {(it.role, at): len(it.orders) for at, it in state.workers.items()}
         yield gauge("halfmoon_worker_orders", "Orders reserved on a worker.", ("role", "worker"), orders)
-        yield gauge("halfmoon_index_blocks", "Distinct blocks that some node holds.", (), {(): state.index.blocks})
+        yield gauge(
+            "halfmoon_index_blocks", "Distinct blocks that some node holds.", (), {(): state.index.blocks}
+        )
         policy = state.policy
         slo = {("ttft",): policy.ttft_slo_ns / SECOND_NS, ("tbt",): policy.tbt_slo_ns / SECOND_NS}
         yield gauge("halfmoon_policy_slo_seconds", "SLO of requests that name none.", ("slo",), slo)
 
     def _requests(self) -> Iterable[Metric]:
         state, counts = self._core.state, self._core.state.counters
-        yield gauge("halfmoon_requests_in_flight", "Requests accepted and not ended.", (), {(): len(state.requests)})
+        yield gauge(
+            "halfmoon_requests_in_flight", "Requests accepted and not ended.", (), {(): len(state.requests)}
+        )
         yield gauge("halfmoon_requests_parked", "Of these, without a place.", (), {(): len(state.parked)})
         outcomes = ("arrived", "placed", "finished", "failed", "cancelled")
         requests: Values = {(at,): getattr(counts, at) for at in outcomes}
@@ -136,7 +152,9 @@ class ConductorMetrics(Collector):
         rejected: Values = {(reason,): counts.rejected.get(reason, 0) for reason in get_args(RejectReason)}
         yield counter("halfmoon_cluster_rejections", "Requests refused.", ("reason",), rejected)
         wasted = {(): counts.wasted_prefills}
-        yield counter("halfmoon_cluster_wasted_prefills", "Refused by a decode worker after prefill.", (), wasted)
+        yield counter(
+            "halfmoon_cluster_wasted_prefills", "Refused by a decode worker after prefill.", (), wasted
+        )
         yield counter("halfmoon_cluster_prompt_tokens", "Tokens of prompts.", (), {(): counts.prompt_tokens})
         cached = {("local",): counts.cached_local_tokens, ("fetched",): counts.cached_fetched_tokens}
         yield counter("halfmoon_cluster_cached_tokens", "Of these, not computed.", ("source",), cached)

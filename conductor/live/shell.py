@@ -3,14 +3,16 @@
 What it guarantees, and why:
 
 - A decision leaves only after the event that caused it is stored: events are read from the stream.
-- Decisions leave in order, and are stored in that order: so when the stream holds decision (seq, position), it holds
-  all before it, whichever conductor published them. A conductor that starts therefore steps over the log in silence
-  up to the newest stored decision and publishes what follows. Others that run at the same time publish the same under
-  the same identities, and the stream drops the second copy.
-- A timer is appended under a name made of its key and time, so that all conductors' timers are one event. It fires
-  only when the log that was there at the start has been read: an old timer may have fired long ago, further on.
-- Timers go by the time of the log: that of the newest event, and on from there by this process's monotonic clock. So
-  a wrong wall clock does no harm, and after a silence (the bus was down) nothing is due before something was heard.
+- Decisions leave in order, and are stored in that order: so when the stream holds decision (seq, position),
+  it holds all before it, whichever conductor published them. A conductor that starts therefore steps over the
+  log in silence up to the newest stored decision and publishes what follows. Others that run at the same time
+  publish the same under the same identities, and the stream drops the second copy.
+- A timer is appended under a name made of its key and time, so that all conductors' timers are one event. It
+  fires only when the log that was there at the start has been read: an old timer may have fired long ago,
+  further on.
+- Timers go by the time of the log: that of the newest event, and on from there by this process's monotonic
+  clock. So a wrong wall clock does no harm, and after a silence (the bus was down) nothing is due before
+  something was heard.
 """
 
 from __future__ import annotations
@@ -226,8 +228,8 @@ async def run(
     """Conduct until cancelled, or until the bus is closed.
 
     `policy` counts only when the log is empty. `after_step` sees every event with its decisions; `started` is given the
-    shell, to wait for `caught_up`. Raises LogUnreadable, Diverged (this conductor is to stop deciding), and BusError
-    when the bus does not answer at the start.
+    shell, to wait for `caught_up`. Raises LogUnreadable, Diverged (this conductor is to stop deciding), and
+    BusError when the bus does not answer at the start.
     """
     core, after = await bootstrap_core(bus, conductor_id, policy, checked=checked)
     shell = Shell(bus, core, conductor_id=conductor_id, after=after, tracing=tracing)

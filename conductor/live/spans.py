@@ -12,14 +12,21 @@ from halfmoon.schemas.events import RequestArrived, Stamped
 
 
 def decided(
-    tracing: Tracing, core: Core, stamped: Stamped, decisions: Sequence[Decision], began_ns: int, conductor_id: str
+    tracing: Tracing,
+    core: Core,
+    stamped: Stamped,
+    decisions: Sequence[Decision],
+    began_ns: int,
+    conductor_id: str,
 ) -> None:
     """A placement or a refusal, of whatever event it came; each conductor that runs tells its own."""
     for decision in decisions:
         if not isinstance(decision, StartPrefill | RejectRequest):
             continue
         event, request = stamped.event, core.state.requests.get(decision.request_id)
-        arrived = event if isinstance(event, RequestArrived) else request.event if request is not None else None
+        arrived = (
+            event if isinstance(event, RequestArrived) else request.event if request is not None else None
+        )
         if arrived is None or not arrived.traceparent:
             continue
         about: dict[str, Value] = {

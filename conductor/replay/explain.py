@@ -1,4 +1,6 @@
-"""`halfmoon replay --explain`: every candidate of every placement of a request, and beside it what then happened."""
+"""`halfmoon replay --explain`: every candidate of every placement of a request, and beside it what then
+happened.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import Fetch
 
-PREFILL_HEADS = ("", "prefill", "queue", "transfer", "prefill", "first token", "copies", "cached", "fetched", "")
+PREFILL_HEADS = (
+    "",
+    "prefill",
+    "queue",
+    "transfer",
+    "prefill",
+    "first token",
+    "copies",
+    "cached",
+    "fetched",
+    "",
+)
 DECODE_HEADS = ("", "decode", "between tokens", "KV blocks", "reserved", "batch", "prefix", "")
 
 
@@ -18,7 +31,8 @@ def explained(life: Life) -> str:
     arrived = life.arrived
     lines = [
         f"request {arrived.request_id}, event {life.seq}, {clock(life.arrived_ns)}: {arrived.prompt_tokens} prompt "
-        f"tokens, at most {arrived.max_tokens} more" + (f", priority {arrived.priority}" if arrived.priority else "")
+        f"tokens, at most {arrived.max_tokens} more"
+        + (f", priority {arrived.priority}" if arrived.priority else "")
     ]
     orders = {placed.seq: placed for placed in life.placed}
     for why in life.why:
@@ -60,7 +74,9 @@ def verdict_text(why: Explanation) -> str:
 
 def chosen(verdict: Placement | Refusal | None) -> tuple[str, str]:
     """Prefill and decode worker; empty when there are none."""
-    return (verdict.prefill.worker_id, verdict.decode.worker_id) if isinstance(verdict, Placement) else ("", "")
+    return (
+        (verdict.prefill.worker_id, verdict.decode.worker_id) if isinstance(verdict, Placement) else ("", "")
+    )
 
 
 def remarks(why: Explanation, placed: Placed | None) -> list[str]:
@@ -95,11 +111,20 @@ def prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[t
             # Loading overlaps with waiting and computing.
             whole = placed.finished.ttft_ns if placed.finished else then.queue_ns + then.compute_ns
             cached = then.cached_local_tokens + then.cached_fetched_tokens
-            moved = f"{then.cached_fetched_tokens} tokens of {then.fetch_node_id}" if then.fetch_node_id else "-"
+            moved = (
+                f"{then.cached_fetched_tokens} tokens of {then.fetch_node_id}" if then.fetch_node_id else "-"
+            )
             rows.append(
                 (
-                    *("", "  happened", duration(then.queue_ns), duration(then.transfer_ns)),
-                    *(duration(then.compute_ns), duration(whole), "", f"{cached}", moved),
+                    "",
+                    "  happened",
+                    duration(then.queue_ns),
+                    duration(then.transfer_ns),
+                    duration(then.compute_ns),
+                    duration(whole),
+                    "",
+                    f"{cached}",
+                    moved,
                     f"{then.fetched_bytes:,} bytes fetched in {duration(then.fetch_ns)}, "
                     f"{then.pushed_bytes:,} pushed in {duration(then.push_ns)}",
                 )
@@ -138,7 +163,13 @@ def decode_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tu
             then = placed.finished
             rows.append(
                 (
-                    *("", "  happened", duration(then.tbt_ns), "", "", "", ""),
+                    "",
+                    "  happened",
+                    duration(then.tbt_ns),
+                    "",
+                    "",
+                    "",
+                    "",
                     f"{then.completion_tokens} tokens in {duration(then.decode_ns)}, "
                     f"the batch was joined {duration(placed.wait_ns)} after prefill",
                 )

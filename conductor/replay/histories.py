@@ -1,7 +1,7 @@
 """The life of each request, put together from the events and decisions of a replay.
 
-Times are ns of the log. An order's bars are laid out from its end: the worker says how long it waited, loaded and
-computed, the log says when that was over.
+Times are ns of the log. An order's bars are laid out from its end: the worker says how long it waited, loaded
+and computed, the log says when that was over.
 """
 
 from __future__ import annotations
@@ -112,7 +112,11 @@ class Lives:
                 for decision in decisions:
                     self._decision(decision, line)
                 if isinstance(line.event, _MAY_CANCEL):
-                    gone = [life for request_id, life in self._open.items() if request_id not in core.state.requests]
+                    gone = [
+                        life
+                        for request_id, life in self._open.items()
+                        if request_id not in core.state.requests
+                    ]
                     for life in gone:
                         self._end(life, "cancelled", line.at_ns, getattr(line.event, "reason", ""))
             case SnapshotLine():
@@ -151,7 +155,9 @@ class Lives:
         known = self._orders.get(progress.order_id)
         if known is not None and not isinstance(progress, TransferFailed):
             loaded = isinstance(progress, KvLoaded)
-            known[1].marks.append(Mark(line.at_ns, progress.layer, progress.first_block, progress.blocks, loaded))
+            known[1].marks.append(
+                Mark(line.at_ns, progress.layer, progress.first_block, progress.blocks, loaded)
+            )
 
     def _event(self, line: EventLine, core: Core) -> None:
         event = line.event
@@ -161,7 +167,9 @@ class Lives:
                 if life is None:
                     life = Life(arrived=event, seq=line.seq, arrived_ns=line.at_ns)
                     self.of[event.request_id] = self._open[event.request_id] = life
-                elif life.ending != "open" and event.request_id in core.state.requests:  # sent again, and taken again
+                elif (
+                    life.ending != "open" and event.request_id in core.state.requests
+                ):  # sent again, and taken again
                     life.ending, life.end_ns, life.reason = "open", 0, ""
                     self._open[event.request_id] = life
             case PrefillFinished() | DecodeStarted() | RequestFinished():
@@ -169,7 +177,9 @@ class Lives:
             case PrefillFailed() | DecodeFailed() | DecodeRefused():
                 known = self._orders.get(event.order_id)
                 if known is not None and event.order_id not in core.state.orders:
-                    self._over(known[1], line.at_ns, f"{type(event).__name__} {event.worker_id}: {event.reason}")
+                    self._over(
+                        known[1], line.at_ns, f"{type(event).__name__} {event.worker_id}: {event.reason}"
+                    )
             case _:
                 pass
 
@@ -177,7 +187,9 @@ class Lives:
         life, placed = self._orders.get(event.order_id, (None, None))
         if life is None or placed is None or placed.end_ns:
             return
-        worker_id = placed.order.worker_id if isinstance(event, PrefillFinished) else placed.order.decode_worker_id
+        worker_id = (
+            placed.order.worker_id if isinstance(event, PrefillFinished) else placed.order.decode_worker_id
+        )
         if event.worker_id != worker_id:
             return
         match event:

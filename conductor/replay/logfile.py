@@ -1,9 +1,9 @@
 """A log in a file: JSON Lines, compressed by zstandard when its name ends in `.zst`.
 
-The first line is the header, the last one counts the others: a file that was cut off is noticed. In between stand, in
-the order in which a conductor meets them, events (with sequence and server time), decisions behind the event that
-caused them, and what is kept of KV progress. What is written is what `halfmoon.schemas` knows: a field that it does not
-know never reaches the file, so there is neither text nor token in it.
+The first line is the header, the last one counts the others: a file that was cut off is noticed. In between
+stand, in the order in which a conductor meets them, events (with sequence and server time), decisions behind
+the event that caused them, and what is kept of KV progress. What is written is what `halfmoon.schemas` knows:
+a field that it does not know never reaches the file, so there is neither text nor token in it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from halfmoon.schemas.kv import KvLoaded, KvReady, TransferFailed
 #: Version of the lines, not of the messages in them.
 FORMAT = 1
 ZSTD_LEVEL = 9
-#: KV progress that is kept; `PrefillResult` holds the first token, `TransferOpened` says nothing that replay shows.
+#: KV progress that is kept; `PrefillResult` holds the first token, `TransferOpened` says nothing that replay
+#: shows.
 Progress = KvReady | KvLoaded | TransferFailed
 
 
 class LogFileInvalid(ValueError):
-    """Not a saved log, a damaged one, or one of a version that this halfmoon does not read; the text names the line."""
+    """Not a saved log, a damaged one, or one of a version that this halfmoon does not read; the text names
+    the line.
+    """
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="header"):
-    """The first line. `code_version` and `log_version` are those that the log began under ("", 0: not in the file)."""
+    """The first line. `code_version` and `log_version` are those that the log began under ("", 0: not in the
+    file).
+    """
 
     format: int
     #: halfmoon that wrote the file.

@@ -1,4 +1,6 @@
-"""The log of a stopped cluster: its nats-server is started once more, on the directory that it kept its streams in."""
+"""The log of a stopped cluster: its nats-server is started once more, on the directory that it kept its
+streams in.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One self-contained page that shows a run: template, style, programs and data in one file, nothing from outside.
+"""One self-contained page that shows a run: template, style, programs and data in one file, nothing from
+outside.
 
-The data are JSON, compressed, and decompressed by the browser; the explanations apart, since they are looked at one by
-one.
+The data are JSON, compressed, and decompressed by the browser; the explanations apart, since they are looked
+at one by one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
     )
     return {
         "meta": {"facts": f"{told}{facts}", "span": max(1, (timeline.end_ns - start_ns) // US_NS)},
-        "lanes": [{"id": lane, "role": role, "rows": timeline.rows[lane]} for lane, role in timeline.lanes.items()],
+        "lanes": [
+            {"id": lane, "role": role, "rows": timeline.rows[lane]} for lane, role in timeline.lanes.items()
+        ],
         "requests": {
             "id": [life.arrived.request_id for life in lives],
             "seq": [life.seq for life in lives],
@@ -69,7 +72,9 @@ def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
         },
         "prefill": [_bar(bar, lanes) for bar in timeline.prefill],
         "decode": [_bar(bar, lanes) for bar in timeline.decode],
-        "happenings": [[h.at_ns // US_NS, h.kind, lanes.get(h.lane, -1), h.text] for h in timeline.happenings],
+        "happenings": [
+            [h.at_ns // US_NS, h.kind, lanes.get(h.lane, -1), h.text] for h in timeline.happenings
+        ],
         "curves": {
             "t": [sample.at_ns // US_NS for sample in samples],
             "queue": [[sample.queue_ns.get(lane, 0) // US_NS for sample in samples] for lane in prefills],
@@ -94,12 +99,26 @@ def _ending(life: Life) -> str:
 
 def _bar(bar: Bar, lanes: dict[str, int]) -> list[Any]:
     transfer = [at_ns // US_NS for at_ns in bar.transfer] if bar.transfer else 0
-    parts, chunks, marks = ([at_ns // US_NS for at_ns in times] for times in (bar.parts, bar.chunks, bar.marks))
-    return [bar.request, bar.order_id, lanes.get(bar.lane, 0), bar.row, parts, transfer, chunks, marks, bar.lost]
+    parts, chunks, marks = (
+        [at_ns // US_NS for at_ns in times] for times in (bar.parts, bar.chunks, bar.marks)
+    )
+    return [
+        bar.request,
+        bar.order_id,
+        lanes.get(bar.lane, 0),
+        bar.row,
+        parts,
+        transfer,
+        chunks,
+        marks,
+        bar.lost,
+    ]
 
 
 def whys(life: Life) -> list[dict[str, Any]]:
-    """Each decision on a request in words: rows are (class, cells), the chosen one `won`, what happened `then`."""
+    """Each decision on a request in words: rows are (class, cells), the chosen one `won`, what happened
+    `then`.
+    """
     orders = {placed.seq: placed for placed in life.placed}
     return [_why(why, orders.get(why.seq)) for why in life.why]
 

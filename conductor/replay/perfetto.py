@@ -1,7 +1,7 @@
 """A run as a trace that ui.perfetto.dev opens: Chrome's trace event format, JSON.
 
-A worker is a process, and each row of its lane a thread, so that slices of a thread nest and never cross. An arrow
-leads from a prefill to its decode. Queues, sequences, blocks and requests are counters.
+A worker is a process, and each row of its lane a thread, so that slices of a thread nest and never cross. An
+arrow leads from a prefill to its decode. Queues, sequences, blocks and requests are counters.
 
 Source: the Trace Event Format (Chrome), as Perfetto imports it.
 """
@@ -38,7 +38,13 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
         for row in range(timeline.rows[lane]):
             yield _named("thread_name", pid, row + 1, f"{timeline.lanes[lane]} {row}")
-            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": row + 1, "args": {"sort_index": row}}
+            yield {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": pid,
+                "tid": row + 1,
+                "args": {"sort_index": row},
+            }
     for bar in timeline.prefill:
         yield from _slices(bar, timeline.lives[bar.request], pids[bar.lane], _PREFILL_PARTS)
         if bar.transfer:
@@ -97,7 +103,15 @@ def _slice(name: str, begin: int, end: int, pid: int, tid: int, args: dict[str, 
 
 
 def _async(phase: str, name: str, bar: Bar, at_ns: int, pid: int) -> dict[str, Any]:
-    return {"ph": phase, "cat": "transfer", "name": name, "id": bar.order_id, "ts": _us(at_ns), "pid": pid, "tid": 0}
+    return {
+        "ph": phase,
+        "cat": "transfer",
+        "name": name,
+        "id": bar.order_id,
+        "ts": _us(at_ns),
+        "pid": pid,
+        "tid": 0,
+    }
 
 
 def _arrows(timeline: Timeline, pids: dict[str, int]) -> Iterator[dict[str, Any]]:
@@ -124,7 +138,12 @@ def _instants(timeline: Timeline, pids: dict[str, int]) -> Iterator[dict[str, An
             }
     for happening in timeline.happenings:
         yield {
-            **{"ph": "i", "s": "p", "name": f"{happening.kind}: {happening.text}", "ts": _us(happening.at_ns)},
+            **{
+                "ph": "i",
+                "s": "p",
+                "name": f"{happening.kind}: {happening.text}",
+                "ts": _us(happening.at_ns),
+            },
             **{"pid": pids.get(happening.lane, CLUSTER_PID), "tid": 1 if happening.lane in pids else 2},
         }
 

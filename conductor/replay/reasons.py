@@ -26,7 +26,9 @@ _PREFILL: dict[str, list[Measure[Candidate]]] = {
         ("orders", lambda c: c.orders),
     ],
     "queue": [("queue", lambda c: c.queue_ns), ("orders", lambda c: c.orders)],
-    "blocks": [("blocks to compute and in hand", lambda c: c.pending_blocks + c.prompt_blocks + c.uncached_blocks)],
+    "blocks": [
+        ("blocks to compute and in hand", lambda c: c.pending_blocks + c.prompt_blocks + c.uncached_blocks)
+    ],
 }
 _DECODE: dict[str, list[Measure[DecodeCandidate]]] = {
     "tbt": [
@@ -67,7 +69,12 @@ def decode_reasons(why: Explanation, chosen: str) -> dict[str, str]:
 
 
 def _reasons(
-    why: Explanation, found: Sequence[C], rule: list[Measure[C]], chosen: str, passed: dict[str, str], last: str
+    why: Explanation,
+    found: Sequence[C],
+    rule: list[Measure[C]],
+    chosen: str,
+    passed: dict[str, str],
+    last: str,
 ) -> dict[str, str]:
     winner = next((c for c in found if c.worker_id == chosen), None)
     reasons: dict[str, str] = {}

@@ -1,8 +1,9 @@
 """From the streams of a cluster to a file.
 
-What is read is fixed first: events up to the last one stored at the start, then decisions up to the last one stored
-after that. So the file holds every decision on its events that had been published by then, and none on a later event.
-Where the head of the log has expired, the file begins with the oldest snapshot from which the rest leads on.
+What is read is fixed first: events up to the last one stored at the start, then decisions up to the last one
+stored after that. So the file holds every decision on its events that had been published by then, and none on
+a later event. Where the head of the log has expired, the file begins with the oldest snapshot from which the
+rest leads on.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class LogEmpty(ValueError):
 async def save(
     bus: Bus, path: Path, *, cluster: str = "", told: Callable[[int, int], None] | None = None
 ) -> tuple[int, int]:
-    """Write the log that `bus` leads to; how many events and decisions there are. `told` hears (event, last) at times.
+    """Write the log that `bus` leads to; how many events and decisions there are. `told` hears (event, last)
+    at times.
 
     Raises LogEmpty, BusError and OSError.
     """
@@ -57,8 +59,12 @@ async def save(
     snapshot = await leading_snapshot(bus) if first_seq > 1 else None
     after = snapshot[0] if snapshot else 0
     async with (
-        contextlib.aclosing(_read(bus, subjects.EVENTS_STREAM, subjects.EVENTS_ALL, last_seq, after)) as events,
-        contextlib.aclosing(_read(bus, subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, last_decision)) as decisions,
+        contextlib.aclosing(
+            _read(bus, subjects.EVENTS_STREAM, subjects.EVENTS_ALL, last_seq, after)
+        ) as events,
+        contextlib.aclosing(
+            _read(bus, subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, last_decision)
+        ) as decisions,
         contextlib.aclosing(_read(bus, subjects.KV_STREAM, subjects.KV_ALL, last_progress)) as progress,
     ):
         event = await anext(events, None)
@@ -112,7 +118,9 @@ def _event_line(message: StreamMessage) -> EventLine | InvalidLine:
     return EventLine(seq=message.seq, at_ns=message.at_ns, event=event)
 
 
-async def _read(bus: Bus, stream: str, subject: str, last: int, after: int = 0) -> AsyncGenerator[StreamMessage, None]:
+async def _read(
+    bus: Bus, stream: str, subject: str, last: int, after: int = 0
+) -> AsyncGenerator[StreamMessage, None]:
     """What the stream holds from `after` on up to sequence `last`."""
     first, _ = await bus.held(stream)
     if max(first, after + 1) > last:

@@ -27,7 +27,9 @@ def plain(core: Core) -> Any:
 
 def _index(value: Any) -> Any:
     assert isinstance(value, BlockIndex), value
-    return {tier: {key.hex(): nodes for key, nodes in held.items()} for tier, held in value.holdings().items()}
+    return {
+        tier: {key.hex(): nodes for key, nodes in held.items()} for tier, held in value.holdings().items()
+    }
 
 
 def described(core: Core) -> str:
@@ -69,15 +71,32 @@ def _section(title: str, rows: list[tuple[str, ...]]) -> str:
 
 def _prefill(state: State) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        ("worker", "node", "state", "orders", "queue", "blocks", "base", "a token", "a token²", "oldest order")
+        (
+            "worker",
+            "node",
+            "state",
+            "orders",
+            "queue",
+            "blocks",
+            "base",
+            "a token",
+            "a token²",
+            "oldest order",
+        )
     ]
     for worker in _of_role(state, "prefill"):
         cost = worker.cost
         rows.append(
             (
-                *(worker.worker_id, worker.node_id, _standing(state, worker), str(len(worker.orders))),
-                *(duration(queue_ns(worker, state.at_ns)), str(worker.pending_blocks), duration(cost.prefill_base_ns)),
-                *(f"{cost.prefill_per_token_ps / 1e6:.2f} us", f"{cost.prefill_per_token2_fs / 1e6:.2f} ns"),
+                worker.worker_id,
+                worker.node_id,
+                _standing(state, worker),
+                str(len(worker.orders)),
+                duration(queue_ns(worker, state.at_ns)),
+                str(worker.pending_blocks),
+                duration(cost.prefill_base_ns),
+                f"{cost.prefill_per_token_ps / 1e6:.2f} us",
+                f"{cost.prefill_per_token2_fs / 1e6:.2f} ns",
                 next(iter(worker.orders), "-"),
             )
         )
@@ -86,15 +105,32 @@ def _prefill(state: State) -> list[tuple[str, ...]]:
 
 def _decode(state: State) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        ("worker", "node", "state", "orders", "KV reserved", "of", "context", "base", "a sequence", "a context token")
+        (
+            "worker",
+            "node",
+            "state",
+            "orders",
+            "KV reserved",
+            "of",
+            "context",
+            "base",
+            "a sequence",
+            "a context token",
+        )
     ]
     for worker in _of_role(state, "decode"):
         cost = worker.cost
         rows.append(
             (
-                *(worker.worker_id, worker.node_id, _standing(state, worker), str(len(worker.orders))),
-                *(str(worker.reserved_blocks), str(worker.kv_blocks), str(worker.context_tokens)),
-                *(duration(cost.decode_base_ns), duration(cost.decode_per_sequence_ns)),
+                worker.worker_id,
+                worker.node_id,
+                _standing(state, worker),
+                str(len(worker.orders)),
+                str(worker.reserved_blocks),
+                str(worker.kv_blocks),
+                str(worker.context_tokens),
+                duration(cost.decode_base_ns),
+                duration(cost.decode_per_sequence_ns),
                 f"{cost.decode_per_context_token_ps / 1e3:.1f} ns",
             )
         )
@@ -111,14 +147,21 @@ def _standing(state: State, worker: Worker) -> str:
 
 
 def _stores(state: State) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("node", "incarnation", "blocks", "slots used", "of", "sends", "heard of", "")]
+    rows: list[tuple[str, ...]] = [
+        ("node", "incarnation", "blocks", "slots used", "of", "sends", "heard of", "")
+    ]
     held = state.index.counts()
     for node_id, store in sorted(state.stores.items()):
         suspected = store.suspected_until_ns - state.at_ns
         rows.append(
             (
-                *(node_id, store.incarnation, str(held.get(node_id, 0)), str(store.slots_used), str(store.slots)),
-                *(str(len(state.leaving.get(node_id, {}))), _ago(state, store.last_seen_ns)),
+                node_id,
+                store.incarnation,
+                str(held.get(node_id, 0)),
+                str(store.slots_used),
+                str(store.slots),
+                str(len(state.leaving.get(node_id, {}))),
+                _ago(state, store.last_seen_ns),
                 f"suspected for {duration(suspected)}" if suspected > 0 else "",
             )
         )
@@ -128,7 +171,9 @@ def _stores(state: State) -> list[tuple[str, ...]]:
 def _frontends(state: State) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("frontend", "incarnation", "open requests", "heard of")]
     for name, frontend in sorted(state.frontends.items()):
-        rows.append((name, frontend.incarnation, str(frontend.open_requests), _ago(state, frontend.last_seen_ns)))
+        rows.append(
+            (name, frontend.incarnation, str(frontend.open_requests), _ago(state, frontend.last_seen_ns))
+        )
     return rows
 
 
@@ -137,14 +182,21 @@ def _ago(state: State, at_ns: int) -> str:
 
 
 def _requests(state: State) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("request", "order", "age", "tokens", "at most", "blocks", "placed", "avoids")]
+    rows: list[tuple[str, ...]] = [
+        ("request", "order", "age", "tokens", "at most", "blocks", "placed", "avoids")
+    ]
     for request_id, request in state.requests.items():
         event = request.event
         rows.append(
             (
-                *(request_id, request.order_id or "(waits)", duration(state.at_ns - request.arrived_ns)),
-                *(str(event.prompt_tokens), str(event.max_tokens), str(len(event.block_keys) // KEY_BYTES)),
-                *(str(request.placements), ", ".join(request.avoid) or "-"),
+                request_id,
+                request.order_id or "(waits)",
+                duration(state.at_ns - request.arrived_ns),
+                str(event.prompt_tokens),
+                str(event.max_tokens),
+                str(len(event.block_keys) // KEY_BYTES),
+                str(request.placements),
+                ", ".join(request.avoid) or "-",
             )
         )
     return rows
@@ -152,16 +204,31 @@ def _requests(state: State) -> list[tuple[str, ...]]:
 
 def _orders(state: State) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        ("order", "request", "phase", "prefill", "decode", "age", "prefill ends", "fetches from", "KV reserved")
+        (
+            "order",
+            "request",
+            "phase",
+            "prefill",
+            "decode",
+            "age",
+            "prefill ends",
+            "fetches from",
+            "KV reserved",
+        )
     ]
     for order_id, order in state.orders.items():
         ends = order.prefill_end_ns - state.at_ns
         rows.append(
             (
-                *(order_id, order.request_id, order.phase, order.prefill_id, order.decode_id),
+                order_id,
+                order.request_id,
+                order.phase,
+                order.prefill_id,
+                order.decode_id,
                 duration(state.at_ns - order.placed_ns),
                 f"in {duration(ends)}" if ends > 0 else f"{duration(-ends)} ago",
-                *(order.fetch_node_id or "-", str(order.reserved_blocks)),
+                order.fetch_node_id or "-",
+                str(order.reserved_blocks),
             )
         )
     return rows

@@ -8,7 +8,14 @@ from typing import Any
 
 import msgspec
 
-from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, InvalidLine, Line, ProgressLine, SnapshotLine
+from halfmoon.conductor.replay.logfile import (
+    DecisionLine,
+    EventLine,
+    InvalidLine,
+    Line,
+    ProgressLine,
+    SnapshotLine,
+)
 from halfmoon.schemas.types import KEY_BYTES
 
 _KEYS = "block_keys"

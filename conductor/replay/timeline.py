@@ -1,7 +1,9 @@
-"""What a picture of a run shows: lanes, bars, marks, curves. Made in one replay; drawn by `page` and by `perfetto`.
+"""What a picture of a run shows: lanes, bars, marks, curves. Made in one replay; drawn by `page` and by
+`perfetto`.
 
-Times are ns since the first event. A worker tells how long an order waited and computed, the log when its prefill was
-delivered; so the wait begins with the order, computing follows it, and what is left is the delivery of the last layers.
+Times are ns since the first event. A worker tells how long an order waited and computed, the log when its
+prefill was delivered; so the wait begins with the order, computing follows it, and what is left is the
+delivery of the last layers.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ SAMPLES_MAX = 1_600
 
 
 class Bar(msgspec.Struct):
-    """One order on one worker; ends of its parts in order of time. Prefill: wait, compute, delivery. Decode: wait for
-    KV, decode."""
+    """One order on one worker; ends of its parts in order of time. Prefill: wait, compute, delivery. Decode:
+    wait for KV, decode."""
 
     request: int
     order_id: str
@@ -68,7 +70,8 @@ class Sample(msgspec.Struct):
     """Load and cache at one time."""
 
     at_ns: int
-    #: Predicted queue of each prefill worker; sequences and share of KV (in thousandths) of each decode worker.
+    #: Predicted queue of each prefill worker; sequences and share of KV (in thousandths) of each decode
+    #: worker.
     queue_ns: dict[str, int]
     sequences: dict[str, int]
     kv_share: dict[str, int]
@@ -157,20 +160,32 @@ def _natural(name: str) -> tuple[str, int]:
 
 
 def happened(event: Event, at_ns: int, roles: Mapping[str, str], core: Core) -> list[Happening]:
-    """What an event that `core` has just stepped over says of processes. `roles`: of the workers that have a lane."""
+    """What an event that `core` has just stepped over says of processes. `roles`: of the workers that have a
+    lane.
+    """
     match event:
         case WorkerJoined(worker_id=lane):
             return [Happening(at_ns, "joined", lane, f"{event.role} worker {lane} joined")]
         case WorkerLeft(worker_id=lane):
-            return [Happening(at_ns, "lost", lane, f"worker {lane} left: {event.reason or 'no reason was given'}")]
+            return [
+                Happening(at_ns, "lost", lane, f"worker {lane} left: {event.reason or 'no reason was given'}")
+            ]
         case WorkerDraining(worker_id=lane):
-            return [Happening(at_ns, "draining", lane, f"worker {lane} {'drains' if event.draining else 'is back'}")]
+            return [
+                Happening(
+                    at_ns, "draining", lane, f"worker {lane} {'drains' if event.draining else 'is back'}"
+                )
+            ]
         case StoreJoined(node_id=node):
             return [Happening(at_ns, "joined", _at_node(node, core), f"store agent {node} joined")]
         case StoreLeft(node_id=node):
-            return [Happening(at_ns, "lost", _at_node(node, core), f"store agent {node} left: {event.reason}")]
+            return [
+                Happening(at_ns, "lost", _at_node(node, core), f"store agent {node} left: {event.reason}")
+            ]
         case StoreSuspected(node_id=node):
-            return [Happening(at_ns, "suspected", _at_node(node, core), f"store agent {node}: {event.reason}")]
+            return [
+                Happening(at_ns, "suspected", _at_node(node, core), f"store agent {node}: {event.reason}")
+            ]
         case TierLost(node_id=node):
             why = f"store agent {node}: its {event.tier} tier is out of use: {event.reason}"
             return [Happening(at_ns, "lost", _at_node(node, core), why)]
@@ -252,7 +267,9 @@ def prefill_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> 
 def decode_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> Bar | None:
     """As `prefill_bar`; None when it has not come to that."""
     ready = [mark.at_ns - start_ns for mark in placed.marks if not mark.loaded]
-    begin = min([placed.prefill_end_ns - start_ns, *ready[:1]]) if placed.prefill_end_ns else (ready or [0])[0]
+    begin = (
+        min([placed.prefill_end_ns - start_ns, *ready[:1]]) if placed.prefill_end_ns else (ready or [0])[0]
+    )
     if not begin:
         return None  # it never came to that
     end = (placed.end_ns or log_end_ns) - start_ns

@@ -1,10 +1,10 @@
 """Stepping the core over a recorded log, and comparing every decision with the recorded one.
 
-A decision is known by (sequence of its cause, position). Conductors publish in that order, and the stream keeps it: so
-what is older than the newest recorded decision must be recorded, and what is newer had not been published when the log
-was saved. Only the latter may be absent, and what is older than the oldest that was left when older ones had expired;
-both are counted. A decision that was stored twice (a conductor lagged by more than the stream's window for duplicates)
-must be the same both times. Timers are never published.
+A decision is known by (sequence of its cause, position). Conductors publish in that order, and the stream
+keeps it: so what is older than the newest recorded decision must be recorded, and what is newer had not been
+published when the log was saved. Only the latter may be absent, and what is older than the oldest that was
+left when older ones had expired; both are counted. A decision that was stored twice (a conductor lagged by
+more than the stream's window for duplicates) must be the same both times. Timers are never published.
 """
 
 from __future__ import annotations
@@ -71,13 +71,16 @@ class Verdict(msgspec.Struct, kw_only=True):
 
 
 class Replay:
-    """Iterating steps a core over a log: each line with what the core decides on it (nothing but for an event).
+    """Iterating steps a core over a log: each line with what the core decides on it (nothing but for an
+    event).
 
-    Raises LogFileInvalid: see `LogFile`, a gap, a beginning that is missing, messages of another version. `checked`
-    runs the invariants after every step; `until` is the last event; `watched`: see `Core.watched`.
+    Raises LogFileInvalid: see `LogFile`, a gap, a beginning that is missing, messages of another version.
+    `checked` runs the invariants after every step; `until` is the last event; `watched`: see `Core.watched`.
     """
 
-    def __init__(self, log: LogFile, *, checked: bool = False, until: int | None = None, watched: str = "") -> None:
+    def __init__(
+        self, log: LogFile, *, checked: bool = False, until: int | None = None, watched: str = ""
+    ) -> None:
         self.core = Core(checked=checked)
         self.core.watched = watched
         self._log = log
@@ -124,11 +127,15 @@ class Replay:
             if seq:
                 yield line
         if seq == 0:
-            raise LogFileInvalid(f"{path}: its head is gone, and neither a snapshot nor an event begins what is left")
+            raise LogFileInvalid(
+                f"{path}: its head is gone, and neither a snapshot nor an event begins what is left"
+            )
 
     @staticmethod
     def _begins(line: EventLine | InvalidLine) -> bool:
-        """Whether a core that knows nothing may begin here: at the first event of all, or where a log begins anew."""
+        """Whether a core that knows nothing may begin here: at the first event of all, or where a log begins
+        anew.
+        """
         return line.seq == 1 or (isinstance(line, EventLine) and isinstance(line.event, ClusterConfigured))
 
     def _restore(self, line: SnapshotLine) -> None:
@@ -241,7 +248,11 @@ class States:
             self._ours[line.seq] = core.digest()
         self._before = line.seq
         said = line.event
-        if isinstance(said, StateDigested) and said.code_version == code_version() and said.at_seq in self._ours:
+        if (
+            isinstance(said, StateDigested)
+            and said.code_version == code_version()
+            and said.at_seq in self._ours
+        ):
             if said.digest == self._ours[said.at_seq]:
                 self.equal += 1
             else:

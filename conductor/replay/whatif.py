@@ -1,9 +1,11 @@
-"""`halfmoon replay --what-if`: the recorded arrivals in a simulated cluster, under the recorded policy and another one.
+"""`halfmoon replay --what-if`: the recorded arrivals in a simulated cluster, under the recorded policy and
+another one.
 
-The simulated cluster is as the recorded one was: as many workers, their KV, pools and block sizes, and the costs that
-the conductor had learned by the end of the log. The recorded policy is simulated too: where that differs from the
-record, so much does the simulation err. What it leaves out: processes that die, and what was cached before the log
-begins. An answer that was not recorded to its end is taken to be as long as the mean of its class.
+The simulated cluster is as the recorded one was: as many workers, their KV, pools and block sizes, and the
+costs that the conductor had learned by the end of the log. The recorded policy is simulated too: where that
+differs from the record, so much does the simulation err. What it leaves out: processes that die, and what was
+cached before the log begins. An answer that was not recorded to its end is taken to be as long as the mean of
+its class.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from halfmoon.conductor.simulation.world import Cluster
 from halfmoon.schemas.events import CostProfile, StoreJoined, WorkerJoined
 from halfmoon.schemas.policy import Policy
 
-#: From the pool into a worker's cache; no event tells, and it is never the bottleneck on a machine with shared memory.
+#: From the pool into a worker's cache; no event tells, and it is never the bottleneck on a machine with
+#: shared memory.
 LOAD_BYTES_S = 10_000_000_000
 
 
@@ -94,7 +97,9 @@ def recorded(replay: Replay) -> Recorded:
                 workers[line.event.worker_id] = line.event
             elif isinstance(line.event, StoreJoined):
                 stores[line.event.node_id] = line.event
-            costs.update({worker.worker_id: worker.cost for worker in _learned(state.workers.values(), costs)})
+            costs.update(
+                {worker.worker_id: worker.cost for worker in _learned(state.workers.values(), costs)}
+            )
     found = [life for life in lives.of.values() if life.seq]
     if not found or policy is None:
         raise NothingToSimulate("the log holds no request")
@@ -126,7 +131,9 @@ def _arrivals(lives: Sequence[Life], core: Core) -> list[Arrival]:
     for life in lives:
         event = life.arrived
         known = core.state.answers.get(answer_class(event.max_tokens))
-        tokens = life.finished.completion_tokens if life.finished else expected_tokens(known, event.max_tokens)
+        tokens = (
+            life.finished.completion_tokens if life.finished else expected_tokens(known, event.max_tokens)
+        )
         arrivals.append(
             Arrival(
                 at_ns=life.arrived_ns - start_ns,
@@ -145,7 +152,11 @@ def _arrivals(lives: Sequence[Life], core: Core) -> list[Arrival]:
 
 def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) -> Cluster:
     def slots(role: str) -> int:
-        held = [stores[worker.node_id].slots for worker in workers if worker.role == role and worker.node_id in stores]
+        held = [
+            stores[worker.node_id].slots
+            for worker in workers
+            if worker.role == role and worker.node_id in stores
+        ]
         return max(held, default=0)
 
     return Cluster(
@@ -201,7 +212,9 @@ def _outcome(life: Life) -> Outcome:
         arrived_ns=life.arrived_ns,
         prompt_tokens=life.arrived.prompt_tokens,
         output_tokens=life.finished.completion_tokens if life.finished else 0,
-        end={"open": "", "rejected": life.rejected.reason if life.rejected else ""}.get(life.ending, life.ending),
+        end={"open": "", "rejected": life.rejected.reason if life.rejected else ""}.get(
+            life.ending, life.ending
+        ),
         ended_ns=life.end_ns or -1,
         tbt_ns=life.finished.tbt_ns if life.finished else -1,
         wasted=life.rejected is not None and life.rejected.reason == "decode_refused",
@@ -210,7 +223,10 @@ def _outcome(life: Life) -> Outcome:
         then = placed.prefilled
         if then is not None:
             outcome.compute_ns += then.compute_ns
-            outcome.local_tokens, outcome.fetched_tokens = then.cached_local_tokens, then.cached_fetched_tokens
+            outcome.local_tokens, outcome.fetched_tokens = (
+                then.cached_local_tokens,
+                then.cached_fetched_tokens,
+            )
             if outcome.first_token_ns < 0:
                 outcome.first_token_ns = placed.at_ns + then.queue_ns + then.compute_ns
     if life.placed:
@@ -260,7 +276,12 @@ def described(found: Comparison, source: str) -> str:
     for name, of in (("first token", "ttft_ms"), ("between tokens", "tbt_ms")):
         for part in ("mean", "p50", "p90", "p99"):
             rows.append(
-                ("", f"{name}, {part}", *(f"{getattr(getattr(each, of), part):,.1f} ms" for each in columns), "")
+                (
+                    "",
+                    f"{name}, {part}",
+                    *(f"{getattr(getattr(each, of), part):,.1f} ms" for each in columns),
+                    "",
+                )
             )
     rows.append(("", "both objectives held", *(f"{each.effective_capacity:.1%}" for each in columns), ""))
     rows.append(("", "tokens found in KVCache", *(f"{each.token_reuse:.1%}" for each in columns), ""))

@@ -69,7 +69,9 @@ class Pool:
                 self._idle[key] = None
 
     def commit(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Make blocks readable, held once for the caller. (Added, evicted for them); what finds no room is left out."""
+        """Make blocks readable, held once for the caller. (Added, evicted for them); what finds no room is
+        left out.
+        """
         added: list[bytes] = []
         evicted: list[bytes] = []
         for key in keys:

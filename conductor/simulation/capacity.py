@@ -26,7 +26,9 @@ class CapacityUnknown(ValueError):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The highest speed that holds, with what it holds; `first_failing` is the lowest speed seen that does not."""
+    """The highest speed that holds, with what it holds; `first_failing` is the lowest speed seen that does
+    not.
+    """
 
     speed: float
     held: float
@@ -81,9 +83,9 @@ class Runs:
 def smallest(held: Callable[[int, int], float], workers_max: int) -> tuple[int, int, float]:
     """The fewest (prefill, decode) workers for which `held` is HELD_MIN, and what it is.
 
-    First the fewest of each pool beside the most of the other, by bisection; these may not do together, since both take
-    from the same allowance of failures: then the totals above them are tried in turn, most prefill workers first.
-    Raises CapacityUnknown.
+    First the fewest of each pool beside the most of the other, by bisection; these may not do together, since
+    both take from the same allowance of failures: then the totals above them are tried in turn, most prefill
+    workers first. Raises CapacityUnknown.
     """
     seen: dict[tuple[int, int], float] = {}
 
@@ -93,7 +95,9 @@ def smallest(held: Callable[[int, int], float], workers_max: int) -> tuple[int, 
         return seen[prefill, decode] >= HELD_MIN
 
     if not holds(workers_max, workers_max):
-        raise CapacityUnknown(f"{workers_max} prefill and {workers_max} decode workers do not hold the objectives")
+        raise CapacityUnknown(
+            f"{workers_max} prefill and {workers_max} decode workers do not hold the objectives"
+        )
     prefill_min = _first(workers_max, lambda count: holds(count, workers_max))
     decode_min = _first(workers_max, lambda count: holds(workers_max, count))
     for total in range(prefill_min + decode_min, 2 * workers_max + 1):

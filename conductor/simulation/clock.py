@@ -1,4 +1,6 @@
-"""Simulated time: what happens, in the order of its time; of equal times in the order in which it was asked for."""
+"""Simulated time: what happens, in the order of its time; of equal times in the order in which it was asked
+for.
+"""
 
 from __future__ import annotations
 

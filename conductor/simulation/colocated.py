@@ -1,9 +1,10 @@
-"""Clusters of colocated workers, the papers' baselines, under routers of their own: the core has no such role.
+"""Clusters of colocated workers, the papers' baselines, under routers of their own: the core has no such
+role.
 
 - `vllm`, `vllm-chunked`: the worker with the least prefill work in hand, then the fewest requests.
 - `vllm-prefix`: the earliest first token, its own cache counted (what the papers call local cache-aware).
-- `dynamo`: the published cost of NVIDIA Dynamo's KV router: prefill blocks that are not cached, plus active blocks;
-  workers with chunked prefill and prefix caching.
+- `dynamo`: the published cost of NVIDIA Dynamo's KV router: prefill blocks that are not cached, plus active
+  blocks; workers with chunked prefill and prefix caching.
 
 Nothing is refused but what no worker could ever hold. A worker's prefix cache is its own device memory.
 """
@@ -41,7 +42,9 @@ class _Run:
         block_bytes = profile.layout(cluster.block_tokens).block_bytes
         self.kv_blocks = cluster.kv_blocks if cluster.kv_blocks >= 0 else profile.kv_bytes // block_bytes
         if self.kv_blocks < 1:
-            raise ConfigurationImpossible(f"a worker's own cache holds no block of {self.block_tokens} tokens")
+            raise ConfigurationImpossible(
+                f"a worker's own cache holds no block of {self.block_tokens} tokens"
+            )
         self.clock = Clock(seed, noise_percent)
         self.outcomes: dict[str, Outcome] = {}
         self.samples: list[LoadSample] = []
@@ -66,7 +69,9 @@ class _Run:
 
     def _choose(self, request: MixedRequest) -> MixedWorker:
         if self.system == "vllm-prefix":
-            return min(self.workers, key=lambda w: (w.queue_ns + w.predicted_ns(request), len(w.batch), w.worker_id))
+            return min(
+                self.workers, key=lambda w: (w.queue_ns + w.predicted_ns(request), len(w.batch), w.worker_id)
+            )
         if self.system == "dynamo":
             return min(
                 self.workers,
@@ -98,7 +103,9 @@ class _Run:
 
     def sample(self, sample_ns: int) -> None:
         count = len(self.workers)
-        steps = sum(w.steps.step_ns(w.steps.sequences, w.steps.context_tokens) for w in self.workers if w.batch)
+        steps = sum(
+            w.steps.step_ns(w.steps.sequences, w.steps.context_tokens) for w in self.workers if w.batch
+        )
         self.samples.append(
             LoadSample(
                 at_ns=self.clock.now_ns,
@@ -124,7 +131,9 @@ def simulate_colocated(
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
 ) -> Report:
-    """As `simulate`, with `cluster.prefill + cluster.decode` workers of `system`. Raises ConfigurationImpossible."""
+    """As `simulate`, with `cluster.prefill + cluster.decode` workers of `system`. Raises
+    ConfigurationImpossible.
+    """
     began = time.perf_counter()
     run = _Run(system, cluster, profile, slo, seed=seed, noise_percent=noise_percent)
     if outcomes is not None:
@@ -133,7 +142,9 @@ def simulate_colocated(
     complete, told = True, 0
     if paced:
         run.clock.at(paced[0].at_ns, run.arrive, paced, 0)
-        run.clock.at(paced[0].at_ns, run.sample, max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN))
+        run.clock.at(
+            paced[0].at_ns, run.sample, max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN)
+        )
     try:
         while run.open or len(run.outcomes) < len(paced):
             run.clock.step()

@@ -1,8 +1,8 @@
 """A simulated decode worker: what `halfmoon.workers.decode.worker` does to time.
 
-An order waits for its first token (then the worker checks the SLO once more) and for its KV, then joins the batch
-between two steps, when there is room for all that it will grow to. So nothing is ever swapped out, which the real
-worker does where a growing batch needs more room than there is.
+An order waits for its first token (then the worker checks the SLO once more) and for its KV, then joins the
+batch between two steps, when there is room for all that it will grow to. So nothing is ever swapped out,
+which the real worker does where a growing batch needs more room than there is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 class Sequence:
     """One order in hand."""
 
-    __slots__ = ("blocks", "first_ns", "joined", "joined_ns", "kv_there", "order", "output_tokens", "second_ns")
+    __slots__ = (
+        "blocks",
+        "first_ns",
+        "joined",
+        "joined_ns",
+        "kv_there",
+        "order",
+        "output_tokens",
+        "second_ns",
+    )
 
     def __init__(self, order: StartDecode, output_tokens: int, blocks: int) -> None:
         self.order, self.output_tokens, self.blocks = order, output_tokens, blocks
@@ -118,7 +127,7 @@ class DecodeWorker:
         if sequence.first_ns >= 0:
             self._ready(sequence)
 
-    # --- the batch ----------------------------------------------------------------------------------------------
+    # --- the batch ------------------------------------------------------------------------------------------
 
     def _ready(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -187,7 +196,9 @@ class DecodeWorker:
         return self.steps.advance(steps)
 
     def _stop_run(self, now_ns: int, order_id: str) -> None:
-        """The run ends for one that is cancelled. The step under way counts as made, unless it is somebody's last."""
+        """The run ends for one that is cancelled. The step under way counts as made, unless it is somebody's
+        last.
+        """
         self._advance(min(self.steps.steps_until(now_ns), self.steps.steps_to_end() - 1))
         self._leave(self.batch[order_id])
 

@@ -1,12 +1,15 @@
 """A simulated colocated worker: it prefills and decodes on the same device, as the baselines do.
 
-- Prefill first (vLLM's first scheduler): whoever waits and fits is prefilled at once, whole; decode stands still.
-- Chunked prefill: every iteration decodes the whole batch and computes prompt tokens up to the budget beside it. It
-  takes the base once, the chunk's part of its prefill, and the batch's part of a step.
+- Prefill first (vLLM's first scheduler): whoever waits and fits is prefilled at once, whole; decode stands
+  still.
+- Chunked prefill: every iteration decodes the whole batch and computes prompt tokens up to the budget beside
+  it. It takes the base once, the chunk's part of its prefill, and the batch's part of a step.
 
-Running requests hold the cache that they will grow to; with prefix caching the rest keeps blocks of those that ended.
+Running requests hold the cache that they will grow to; with prefix caching the rest keeps blocks of those
+that ended.
 
-Source: vLLM (SOSP'23), section 4; SARATHI (arXiv 2308.16369) and Sarathi-Serve (OSDI'24), section 4, for the batches.
+Source: vLLM (SOSP'23), section 4; SARATHI (arXiv 2308.16369) and Sarathi-Serve (OSDI'24), section 4, for the
+batches.
 """
 
 from __future__ import annotations
@@ -110,7 +113,7 @@ class MixedWorker:
         elif self._state == "decode" and self._fits(self.waiting[0]):
             self._book_run(self.steps.steps_until(self.clock.now_ns))
 
-    # --- what comes next ----------------------------------------------------------------------------------------
+    # --- what comes next ------------------------------------------------------------------------------------
 
     def _next(self) -> None:
         """The device is free."""
@@ -152,7 +155,7 @@ class MixedWorker:
     def _resize(self) -> None:
         self.pool.resize(self.kv_blocks - self.private)
 
-    # --- prefill first ------------------------------------------------------------------------------------------
+    # --- prefill first --------------------------------------------------------------------------------------
 
     def _prefill_whole(self, request: MixedRequest) -> None:
         self._state = "prefill"
@@ -187,7 +190,7 @@ class MixedWorker:
         self.batch[request.name] = request
         self.steps.join(request.name, outcome.prompt_tokens + 1, outcome.output_tokens - 1)
 
-    # --- decode alone -------------------------------------------------------------------------------------------
+    # --- decode alone ---------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         self._state = "decode"
@@ -223,7 +226,7 @@ class MixedWorker:
             self._end_all(self.steps.advance(steps))
             self._next()
 
-    # --- chunks beside decode -----------------------------------------------------------------------------------
+    # --- chunks beside decode -------------------------------------------------------------------------------
 
     def _iterate(self) -> None:
         self._state = "iteration"
@@ -246,7 +249,9 @@ class MixedWorker:
         self.prefill_ns += computed + cost.prefill_base_ns
         took_ns += computed
         if self.steps.sequences:
-            took_ns += self.steps.step_ns(self.steps.sequences, self.steps.context_tokens) - cost.decode_base_ns
+            took_ns += (
+                self.steps.step_ns(self.steps.sequences, self.steps.context_tokens) - cost.decode_base_ns
+            )
         took_ns *= self.clock.jitter()
         self.clock.after(int(took_ns), self._iterated, took_ns, done)
 
@@ -257,7 +262,7 @@ class MixedWorker:
             self._first_token(request)
         self._next()
 
-    # --- the end ------------------------------------------------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------------------
 
     def _end_all(self, names: list[str]) -> None:
         for name in names:

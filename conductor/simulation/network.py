@@ -1,7 +1,7 @@
 """The network between nodes: transfers share what leaves a node and what enters one.
 
-A transfer goes at the lesser of its equal shares at both ends, from one start or end of another there to the next.
-That is a little less than max-min fairness would give.
+A transfer goes at the lesser of its equal shares at both ends, from one start or end of another there to the
+next. That is a little less than max-min fairness would give.
 """
 
 from __future__ import annotations

@@ -20,10 +20,14 @@ class Node:
         self.pool = Pool(slots)
 
     def commit(self, keys: Sequence[bytes], held: Sequence[bytes]) -> None:
-        """The blocks of a prompt are on the node, and no order of it holds them any more (those in `held` were)."""
+        """The blocks of a prompt are on the node, and no order of it holds them any more (those in `held`
+        were).
+        """
         added, evicted = self.pool.commit(keys)
         if evicted:
-            self.world.say(BlocksEvicted(node_id=self.node_id, incarnation="i1", block_keys=b"".join(evicted)))
+            self.world.say(
+                BlocksEvicted(node_id=self.node_id, incarnation="i1", block_keys=b"".join(evicted))
+            )
         if added:
             self.world.say(BlocksStored(node_id=self.node_id, incarnation="i1", block_keys=b"".join(added)))
         ours = dict.fromkeys([*held, *added])

@@ -6,7 +6,9 @@ import msgspec
 
 
 class Outcome(msgspec.Struct, kw_only=True, gc=False):
-    """One request. Times are ns; -1: it did not come to that. `predicted_…`: by the conductor, when it was placed."""
+    """One request. Times are ns; -1: it did not come to that. `predicted_…`: by the conductor, when it was
+    placed.
+    """
 
     arrived_ns: int
     prompt_tokens: int

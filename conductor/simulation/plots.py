@@ -81,7 +81,9 @@ def _peaks(report: Report) -> tuple[float, float]:
     """The highest load of each pool."""
     if not report.load:
         return 0.0, 0.0
-    return max(sample.prefill_load for sample in report.load), max(sample.decode_load for sample in report.load)
+    return max(sample.prefill_load for sample in report.load), max(
+        sample.decode_load for sample in report.load
+    )
 
 
 def curves(
@@ -144,7 +146,9 @@ def hits(path: Path, outcomes: Mapping[str, Outcome], windows: int = 60) -> Path
         minutes = [(first + (place + 0.5) * width) / 60e9 for place in range(windows)]
         local = [window[1] / max(1, window[0]) for window in sums]
         fetched = [window[2] / max(1, window[0]) for window in sums]
-        axis.stackplot(minutes, local, fetched, labels=["on the worker's node", "fetched from another"], alpha=0.8)
+        axis.stackplot(
+            minutes, local, fetched, labels=["on the worker's node", "fetched from another"], alpha=0.8
+        )
         axis.legend(loc="upper left", frameon=False)
     axis.set(xlabel="minutes", ylabel="share of prompt tokens reused", ylim=(0, 1))
     return save(figure, path)

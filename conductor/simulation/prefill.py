@@ -1,8 +1,8 @@
 """A simulated prefill worker: what `halfmoon.workers.prefill.worker` does to time, memory and links.
 
-One order computes at a time, in the order of arrival. The next few have their blocks held and fetched meanwhile.
-Loading overlaps with computing layer by layer, and so does pushing to the decode node: only the last layer's transfer
-comes after the end of computing.
+One order computes at a time, in the order of arrival. The next few have their blocks held and fetched
+meanwhile. Loading overlaps with computing layer by layer, and so does pushing to the decode node: only the
+last layer's transfer comes after the end of computing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class PrefillWorker:
             self.running = None
             self._next()
 
-    # --- before -------------------------------------------------------------------------------------------------
+    # --- before ---------------------------------------------------------------------------------------------
 
     def _prepare_some(self) -> None:
         prepared_max = self.world.profile.prepared_max
@@ -158,7 +158,7 @@ class PrefillWorker:
             source.node_id, self.node.node_id, (layer, first_layer_here), (whole - layer, all_here)
         )
 
-    # --- computing ----------------------------------------------------------------------------------------------
+    # --- computing ------------------------------------------------------------------------------------------
 
     def _next(self) -> None:
         if self.running is not None or not self.queue or not self.queue[0].layer_there:
@@ -199,7 +199,7 @@ class PrefillWorker:
         self._close_push(job)
         self._next()
 
-    # --- pushing ------------------------------------------------------------------------------------------------
+    # --- pushing --------------------------------------------------------------------------------------------
 
     def _open_push(self, job: Job) -> None:
         """All layers but the last go while computing."""
@@ -225,7 +225,9 @@ class PrefillWorker:
         if not last:
             self._finish(job)
             return
-        job.pushing = world.network.send(self.node.node_id, order.decode_node_id, (last, lambda: self._finish(job)))
+        job.pushing = world.network.send(
+            self.node.node_id, order.decode_node_id, (last, lambda: self._finish(job))
+        )
 
     def _finish(self, job: Job) -> None:
         world, order = self.world, job.order

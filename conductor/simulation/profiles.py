@@ -1,6 +1,7 @@
 """Hardware profiles: what a worker, its memory and its links can do, each number with where it comes from.
 
-No number here was fitted to a result of the simulation. `halfmoon profile` measures the coefficients of a machine;
+No number here was fitted to a result of the simulation. `halfmoon profile` measures the coefficients of a
+machine;
 `load_profile` reads a file of them.
 """
 
@@ -46,7 +47,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def token_bytes(self) -> int:
         """KV of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return (
+            2
+            * self.layers
+            * self.kv_heads
+            * self.head_dim
+            * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        )
 
     def layout(self, block_tokens: int) -> Layout:
         return Layout(
@@ -60,10 +67,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
-# --- the papers' hardware -------------------------------------------------------------------------------------------
+# --- the papers' hardware -----------------------------------------------------------------------------------
 
-#: Of peak FLOP/s in prefill, and of peak memory bandwidth in decode. The papers give peaks only. Taken for tensor
-#: parallelism of 8; published runs of 70B models on A100 lie between 0.4 and 0.6, and at 0.75 to 0.85.
+#: Of peak FLOP/s in prefill, and of peak memory bandwidth in decode. The papers give peaks only. Taken for
+#: tensor parallelism of 8; published runs of 70B models on A100 lie between 0.4 and 0.6, and at 0.75 to 0.85.
 COMPUTE_SHARE, MEMORY_SHARE = 0.5, 0.8
 #: One all-reduce of a small batch over NVLink, two in each layer.
 ALL_REDUCE_NS = 20_000
@@ -143,7 +150,7 @@ LLAMA3_H800 = _node_of_eight(
     network_bytes_s=100_000_000_000,
 )
 
-# --- this machine ---------------------------------------------------------------------------------------------------
+# --- this machine -------------------------------------------------------------------------------------------
 
 SMOLLM2_CPU = Profile(
     name="smollm2-135m-cpu",

@@ -33,7 +33,9 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """See `halfmoon simulate --help`. `digest` names every decision in order; `wall_s` alone differs between runs."""
+    """See `halfmoon simulate --help`. `digest` names every decision in order; `wall_s` alone differs between
+    runs.
+    """
 
     system: str
     policy: str
@@ -68,7 +70,8 @@ class Report(msgspec.Struct, kw_only=True):
     bytes_fetched: int = 0
     bytes_pushed: int = 0
     failed_fetches: int = 0
-    #: Predicted over what came, of placed requests: share that it was off by, p50 and p90; and the signed mean.
+    #: Predicted over what came, of placed requests: share that it was off by, p50 and p90; and the signed
+    #: mean.
     ttft_error: dict[str, float] = {}
     tbt_error: dict[str, float] = {}
     slo: Slo = Slo()
@@ -100,7 +103,10 @@ def error(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
     off = sorted(abs(predicted - came) / came for predicted, came in pairs if came > 0)
     if not off:
         return {}
-    bias = sum(predicted for predicted, came in pairs if came > 0) / sum(came for _, came in pairs if came > 0) - 1
+    bias = (
+        sum(predicted for predicted, came in pairs if came > 0) / sum(came for _, came in pairs if came > 0)
+        - 1
+    )
     return {
         "p50": round(off[len(off) // 2], 4),
         "p90": round(off[len(off) * 9 // 10], 4),
@@ -137,7 +143,9 @@ def summarise(report: Report, outcomes: Mapping[str, Outcome], end_ns: int) -> R
     report.effective_capacity = round(held / max(1, len(every)), 6)
     report.goodput_s = round(held / duration_s, 6)
     report.duration_s = round(duration_s, 3)
-    report.ttft_error = error([(o.predicted_ttft_ns, o.ttft_ns) for o in finished if o.predicted_ttft_ns >= 0])
+    report.ttft_error = error(
+        [(o.predicted_ttft_ns, o.ttft_ns) for o in finished if o.predicted_ttft_ns >= 0]
+    )
     report.tbt_error = error(
         [(o.predicted_tbt_ns, o.tbt_ns) for o in finished if o.predicted_tbt_ns >= 0 and o.output_tokens > 1]
     )

@@ -42,7 +42,9 @@ def simulate(
     """
     began = time.perf_counter()
     slo = slo or Slo(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
-    world = World(cluster, msgspec.structs.replace(policy, seed=seed), profile, seed=seed, noise_percent=noise_percent)
+    world = World(
+        cluster, msgspec.structs.replace(policy, seed=seed), profile, seed=seed, noise_percent=noise_percent
+    )
     if outcomes is not None:
         world.outcomes = outcomes
     paced = faster(arrivals, speed)

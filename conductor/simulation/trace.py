@@ -1,8 +1,9 @@
 """Traces: requests with their times, lengths and blocks, as JSON Lines.
 
-The form is Mooncake's: `{"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [...]}`; an id names a
-block of 512 tokens and all before it, and the last one may be a partial block. Two more are read: without `hash_ids`
-(nothing is shared), and with `session_id`, where a turn begins with all that the session has said so far.
+The form is Mooncake's: `{"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [...]}`; an id
+names a block of 512 tokens and all before it, and the last one may be a partial block. Two more are read:
+without `hash_ids` (nothing is shared), and with `session_id`, where a turn begins with all that the session
+has said so far.
 
 Source: Mooncake (FAST'25), section 4, for the form and for the conversation trace.
 """
@@ -24,7 +25,8 @@ MS_NS = 1_000_000
 TRACE_BLOCK_TOKENS = 512
 #: No prompt is longer: a length beyond is taken for a fault of the file.
 TOKENS_MAX = 10_000_000
-#: The limit on answers that requests without one are sent with; the longest of Mooncake's traces has 2,000 tokens.
+#: The limit on answers that requests without one are sent with; the longest of Mooncake's traces has 2,000
+#: tokens.
 MAX_TOKENS = 2_048
 
 
@@ -100,7 +102,9 @@ def parse(lines: Iterable[bytes], name: str, block_tokens: int) -> Iterator[Arri
             continue
         row = _row(line, name, number)
         if row.timestamp < last_ms:
-            raise TraceInvalid(f"{name}:{number}: timestamp {row.timestamp:g} is before {last_ms:g}: not in order")
+            raise TraceInvalid(
+                f"{name}:{number}: timestamp {row.timestamp:g} is before {last_ms:g}: not in order"
+            )
         last_ms, found = row.timestamp, True
         yield Arrival(
             at_ns=int(row.timestamp * MS_NS),
@@ -153,7 +157,8 @@ def _keys(row: _Row, number: int, block_tokens: int, sessions: dict[str, tuple[i
         )
     if row.session_id is None:
         return _chain(2 * number, whole)
-    # A turn repeats what was said as far as it is that long, and adds to it. A shorter prompt begins a new text.
+    # A turn repeats what was said as far as it is that long, and adds to it. A shorter prompt begins a new
+    # text.
     text, said = sessions.get(str(row.session_id), (2 * number + 1, 0))
     if row.input_length < said:
         text = 2 * number + 1
@@ -198,7 +203,8 @@ def reuse(path: str | Path, pool_tokens: int = 0) -> float:
 
 
 def copies(arrivals: Sequence[Arrival], count: int, *, beside: int = 0) -> list[Arrival]:
-    """`count` requests: the trace `beside` itself so many times (0: as often as needed), and again when it has ended.
+    """`count` requests: the trace `beside` itself so many times (0: as often as needed), and again when it
+    has ended.
 
     Each copy has texts of its own. Its rate grows with the number of copies beside each other; copy k comes k
     milliseconds later.
@@ -209,7 +215,8 @@ def copies(arrivals: Sequence[Arrival], count: int, *, beside: int = 0) -> list[
     turn = 0
     while len(made) < count:
         for place in sorted(
-            range(len(arrivals) * beside), key=lambda at: (arrivals[at // beside].at_ns + at % beside * MS_NS, at)
+            range(len(arrivals) * beside),
+            key=lambda at: (arrivals[at // beside].at_ns + at % beside * MS_NS, at),
         ):
             arrival, copy = arrivals[place // beside], turn * beside + place % beside
             keys = arrival.block_keys

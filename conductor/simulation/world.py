@@ -1,8 +1,9 @@
-"""The core in a simulated world: what it decides is done by simulated workers, and what they say is its next event.
+"""The core in a simulated world: what it decides is done by simulated workers, and what they say is its next
+event.
 
-The core is the one that runs live, unchanged; its shell here is `say` (append to the log) and `_do` (decisions to those
-who obey them), both without delay: the bus takes about a millisecond, which is left out. Every process heartbeats, as
-they do, every ten simulated seconds.
+The core is the one that runs live, unchanged; its shell here is `say` (append to the log) and `_do`
+(decisions to those who obey them), both without delay: the bus takes about a millisecond, which is left out.
+Every process heartbeats, as they do, every ten simulated seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ from halfmoon.schemas.types import KEY_BYTES
 
 HEARTBEAT_NS = 10 * SECOND_NS
 LOST_AFTER_NS = 4 * HEARTBEAT_NS
-#: The invariants are looked at once in so many events, and in no fewer than there are blocks: they look at each.
+#: The invariants are looked at once in so many events, and in no fewer than there are blocks: they look at
+#: each.
 CHECK_EVERY = 5_000
 
 
@@ -66,7 +68,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int
     decode: int
     block_tokens: int = 512
-    #: Blocks of a prefill node's pool, of a decode node's pool (0: it keeps nothing), of a worker's own cache.
+    #: Blocks of a prefill node's pool, of a decode node's pool (0: it keeps nothing), of a worker's own
+    #: cache.
     pool_blocks: int = -1
     decode_pool_blocks: int = -1
     kv_blocks: int = -1
@@ -134,12 +137,19 @@ class World:
         pool = cluster.pool_blocks if cluster.pool_blocks >= 0 else self.profile.pool_bytes // block_bytes
         decode_pool = cluster.decode_pool_blocks if cluster.decode_pool_blocks >= 0 else pool
         if kv_blocks < 1:
-            raise ConfigurationImpossible(f"a worker's own cache holds no block of {self.block_tokens} tokens")
+            raise ConfigurationImpossible(
+                f"a worker's own cache holds no block of {self.block_tokens} tokens"
+            )
         self.say(ClusterConfigured(code_version="simulation", log_version=1, policy=self.policy))
         self.say(FrontendJoined(frontend_id="frontend", incarnation="i1"))
-        self._beat(lambda: FrontendHeartbeat(frontend_id="frontend", incarnation="i1", open_requests=self.open), 0, 1)
+        self._beat(
+            lambda: FrontendHeartbeat(frontend_id="frontend", incarnation="i1", open_requests=self.open), 0, 1
+        )
         number, processes = 0, 2 * (cluster.prefill + cluster.decode)
-        for role, count, slots in (("prefill", cluster.prefill, pool), ("decode", cluster.decode, decode_pool)):
+        for role, count, slots in (
+            ("prefill", cluster.prefill, pool),
+            ("decode", cluster.decode, decode_pool),
+        ):
             width = len(str(count - 1))
             for place in range(count):
                 worker_id = f"{role}-{place:0{width}}"
@@ -177,7 +187,7 @@ class World:
                 self._beat(worker.heartbeat, number + 1, processes)
                 number += 2
 
-    # --- the log --------------------------------------------------------------------------------------------------
+    # --- the log --------------------------------------------------------------------------------------------
 
     def say(self, event: Event) -> None:
         """`event` is next in the log, at this time; not before what now runs is done."""
@@ -216,12 +226,16 @@ class World:
             case FailRequest():
                 self.ended(decision.request_id, "failed")
             case CancelOrder():
-                worker = self.prefill_workers.get(decision.worker_id) or self.decode_workers[decision.worker_id]
+                worker = (
+                    self.prefill_workers.get(decision.worker_id) or self.decode_workers[decision.worker_id]
+                )
                 worker.obeyed_seq = self._events
                 worker.cancel(decision.order_id)
             case SetTimer():
                 self.timers_set += 1
-                self.clock.at(decision.at_ns, self._append, TimerFired(key=decision.key, at_ns=decision.at_ns))
+                self.clock.at(
+                    decision.at_ns, self._append, TimerFired(key=decision.key, at_ns=decision.at_ns)
+                )
             case ReleaseOrder():
                 pass  # the worker let go of it
             case ReplicateBlocks():
@@ -250,7 +264,7 @@ class World:
     def _store_heartbeat(self, node: Node) -> StoreHeartbeat:
         return StoreHeartbeat(node_id=node.node_id, incarnation="i1", slots_used=len(node.pool))
 
-    # --- requests -------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
 
     def keys(self, request_id: str) -> list[bytes]:
         """Keys of the prompt's whole blocks."""
@@ -294,7 +308,7 @@ class World:
             )
         )
 
-    # --- running --------------------------------------------------------------------------------------------------
+    # --- running --------------------------------------------------------------------------------------------
 
     def run(
         self,

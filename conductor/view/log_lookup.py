@@ -1,8 +1,8 @@
 """The story of one request, out of the log of a cluster that runs.
 
-What the page follows is explained from memory. Any other request is looked up: its id says when it arrived, the log is
-searched for that time, and a core of its own steps from the newest snapshot before it to its end, in small turns so
-that live decisions hardly wait. One at a time, and only so far back.
+What the page follows is explained from memory. Any other request is looked up: its id says when it arrived,
+the log is searched for that time, and a core of its own steps from the newest snapshot before it to its end,
+in small turns so that live decisions hardly wait. One at a time, and only so far back.
 """
 
 from __future__ import annotations
@@ -63,14 +63,18 @@ class Asking:
     async def _look_up(self, request_id: str) -> Explained:
         named = _ID.match(request_id)
         if named is None:
-            raise PeerError("not_found", "that is no id of a request: 26 hexadecimal digits, as in x-request-id")
+            raise PeerError(
+                "not_found", "that is no id of a request: 26 hexadecimal digits, as in x-request-id"
+            )
         arrived_ns = int(named[1], 16) * 1_000_000
         first, last = await self._bus.held(subjects.EVENTS_STREAM)
         begin = await self._first_since(arrived_ns - CLOCKS_NS, first, last)
         core = await usable_snapshot(self._bus, before=max(1, begin))
         after = core.seq if core is not None else await begun_at(self._bus) - 1
         if after < 0 or after < first - 1 or begin - after > EVENTS_MAX:
-            raise PeerError("too_old", "it is too far back; a saved log tells: halfmoon replay FILE --explain REQUEST")
+            raise PeerError(
+                "too_old", "it is too far back; a saved log tells: halfmoon replay FILE --explain REQUEST"
+            )
         core = core or Core()
         core.watched = request_id
         lives = Lives(lambda name: name == request_id)
@@ -106,7 +110,9 @@ class Asking:
         return low
 
     async def _time_of(self, seq: int) -> int:
-        answer = await self._bus.js_api(f"STREAM.MSG.GET.{subjects.EVENTS_STREAM}", orjson.dumps({"seq": seq}))
+        answer = await self._bus.js_api(
+            f"STREAM.MSG.GET.{subjects.EVENTS_STREAM}", orjson.dumps({"seq": seq})
+        )
         if "message" not in answer:  # it has just expired: earlier than all that is there
             return 0
         told = str(answer["message"]["time"])

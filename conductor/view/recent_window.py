@@ -1,8 +1,9 @@
 """What went on in the last two minutes, second by second, for the cluster's page.
 
-Kept always, so that who opens the page sees what led to it. The core counts; here its counters are noted at the begin
-of each second, and only what it does not count is added up: times of requests that finished, bytes that moved, who was
-refused, what happened to processes. Bounded whatever the load: a sample of the times, the last few of the rest.
+Kept always, so that who opens the page sees what led to it. The core counts; here its counters are noted at
+the begin of each second, and only what it does not count is added up: times of requests that finished, bytes
+that moved, who was refused, what happened to processes. Bounded whatever the load: a sample of the times, the
+last few of the rest.
 """
 
 from __future__ import annotations
@@ -50,8 +51,17 @@ HAPPENED_KEPT = 40
 
 _OF_PROCESSES = frozenset(
     (
-        *(WorkerJoined, WorkerDraining, WorkerLeft, FrontendJoined, FrontendLeft, PolicyChanged, TimerFired),
-        *(StoreJoined, StoreLeft, StoreSuspected, TierLost),
+        WorkerJoined,
+        WorkerDraining,
+        WorkerLeft,
+        FrontendJoined,
+        FrontendLeft,
+        PolicyChanged,
+        TimerFired,
+        StoreJoined,
+        StoreLeft,
+        StoreSuspected,
+        TierLost,
     )
 )
 
@@ -106,7 +116,9 @@ class Lately:
             self._moved(event)
         elif kind in _OF_PROCESSES:
             for found in happened(event, stamped.at_ns, {}, self._core):
-                self.happened.append(Told(seq=stamped.seq, at_ns=found.at_ns, kind=found.kind, words=found.text))
+                self.happened.append(
+                    Told(seq=stamped.seq, at_ns=found.at_ns, kind=found.kind, words=found.text)
+                )
         for decision in decisions:
             if isinstance(decision, RejectRequest | FailRequest):
                 self._refuse(decision, stamped.at_ns)
@@ -140,7 +152,7 @@ class Lately:
             )
         )
 
-    # --- what the page is told --------------------------------------------------------------------------------
+    # --- what the page is told ------------------------------------------------------------------------------
 
     def recent(self) -> RequestCounts:
         """What the core counted in the last `WINDOW_S`."""
@@ -214,7 +226,11 @@ def _sample(kept: list[int], number: int, value: int) -> None:
 
 def _at(values_ns: Sequence[int], percent: int) -> int:
     """The percentile, in us; 0 of nothing."""
-    return sorted(values_ns)[min(len(values_ns) - 1, len(values_ns) * percent // 100)] // 1_000 if values_ns else 0
+    return (
+        sorted(values_ns)[min(len(values_ns) - 1, len(values_ns) * percent // 100)] // 1_000
+        if values_ns
+        else 0
+    )
 
 
 def _spread(values_ns: list[int], finished: int, met: int) -> Spread:

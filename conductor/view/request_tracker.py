@@ -1,7 +1,8 @@
-"""Some requests, followed one by one for the cluster's page: their stages, and the grounds of every decision on them.
+"""Some requests, followed one by one for the cluster's page: their stages, and the grounds of every decision
+on them.
 
-Which ones is a matter of a rate, so that following costs the same at 2 and at 2,000 requests a second. Some of those
-that are followed have a place on the page, which they keep until a little after their end.
+Which ones is a matter of a rate, so that following costs the same at 2 and at 2,000 requests a second. Some
+of those that are followed have a place on the page, which they keep until a little after their end.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Following:
         """Those that have a place: first those in flight, oldest first, then those that ended, newest first."""
         self._leave()
         lives = sorted(
-            self._places.values(), key=lambda life: (life.ending != "open", -life.end_ns, life.arrived_ns, life.seq)
+            self._places.values(),
+            key=lambda life: (life.ending != "open", -life.end_ns, life.arrived_ns, life.seq),
         )
         return [request_view(life, self._core.state, self._decoding) for life in lives]
 
@@ -99,7 +101,14 @@ class Following:
         """How many requests are in each stage: all of them, followed or not."""
         state = self._core.state
         self._decoding = {order_id: True for order_id in self._decoding if order_id in state.orders}
-        found = {"waiting": len(state.parked), "queued": 0, "transfer": 0, "prefill": 0, "handover": 0, "decode": 0}
+        found = {
+            "waiting": len(state.parked),
+            "queued": 0,
+            "transfer": 0,
+            "prefill": 0,
+            "handover": 0,
+            "decode": 0,
+        }
         for order in state.orders.values():
             found[stage_of(order, state, self._decoding)] += 1
         return found

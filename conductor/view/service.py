@@ -1,7 +1,8 @@
 """The shell's part in the cluster's page: what a frontend is told while somebody looks at it.
 
-The last minutes are always kept; requests are followed, and the newest events held, only for `LEASE_S` after the last
-question. Each question is answered out of the state as it is, bounded in size whatever the cluster's.
+The last minutes are always kept; requests are followed, and the newest events held, only for `LEASE_S` after
+the last question. Each question is answered out of the state as it is, bounded in size whatever the
+cluster's.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ HELD_MAX = 400
 TOLD_MAX = 40
 KIND_MAX = 4
 WORDS_MAX = 240
-#: Blocks on SSD are counted node by node, for which all of them are looked at: so many in a second, on the average.
+#: Blocks on SSD are counted node by node, for which all of them are looked at: so many in a second, on the
+#: average.
 SSD_BLOCKS_S = 20_000
 SSD_S_MIN = 5.0
 
@@ -110,7 +112,7 @@ class Viewing:
         self._held.clear()
         self._core.watched = ""
 
-    # --- answers ----------------------------------------------------------------------------------------------
+    # --- answers --------------------------------------------------------------------------------------------
 
     def view(self, asked: ViewRequest) -> ClusterView:
         """In full for the one that was named."""
@@ -162,7 +164,9 @@ class Viewing:
         return await self._asking.look_up(asked.request_id)
 
     def _events(self, after_seq: int) -> tuple[list[Told], int]:
-        """Those after `after_seq`: the newest of each kind, so that a rare one is not lost among many; how many not."""
+        """Those after `after_seq`: the newest of each kind, so that a rare one is not lost among many; how
+        many not.
+        """
         news = [stamped for stamped in self._held if stamped.seq > after_seq]
         room: Counter[type] = Counter()
         first: list[Stamped] = []

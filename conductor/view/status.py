@@ -77,5 +77,7 @@ def node_statuses(state: State) -> list[NodeStatus]:
             )
         )
     for frontend_id, frontend in sorted(state.frontends.items()):
-        nodes.append(NodeStatus(id=frontend_id, role="frontend", state="ready", running=frontend.open_requests))
+        nodes.append(
+            NodeStatus(id=frontend_id, role="frontend", state="ready", running=frontend.open_requests)
+        )
     return nodes

@@ -1,9 +1,9 @@
 """The store agent: one a node. Owns the node's pool and its memory, moves blocks, answers leases.
 
-Structure: `book` (what is where, under a lock) · `announcer` (tells the log) · `peers` (other agents) · transports
-(bytes) · `serve` (requests). The event loop does control; threads copy and hash. What an order has under way here
-(fetches, a push) is in `self._work`, so that a release at any moment ends it, waits until nothing is touched any
-more, and only then frees the slots.
+Structure: `book` (what is where, under a lock) · `announcer` (tells the log) · `peers` (other agents) ·
+transports (bytes) · `serve` (requests). The event loop does control; threads copy and hash. What an order has
+under way here (fetches, a push) is in `self._work`, so that a release at any moment ends it, waits until
+nothing is touched any more, and only then frees the slots.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class StoreAgent:
         self.tracing: Tracing | None = None
         self._topology = Topology()
 
-    # --- life ----------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Makes the segment, listens, joins. Raises SegmentError, TransferError (port taken)."""
@@ -132,7 +132,9 @@ class StoreAgent:
         name = segment_name(config.cluster, config.node_id)
         self._segment = await asyncio.to_thread(Segment.create, name, config.geometry)
         try:
-            await asyncio.to_thread(self.view.touch)  # the kernel clears the pages now, not under the first transfer
+            await asyncio.to_thread(
+                self.view.touch
+            )  # the kernel clears the pages now, not under the first transfer
             self._topology = await asyncio.to_thread(read_topology, config.topology)
             transports: dict[Kind, Transport] = {}
             if config.transport in ("auto", "shm"):
@@ -151,13 +153,17 @@ class StoreAgent:
                 self._tcp.start()
                 if config.transport in ("auto", "tcp"):
                     transports["tcp"] = self._tcp
-            self._engine = Engine(transports, host=host_id(), stripes=config.stripe_count, counters=self.counters)
+            self._engine = Engine(
+                transports, host=host_id(), stripes=config.stripe_count, counters=self.counters
+            )
             decisions = await self.bus.open_decisions(config.node_id)
             self.spawn(self._follow(decisions))
             joined = subjects.events_of_kind(StoreJoined.__name__)
             self._subscriptions = [
                 *await serve_all(self),
-                await self.bus.subscribe(joined, StoreJoined, lambda e: self.know_agent(e.node_id, e.incarnation)),
+                await self.bus.subscribe(
+                    joined, StoreJoined, lambda e: self.know_agent(e.node_id, e.incarnation)
+                ),
             ]
             self.kv_events.start()
             if self.tier is not None:
@@ -243,7 +249,7 @@ class StoreAgent:
             endpoints=hello.endpoints,
         )
 
-    # --- peers ---------------------------------------------------------------------------------------------------
+    # --- peers ----------------------------------------------------------------------------------------------
 
     def transport_to(self, peer: Peer) -> Transport:
         """Raises PeerUnreachable when there is no common transport."""
@@ -267,7 +273,7 @@ class StoreAgent:
         if isinstance(problem, TransferError):
             self.peers.forget(node_id)
 
-    # --- orders --------------------------------------------------------------------------------------------------
+    # --- orders ---------------------------------------------------------------------------------------------
 
     def work(self, owner: Owner) -> Work:
         return self._work.setdefault(owner, Work())
@@ -280,8 +286,8 @@ class StoreAgent:
         return sum(work.push is not None and not work.push.finished for work in self._work.values())
 
     async def know_process(self, worker_id: str, process: str) -> None:
-        """A worker of that name is there. An earlier process of the same name is dead and will neither read nor write:
-        whatever it held is free at once."""
+        """A worker of that name is there. An earlier process of the same name is dead and will neither read
+        nor write: whatever it held is free at once."""
         known = self._processes.get(worker_id)
         self._processes[worker_id] = process
         if known is not None and known != process:
@@ -351,7 +357,8 @@ class StoreAgent:
         *,
         check: Callable[[dict[int, int]], None] | None = None,
     ) -> None:
-        """Hashes blocks, shows the checksums by index to `check` (which may raise), and makes the blocks visible.
+        """Hashes blocks, shows the checksums by index to `check` (which may raise), and makes the blocks
+        visible.
 
         Raises OrderUnknown, also when the order was released while its blocks were hashed.
         """
@@ -371,7 +378,7 @@ class StoreAgent:
                 view.sums[slot] = some
         self.book.commit(owner, checksums)
 
-    # --- background ----------------------------------------------------------------------------------------------
+    # --- background -----------------------------------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)

@@ -1,10 +1,10 @@
 """Tells the log what the pool holds: joined, inventory, stored, evicted, heartbeat; in the order in which it
 happened.
 
-Changes wait up to a millisecond for company. Stored and evicted never overtake each other, and an inventory is
-taken and queued in one step of the event loop, so that what follows it in the log is what happened after it. When
-the log cannot take more (`BusOverloaded`), waiting changes are dropped and a new inventory replaces them once there
-is room.
+Changes wait up to a millisecond for company. Stored and evicted never overtake each other, and an inventory
+is taken and queued in one step of the event loop, so that what follows it in the log is what happened after
+it. When the log cannot take more (`BusOverloaded`), waiting changes are dropped and a new inventory replaces
+them once there is room.
 """
 
 from __future__ import annotations
@@ -57,8 +57,12 @@ class Announcer:
         #: Told of the same changes.
         self.listeners: list[Callable[[list[Change]], None]] = []
 
-    def start(self, book: Book, joined: Callable[[], StoreJoined], ssd_keys: Callable[[], list[bytes]] = list) -> None:
-        """Joins: `joined` makes the first message of every announcement, `book` and `ssd_keys` have the inventory."""
+    def start(
+        self, book: Book, joined: Callable[[], StoreJoined], ssd_keys: Callable[[], list[bytes]] = list
+    ) -> None:
+        """Joins: `joined` makes the first message of every announcement, `book` and `ssd_keys` have the
+        inventory.
+        """
         self._book, self._joined, self._ssd_keys = book, joined, ssd_keys
         self.announce()
         self._beating = asyncio.create_task(self._beat())
@@ -169,5 +173,7 @@ class Announcer:
                 slots_leased=counts.leased,
                 leases=counts.leases,
             )
-            with contextlib.suppress(BusError):  # waits for the ack, so that a long cut does not end in a burst
+            with contextlib.suppress(
+                BusError
+            ):  # waits for the ack, so that a long cut does not end in a burst
                 await self._bus.append(heartbeat, source_id=self._node_id)

@@ -1,9 +1,9 @@
-"""Reads an order's blocks from another node into its reserved slots, layer-major, telling of layers as they become
-readable.
+"""Reads an order's blocks from another node into its reserved slots, layer-major, telling of layers as they
+become readable.
 
-Layer-major, because the worker can compute over layer 0 while layer 1 is under way; in groups of layers of a few
-MiB, two under way at once, so that the link is not idle between them. A block counts as fetched only when its
-checksum is that of the source.
+Layer-major, because the worker can compute over layer 0 while layer 1 is under way; in groups of layers of a
+few MiB, two under way at once, so that the link is not idle between them. A block counts as fetched only when
+its checksum is that of the source.
 
 Source: Mooncake (FAST'25), section 5.2 (layer-wise loading); Mooncake's transfer engine.
 """
@@ -52,11 +52,15 @@ class _Slow(Exception):
     """A holder takes its time (it may have to load from its SSD), and there is another one."""
 
 
-async def lease_at(peers: Peers, node_id: str, wanted: FetchBlocks, hold: Hold, *, party: str) -> Source | int:
+async def lease_at(
+    peers: Peers, node_id: str, wanted: FetchBlocks, hold: Hold, *, party: str
+) -> Source | int:
     """Leases the blocks at a holder. An int: a miss, it has only so many of them. Raises StoreError."""
     peer = await peers.get(node_id)
     keys = join_keys(hold.keys[: wanted.first_block + wanted.blocks])
-    request = LeaseBlocks(order_id=wanted.order_id, party=party, block_keys=keys, first_block=wanted.first_block)
+    request = LeaseBlocks(
+        order_id=wanted.order_id, party=party, block_keys=keys, first_block=wanted.first_block
+    )
     leased = await peers.ask(node_id, "lease", request, Leased)
     if leased.missing:
         return leased.held
@@ -94,8 +98,8 @@ async def read_layers(
 
 
 async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fetched:
-    """Brings the blocks from the source, or else from the first replica that can give them. Whatever happens, leases
-    elsewhere end and no slot is written afterwards.
+    """Brings the blocks from the source, or else from the first replica that can give them. Whatever happens,
+    leases elsewhere end and no slot is written afterwards.
 
     Raises OrderUnknown, or the last TransferError; a miss is an answer. Then it is for the caller to compute.
     """
@@ -129,8 +133,8 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
 async def _fetch_from(
     agent: StoreAgent, owner: Owner, node_id: str, request: FetchBlocks, *, more: bool
 ) -> Fetched | int:
-    """Leases, reads, verifies, commits. An int: a miss, the holder has only so many. `more`: there is another holder
-    to turn to, so that this one is not waited for as long."""
+    """Leases, reads, verifies, commits. An int: a miss, the holder has only so many. `more`: there is another
+    holder to turn to, so that this one is not waited for as long."""
     hold = agent.book.hold(owner)
     number = next(_numbers)
     writer = f"fetch-{number}"
@@ -175,7 +179,9 @@ async def _look_after(agent: StoreAgent, node_id: str) -> None:
         agent.failed(node_id, problem)
 
 
-async def _read(agent: StoreAgent, hold: Hold, request: FetchBlocks, source: Source, wanted: Sequence[int]) -> int:
+async def _read(
+    agent: StoreAgent, hold: Hold, request: FetchBlocks, source: Source, wanted: Sequence[int]
+) -> int:
     deadline_ns = time.monotonic_ns() + agent.config.transfer_ns_max
     call = Call(request.order_id, source.party, deadline_ns, verify=agent.config.verify_shm)
 
@@ -186,7 +192,9 @@ async def _read(agent: StoreAgent, hold: Hold, request: FetchBlocks, source: Sou
 
 
 async def copy_local(agent: StoreAgent, owner: Owner, hold: Hold, request: FetchBlocks) -> list[int]:
-    """The blocks that must be moved. Those that another order committed here meanwhile are copied within the pool."""
+    """The blocks that must be moved. Those that another order committed here meanwhile are copied within the
+    pool.
+    """
     missing = agent.book.to_commit(owner, request.first_block, request.blocks)
     here = [i for i in missing if agent.book.find(hold.keys[i]) is not None]
     if here:
@@ -204,7 +212,9 @@ async def copy_local(agent: StoreAgent, owner: Owner, hold: Hold, request: Fetch
 
 
 async def tell_loaded(agent: StoreAgent, request: FetchBlocks, layer: int) -> None:
-    loaded = KvLoaded(order_id=request.order_id, layer=layer, first_block=request.first_block, blocks=request.blocks)
+    loaded = KvLoaded(
+        order_id=request.order_id, layer=layer, first_block=request.first_block, blocks=request.blocks
+    )
     await agent.bus.publish(subjects.kv(request.worker_id, "KvLoaded"), loaded)
 
 

@@ -1,10 +1,12 @@
 """What this node holds, told to routers from elsewhere in vLLM's wire form. Off unless an address is given.
 
 PUB: multipart `[topic, seq as 8 bytes big-endian, payload]`; the payload is msgpack, an array `[ts, events,
-data_parallel_rank]` of tagged maps. ROUTER (if given an address): `[id, "", seq]` is answered with `[id, "", topic,
-seq, payload]` for each batch from there on that is still kept, and an end marker whose sequence number is -1.
+data_parallel_rank]` of tagged maps. ROUTER (if given an address): `[id, "", seq]` is answered with `[id, "",
+topic, seq, payload]` for each batch from there on that is still kept, and an end marker whose sequence number
+is -1.
 
-A block's hash is its 16-byte key. Tokens and parents are not told: the store does not know them (`token_ids` is empty,
+A block's hash is its 16-byte key. Tokens and parents are not told: the store does not know them (`token_ids`
+is empty,
 `parent_block_hash` nil). A new agent begins with `AllBlocksCleared` and sequence number 0.
 
 Source: vLLM's `distributed/kv_events.py`, for the form.
@@ -63,7 +65,9 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class KvEvents:
-    """`start`, then `add` on the event loop; sends never wait (a slow subscriber loses, and asks for a replay)."""
+    """`start`, then `add` on the event loop; sends never wait (a slow subscriber loses, and asks for a
+    replay).
+    """
 
     def __init__(self, address: str, replay_address: str, block_tokens: int) -> None:
         """No `address`: it does nothing."""

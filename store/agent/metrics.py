@@ -1,7 +1,7 @@
 """A store agent's metrics: how full each tier is, what moved over which transport, what failed and why.
 
-Read from the agent's own counts when somebody asks. Only reads and writes that this agent began are counted here, so
-that the sum over all agents counts each transfer once.
+Read from the agent's own counts when somebody asks. Only reads and writes that this agent began are counted
+here, so that the sum over all agents counts each transfer once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from halfmoon.bus.telemetry.metrics import Values, counter, gauge, histogram
-from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError, TransferRefused, TransferTimeout
+from halfmoon.store.errors import (
+    BytesCorrupted,
+    PeerUnreachable,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
 from halfmoon.store.pool.slots import Change
 
 if TYPE_CHECKING:
     from halfmoon.store.agent.agent import StoreAgent
     from halfmoon.store.transports.engine import Moved
 
-#: Codes of what a move can fail with; each is shown from the start, or Prometheus would not see its first one.
+#: Codes of what a move can fail with; each is shown from the start, or Prometheus would not see its first
+#: one.
 FAILURES = (TransferError, PeerUnreachable, TransferRefused, TransferTimeout, BytesCorrupted)
 
 KINDS = ("stored", "evicted")
@@ -29,7 +36,11 @@ KINDS = ("stored", "evicted")
 FAMILIES = {
     "failed_": ("halfmoon_store_peer_failures", "Peers that could not be read or written.", "code"),
     "answered_": ("halfmoon_store_refusals", "Requests that were answered with an error.", "code"),
-    "refused_": ("halfmoon_store_connections_refused", "What came over the data plane and was not let in.", "reason"),
+    "refused_": (
+        "halfmoon_store_connections_refused",
+        "What came over the data plane and was not let in.",
+        "reason",
+    ),
     "retried_": ("halfmoon_transfer_retries", "Slices that failed and went over another path.", "transport"),
 }
 
@@ -67,7 +78,9 @@ class StoreMetrics(Collector):
         yield gauge("halfmoon_cache_block_bytes", "Size of a block.", (), {(): block_bytes})
         states: Values = {(at,): getattr(counts, at) for at in ("free", "reserved", "committed", "condemned")}
         yield gauge("halfmoon_store_slots", "Slots of the pool by state.", ("state",), states)
-        yield gauge("halfmoon_store_slots_leased", "Committed slots that somebody reads.", (), {(): counts.leased})
+        yield gauge(
+            "halfmoon_store_slots_leased", "Committed slots that somebody reads.", (), {(): counts.leased}
+        )
         yield gauge("halfmoon_store_holds", "Leases and reservations of orders.", (), {(): counts.holds})
         yield gauge("halfmoon_store_pushes_open", "Pushes under way.", (), {(): agent.pushes_open()})
         for kind in KINDS:
@@ -86,11 +99,17 @@ class StoreMetrics(Collector):
         yield counter("halfmoon_transfer_descriptors", "Contiguous runs of bytes moved.", way, count)
         times = {key: it.times for key, it in moved.items()}
         yield histogram("halfmoon_transfer_seconds", "One move over one path.", way, times)
-        failures = {(*key, kind.code): it.failures[kind.code] for key, it in moved.items() for kind in FAILURES}
-        yield counter("halfmoon_transfer_failures", "Moves over one path that failed.", (*way, "code"), failures)
+        failures = {
+            (*key, kind.code): it.failures[kind.code] for key, it in moved.items() for kind in FAILURES
+        }
+        yield counter(
+            "halfmoon_transfer_failures", "Moves over one path that failed.", (*way, "code"), failures
+        )
         ssd: Mapping[str, int] = self._agent.counters
         file = {("read",): ssd["ssd_read_bytes"], ("write",): ssd["ssd_written_bytes"]}
-        yield counter("halfmoon_ssd_bytes", "Bytes of KVCache to and from the SSD tier.", ("direction",), file)
+        yield counter(
+            "halfmoon_ssd_bytes", "Bytes of KVCache to and from the SSD tier.", ("direction",), file
+        )
 
     def _events(self) -> Iterable[Metric]:
         found: dict[str, dict[tuple[str, ...], float]] = {prefix: {} for prefix in FAMILIES}
@@ -104,4 +123,6 @@ class StoreMetrics(Collector):
         for prefix, values in found.items():
             name, text, label = FAMILIES[prefix]
             yield counter(name, text, (label,), values)
-        yield counter("halfmoon_store_events", "What else happened, by the agent's own names.", ("event",), others)
+        yield counter(
+            "halfmoon_store_events", "What else happened, by the agent's own names.", ("event",), others
+        )

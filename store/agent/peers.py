@@ -1,7 +1,7 @@
 """The other agents: who they are, how their memory is reached, and asking them.
 
-Everything is learnt by `hello`, on first need, and learnt anew when a peer answers under another incarnation. What
-the bus says of a peer becomes an error of the store here.
+Everything is learnt by `hello`, on first need, and learnt anew when a peer answers under another incarnation.
+What the bus says of a peer becomes an error of the store here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def _proof(hello: Hello, secret: str) -> str:
 
 
 class Peers:
-    """`me` makes this agent's own hello; `learnt` is told of every genuine one (the TCP server allows its key)."""
+    """`me` makes this agent's own hello; `learnt` is told of every genuine one (the TCP server allows its
+    key).
+    """
 
     def __init__(
         self,
@@ -104,7 +106,9 @@ class Peers:
             for callback in self.forgotten:
                 callback(node_id)
 
-    async def ask(self, node_id: str, verb: str, message: Message, kind: type[M], *, timeout_s: float = 0.0) -> M:
+    async def ask(
+        self, node_id: str, verb: str, message: Message, kind: type[M], *, timeout_s: float = 0.0
+    ) -> M:
         """A control request to another agent. Raises PeerUnreachable, or the error that it answers."""
         try:
             subject = subjects.store(node_id, verb)

@@ -6,9 +6,9 @@
     the target
       └──────────────▶ failed / released ──▶ dropped at the target, TransferFailed to the decode worker
 
-One task moves for each order. Pushes that queue up while it copies are moved together, so that a slow link costs
-throughput and not a round trip for each layer. A push to the own node moves nothing: both workers hold the same
-slots.
+One task moves for each order. Pushes that queue up while it copies are moved together, so that a slow link
+costs throughput and not a round trip for each layer. A push to the own node moves nothing: both workers hold
+the same slots.
 
 Source: Mooncake (2407.00079), section 5.2 (layer-wise prefill); section 4 (messenger).
 """
@@ -107,7 +107,9 @@ class Push:
             self._progress.set()
 
     async def close(self, pushes: int) -> Pushed:
-        """Waits until `pushes` of them are readable at the target, and commits there. Raises what made it fail."""
+        """Waits until `pushes` of them are readable at the target, and commits there. Raises what made it
+        fail.
+        """
         deadline_ns = time.monotonic_ns() + self._transfer_ns_max
         while self._done < pushes and self.failure is None:
             self._progress.clear()

@@ -1,9 +1,9 @@
-"""Copies of blocks on other nodes: made by order of the conductor (a hot prefix), by a program, or because their node
-leaves.
+"""Copies of blocks on other nodes: made by order of the conductor (a hot prefix), by a program, or because
+their node leaves.
 
 `replicate` pulls: the new holder asks the source, as for any fetch, so that leases, checksums and the paths are the
-same. With `move` the source forgets its copy afterwards, when nobody holds it. A copy that was made ahead of need
-(`spare`) goes before anything else when room is needed, until somebody reads it.
+same. With `move` the source forgets its copy afterwards, when nobody holds it. A copy that was made ahead of
+need (`spare`) goes before anything else when room is needed, until somebody reads it.
 
 `drain` hands the blocks that no other node holds to the others, those that would have been evicted last first, until
 there is no more room. The node then leaves; a reader that still counts on it turns to the others.
@@ -36,7 +36,8 @@ _numbers = itertools.count(1)
 
 
 async def replicate(agent: StoreAgent, request: Replicate) -> Replicated:
-    """Brings those of the blocks here that are not. What the source has not is skipped; what does not fit ends it.
+    """Brings those of the blocks here that are not. What the source has not is skipped; what does not fit
+    ends it.
 
     Raises TransferError.
     """

@@ -91,11 +91,13 @@ async def drop(agent: StoreAgent, request: say.DropBlocks) -> say.Done:
 
 async def pair(agent: StoreAgent, request: say.QueuePair) -> say.QueuePair:
     if agent.rdma is None:
-        raise TransferRefused(f"{agent.config.node_id} has no RDMA: {agent.absent.get('rdma', 'not started')}")
+        raise TransferRefused(
+            f"{agent.config.node_id} has no RDMA: {agent.absent.get('rdma', 'not started')}"
+        )
     return agent.rdma.accept(request)
 
 
 def _writer(order_id: str, node_id: str) -> Owner:
-    """The writing node holds the reservation beside the decode worker, which may have read all and released it before
-    the last block is committed."""
+    """The writing node holds the reservation beside the decode worker, which may have read all and released
+    it before the last block is committed."""
     return Owner(order_id, peer_writer(node_id))

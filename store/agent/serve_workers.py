@@ -58,8 +58,12 @@ async def serve_all(agent: StoreAgent) -> list[Subscription]:
     ]
     node_id = agent.config.node_id
     subscriptions = [
-        await agent.bus.serve(subjects.store(node_id, "push"), say.PushLayers, functools.partial(push, agent)),
-        await agent.bus.subscribe(subjects.store(node_id, "keep"), say.KeepOrders, functools.partial(keep, agent)),
+        await agent.bus.serve(
+            subjects.store(node_id, "push"), say.PushLayers, functools.partial(push, agent)
+        ),
+        await agent.bus.subscribe(
+            subjects.store(node_id, "keep"), say.KeepOrders, functools.partial(keep, agent)
+        ),
     ]
     for verb, kind, answer in verbs:
         handler = functools.partial(_answer, agent, answer)
@@ -71,7 +75,11 @@ async def _answer(
     agent: StoreAgent, answer: Callable[[StoreAgent, Any], Awaitable[Message]], request: Message
 ) -> Message:
     try:
-        if agent.tracing is not None and isinstance(request, say.FetchBlocks | say.ClosePush) and request.traceparent:
+        if (
+            agent.tracing is not None
+            and isinstance(request, say.FetchBlocks | say.ClosePush)
+            and request.traceparent
+        ):
             return await traced(agent, agent.tracing, answer, request)
         return await answer(agent, request)
     except StoreError as problem:
@@ -81,7 +89,7 @@ async def _answer(
         raise PeerError("invalid_request", str(problem)[:500]) from None
 
 
-# --- the node's workers -----------------------------------------------------------------------------------------
+# --- the node's workers -------------------------------------------------------------------------------------
 
 
 async def attach(agent: StoreAgent, request: say.Attach) -> say.Attached:
@@ -173,7 +181,9 @@ async def _open_push(agent: StoreAgent, owner: Owner, request: say.OpenPush) -> 
         except BaseException as problem:
             if isinstance(problem, StoreError):
                 agent.failed(request.target_node_id, problem)
-            if peer is not None and (isinstance(problem, TransferError) or not isinstance(problem, StoreError)):
+            if peer is not None and (
+                isinstance(problem, TransferError) or not isinstance(problem, StoreError)
+            ):
                 # No answer, or nobody to hear it any more: the reservation may be there all the same.
                 agent.spawn(agent.peers.tell(peer.node_id, "drop", drop))
             raise

@@ -1,5 +1,6 @@
-"""Blocks of the SSD come back: into the slots of an order of this node (the conductor told its worker to load them), or
-into the pool for a reader from elsewhere. Loading is never started by a guess: whoever asks was told that it pays.
+"""Blocks of the SSD come back: into the slots of an order of this node (the conductor told its worker to load
+them), or into the pool for a reader from elsewhere. Loading is never started by a guess: whoever asks was
+told that it pays.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ async def load_own(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fet
                 elapsed_ns = time.monotonic_ns() - started_ns
                 return Fetched(bytes=0, elapsed_ns=elapsed_ns, blocks=0, missing=True, held=held)
             try:
-                await _read_layers(agent, hold, request, wanted, lent, Call(owner.order_id, owner.party, deadline_ns))
+                await _read_layers(
+                    agent, hold, request, wanted, lent, Call(owner.order_id, owner.party, deadline_ns)
+                )
                 await _commit(agent, owner, hold, wanted, lent, request.first_block, request.blocks)
             finally:
                 agent.tier.give_back(lent)
@@ -78,7 +81,9 @@ async def load_own(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fet
 
 
 async def promote(agent: StoreAgent, keys: Sequence[bytes], deadline_ns: int) -> None:
-    """Brings those of `keys` that are only on the SSD into the pool. What fails stays where it is, or is forgotten."""
+    """Brings those of `keys` that are only on the SSD into the pool. What fails stays where it is, or is
+    forgotten.
+    """
     tier = agent.tier
     if tier is None:
         return
@@ -91,7 +96,9 @@ async def promote(agent: StoreAgent, keys: Sequence[bytes], deadline_ns: int) ->
     for tenant, some in by_tenant.items():
         owner = Owner(f"promote-{next(_numbers)}", agent.config.node_id)
         try:
-            hold = agent.book.open_put(owner, some, len(some), writer="ssd", tenant=tenant.hex() if any(tenant) else "")
+            hold = agent.book.open_put(
+                owner, some, len(some), writer="ssd", tenant=tenant.hex() if any(tenant) else ""
+            )
         except StoreError as problem:
             agent.counters[f"promotion_{problem.code}"] += 1
             continue
@@ -100,7 +107,9 @@ async def promote(agent: StoreAgent, keys: Sequence[bytes], deadline_ns: int) ->
             lent = tier.lend([some[i] for i in indices])
             try:
                 layers = agent.config.layout.layers
-                moves = [Move(at.record, hold.slots[i], 0, layers) for i, at in zip(indices, lent, strict=True)]
+                moves = [
+                    Move(at.record, hold.slots[i], 0, layers) for i, at in zip(indices, lent, strict=True)
+                ]
                 await tier.read(moves, Call(owner.order_id, owner.party, deadline_ns))
                 await _commit(agent, owner, hold, indices, lent, 0, len(some))
             finally:
@@ -112,7 +121,12 @@ async def promote(agent: StoreAgent, keys: Sequence[bytes], deadline_ns: int) ->
 
 
 async def _read_layers(
-    agent: StoreAgent, hold: Hold, request: FetchBlocks, wanted: Sequence[int], lent: Sequence[Lent], call: Call
+    agent: StoreAgent,
+    hold: Hold,
+    request: FetchBlocks,
+    wanted: Sequence[int],
+    lent: Sequence[Lent],
+    call: Call,
 ) -> None:
     """Groups of layers of all blocks, one after another, so that the worker can compute over the first ones."""
     assert agent.tier is not None
@@ -126,13 +140,25 @@ async def _read_layers(
 
 
 async def _commit(
-    agent: StoreAgent, owner: Owner, hold: Hold, indices: Sequence[int], lent: Sequence[Lent], first: int, blocks: int
+    agent: StoreAgent,
+    owner: Owner,
+    hold: Hold,
+    indices: Sequence[int],
+    lent: Sequence[Lent],
+    first: int,
+    blocks: int,
 ) -> None:
-    """Shows the blocks if they are what was put; raises BytesCorrupted, with the others of them forgotten, if not."""
+    """Shows the blocks if they are what was put; raises BytesCorrupted, with the others of them forgotten, if
+    not.
+    """
 
     def check(sums: dict[int, int]) -> None:
         assert agent.tier is not None
-        bad = [hold.keys[i] for i, at in zip(indices, lent, strict=True) if i in sums and sums[i] != at.entry.checksum]
+        bad = [
+            hold.keys[i]
+            for i, at in zip(indices, lent, strict=True)
+            if i in sums and sums[i] != at.entry.checksum
+        ]
         if bad:
             agent.counters["ssd_corrupted"] += len(bad)
             agent.tier.forget(bad)

@@ -1,4 +1,6 @@
-"""Checksums: xxh3_64 of every layer of a block, and of those sums the block's own, which goes where the block goes."""
+"""Checksums: xxh3_64 of every layer of a block, and of those sums the block's own, which goes where the block
+goes.
+"""
 
 from __future__ import annotations
 

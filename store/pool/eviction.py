@@ -1,10 +1,11 @@
 """Which block goes when room is needed. The pool tells a policy what is idle; the policy names a victim.
 
-Only idle slots (committed, held by nobody, no writer on them) can be victims, so that no policy can evict a leased
-block. A policy may remember a slot while it is held: it is the same block until it was a victim.
+Only idle slots (committed, held by nobody, no writer on them) can be victims, so that no policy can evict a
+leased block. A policy may remember a slot while it is held: it is the same block until it was a victim.
 
-Chains are evicted from their tail because the pool adds and touches the blocks of a chain last to first: among blocks
-that were used together the tail comes first in every order below. `benchmarks/eviction.py` compares the policies.
+Chains are evicted from their tail because the pool adds and touches the blocks of a chain last to first:
+among blocks that were used together the tail comes first in every order below. `benchmarks/eviction.py`
+compares the policies.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class LeastRecentlyUsed:
 class LeastFrequentlyUsed:
     """The slot with the fewest uses, the oldest of them first; what was popular long ago grows old.
 
-    A block's worth is its uses since it came plus the worth of the last victim before that: so a new block starts
-    level with what is being evicted, and an old favourite that is used no more is overtaken.
+    A block's worth is its uses since it came plus the worth of the last victim before that: so a new block
+    starts level with what is being evicted, and an old favourite that is used no more is overtaken.
 
     Source: LFU with dynamic aging (Arlitt et al., 2000).
     """
@@ -145,12 +146,13 @@ class LeastFrequentlyUsed:
 class S3Fifo:
     """New blocks wait in a queue of their own, and only what was used there again enters the main one.
 
-    Blocks that leave the first queue unused are remembered by key; should they come back, they enter the main queue at
-    once. In the main queue a used block gets another round.
+    Blocks that leave the first queue unused are remembered by key; should they come back, they enter the main
+    queue at once. In the main queue a used block gets another round.
 
-    Source: S3-FIFO (SOSP'23). Two constants differ, by `benchmarks/eviction.py`: the first queue has half of the pool
-    (there a tenth: the next turn of a conversation comes minutes later, not at once), and twice as many keys are
-    remembered as blocks are held. Chosen on the first half of the trace, they hold on the second.
+    Source: S3-FIFO (SOSP'23). Two constants differ, by `benchmarks/eviction.py`: the first queue has half of
+    the pool (there a tenth: the next turn of a conversation comes minutes later, not at once), and twice as
+    many keys are remembered as blocks are held. Chosen on the first half of the trace, they hold on the
+    second.
     """
 
     FIRST_SHARE = 2
@@ -192,8 +194,8 @@ class S3Fifo:
         if not self._idle:
             raise LookupError("nothing is idle")
         while True:
-            # This ends: the first queue gets shorter by each try; in the main one, which has something idle, each round
-            # lowers its uses. Were all of it held, it would go round for ever.
+            # This ends: the first queue gets shorter by each try; in the main one, which has something idle,
+            # each round lowers its uses. Were all of it held, it would go round for ever.
             if len(self._first) * self.FIRST_SHARE >= len(self._uses) or not self._idle_in_main:
                 if (slot := self._from_first()) is not None:
                     return slot

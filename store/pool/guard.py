@@ -1,8 +1,8 @@
-"""The pool behind a lock, with a clock. The event loop changes it; transport threads ask it (`Gate`) before they
-touch a slot.
+"""The pool behind a lock, with a clock. The event loop changes it; transport threads ask it (`Gate`) before
+they touch a slot.
 
-Also remembers, for one lease's time, what was released before it was ever opened: an order may be cancelled while
-its reservation is still on the way, and would otherwise hold memory that nobody wants.
+Also remembers, for one lease's time, what was released before it was ever opened: an order may be cancelled
+while its reservation is still on the way, and would otherwise hold memory that nobody wants.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def peer_writer(node_id: str) -> str:
 class Book:
     """See the module. Every method may be called from any thread."""
 
-    def __init__(self, pool: Pool, *, ttl_ns: int, grace_ns: int, announce: Callable[[list[Change]], None]) -> None:
+    def __init__(
+        self, pool: Pool, *, ttl_ns: int, grace_ns: int, announce: Callable[[list[Change]], None]
+    ) -> None:
         self._pool = pool
         self._lock = threading.Lock()
         self._ttl_ns = ttl_ns
@@ -92,11 +94,15 @@ class Book:
             self._pool.renew_writer(owner, writer, deadline_ns=self._writer_deadline())
 
     def to_commit(self, owner: Owner, first: int, blocks: int) -> dict[int, int]:
-        """Index to slot of those blocks of the range that have a key and are not visible yet. Raises OrderUnknown."""
+        """Index to slot of those blocks of the range that have a key and are not visible yet. Raises
+        OrderUnknown.
+        """
         with self._lock:
             hold = self._pool.hold(owner)
             indices = range(first, min(first + blocks, len(hold.slots)))
-            return {i: hold.slots[i] for i in indices if hold.keys[i] and not self._pool.readable(hold.slots[i])}
+            return {
+                i: hold.slots[i] for i in indices if hold.keys[i] and not self._pool.readable(hold.slots[i])
+            }
 
     def commit(self, owner: Owner, checksums: dict[int, int]) -> list[int]:
         with self._lock:
@@ -124,7 +130,9 @@ class Book:
                 self._pool.slots[slot].spare = i not in hold.present
 
     def hottest(self) -> list[tuple[bytes, str]]:
-        """Every committed key with its tenant ("": anybody's); what is in use first, what is evicted next last."""
+        """Every committed key with its tenant ("": anybody's); what is in use first, what is evicted next
+        last.
+        """
         with self._lock:
             idle = self._pool.next_victims(len(self._pool.slots))
             going = {victim.slot.key: None for victim in reversed(idle)}
@@ -192,8 +200,8 @@ class Book:
             self._pool.close_writer(owner, name)
 
     def release(self, owner: Owner, *, writers: Sequence[str] = (), remember: bool = False) -> bool:
-        """Drops the hold and closes these writers. `remember`: refuse it when it comes after this. False: there was
-        none.
+        """Drops the hold and closes these writers. `remember`: refuse it when it comes after this. False:
+        there was none.
         """
         with self._lock:
             for name in writers:
@@ -238,7 +246,7 @@ class Book:
         if owner in self._gone or Owner(owner.order_id, "") in self._gone:
             raise OrderUnknown(f"order {owner.order_id} was released before it was opened")
 
-    # --- Gate: from transport threads ----------------------------------------------------------------------------
+    # --- Gate: from transport threads -----------------------------------------------------------------------
 
     def begin_write(self, order_id: str, party: str, slots: Sequence[int]) -> str:
         owner = Owner(order_id, party)

@@ -1,5 +1,5 @@
-"""Which idle slots go when room is needed: first copies that were made ahead of need and that nobody read, then what
-nobody pinned, then what is pinned softly; a tenant at its quota gives up blocks of its own only.
+"""Which idle slots go when room is needed: first copies that were made ahead of need and that nobody read,
+then what nobody pinned, then what is pinned softly; a tenant at its quota gives up blocks of its own only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from halfmoon.store.pool.eviction import Eviction, LeastRecentlyUsed
 
 
 class Room:
-    """Idle slots, in the order in which they go. Spare copies and softly pinned slots have orders of their own."""
+    """Idle slots, in the order in which they go. Spare copies and softly pinned slots have orders of their
+    own.
+    """
 
     def __init__(self, eviction: Eviction) -> None:
         self._eviction = eviction

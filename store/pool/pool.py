@@ -10,13 +10,14 @@ A slot is in one of four states::
 Rules.
 
 - A put has two phases. Reserved slots belong to their holders alone; a key is found only after `commit`.
-- A *hold* is what one party of one order has: reserved slots, and leases on committed ones. It expires. Leased blocks
-  are never evicted. Looking whether a key exists (`probe`) changes nothing.
-- A *writer* is somebody outside of this process who may write into the reserved slots of a hold: the node's own
-  worker, or a peer that pushes. A writer never writes after its deadline. A slot that loses its last holder while a
-  writer is on it is condemned: unusable until the writer closes or its deadline passes, so that a late write never
-  hits another order's bytes.
-- Keys are chained, but the pool does not know parents: it takes the order in which keys are listed, head first.
+- A *hold* is what one party of one order has: reserved slots, and leases on committed ones. It expires.
+  Leased blocks are never evicted. Looking whether a key exists (`probe`) changes nothing.
+- A *writer* is somebody outside of this process who may write into the reserved slots of a hold: the node's
+  own worker, or a peer that pushes. A writer never writes after its deadline. A slot that loses its last
+  holder while a writer is on it is condemned: unusable until the writer closes or its deadline passes, so
+  that a late write never hits another order's bytes.
+- Keys are chained, but the pool does not know parents: it takes the order in which keys are listed, head
+  first.
 
 Source: Mooncake (FAST'25), section 4; architecture: leases and condemned slots are ours.
 """
@@ -27,7 +28,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from halfmoon.store.errors import BlockMissing, OrderUnknown, QuotaExceeded, StoreError, StoreFull, WrongTenant
+from halfmoon.store.errors import (
+    BlockMissing,
+    OrderUnknown,
+    QuotaExceeded,
+    StoreError,
+    StoreFull,
+    WrongTenant,
+)
 from halfmoon.store.pool import audit
 from halfmoon.store.pool.eviction import Eviction, LeastRecentlyUsed
 from halfmoon.store.pool.idle_queues import Room
@@ -41,7 +49,11 @@ class Pool:
     """See the module. Not thread safe; `Book` is."""
 
     def __init__(
-        self, slots: int, *, eviction: Eviction | None = None, quotas: Mapping[str, int] = MappingProxyType({})
+        self,
+        slots: int,
+        *,
+        eviction: Eviction | None = None,
+        quotas: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """`quotas`: slots that a tenant may use; who is not named may use all."""
         assert slots > 0, slots
@@ -57,14 +69,16 @@ class Pool:
         self._pinned: set[int] = set()
         self._changes: list[Change] = []
 
-    # --- put -----------------------------------------------------------------------------------------------------
+    # --- put ------------------------------------------------------------------------------------------------
 
-    def open_put(self, owner: Owner, keys: Sequence[bytes], blocks: int, *, expires_ns: int, tenant: str = "") -> Hold:
+    def open_put(
+        self, owner: Owner, keys: Sequence[bytes], blocks: int, *, expires_ns: int, tenant: str = ""
+    ) -> Hold:
         """Leases those of `keys` that are here and reserves slots for the rest, and for `blocks - len(keys)`
         without a key.
 
-        All or nothing. Raises StoreFull, QuotaExceeded or WrongTenant, leaving everything as it was; StoreError when
-        the owner has a hold already.
+        All or nothing. Raises StoreFull, QuotaExceeded or WrongTenant, leaving everything as it was;
+        StoreError when the owner has a hold already.
         """
         assert blocks >= len(keys), (blocks, len(keys))
         if owner in self.holds:
@@ -78,7 +92,9 @@ class Pool:
         needed = blocks - len(present)
         idle = len(self._room) - sum(1 for slot in here if slot in self._room)
         if needed > len(self._free) + idle:
-            raise StoreFull(f"{needed} blocks wanted, {len(self._free)} free and {idle} evictable of {len(self.slots)}")
+            raise StoreFull(
+                f"{needed} blocks wanted, {len(self._free)} free and {idle} evictable of {len(self.slots)}"
+            )
         self._make_room_in_quota(tenant, needed, here)
         for number in here:
             self._hold_slot(number)
@@ -88,10 +104,14 @@ class Pool:
             slot = found[i] if i < len(keys) else None
             if slot is None:
                 slot = self._take_free()
-                self.slots[slot] = Slot(State.RESERVED, keys[i] if i < len(keys) else b"", holders=1, tenant=tenant)
+                self.slots[slot] = Slot(
+                    State.RESERVED, keys[i] if i < len(keys) else b"", holders=1, tenant=tenant
+                )
                 self._used[tenant] += 1
             taken.append(slot)
-        self.holds[owner] = Hold(taken, [*keys, *([b""] * (blocks - len(keys)))], expires_ns, present, tenant=tenant)
+        self.holds[owner] = Hold(
+            taken, [*keys, *([b""] * (blocks - len(keys)))], expires_ns, present, tenant=tenant
+        )
         return self.holds[owner]
 
     def share(self, owner: Owner, to: Owner, *, expires_ns: int) -> Hold:
@@ -101,15 +121,18 @@ class Pool:
             raise StoreError(f"order {to.order_id} is open for {to.party} already")
         for slot in source.slots:
             self._hold_slot(slot)
-        shared = Hold(list(source.slots), list(source.keys), expires_ns, list(source.present), tenant=source.tenant)
+        shared = Hold(
+            list(source.slots), list(source.keys), expires_ns, list(source.present), tenant=source.tenant
+        )
         self.holds[to] = shared
         return shared
 
     def commit(self, owner: Owner, checksums: dict[int, int]) -> list[int]:
-        """Makes blocks visible: `checksums` maps indices of the hold to checksums. Returns the indices that became
-        so.
+        """Makes blocks visible: `checksums` maps indices of the hold to checksums. Returns the indices that
+        became so.
 
-        Blocks without a key, committed ones, and ones that another order committed meanwhile stay as they are.
+        Blocks without a key, committed ones, and ones that another order committed meanwhile stay as they
+        are.
         """
         hold = self.hold(owner)
         done = []
@@ -127,10 +150,11 @@ class Pool:
             done.append(i)
         return done
 
-    # --- leases --------------------------------------------------------------------------------------------------
+    # --- leases ---------------------------------------------------------------------------------------------
 
     def lease(self, owner: Owner, keys: Sequence[bytes], *, first_block: int, expires_ns: int) -> Hold:
-        """Holds the blocks `keys[first_block:]`; those before count as used, so that heads stay newer than tails.
+        """Holds the blocks `keys[first_block:]`; those before count as used, so that heads stay newer than
+        tails.
 
         Raises BlockMissing (with how many are here) and holds nothing when one is not committed here.
         """
@@ -140,7 +164,9 @@ class Pool:
         for slot in slots:
             self._hold_slot(slot)
             self.slots[slot].hits += 1
-        hold = Hold(slots, list(keys[first_block:]), expires_ns, list(range(len(slots))), list(keys[:first_block]))
+        hold = Hold(
+            slots, list(keys[first_block:]), expires_ns, list(range(len(slots))), list(keys[:first_block])
+        )
         self.holds[owner] = hold
         return hold
 
@@ -158,8 +184,8 @@ class Pool:
             hold.expires_ns = max(hold.expires_ns, expires_ns)
 
     def release(self, owner: Owner) -> bool:
-        """Drops a hold: leases end, reserved slots become free, or condemned when a writer is on them. False: no
-        such hold.
+        """Drops a hold: leases end, reserved slots become free, or condemned when a writer is on them. False:
+        no such hold.
         """
         hold = self.holds.pop(owner, None)
         if hold is None:
@@ -195,7 +221,7 @@ class Pool:
     def readable(self, slot: int) -> bool:
         return self.slots[slot].state is State.COMMITTED
 
-    # --- pins, removal, idle blocks ------------------------------------------------------------------------------
+    # --- pins, removal, idle blocks -------------------------------------------------------------------------
 
     def require_tenant(self, keys: Iterable[bytes], tenant: str) -> None:
         """Raises WrongTenant when one of the blocks that are here is another tenant's."""
@@ -222,12 +248,14 @@ class Pool:
                     self._room.add(number, slot.key, pinned=True)
 
     def pin_hard(self, owner: Owner, keys: Sequence[bytes], *, until_ns: int) -> None:
-        """A lease that lasts until then, whoever is active. Raises BlockMissing; StoreFull when too much of the pool
-        would be pinned."""
+        """A lease that lasts until then, whoever is active. Raises BlockMissing; StoreFull when too much of
+        the pool would be pinned."""
         slots = self._all_here(keys)
         pinned = {slot for hold in self.holds.values() if hold.pin for slot in hold.slots}
         if len(pinned.union(slots)) > len(self.slots) // PINNED_SHARE:
-            raise StoreFull(f"{len(pinned)} of {len(self.slots)} slots are pinned, and no more than half may be")
+            raise StoreFull(
+                f"{len(pinned)} of {len(self.slots)} slots are pinned, and no more than half may be"
+            )
         self.lease(owner, keys, first_block=0, expires_ns=until_ns).pin = True
 
     def remove(self, key: bytes) -> bool:
@@ -246,7 +274,7 @@ class Pool:
         """Whether the block has been there, unchanged, since `next_victims` named it."""
         return self.slots[idle.number] is idle.slot and idle.slot.state is State.COMMITTED
 
-    # --- writers -------------------------------------------------------------------------------------------------
+    # --- writers --------------------------------------------------------------------------------------------
 
     def open_writer(self, owner: Owner, name: str, *, deadline_ns: int) -> None:
         """`name` may write into the reserved slots of the hold until `deadline_ns`. Raises OrderUnknown."""
@@ -295,10 +323,12 @@ class Pool:
                 return f"slot {slot} is not leased for this order"
         return ""
 
-    # --- time, reports, invariant --------------------------------------------------------------------------------
+    # --- time, reports, invariant ---------------------------------------------------------------------------
 
     def sweep(self, now_ns: int) -> list[Owner]:
-        """Collects what has expired by `now_ns`: holds, and writers past their deadline. Returns the holds' owners."""
+        """Collects what has expired by `now_ns`: holds, and writers past their deadline. Returns the holds'
+        owners.
+        """
         expired = [owner for owner, hold in self.holds.items() if hold.expires_ns <= now_ns]
         for owner in expired:
             self.release(owner)
@@ -321,7 +351,9 @@ class Pool:
         return audit.counts(self.slots, len(self.holds))
 
     def check(self) -> None:
-        """The invariant: every slot is accounted for exactly once. Raises AssertionError with the values in it."""
+        """The invariant: every slot is accounted for exactly once. Raises AssertionError with the values in
+        it.
+        """
         audit.check_slots(self.slots, self.holds, self.writers, self._free, self._room)
         used = Counter(slot.tenant for slot in self.slots if slot.state is not State.FREE)
         assert used == +self._used, (used, self._used)
@@ -334,7 +366,7 @@ class Pool:
         committed = sum(slot.state is State.COMMITTED for slot in self.slots)
         assert len(self._by_key) == committed, (len(self._by_key), committed)
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _all_here(self, keys: Sequence[bytes]) -> list[int]:
         slots: list[int] = []
@@ -351,7 +383,9 @@ class Pool:
             return
         own = self._room.first(over, lambda slot: self.slots[slot].tenant == tenant and slot not in keep)
         if len(own) < over:
-            raise QuotaExceeded(f"{needed} blocks wanted; the tenant may have {quota} and uses {self._used[tenant]}")
+            raise QuotaExceeded(
+                f"{needed} blocks wanted; the tenant may have {quota} and uses {self._used[tenant]}"
+            )
         for slot in own:
             self._empty(slot)
 
@@ -366,7 +400,9 @@ class Pool:
             return
         if slot.state is State.COMMITTED:
             if not slot.writers:
-                self._room.add(number, slot.key, pinned=number in self._pinned, spare=slot.spare and not slot.hits)
+                self._room.add(
+                    number, slot.key, pinned=number in self._pinned, spare=slot.spare and not slot.hits
+                )
         elif slot.writers:
             slot.state, slot.key = State.CONDEMNED, b""
         elif slot.state is not State.FREE:

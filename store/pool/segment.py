@@ -1,12 +1,14 @@
-"""The node's shared memory segment: `[slots, layers, layer_block_bytes]` bytes, and behind them a table of checksums
+"""The node's shared memory segment: `[slots, layers, layer_block_bytes]` bytes, and behind them a table of
+checksums
 `[slots, layers]` (u64), both mapped by the agent, by the node's workers, and by peers on the same host.
 
-It is a file in /dev/shm, `halfmoon-<cluster>-<node_id>`, mode 0600. Its creator holds a flock on it while it lives,
-so that anybody can tell a stale one: the kernel drops the lock of a process that dies, however it dies. Its pages
-are reserved when it is made, so that a full /dev/shm is an error at the start and not a bus error in the middle of
-a copy.
+It is a file in /dev/shm, `halfmoon-<cluster>-<node_id>`, mode 0600. Its creator holds a flock on it while it
+lives, so that anybody can tell a stale one: the kernel drops the lock of a process that dies, however it
+dies. Its pages are reserved when it is made, so that a full /dev/shm is an error at the start and not a bus
+error in the middle of a copy.
 
-(`multiprocessing.shared_memory` is not used: its resource tracker unlinks segments that other processes still need.)
+(`multiprocessing.shared_memory` is not used: its resource tracker unlinks segments that other processes still
+need.)
 """
 
 from __future__ import annotations
@@ -62,8 +64,9 @@ class PoolView:
     """A mapping of a node's pool.
 
     `blocks`: u8 `[slots, layers, layer_block_bytes]`; `sums`: u64 `[slots, layers]`, the xxh3_64 of every layer of
-    every committed block, written by the agent. Valid until `close`, or until the agent restarts (see `alive`); a
-    view that was handed out keeps its memory alive, so that a late reader sees old bytes and never a fault.
+    every committed block, written by the agent. Valid until `close`, or until the agent restarts (see
+    `alive`); a view that was handed out keeps its memory alive, so that a late reader sees old bytes and
+    never a fault.
     """
 
     def __init__(self, name: str, geometry: Geometry, fd: int, memory: mmap.mmap) -> None:
@@ -98,8 +101,8 @@ class PoolView:
             raise
 
     def touch(self) -> None:
-        """Takes the page faults now (some 30 ms a GiB), and not in the first copies. In a thread: numpy lets go of the
-        interpreter lock, which MAP_POPULATE does not."""
+        """Takes the page faults now (some 30 ms a GiB), and not in the first copies. In a thread: numpy lets
+        go of the interpreter lock, which MAP_POPULATE does not."""
         pages = self.blocks.reshape(-1)[::PAGE_BYTES]
         for first in range(0, len(pages), 16384):
             if self._fd < 0:
@@ -129,7 +132,9 @@ class PoolView:
     def close(self) -> None:
         """Lets go of the mapping (the memory goes when the last array that shows it does). Idempotent."""
         self._drop()
-        empty = Geometry(slots=0, layers=self.geometry.layers, layer_block_bytes=self.geometry.layer_block_bytes)
+        empty = Geometry(
+            slots=0, layers=self.geometry.layers, layer_block_bytes=self.geometry.layer_block_bytes
+        )
         self.blocks = np.empty((0, empty.layers, empty.layer_block_bytes), np.uint8)
         self.sums = np.empty((0, empty.layers), np.uint64)
 
@@ -155,7 +160,9 @@ class Segment:
         path = SHM / name
         with contextlib.suppress(FileNotFoundError):
             if not _unlink_stale(path):
-                raise SegmentError(f"segment {name} belongs to an agent that is alive: is the node id used twice?")
+                raise SegmentError(
+                    f"segment {name} belongs to an agent that is alive: is the node id used twice?"
+                )
         need = geometry.file_bytes
         stat = os.statvfs(SHM)
         free = stat.f_bavail * stat.f_frsize

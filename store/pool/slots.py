@@ -13,6 +13,7 @@ from halfmoon.schemas.events import Tier
 
 class State(Enum):
     """Of a slot; see the module."""
+
     FREE = "free"
     RESERVED = "reserved"
     COMMITTED = "committed"

@@ -1,14 +1,15 @@
-"""The SSD tier: blocks that DRAM cannot keep go to one file (`ssd_file`), and come back when somebody was told to load
-them, that is when the conductor found it cheaper than computing.
+"""The SSD tier: blocks that DRAM cannot keep go to one file (`ssd_file`), and come back when somebody was
+told to load them, that is when the conductor found it cheaper than computing.
 
 Rules.
 
-- Nothing of the hot path waits for the disk. Blocks that will be evicted next are copied ahead of time, without being
-  held: should one be evicted in the middle of its copy, the copy is thrown away. What the disk could not keep up with
-  is lost with its eviction, and counted (`ssd_unsaved`).
-- A read compares the block's checksum. What is not what was put is forgotten and announced as evicted: a miss.
-- A disk that fails becomes an event (`TierLost`): nothing is there any more, and the file is opened anew after a pause
-  that grows. The node goes on without it.
+- Nothing of the hot path waits for the disk. Blocks that will be evicted next are copied ahead of time,
+  without being held: should one be evicted in the middle of its copy, the copy is thrown away. What the disk
+  could not keep up with is lost with its eviction, and counted (`ssd_unsaved`).
+- A read compares the block's checksum. What is not what was put is forgotten and announced as evicted: a
+  miss.
+- A disk that fails becomes an event (`TierLost`): nothing is there any more, and the file is opened anew
+  after a pause that grows. The node goes on without it.
 
 Used from the event loop; its own threads read and write.
 """
@@ -95,11 +96,11 @@ class SsdTier:
         self._ahead = math.ceil(config.slot_count * config.ssd_ahead_percent / 100)
         self._batch = max(1, BATCH_BYTES // config.layout.block_bytes)
 
-    # --- life ----------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> list[Change]:
-        """Opens the file, or says why not (`TierLost`) and tries again later. What was in it, which is not announced:
-        the inventory has it."""
+        """Opens the file, or says why not (`TierLost`) and tries again later. What was in it, which is not
+        announced: the inventory has it."""
         await self._open()
         self._saving = asyncio.create_task(self._save())
         return self._all("stored")
@@ -176,7 +177,7 @@ class SsdTier:
         self._retire()
         self._lost(why)
 
-    # --- what is here --------------------------------------------------------------------------------------------
+    # --- what is here ---------------------------------------------------------------------------------------
 
     def keys(self) -> list[bytes]:
         return list(self._records)
@@ -254,10 +255,11 @@ class SsdTier:
             used = len(free) + len(self._entries) + len(forgotten) + self._taken
             assert used == self._file.records, (used, self._file.records)
 
-    # --- read ----------------------------------------------------------------------------------------------------
+    # --- read -----------------------------------------------------------------------------------------------
 
     async def read(self, moves: Sequence[Move], call: Call) -> None:
-        """Fills slots; what cannot be read is forgotten. Nothing is touched any more when this ends, cancelled or not.
+        """Fills slots; what cannot be read is forgotten. Nothing is touched any more when this ends,
+        cancelled or not.
 
         Raises TransferError (the disk fails), TransferTimeout.
         """
@@ -274,7 +276,10 @@ class SsdTier:
 
         runs = runs_of(moves, self._config.layout, self._config.ssd_threads)
         self._reading += 1
-        works = [asyncio.ensure_future(in_thread(self._threads, functools.partial(read, run), stop)) for run in runs]
+        works = [
+            asyncio.ensure_future(in_thread(self._threads, functools.partial(read, run), stop))
+            for run in runs
+        ]
         try:
             await asyncio.wait(works)
         finally:
@@ -294,7 +299,7 @@ class SsdTier:
             raise problem if isinstance(problem, StoreError) else TransferError(f"SSD: {problem}")
         self._counters["ssd_read_bytes"] += sum(at.layers for at in moves) * file.layer_bytes
 
-    # --- write-back ----------------------------------------------------------------------------------------------
+    # --- write-back -----------------------------------------------------------------------------------------
 
     async def _save(self) -> None:
         """Keeps the blocks that will be evicted next on the disk, until `stop`."""
@@ -326,7 +331,9 @@ class SsdTier:
         # More than the file holds would be written round and round.
         window = self._book.next_victims(min(ahead, file.records // 2))
         hits_min = self._config.ssd_hits_min
-        wanted = [idle for idle in window if idle.slot.hits >= hits_min and idle.slot.key not in self._records]
+        wanted = [
+            idle for idle in window if idle.slot.hits >= hits_min and idle.slot.key not in self._records
+        ]
         if not wanted:
             return 0
         until = time.monotonic() + GIVE_WAY_S
@@ -362,7 +369,9 @@ class SsdTier:
         return len(kept)
 
     def _write(self, file: SsdFile, records: Sequence[int], wanted: Sequence[Idle]) -> dict[int, Entry]:
-        """In a thread. Entries cleared, records, entries, in this order. Raises OSError, with the entries cleared."""
+        """In a thread. Entries cleared, records, entries, in this order. Raises OSError, with the entries
+        cleared.
+        """
         file.write_table()
         pairs = dict(zip(sorted(records), wanted, strict=False))
         blocks = self._view().blocks
@@ -372,9 +381,13 @@ class SsdTier:
             file.write(run[0].record, [blocks[at.slot] for at in run])
         kept = {}
         for record, idle in pairs.items():
-            if self._book.still(idle):  # else it was evicted meanwhile: what was copied may be another block's bytes
+            if self._book.still(
+                idle
+            ):  # else it was evicted meanwhile: what was copied may be another block's bytes
                 slot = idle.slot
-                kept[record] = Entry(slot.key, slot.checksum, slot.hits, bytes.fromhex(slot.tenant or "00" * 16))
+                kept[record] = Entry(
+                    slot.key, slot.checksum, slot.hits, bytes.fromhex(slot.tenant or "00" * 16)
+                )
                 file.set_entry(record, kept[record])
         try:
             file.write_table()

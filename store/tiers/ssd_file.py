@@ -1,5 +1,5 @@
-"""The SSD tier's file: `[head | table | records]`, preallocated, one record a block, read and written past the page
-cache where the file system can.
+"""The SSD tier's file: `[head | table | records]`, preallocated, one record a block, read and written past
+the page cache where the file system can.
 
 ::
 
@@ -9,10 +9,11 @@ cache where the file system can.
 
 Rules, by which a crash at any point loses blocks and never gives a wrong byte:
 
-- An entry never crosses a 512-byte sector, so that a torn write of the table leaves every other entry as it was.
-- A record is overwritten only after its entry was cleared on the disk, and its new entry is written only after the
-  record. A power cut may reorder that (nothing waits for the disk's own cache): then the block's checksum, which is
-  compared at every read, tells.
+- An entry never crosses a 512-byte sector, so that a torn write of the table leaves every other entry as it
+  was.
+- A record is overwritten only after its entry was cleared on the disk, and its new entry is written only
+  after the record. A power cut may reorder that (nothing waits for the disk's own cache): then the block's
+  checksum, which is compared at every read, tells.
 - A file of another layout, or one whose head is damaged, is begun anew.
 """
 
@@ -92,7 +93,7 @@ class SsdFile:
         self._generation = 0
         self._bounce = threading.local()
 
-    # --- open and close ------------------------------------------------------------------------------------------
+    # --- open and close -------------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, path: Path, layout: Layout, file_bytes: int) -> tuple[SsdFile, dict[int, Entry]]:
@@ -169,7 +170,7 @@ class SsdFile:
         """No read or write may be under way."""
         os.close(self._fd)
 
-    # --- table ---------------------------------------------------------------------------------------------------
+    # --- table ----------------------------------------------------------------------------------------------
 
     def set_entry(self, record: int, entry: Entry | None) -> None:
         """Reaches the disk with the next `write_table`."""
@@ -190,11 +191,11 @@ class SsdFile:
                 self._dirty.add(page)
                 raise
 
-    # --- records -------------------------------------------------------------------------------------------------
+    # --- records --------------------------------------------------------------------------------------------
 
     def read(self, record: int, first_layer: int, into: Sequence[Array]) -> None:
-        """Reads a run of bytes that begins at a layer of a record into buffers, one after another: layers of one
-        record, or whole records that follow each other. Raises OSError."""
+        """Reads a run of bytes that begins at a layer of a record into buffers, one after another: layers of
+        one record, or whole records that follow each other. Raises OSError."""
         self._move(os.preadv, record, first_layer, into)
 
     def write(self, record: int, source: Sequence[Array]) -> None:
@@ -204,7 +205,9 @@ class SsdFile:
     def _move(self, call: object, record: int, first_layer: int, buffers: Sequence[Array]) -> None:
         at = self._data_at + record * self._record_bytes + first_layer * self.layer_bytes
         whole = self._record_bytes == self.block_bytes or len(buffers) == 1
-        aligned = all(buffer.ctypes.data % PAGE_BYTES == buffer.nbytes % PAGE_BYTES == 0 for buffer in buffers)
+        aligned = all(
+            buffer.ctypes.data % PAGE_BYTES == buffer.nbytes % PAGE_BYTES == 0 for buffer in buffers
+        )
         if whole and (not self.direct or (at % PAGE_BYTES == 0 and aligned)):
             self._exactly(call, [buffer.reshape(-1).data for buffer in buffers], at)
             return
@@ -212,7 +215,9 @@ class SsdFile:
             self._bounced(call, at + number * self._record_bytes, buffer.reshape(-1))
 
     def _bounced(self, call: object, at: int, buffer: Array) -> None:
-        """Through aligned memory of the thread's own. A write begins at a record, so what follows it is padding."""
+        """Through aligned memory of the thread's own. A write begins at a record, so what follows it is
+        padding.
+        """
         start = at // PAGE_BYTES * PAGE_BYTES
         size = _pages(at + buffer.nbytes - start)
         memory = getattr(self._bounce, "memory", None)
@@ -238,7 +243,9 @@ class SsdFile:
 
 
 def runs_of(moves: Sequence[Move], layout: Layout, threads: int) -> list[list[Move]]:
-    """By record; whole records that follow each other in one run of up to RUN_BYTES, but a run for each thread."""
+    """By record; whole records that follow each other in one run of up to RUN_BYTES, but a run for each
+    thread.
+    """
     longest = max(1, min(RUN_BYTES // layout.block_bytes, len(moves) // threads))
     runs: list[list[Move]] = []
     for at in sorted(moves):

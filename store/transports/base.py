@@ -3,19 +3,20 @@
 `shm` (same host), `rdma` and `tcp` exist. A `Slice` is one contiguous run on both sides: a few work requests of RDMA.
 The interface is cut so that these fit without a change:
 
-- *An SSD tier* is a peer that is this node itself: `read` from a file into slots, `write` out of them; it needs no
-  lease.
-- *Replicas*: choosing a source is not done here. A transport moves between two pools and says how that went; who is
-  asked next is for the agent.
+- *An SSD tier* is a peer that is this node itself: `read` from a file into slots, `write` out of them; it
+  needs no lease.
+- *Replicas*: choosing a source is not done here. A transport moves between two pools and says how that went;
+  who is asked next is for the agent.
 
 Rules of every implementation (`tests/store/test_transport_contract.py`).
 
 - `read` returns when all bytes are in the local slots; `write` returns when all are readable at the peer.
 - When a call ends, well or not, cancelled or not, it touches no local slot any more, and no remote slot after
   `deadline_ns`.
-- Every call ends by its deadline (plus a scheduling delay), with an error of `halfmoon.store.errors.TransferError`.
-- `verify` compares with the checksums of the source, so that what is read is what was committed. Over a network it
-  is always on.
+- Every call ends by its deadline (plus a scheduling delay), with an error of
+  `halfmoon.store.errors.TransferError`.
+- `verify` compares with the checksums of the source, so that what is read is what was committed. Over a
+  network it is always on.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class Transport(Protocol):
 
 
 class Gate(Protocol):
-    """What a receiver asks its agent about a request that came over a network. Called from a transport's thread."""
+    """What a receiver asks its agent about a request that came over a network. Called from a transport's
+    thread.
+    """
 
     def begin_write(self, order_id: str, party: str, slots: Sequence[int]) -> str:
         """ "" when the slots are reserved for this party of the order; otherwise why not. Until `end_write`
@@ -127,7 +130,12 @@ def check_items(local: Geometry, remote: Geometry, items: Sequence[Slice]) -> No
         raise TransferError(f"pools differ: {local} here, {remote} there")
     for item in items:
         inside = 0 <= item.local_slot < local.slots and 0 <= item.remote_slot < remote.slots
-        if not inside or item.first_layer < 0 or item.layers < 1 or item.first_layer + item.layers > local.layers:
+        if (
+            not inside
+            or item.first_layer < 0
+            or item.layers < 1
+            or item.first_layer + item.layers > local.layers
+        ):
             raise TransferError(f"{item} is outside of a pool")
 
 

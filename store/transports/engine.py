@@ -1,17 +1,20 @@
 """The transfer engine: moves a batch of slices to or from a peer over the best of the paths to it.
 
-A *path* is one way to one peer: a transport, and of TCP one of the peer's endpoints (its NICs). Paths of a better
-transport come first (shared memory, RDMA, TCP); among those of one transport the score decides, measured:
+A *path* is one way to one peer: a transport, and of TCP one of the peer's endpoints (its NICs). Paths of a
+better transport come first (shared memory, RDMA, TCP); among those of one transport the score decides,
+measured:
 
     (bytes in flight + bytes of the slice) / bandwidth (EWMA) * NUMA distance of memory and NIC
 
-A batch is cut into slices, as many under way at once as there are stripes. A slice that fails goes over another path
-of its transport, then over another transport; when no path is left the caller hears of it, and asks a replica. A path
-that failed rests, longer each time, and is then probed with one slice before it is trusted again.
+A batch is cut into slices, as many under way at once as there are stripes. A slice that fails goes over
+another path of its transport, then over another transport; when no path is left the caller hears of it, and
+asks a replica. A path that failed rests, longer each time, and is then probed with one slice before it is
+trusted again.
 
 It is a `Transport` itself and keeps to the same contract: deadline, cancellation, nothing touched afterwards.
 
-Source: Mooncake (FAST'25), section 5.2 (topology-aware path selection, endpoint pooling, resubmission on another path).
+Source: Mooncake (FAST'25), section 5.2 (topology-aware path selection, endpoint pooling, resubmission on
+another path).
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ REST_NS_MAX = 10_000_000_000
 
 
 class Moved:
-    """What went over a transport in one direction since the start. `descriptors`: contiguous runs, one a block."""
+    """What went over a transport in one direction since the start. `descriptors`: contiguous runs, one a
+    block.
+    """
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -110,7 +115,9 @@ class Engine:
                 del self._paths[old]
             known = self._paths[peer.node_id, peer.incarnation] = self._find(peer)
         if not known:
-            raise PeerUnreachable(f"{peer.node_id} is on another host, and no transport leads to it from here")
+            raise PeerUnreachable(
+                f"{peer.node_id} is on another host, and no transport leads to it from here"
+            )
         return known
 
     def _find(self, peer: Peer) -> list[Path]:
@@ -141,7 +148,7 @@ class Engine:
         for transport in self._transports.values():
             await transport.close()
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     async def _move(self, peer: Peer, items: Sequence[Slice], call: Call, *, reading: bool) -> None:
         paths = self.paths(peer)
@@ -206,7 +213,10 @@ class Engine:
         except TransferError as problem:
             moved.failures[problem.code] += 1
             # A deadline that was too short is not the path's fault.
-            if isinstance(problem, PeerUnreachable | TransferTimeout | BytesCorrupted) and call.remaining_s() > 0:
+            if (
+                isinstance(problem, PeerUnreachable | TransferTimeout | BytesCorrupted)
+                and call.remaining_s() > 0
+            ):
                 path.failed(time.monotonic_ns())
             raise
         finally:

@@ -1,8 +1,9 @@
-"""The same-host transport: maps the peer's segment and copies, once. No system call a copy, no message to the peer.
+"""The same-host transport: maps the peer's segment and copies, once. No system call a copy, no message to the
+peer.
 
-The peer cannot check a write, so that its rules are kept here: no byte after the deadline, nothing to a peer that
-is dead (its lock on the segment is gone). A copy of up to 256 KiB (some 20 µs) is made at once on the event loop,
-anything longer in a thread; numpy lets go of the interpreter lock while it copies.
+The peer cannot check a write, so that its rules are kept here: no byte after the deadline, nothing to a peer
+that is dead (its lock on the segment is gone). A copy of up to 256 KiB (some 20 µs) is made at once on the
+event loop, anything longer in a thread; numpy lets go of the interpreter lock while it copies.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ import xxhash
 
 from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError
 from halfmoon.store.pool.segment import PoolView, SegmentError
-from halfmoon.store.transports.base import Call, Peer, Slice, Stop, check_items, in_thread, joined, moved_bytes
+from halfmoon.store.transports.base import (
+    Call,
+    Peer,
+    Slice,
+    Stop,
+    check_items,
+    in_thread,
+    joined,
+    moved_bytes,
+)
 
 INLINE_BYTES = 256 * 1024
 #: One numpy call copies at most this much, so that a stop or a deadline is seen within about a millisecond.

@@ -1,7 +1,7 @@
 """How far this node's NICs are from its memory: NUMA distances, read from sysfs, overridable by a file.
 
-A distance is as the kernel gives it: 10 on the same NUMA node, more between nodes. The agent announces the distance of
-each of its endpoints (`Endpoint.distance`), so that the calling side can choose among them.
+A distance is as the kernel gives it: 10 on the same NUMA node, more between nodes. The agent announces the
+distance of each of its endpoints (`Endpoint.distance`), so that the calling side can choose among them.
 
 The file is TOML, and what it names is taken from it::
 
@@ -58,7 +58,9 @@ class Topology:
         """The same TCP endpoints, with the distances of their NICs."""
         hosts = [at.address.removeprefix("tcp://").rpartition(":")[0] for at in endpoints]
         distances = [self.distance_of_address(host) for host in hosts]
-        return [msgspec.structs.replace(at, distance=far) for at, far in zip(endpoints, distances, strict=True)]
+        return [
+            msgspec.structs.replace(at, distance=far) for at, far in zip(endpoints, distances, strict=True)
+        ]
 
 
 def read_topology(override: str = "", *, sysfs: Path = SYSFS) -> Topology:
@@ -81,7 +83,9 @@ def read_topology(override: str = "", *, sysfs: Path = SYSFS) -> Topology:
         raise TopologyInvalid(f"{override}: {problem}") from None
     memory_node = _checked(given.pop("memory_node", 0), f"{override}: memory_node")
     for name, nic in _table(given, "nics", override).items():
-        nics[name] = _checked(nic.get("numa_node") if isinstance(nic, dict) else None, f"{override}: nics.{name}")
+        nics[name] = _checked(
+            nic.get("numa_node") if isinstance(nic, dict) else None, f"{override}: nics.{name}"
+        )
     for pair, distance in _table(given, "distances", override).items():
         near, _, far = pair.partition("-")
         if not (near.isdigit() and far.isdigit()):

@@ -1,4 +1,6 @@
-"""Three real nats-servers as one cluster, with the certificates and permissions that `halfmoon secrets` makes."""
+"""Three real nats-servers as one cluster, with the certificates and permissions that `halfmoon secrets`
+makes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class ServerCluster:
         for name in NAMES:
             while True:
                 try:
-                    with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[name][2]}/healthz", timeout=1) as reply:
+                    with urllib.request.urlopen(
+                        f"http://127.0.0.1:{self.ports[name][2]}/healthz", timeout=1
+                    ) as reply:
                         if reply.status == 200:
                             break
                 except OSError as problem:
@@ -101,5 +105,3 @@ def secrets_options(place: Path, *more: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     secrets.add(parser.add_subparsers())
     return parser.parse_args(["secrets", str(place), *more])
-
-

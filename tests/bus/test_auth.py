@@ -50,7 +50,7 @@ def public(pair: nkeys.KeyPair) -> str:
     return bytes(pair.public_key).decode()
 
 
-# --- in the clear ---------------------------------------------------------------------------------------------------
+# --- in the clear -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -135,12 +135,14 @@ async def test_a_credentials_file(tmp_path: Path) -> None:
         server.stop()
 
 
-# --- TLS ------------------------------------------------------------------------------------------------------------
+# --- TLS ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`ca`, `server` and `client` signed by it, and `other`, an authority that signed neither; each .pem and .key."""
+    """`ca`, `server` and `client` signed by it, and `other`, an authority that signed neither; each .pem and
+    .key.
+    """
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl command to make certificates with")
@@ -172,9 +174,13 @@ async def test_tls_by_an_authority_of_our_own(tmp_path: Path, certificates: Path
         config = BusConfig(url=server.url, tls_ca_file=str(certificates / "ca.pem"))
         await takes(config)
         await takes(replace(config, url=server.url.replace("nats://", "tls://")))
-        await refuses(replace(config, tls_ca_file=str(certificates / "other.pem")), "certificate verify failed")
+        await refuses(
+            replace(config, tls_ca_file=str(certificates / "other.pem")), "certificate verify failed"
+        )
         await refuses(replace(config, tls_ca_file=""), "certificate verify failed")
-        await refuses(replace(config, tls_ca_file=str(tmp_path / "missing")), f"TLS.*{tmp_path}/missing.*No such file")
+        await refuses(
+            replace(config, tls_ca_file=str(tmp_path / "missing")), f"TLS.*{tmp_path}/missing.*No such file"
+        )
     finally:
         server.stop()
 
@@ -184,7 +190,9 @@ async def test_a_certificate_of_the_client(tmp_path: Path, certificates: Path) -
     try:
         with_none = BusConfig(url=server.url, tls_ca_file=str(certificates / "ca.pem"), connect_timeout_s=1)
         ours = replace(
-            with_none, tls_cert_file=str(certificates / "client.pem"), tls_key_file=str(certificates / "client.key")
+            with_none,
+            tls_cert_file=str(certificates / "client.pem"),
+            tls_key_file=str(certificates / "client.key"),
         )
         await takes(ours)
         await refuses(with_none, "(?i)certificate required|closed|EOF|reset|pipe")
@@ -192,6 +200,8 @@ async def test_a_certificate_of_the_client(tmp_path: Path, certificates: Path) -
             ours, tls_cert_file=str(certificates / "other.pem"), tls_key_file=str(certificates / "other.key")
         )
         await refuses(strange, "(?i)unknown ca|bad certificate|closed|EOF|reset|pipe")
-        await refuses(replace(ours, tls_key_file=str(certificates / "server.key")), "TLS certificate .*client.pem")
+        await refuses(
+            replace(ours, tls_key_file=str(certificates / "server.key")), "TLS certificate .*client.pem"
+        )
     finally:
         server.stop()

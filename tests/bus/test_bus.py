@@ -126,11 +126,17 @@ async def test_the_log_survives_a_killed_server_without_loss_repeat_or_swap(tmp_
 
 
 async def test_decisions_reach_their_target_once_though_two_conductors_give_them(nats_url: str) -> None:
-    one, two, worker = await connect(nats_url, "c1"), await connect(nats_url, "c2"), await connect(nats_url, "w")
+    one, two, worker = (
+        await connect(nats_url, "c1"),
+        await connect(nats_url, "c2"),
+        await connect(nats_url, "w"),
+    )
     reader = await worker.open_decisions("w1")
     for seq in range(1, 101):
         order = Ordered(
-            cause_seq=seq, position=0, decision=CancelOrder(order_id=f"{seq}-0", request_id="r", worker_id="w1")
+            cause_seq=seq,
+            position=0,
+            decision=CancelOrder(order_id=f"{seq}-0", request_id="r", worker_id="w1"),
         )
         for bus in (one, two):
             bus.order_soon(order, target_id="w1")
@@ -206,14 +212,21 @@ async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -
 
     await server.serve("halfmoon.resend.w", ResendRequest, answer)
     await settled(server.nc)
-    assert await asker.request("halfmoon.resend.w", question, ResendReply, timeout_s=2) == ResendReply(known=False)
+    assert await asker.request("halfmoon.resend.w", question, ResendReply, timeout_s=2) == ResendReply(
+        known=False
+    )
     with pytest.raises(PeerError, match="no_such_index"):
         await asker.request(
-            "halfmoon.resend.w", ResendRequest(request_id="r", order_id="1-0", index=1), ResendReply, timeout_s=2
+            "halfmoon.resend.w",
+            ResendRequest(request_id="r", order_id="1-0", index=1),
+            ResendReply,
+            timeout_s=2,
         )
     with pytest.raises(PeerUnreachable, match="nobody"):
         await asker.request("halfmoon.resend.nobody", question, ResendReply, timeout_s=2)
-    reply = await asker.nc.request("halfmoon.resend.w", b'{"type":"ResendRequest","request_id":"r"}', timeout=2)
+    reply = await asker.nc.request(
+        "halfmoon.resend.w", b'{"type":"ResendRequest","request_id":"r"}', timeout=2
+    )
     assert b"invalid_request" in reply.data
     assert b"order_id" in reply.data
     await asker.close()

@@ -1,4 +1,6 @@
-"""Three real nats-servers with the permissions of `halfmoon secrets`: who may say what, and a server that ends."""
+"""Three real nats-servers with the permissions of `halfmoon secrets`: who may say what, and a server that
+ends.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ import pytest
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.bus.permissions import _ASKED_BY_OPERATORS, _ASKED_BY_PROGRAMS, _ASKED_BY_STORES, _ASKED_BY_WORKERS, _SAID
+from halfmoon.bus.permissions import (
+    _ASKED_BY_OPERATORS,
+    _ASKED_BY_PROGRAMS,
+    _ASKED_BY_STORES,
+    _ASKED_BY_WORKERS,
+    _SAID,
+)
 from halfmoon.bus.streams import StreamLimits
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.conductor.live import shell
@@ -152,22 +160,40 @@ MAY_NOT_SAY = {
         "$JS.API.CONSUMER.CREATE.DECISIONS",
     ],
     "operator": ["halfmoon.decisions.prefill-0.StartPrefill", "halfmoon.events.operator.WorkerLeft"],
-    "client": ["halfmoon.events.frontend-0.RequestArrived", "$JS.API.STREAM.INFO.EVENTS", "halfmoon.status.conductors"],
+    "client": [
+        "halfmoon.events.frontend-0.RequestArrived",
+        "$JS.API.STREAM.INFO.EVENTS",
+        "halfmoon.status.conductors",
+    ],
 }
 MAY_NOT_HEAR = {
-    "prefill-0": ["halfmoon.decisions.>", "halfmoon.give.prefill-1", "halfmoon.inbox.>", "halfmoon.tokens.frontend-0"],
-    "decode-0": ["halfmoon.kv.decode-1.>", "halfmoon.take.frontend-0", "halfmoon.v1.generate", "halfmoon.events.>"],
+    "prefill-0": [
+        "halfmoon.decisions.>",
+        "halfmoon.give.prefill-1",
+        "halfmoon.inbox.>",
+        "halfmoon.tokens.frontend-0",
+    ],
+    "decode-0": [
+        "halfmoon.kv.decode-1.>",
+        "halfmoon.take.frontend-0",
+        "halfmoon.v1.generate",
+        "halfmoon.events.>",
+    ],
     "store-prefill-0": ["halfmoon.store.prefill-1.*", "halfmoon.give.prefill-0"],
     "frontend-0": [
-        *("halfmoon.explain.conductor-0", "halfmoon.take.frontend-1"),
-        *("halfmoon.inbox.frontend-1.x", "_INBOX.>"),
+        "halfmoon.explain.conductor-0",
+        "halfmoon.take.frontend-1",
+        "halfmoon.inbox.frontend-1.x",
+        "_INBOX.>",
     ],
     "client": ["halfmoon.v1.generate", "halfmoon.tokens.*", "halfmoon.inbox.frontend-0.x", ">"],
 }
 
 
 @pytest.mark.parametrize("name", list(MAY_NOT_SAY))
-async def test_a_role_publishes_only_what_is_its_own(servers: ServerCluster, conductor: Bus, name: str) -> None:
+async def test_a_role_publishes_only_what_is_its_own(
+    servers: ServerCluster, conductor: Bus, name: str
+) -> None:
     async with plain(servers, name) as (nc, noting):
         allowed = [subject for subject in MAY_NOT_SAY[name] if await noting.may_publish(nc, subject)]
         assert allowed == []
@@ -204,7 +230,9 @@ async def test_a_payload_that_speaks_for_another_is_dropped(servers: ServerClust
         ("PrefillFailed", PrefillFailed(order_id="o", request_id="r", worker_id="prefill-1", reason="a lie")),
     ]
     for kind, event in lies:
-        worker.publish_soon(subjects.event("prefill-0", kind), event, message_id=f"lie-{kind}-{type(event).__name__}")
+        worker.publish_soon(
+            subjects.event("prefill-0", kind), event, message_id=f"lie-{kind}-{type(event).__name__}"
+        )
     truth = WorkerLeft(worker_id="prefill-0", reason="the truth")
     last = await worker.append(truth, source_id="prefill-0")
     assert last == start + len(lies) + 1, "all are in the stream"
@@ -228,14 +256,19 @@ async def test_who_has_no_credentials_gets_no_connection(servers: ServerCluster,
         with pytest.raises(BusUnreachable, match="Authorization Violation"):
             await Bus.connect(wrong, name="prefill-0")
     with pytest.raises(BusUnreachable, match="certificate verify failed"):
-        await Bus.connect(replace(config, tls_ca_file=ssl.get_default_verify_paths().openssl_cafile), name="prefill-0")
+        await Bus.connect(
+            replace(config, tls_ca_file=ssl.get_default_verify_paths().openssl_cafile), name="prefill-0"
+        )
 
 
 async def test_three_copies_of_every_stream(servers: ServerCluster, conductor: Bus) -> None:
     for stream in subjects.STREAMS:
         answer = await conductor.js_api(f"STREAM.INFO.{stream}")
         assert answer["config"]["num_replicas"] == 3, stream
-        assert {answer["cluster"]["leader"], *(each["name"] for each in answer["cluster"]["replicas"])} == set(NAMES)
+        assert {
+            answer["cluster"]["leader"],
+            *(each["name"] for each in answer["cluster"]["replicas"]),
+        } == set(NAMES)
 
 
 @pytest.mark.slow
@@ -272,7 +305,9 @@ async def test_a_server_ends_and_no_event_is_lost_or_swapped(servers: ServerClus
         servers.wait()
 
 
-async def test_what_three_conductors_say_at_once_is_stored_once(servers: ServerCluster, conductor: Bus) -> None:
+async def test_what_three_conductors_say_at_once_is_stored_once(
+    servers: ServerCluster, conductor: Bus
+) -> None:
     """Three copies of a message that is just being stored are no error of anybody."""
     buses = [conductor, await servers.connect("conductor-1"), await servers.connect("conductor-2")]
     start = await conductor.last_seq()
@@ -320,9 +355,13 @@ async def test_a_frontend_is_told_what_its_page_shows(servers: ServerCluster, co
 
 
 async def test_who_is_cut_off_from_a_server_goes_to_another(servers: ServerCluster, conductor: Bus) -> None:
-    """Nothing comes from it, not even an end of the connection; over TLS its leave-taking is not waited for (30 s)."""
+    """Nothing comes from it, not even an end of the connection; over TLS its leave-taking is not waited for
+    (30 s).
+    """
     proxy = Proxy(f"tls://{NAMES[0]}:{servers.ports[NAMES[0]][0]}")
-    config = dataclasses.replace(servers.config("prefill-0"), url=(await proxy.start()).replace("nats:", "tls:"))
+    config = dataclasses.replace(
+        servers.config("prefill-0"), url=(await proxy.start()).replace("nats:", "tls:")
+    )
     worker = await Bus.connect(config, name="prefill-0", limits=StreamLimits(replicas=0))
     assert len(worker.nc.servers) == 1 + len(NAMES), "it was told of the others"
     proxy.silent = proxy.cut = True

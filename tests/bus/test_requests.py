@@ -1,4 +1,6 @@
-"""Requests and orders whose messages are lost with a connection: found again, and obeyed once. Real nats-server."""
+"""Requests and orders whose messages are lost with a connection: found again, and obeyed once. Real
+nats-server.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_what_was_answered_is_forgotten_at_some_time() -> None:
 async def test_a_decision_that_comes_after_a_newer_one_is_obeyed_and_copies_are_not(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy is lost with a route between servers, and the next decision's is not; then another conductor's comes."""
+    """A copy is lost with a route between servers, and the next decision's is not; then another conductor's
+    comes.
+    """
     monkeypatch.setattr(connection, "SEEN_MAX", 4)
     conductor = await connected(nats_url, "c")
     worker = await connected(nats_url, "w")

@@ -1,9 +1,10 @@
-"""`python tests/chaos/live.py --seconds 600`: `kill -9` and SIGSTOP of random processes of a real cluster under load.
+"""`python tests/chaos/live.py --seconds 600`: `kill -9` and SIGSTOP of random processes of a real cluster
+under load.
 
-Every request that a frontend took must end: with the text of a cluster in peace, or with a clear error. At the end,
-when nothing is disturbed any more, everything is there again, all conductors have the same state, and nothing is left:
-no open request, no lease, no reserved or condemned slot, no push, and after the cluster has stopped no segment and no
-process. nats-server is among the processes.
+Every request that a frontend took must end: with the text of a cluster in peace, or with a clear error. At
+the end, when nothing is disturbed any more, everything is there again, all conductors have the same state,
+and nothing is left: no open request, no lease, no reserved or condemned slot, no push, and after the cluster
+has stopped no segment and no process. nats-server is among the processes.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class Load:
                     if text != self._texts[length]:
                         how = "wrong text"
                 if how in WRONG:
-                    self.wrong.append(f"{how} after {took_s:.1f} s, {length} tokens, stream {stream}: {text[:200]!r}")
+                    self.wrong.append(
+                        f"{how} after {took_s:.1f} s, {length} tokens, stream {stream}: {text[:200]!r}"
+                    )
                 self.ended[how] += 1
                 if how != "finished":
                     await asyncio.sleep(0.2)
@@ -133,7 +136,9 @@ async def _streamed(reply: aiohttp.ClientResponse) -> tuple[str, str]:
     return "connection lost", text
 
 
-async def disturb(cluster: Cluster, load: Load, draw: random.Random, seconds: float, counts: Counter[str]) -> None:
+async def disturb(
+    cluster: Cluster, load: Load, draw: random.Random, seconds: float, counts: Counter[str]
+) -> None:
     """One fault after another; those that are stopped go on after a while."""
     until = time.monotonic() + seconds
     going_on: list[asyncio.Task[None]] = []
@@ -178,7 +183,11 @@ async def at_rest(cluster: Cluster) -> str:
     roles = sorted(node.role for node in state.nodes if node.state == "ready")
     if roles != ["decode"] * 2 + ["frontend"] + ["prefill"] * 2 + ["store"] * 4:
         return f"there are {roles}"
-    busy = [(node.id, node.orders, node.queued, node.running) for node in state.nodes if node.orders or node.running]
+    busy = [
+        (node.id, node.orders, node.queued, node.running)
+        for node in state.nodes
+        if node.orders or node.running
+    ]
     if busy or state.requests_in_flight:
         return f"{state.requests_in_flight} requests, {busy}"
     held = {node: _held(status) for node, status in (await cluster.stores()).items()}
@@ -227,7 +236,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--keep", metavar="DIR", default="", help="where the cluster keeps its files, to look at")
+    parser.add_argument(
+        "--keep", metavar="DIR", default="", help="where the cluster keeps its files, to look at"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         problems: list[str] = []

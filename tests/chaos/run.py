@@ -1,4 +1,5 @@
-"""`python tests/chaos/run.py --seeds 10000`: worlds of chaos one after another; the first seed that fails is printed.
+"""`python tests/chaos/run.py --seeds 10000`: worlds of chaos one after another; the first seed that fails is
+printed.
 
 `--seed N` plays one again, with its whole traceback.
 """

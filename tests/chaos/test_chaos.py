@@ -36,7 +36,9 @@ def test_a_seed_plays_the_same_again() -> None:
 
 def test_the_command_names_what_it_played() -> None:
     program = Path(__file__).parent / "run.py"
-    done = subprocess.run([sys.executable, program, "--seed", "100"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, program, "--seed", "100"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("1 seeds, ")
     assert "none fails" in done.stdout
 
@@ -52,7 +54,9 @@ def fails(seeds: range, match: str) -> None:
         play()
 
 
-def test_a_conductor_that_decides_by_something_else_than_the_log_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conductor_that_decides_by_something_else_than_the_log_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = Conductor.start
 
     def ill(self: Conductor) -> None:

@@ -1,13 +1,15 @@
-"""A whole cluster of make-believe, drawn from one seed: any number of conductors over one log, a network that delays,
-loses and repeats, processes that die, pause and come back, and real books of block slots.
+"""A whole cluster of make-believe, drawn from one seed: any number of conductors over one log, a network that
+delays, loses and repeats, processes that die, pause and come back, and real books of block slots.
 
-Time is the world's own. What is real: the core (each conductor has one), the pools of block slots, the messages and
-their identities. What is played: nats-server (one log, one stream of decisions with a window for duplicates, links
-that are cut and read again what they missed), conductors' shells, workers, store agents, frontends and clients.
+Time is the world's own. What is real: the core (each conductor has one), the pools of block slots, the
+messages and their identities. What is played: nats-server (one log, one stream of decisions with a window for
+duplicates, links that are cut and read again what they missed), conductors' shells, workers, store agents,
+frontends and clients.
 
 `run` plays a phase with faults and one without. Safety is checked all along: every conductor decides the same on the
-same event and has the same state; invariants of core and pools hold; a full queue takes nothing new; a client is told
-one end. Liveness at the end: every request that a living frontend accepted has ended, and nothing is held any more.
+same event and has the same state; invariants of core and pools hold; a full queue takes nothing new; a client
+is told one end. Liveness at the end: every request that a living frontend accepted has ended, and nothing is
+held any more.
 """
 
 from __future__ import annotations
@@ -269,7 +271,7 @@ class World:
             lost_after_ns=draw.choice([2 * S, 4 * S]),
         )
 
-    # --- time and the network ---------------------------------------------------------------------------------------
+    # --- time and the network -------------------------------------------------------------------------------
 
     def at(self, at_ns: int, what: Callable[[], None]) -> None:
         self._count += 1
@@ -308,9 +310,11 @@ class World:
             conductor.soon()
 
     def say(self, process: Process, event: Event, delay_ns: int = 0) -> None:
-        """A process's fact on its way to the log; lost with the process, repeated, delayed, overtaken by others.
+        """A process's fact on its way to the log; lost with the process, repeated, delayed, overtaken by
+        others.
 
-        Only its joining is overtaken by nothing of its own, and comes while it lives: that much order is promised.
+        Only its joining is overtaken by nothing of its own, and comes while it lives: that much order is
+        promised.
         """
         self._count += 1
         life, message_id = process.life, f"{process.process_id}-{self._count}"
@@ -372,7 +376,7 @@ class World:
     def reachable(self, process: Process) -> bool:
         return process.alive and process.link.up and self.server_up and not self.chance(self.loss)
 
-    # --- what must agree --------------------------------------------------------------------------------------------
+    # --- what must agree ------------------------------------------------------------------------------------
 
     def decided(self, conductor: Conductor, stamped: Stamped, decisions: list[Decision]) -> None:
         known = self.decisions.setdefault(stamped.seq, decisions)
@@ -417,7 +421,7 @@ class World:
         self.ends[request_id] = how
         self.counts[f"end: {how}"] += 1
 
-    # --- processes --------------------------------------------------------------------------------------------------
+    # --- processes ------------------------------------------------------------------------------------------
 
     def start(self, process: Process) -> None:
         process.alive, process.life = True, process.life + 1
@@ -437,14 +441,20 @@ class World:
                 self.say(
                     process,
                     StoreJoined(
-                        node_id=process_id, incarnation=incarnation, host="h", layout=LAYOUT, slots=self.slots,
+                        node_id=process_id,
+                        incarnation=incarnation,
+                        host="h",
+                        layout=LAYOUT,
+                        slots=self.slots,
                         endpoints=[],
                     ),
                 )
                 held = b"".join(process.pool.keys())
                 self.say(
                     process,
-                    StoreInventory(node_id=process_id, incarnation=incarnation, part=0, parts=1, block_keys=held),
+                    StoreInventory(
+                        node_id=process_id, incarnation=incarnation, part=0, parts=1, block_keys=held
+                    ),
                 )
             case "frontend":
                 self.say(process, FrontendJoined(frontend_id=process_id, incarnation=incarnation))
@@ -492,7 +502,9 @@ class World:
                         step_sequences=len(process.batch),
                         step_context_tokens=1_000 * len(process.batch),
                         orders=list(process.orders),
-                        lacking=[o for o in process.orders if process.role == "decode" and o not in process.results],
+                        lacking=[
+                            o for o in process.orders if process.role == "decode" and o not in process.results
+                        ],
                         obeyed_seq=process.done[0],
                     ),
                 )
@@ -518,13 +530,15 @@ class World:
             self.end(process, request_id, "frontend lost")
         self.later(self.draw.randrange(8 * S), lambda: None if process.alive else self.start(process))
 
-    # --- store agents -----------------------------------------------------------------------------------------------
+    # --- store agents ---------------------------------------------------------------------------------------
 
     def changes(self, store: Process) -> None:
         """Tells the log what became readable and what was evicted."""
         for change in store.pool.take_changes():
             kind: Any = BlocksStored if change.kind == "stored" else BlocksEvicted
-            self.say(store, kind(node_id=store.process_id, incarnation=store.incarnation, block_keys=change.key))
+            self.say(
+                store, kind(node_id=store.process_id, incarnation=store.incarnation, block_keys=change.key)
+            )
 
     def put(self, node_id: str, owner: Owner, request: RequestArrived) -> str:
         """Reserves slots for a prompt: "" when done, else what is in the way."""
@@ -547,7 +561,11 @@ class World:
             self.changes(store)
         for number in hold.slots:
             slot = store.pool.slots[number]
-            assert slot.state is not State.RESERVED or slot.holders == 1, ("a block leased twice", node_id, number)
+            assert slot.state is not State.RESERVED or slot.holders == 1, (
+                "a block leased twice",
+                node_id,
+                number,
+            )
         return ""
 
     def commit(self, node_id: str, life: int, owner: Owner) -> bool:
@@ -564,7 +582,7 @@ class World:
         if self.reachable(store):
             store.pool.release(owner)
 
-    # --- decisions --------------------------------------------------------------------------------------------------
+    # --- decisions ------------------------------------------------------------------------------------------
 
     def obey(self, process: Process, decision: Decision) -> None:
         match decision:
@@ -611,7 +629,9 @@ class World:
         if request is None or rank < newest[0]:
             self.fail(worker, order, retryable=False)
             return
-        decode_worker = worker.process_id if worker.role == "decode" else newest[2] if rank == newest[0] else ""
+        decode_worker = (
+            worker.process_id if worker.role == "decode" else newest[2] if rank == newest[0] else ""
+        )
         frontend.newest[order.request_id] = ((rank[0], rank[1]), order.order_id, decode_worker)
         if isinstance(order, StartPrefill):
             self.prefill(worker, life, order, request, self.now_ns)
@@ -627,9 +647,11 @@ class World:
         kind: Any = PrefillFailed if isinstance(order, StartPrefill) else DecodeFailed
         self.say(worker, kind(**self.answer(order), reason="x", retryable=retryable))
 
-    # --- prefill ----------------------------------------------------------------------------------------------------
+    # --- prefill --------------------------------------------------------------------------------------------
 
-    def prefill(self, worker: Process, life: int, order: StartPrefill, request: RequestArrived, since_ns: int) -> None:
+    def prefill(
+        self, worker: Process, life: int, order: StartPrefill, request: RequestArrived, since_ns: int
+    ) -> None:
         """Slots on both nodes, with patience; then compute."""
         if not self.has(worker, life, order):
             return
@@ -639,7 +661,9 @@ class World:
             if who in self.processes[node_id].pool.holds:
                 continue
             problem = self.put(node_id, who, request)
-            if problem == "gone" or (problem and self.now_ns - since_ns > (10 if problem == "full" else 3) * S):
+            if problem == "gone" or (
+                problem and self.now_ns - since_ns > (10 if problem == "full" else 3) * S
+            ):
                 self.fail(worker, order, retryable=True)
                 return
             if problem:
@@ -650,10 +674,15 @@ class World:
         worker.busy_until_ns = max(worker.busy_until_ns, self.now_ns) + took_ns
         self.at(worker.busy_until_ns, lambda: self.computed(worker, life, order, lives, took_ns))
 
-    def computed(self, worker: Process, life: int, order: StartPrefill, lives: tuple[int, int], took_ns: int) -> None:
+    def computed(
+        self, worker: Process, life: int, order: StartPrefill, lives: tuple[int, int], took_ns: int
+    ) -> None:
         if not self.has(worker, life, order):
             return
-        owner, far_owner = Owner(order.order_id, worker.process_id), Owner(order.order_id, order.decode_worker_id)
+        owner, far_owner = (
+            Owner(order.order_id, worker.process_id),
+            Owner(order.order_id, order.decode_worker_id),
+        )
         if self.chance(0.03):
             self.fail(worker, order, retryable=self.draw.random() < 0.8)
             return
@@ -683,7 +712,8 @@ class World:
         self.release(f"n-{worker.process_id}", owner)
         if self.chance(0.1):
             self.say(
-                worker, StoreSuspected(node_id=order.decode_node_id, reporter_id=worker.process_id, reason="x")
+                worker,
+                StoreSuspected(node_id=order.decode_node_id, reporter_id=worker.process_id, reason="x"),
             )
         decode = self.processes[order.decode_worker_id]
         if not self.chance(self.loss):  # lost: the conductor's comparison of orders must make up for it
@@ -695,7 +725,7 @@ class World:
             decode.results.add(order_id)
             self.load_waiting(decode)
 
-    # --- decode -----------------------------------------------------------------------------------------------------
+    # --- decode ---------------------------------------------------------------------------------------------
 
     def load_waiting(self, worker: Process) -> None:
         """Those whose KV is here join the batch while there is room."""
@@ -722,7 +752,9 @@ class World:
             worker.batch[order.order_id] = blocks
             self.say(worker, DecodeStarted(**self.answer(order)))
             life = worker.life
-            self.later(self.draw.randrange(2 * S), lambda order=order, life=life: self.decoded(worker, life, order))
+            self.later(
+                self.draw.randrange(2 * S), lambda order=order, life=life: self.decoded(worker, life, order)
+            )
 
     def decoded(self, worker: Process, life: int, order: StartDecode) -> None:
         if not self.has(worker, life, order):
@@ -761,7 +793,7 @@ class World:
                 self.counts["answers lost"] += 1
                 self.say(frontend, msgspec.structs.replace(frontend.open[request_id], answer_lost=True))
 
-    # --- clients and faults -----------------------------------------------------------------------------------------
+    # --- clients and faults ---------------------------------------------------------------------------------
 
     def arrive(self) -> None:
         draw = self.draw
@@ -816,7 +848,9 @@ class World:
                 draining = draw.random() < 0.5
                 self.say(
                     process,
-                    WorkerDraining(worker_id=process.process_id, incarnation=process.incarnation, draining=draining),
+                    WorkerDraining(
+                        worker_id=process.process_id, incarnation=process.incarnation, draining=draining
+                    ),
                 )
                 self.later(5 * S, lambda life=process.life: self.undrain(process, life))
             case 9 if draw.random() < 0.3:
@@ -827,7 +861,8 @@ class World:
     def undrain(self, process: Process, life: int) -> None:
         if process.alive and process.life == life:
             self.say(
-                process, WorkerDraining(worker_id=process.process_id, incarnation=process.incarnation, draining=False)
+                process,
+                WorkerDraining(worker_id=process.process_id, incarnation=process.incarnation, draining=False),
             )
 
     def server_away(self, for_ns: int) -> None:
@@ -844,14 +879,16 @@ class World:
 
         self.later(for_ns, back)
 
-    # --- a run ------------------------------------------------------------------------------------------------------
+    # --- a run ----------------------------------------------------------------------------------------------
 
     def run(self, chaos_s: int = 12) -> None:
         self.append(ClusterConfigured(code_version="c", log_version=2, policy=self.policy), "begin")
         for conductor in self.conductors:
             conductor.start()
         for process in self.processes.values():
-            self.later(self.draw.randrange(S), lambda process=process: None if process.alive else self.start(process))
+            self.later(
+                self.draw.randrange(S), lambda process=process: None if process.alive else self.start(process)
+            )
         self.later(0, self.arrive)
         self.later(self.draw.randrange(2 * S), self.fault)
         self.advance(self.now_ns + chaos_s * S)

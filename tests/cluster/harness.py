@@ -45,7 +45,7 @@ class Cluster:
     directory: Path
     environment: dict[str, str] = field(default_factory=dict)
 
-    # --- asking -----------------------------------------------------------------------------------------------
+    # --- asking ---------------------------------------------------------------------------------------------
 
     async def connect(self) -> nats.NATS:
         return await nats.connect(self.nats)
@@ -104,7 +104,10 @@ class Cluster:
             answer = await bus.request(
                 subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=2
             )
-            return {"nodes": [msgspec.to_builtins(node) for node in answer.nodes], "index_blocks": answer.index_blocks}
+            return {
+                "nodes": [msgspec.to_builtins(node) for node in answer.nodes],
+                "index_blocks": answer.index_blocks,
+            }
         except PeerUnreachable:
             return {"nodes": []}
         finally:
@@ -137,7 +140,7 @@ class Cluster:
         finally:
             await bus.close()
 
-    # --- processes --------------------------------------------------------------------------------------------
+    # --- processes ------------------------------------------------------------------------------------------
 
     def names(self, prefix: str = "") -> list[str]:
         return sorted(p.stem for p in (self.directory / "output").glob("*.log") if p.stem.startswith(prefix))
@@ -180,7 +183,11 @@ class Cluster:
         """Segments and processes of this cluster that still exist."""
         left = [str(p) for p in Path("/dev/shm").glob(f"halfmoon-{self.name}-*")]
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and (words := command_of(int(entry.name))) and self.name in " ".join(words):
+            if (
+                entry.name.isdigit()
+                and (words := command_of(int(entry.name)))
+                and self.name in " ".join(words)
+            ):
                 left.append(" ".join(words))
         return left
 
@@ -201,7 +208,9 @@ def command_of(pid: int) -> list[str]:
 
 
 def start(state: Path, *flags: str, name: str = "") -> Cluster:
-    """`halfmoon up` with free ports; returns when it is ready. Raises AssertionError with its output when it is not."""
+    """`halfmoon up` with free ports; returns when it is ready. Raises AssertionError with its output when it
+    is not.
+    """
     name = name or f"t{uuid.uuid4().hex[:8]}"
     environment = {**os.environ, "XDG_STATE_HOME": str(state)}
     output = state / f"{name}.out"

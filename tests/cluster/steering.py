@@ -1,4 +1,6 @@
-"""Sends requests where a test wants them, by the means of the protocol: a worker that drains gets nothing new."""
+"""Sends requests where a test wants them, by the means of the protocol: a worker that drains gets nothing
+new.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A whole cluster is sent everything that is wrong, on both edges, while good requests go through it.
 
-The engine computes nothing: what is tested is that no process minds and nothing of a refused request stays anywhere.
+The engine computes nothing: what is tested is that no process minds and nothing of a refused request stays
+anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from tests.cluster.harness import Cluster, children, running
 CONTEXT = 131_072
 #: (body, status, field)
 WRONG: list[tuple[dict[str, Any], int, str]] = [
-    *(({"prompt": "x", name: value}, 400, name) for name, (refused, _) in FIELDS.items() for value in refused),
+    *(
+        ({"prompt": "x", name: value}, 400, name)
+        for name, (refused, _) in FIELDS.items()
+        for value in refused
+    ),
     *(({"prompt": prompt}, status, "prompt") for prompt, status in PROMPTS),
     ({"prompt": "x", "model": "gpt-9"}, 404, "model"),
     ({"prompt": ""}, 422, "prompt"),
@@ -92,7 +97,9 @@ async def idle(cluster: Cluster) -> list[dict[str, Any]]:
     for _ in range(30):
         nodes = (await cluster.status())["nodes"]
         assert nodes
-        busy = [n for n in nodes if n["state"] != "ready" or n.get("running") or n.get("queued")]  # no zero is sent
+        busy = [
+            n for n in nodes if n["state"] != "ready" or n.get("running") or n.get("queued")
+        ]  # no zero is sent
         if not busy:
             break
         await asyncio.sleep(0.1)

@@ -42,7 +42,18 @@ VOCABULARY = 49_152
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Nothing computed; blocks of 16 tokens, so that a block of a trace / 32 is one."""
-    flags = ("--prefill", "1", "--decode", "1", "--engine", "null", "--block-tokens", "16", "--admission", "none")
+    flags = (
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--engine",
+        "null",
+        "--block-tokens",
+        "16",
+        "--admission",
+        "none",
+    )
     with running(tmp_path_factory.mktemp("bench"), *flags) as cluster:
         yield cluster
 
@@ -51,7 +62,7 @@ def planned(prompt: int = 8, output: int = 4, at_ns: int = -1, number: int = 0) 
     return Planned(number=number, at_ns=at_ns, parts=((b"own-%d" % number, prompt),), max_tokens=output)
 
 
-# --- what is asked for ----------------------------------------------------------------------------------------------
+# --- what is asked for --------------------------------------------------------------------------------------
 
 
 def test_lengths_are_drawn_as_their_words_say() -> None:
@@ -76,7 +87,9 @@ def test_lengths_are_drawn_as_their_words_say() -> None:
 
 def test_arrivals_come_at_the_rate_and_by_the_seed() -> None:
     def at_s(**options: Any) -> list[float]:
-        drawn = Drawn(prompt=Lengths("fixed", 8), output=Lengths("fixed", 4), context=64, rate=50.0, **options)
+        drawn = Drawn(
+            prompt=Lengths("fixed", 8), output=Lengths("fixed", 4), context=64, rate=50.0, **options
+        )
         return [one.at_ns / 1e9 for one in itertools.islice(drawn.requests(), 4000)]
 
     gaps = np.diff(at_s(seed=3))
@@ -88,7 +101,12 @@ def test_arrivals_come_at_the_rate_and_by_the_seed() -> None:
 
 def test_prompts_share_what_they_should_and_nothing_else() -> None:
     drawn = Drawn(
-        prompt=Lengths("uniform", 40, 80), output=Lengths("fixed", 4), context=512, shared=0.5, prefixes=2, seed=5
+        prompt=Lengths("uniform", 40, 80),
+        output=Lengths("fixed", 4),
+        context=512,
+        shared=0.5,
+        prefixes=2,
+        seed=5,
     )
     texts = Texts(VOCABULARY, 5)
     prompts = [texts.prompt(one) for one in itertools.islice(drawn.requests(), 60)]
@@ -121,12 +139,12 @@ def test_a_trace_is_scaled_to_the_context_and_keeps_its_blocks() -> None:
     assert first[128:137] != second[128:137]
     assert third[:64] != first[:64]
     assert cut_short(arrivals, scale=8, context=200) == 1
-    assert [one.prompt_tokens + one.max_tokens for one in traced(arrivals, scale=8, speed=1.0, context=200)] == [
-        *(144, 200, 88)
-    ]
+    assert [
+        one.prompt_tokens + one.max_tokens for one in traced(arrivals, scale=8, speed=1.0, context=200)
+    ] == [144, 200, 88]
 
 
-# --- what is measured -----------------------------------------------------------------------------------------------
+# --- what is measured ---------------------------------------------------------------------------------------
 
 
 def test_figures_of_a_run_made_by_hand() -> None:
@@ -195,7 +213,7 @@ async def test_a_stall_is_charged_to_all_who_should_have_been_sent_meanwhile() -
     assert found["p50_ttft_ms"] - found["p50_ttft_sent_ms"] > 350
 
 
-# --- a live cluster -------------------------------------------------------------------------------------------------
+# --- a live cluster -----------------------------------------------------------------------------------------
 
 
 def halfmoon(*words: object) -> dict[str, Any]:
@@ -214,7 +232,9 @@ def halfmoon(*words: object) -> dict[str, Any]:
 async def status(nc: nats.NATS) -> dict[str, Any]:
     """The requests of `halfmoon status`, once a conductor finds the time to answer."""
     async with asyncio.timeout(20):
-        while "requests" not in (found := json.loads((await nc.request(f"{subjects.API}.status", timeout=5)).data)):
+        while "requests" not in (
+            found := json.loads((await nc.request(f"{subjects.API}.status", timeout=5)).data)
+        ):
             await asyncio.sleep(0.3)
     requests: dict[str, Any] = found["requests"]
     return requests
@@ -241,7 +261,11 @@ async def grown(cluster: Cluster, nc: nats.NATS, before: dict[str, float], arriv
     async with asyncio.timeout(10):
         while True:
             now = await counted(cluster, nc)
-            more = {name: int(value - before.get(name, 0)) for name, value in now.items() if value != before.get(name)}
+            more = {
+                name: int(value - before.get(name, 0))
+                for name, value in now.items()
+                if value != before.get(name)
+            }
             ends = [count for name, count in more.items() if name in ("finished", "failed", "cancelled")]
             ends += [count for name, count in more.items() if name.startswith("rejected ")]
             if sum(ends) >= arrived:
@@ -250,10 +274,23 @@ async def grown(cluster: Cluster, nc: nats.NATS, before: dict[str, float], arriv
 
 
 @pytest.mark.parametrize("over", ["nats", "http"])
-async def test_its_counts_are_the_clusters_own(cluster: Cluster, nc: nats.NATS, over: str, tmp_path: Path) -> None:
+async def test_its_counts_are_the_clusters_own(
+    cluster: Cluster, nc: nats.NATS, over: str, tmp_path: Path
+) -> None:
     where = ("--http", cluster.http) if over == "http" else ("--nats", cluster.nats)
     before = await counted(cluster, nc)
-    options = ("--requests", 30, "--concurrency", 4, "--warmup", 6, "--prompt-tokens", "20-60", "--output-tokens", 5)
+    options = (
+        "--requests",
+        30,
+        "--concurrency",
+        4,
+        "--warmup",
+        6,
+        "--prompt-tokens",
+        "20-60",
+        "--output-tokens",
+        5,
+    )
     saved = tmp_path / "run.json"
     found = await asyncio.to_thread(halfmoon, *where, *options, "--save", saved, "--goodput", "ttft:60000")
     assert (found["backend"], found["complete"], found["load"]) == (over, True, "closed")
@@ -287,23 +324,36 @@ async def test_rejections_are_counted_by_reason(cluster: Cluster, nc: nats.NATS)
             found = await asyncio.to_thread(halfmoon, *where, *load)
             assert (found["load"], found["failed"], list(found["rejected"])) == ("poisson", 0, ["queue_full"])
             assert found["completed"] + found["rejected"]["queue_full"] == 30
-            assert found["goodput_share"] == round(found["completed"] / 30, 6)  # refused ones count against it
+            assert found["goodput_share"] == round(
+                found["completed"] / 30, 6
+            )  # refused ones count against it
             completed += found["completed"]
             rejected += found["rejected"]["queue_full"]
     finally:
         await bus.append(PolicyChanged(policy=Policy(admission="none")), source_id=subjects.OPERATOR)
         await bus.close()
     more = await grown(cluster, nc, before, 60)
-    assert (more["arrived"], more["finished"], more["vllm:request_success_total"]) == (60, completed, completed)
+    assert (more["arrived"], more["finished"], more["vllm:request_success_total"]) == (
+        60,
+        completed,
+        completed,
+    )
     assert (more["rejected queue_full"], more["vllm:admission_rejections_total"]) == (rejected, rejected)
 
 
 async def test_a_trace_is_replayed_with_the_blocks_it_shares(cluster: Cluster, tmp_path: Path) -> None:
-    """Each block of the trace is one of the cluster's, and two are the same here exactly where they are there."""
+    """Each block of the trace is one of the cluster's, and two are the same here exactly where they are
+    there.
+    """
     ids = [[7, 8, 9], [7, 8, 10, 11], [12, 13], [7, 8, 10, 11, 14]]
     file = tmp_path / "trace.jsonl"
     lines = [
-        {"timestamp": 1000 + 400 * n, "input_length": 512 * len(row) - 100, "output_length": 96, "hash_ids": row}
+        {
+            "timestamp": 1000 + 400 * n,
+            "input_length": 512 * len(row) - 100,
+            "output_length": 96,
+            "hash_ids": row,
+        }
         for n, row in enumerate(ids)
     ]
     file.write_text("\n".join(json.dumps(line) for line in lines))
@@ -362,7 +412,7 @@ async def test_ctrl_c_gives_a_partial_report_and_ends_what_runs(cluster: Cluster
             await asyncio.sleep(0.2)
 
 
-# --- what cannot be -------------------------------------------------------------------------------------------------
+# --- what cannot be -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -380,7 +430,9 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return ask_for
 
 
-def test_wrong_input_is_one_line_that_names_it(refusal: Callable[..., str], cluster: Cluster, tmp_path: Path) -> None:
+def test_wrong_input_is_one_line_that_names_it(
+    refusal: Callable[..., str], cluster: Cluster, tmp_path: Path
+) -> None:
     there = ("--nats", cluster.nats)
     assert "--goodput speed:3: NAME:MS" in refusal("--goodput", "speed:3")
     assert "--goodput ttft:soon: NAME:MS" in refusal("--goodput", "ttft:soon")
@@ -393,7 +445,9 @@ def test_wrong_input_is_one_line_that_names_it(refusal: Callable[..., str], clus
     too_long = refusal(*there, "--prompt-tokens", 9_000_000, "--output-tokens", 100)
     assert "9000100 in all are more than the model's context of" in too_long
     broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n{"timestamp": "x"}\n')
+    broken.write_text(
+        '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n{"timestamp": "x"}\n'
+    )
     assert f"{broken}:2: " in refusal(*there, "--trace", broken)
     assert "no/such" in refusal(*there, "--trace", "no/such")
     nobody = f"127.0.0.1:{free_port()}"
@@ -404,6 +458,8 @@ def test_wrong_input_is_one_line_that_names_it(refusal: Callable[..., str], clus
 def test_the_conversation_trace_fits_this_models_context() -> None:
     trace = read_trace(Path(__file__).parents[2] / "benchmarks/traces/conversation_trace.jsonl.zst")
     assert fitting_scale(trace, 8192) == 16
-    longest = max(one.prompt_tokens + one.max_tokens for one in traced(trace, scale=16, speed=1.0, context=8192))
+    longest = max(
+        one.prompt_tokens + one.max_tokens for one in traced(trace, scale=16, speed=1.0, context=8192)
+    )
     assert 4096 < longest <= 8192
     assert objectives(["ttft:500", "tbt:100"]) == {"ttft": 500.0, "tbt": 100.0}

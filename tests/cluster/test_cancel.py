@@ -14,7 +14,13 @@ import pytest
 
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
-from halfmoon.schemas.events import DecodeStarted, PrefillFinished, RequestArrived, RequestCancelled, WorkerHeartbeat
+from halfmoon.schemas.events import (
+    DecodeStarted,
+    PrefillFinished,
+    RequestArrived,
+    RequestCancelled,
+    WorkerHeartbeat,
+)
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import prompt
 
@@ -80,13 +86,17 @@ async def until(true: Callable[[], Awaitable[bool]], seconds: float, what: str) 
 
 @pytest.mark.parametrize("way", [OverHttp, OverNats, SilentOnNats])
 @pytest.mark.parametrize("stage", ["queued", "prefill", "decode"])
-async def test_who_goes_away_leaves_nothing(cluster: Cluster, nc: nats.NATS, way: type[Any], stage: str) -> None:
+async def test_who_goes_away_leaves_nothing(
+    cluster: Cluster, nc: nats.NATS, way: type[Any], stage: str
+) -> None:
     before = (await cluster.events())[-1].seq
     salt = f"{way.__name__} {stage}"
     fields = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
     first = None
     if stage == "queued":  # behind a prompt that computes for a second
-        first = asyncio.ensure_future(cluster.generate(nc, prompt=prompt(600), max_tokens=1, cache_salt=salt + "first"))
+        first = asyncio.ensure_future(
+            cluster.generate(nc, prompt=prompt(600), max_tokens=1, cache_salt=salt + "first")
+        )
         await asyncio.sleep(0.2)
     client = way()
     await client.ask(cluster, nc, {**fields, "prompt": prompt(40 if stage == "decode" else 2000)})
@@ -102,7 +112,9 @@ async def test_who_goes_away_leaves_nothing(cluster: Cluster, nc: nats.NATS, way
     mine: list[str] = []
     await until(placed, 5, "no RequestArrived")
     request_id = mine[0]
-    orders = [o.decision for o in await cluster.decisions() if isinstance(o.decision, StartPrefill | StartDecode)]
+    orders = [
+        o.decision for o in await cluster.decisions() if isinstance(o.decision, StartPrefill | StartDecode)
+    ]
     assert [o for o in orders if o.request_id == request_id]
 
     async def decoding() -> bool:

@@ -61,7 +61,9 @@ class Load:
 
     async def _one(self) -> None:
         started = time.monotonic()
-        body = await self._cluster.generate(self._nc, timeout=30, prompt="the moon", max_tokens=4, ignore_eos=True)
+        body = await self._cluster.generate(
+            self._nc, timeout=30, prompt="the moon", max_tokens=4, ignore_eos=True
+        )
         assert body["usage"]["completion_tokens"] == 4
         self.latency_ms.append((started, (time.monotonic() - started) * 1e3))
 
@@ -103,7 +105,9 @@ async def test_any_two_die_at_any_moment_and_no_request_is_late_lost_or_decided_
     decided_once_and_alike(log, decisions)
 
 
-def decision_waits_ms(log: list[Stamped], raw: list[tuple[int, int, bytes]], decisions: list[Ordered]) -> list[float]:
+def decision_waits_ms(
+    log: list[Stamped], raw: list[tuple[int, int, bytes]], decisions: list[Ordered]
+) -> list[float]:
     """From RequestArrived to its first StartPrefill, as the server stored them."""
     stored_ns: dict[str, int] = {}
     for (_, at_ns, _), ordered in zip(raw, decisions, strict=False):

@@ -67,7 +67,9 @@ async def order_of(cluster: Cluster, kind: type, arrived_after: int) -> Any:
     async with asyncio.timeout(20):
         while True:
             arrived = {
-                s.event.request_id for s in await cluster.events(arrived_after) if isinstance(s.event, RequestArrived)
+                s.event.request_id
+                for s in await cluster.events(arrived_after)
+                if isinstance(s.event, RequestArrived)
             }
             for ordered in await cluster.decisions():
                 if isinstance(ordered.decision, kind) and ordered.decision.request_id in arrived:
@@ -180,7 +182,9 @@ async def test_a_conductor_dies_and_the_next_one_goes_on(cluster: Cluster, nc: n
     await nothing_held(cluster)
 
 
-async def test_a_stopped_worker_is_lost_and_its_late_words_change_nothing(cluster: Cluster, nc: nats.NATS) -> None:
+async def test_a_stopped_worker_is_lost_and_its_late_words_change_nothing(
+    cluster: Cluster, nc: nats.NATS
+) -> None:
     undisturbed = await cluster.generate(nc, **fields(300, 24, "calm"))
     await whole(cluster)
     before = await last_seq(cluster)

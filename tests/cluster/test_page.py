@@ -20,7 +20,9 @@ from tests.cluster.harness import Cluster, running
 SECRET = "xylophonic marmalade"
 
 
-async def test_a_request_is_seen_and_explained_as_replay_does_and_no_word_of_it_is_told(tmp_path: Path) -> None:
+async def test_a_request_is_seen_and_explained_as_replay_does_and_no_word_of_it_is_told(
+    tmp_path: Path,
+) -> None:
     with running(tmp_path / "state", "--prefill", "2", "--decode", "1", "--engine", "null") as cluster:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
             before = await complete(http, cluster)  # nobody looks

@@ -10,7 +10,13 @@ import pytest
 
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
-from halfmoon.schemas.events import BlocksStored, DecodeStarted, PrefillFinished, RequestArrived, RequestFinished
+from halfmoon.schemas.events import (
+    BlocksStored,
+    DecodeStarted,
+    PrefillFinished,
+    RequestArrived,
+    RequestFinished,
+)
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import KvReady, PrefillResult, TransferOpened
 from halfmoon.workers.model.tokenizer import Tokenizer
@@ -28,7 +34,9 @@ def files_with(directory: Path, needle: bytes) -> list[Path]:
 
 async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.TempPathFactory) -> None:
     text = Tokenizer.load(MODEL).decode(prompt(TOKENS))
-    with running(tmp_path_factory.mktemp("planes"), "--prefill", "1", "--decode", "1", "--dtype", "float32") as cluster:
+    with running(
+        tmp_path_factory.mktemp("planes"), "--prefill", "1", "--decode", "1", "--dtype", "float32"
+    ) as cluster:
         nc = await cluster.connect()
         on_nats = 0
 
@@ -59,7 +67,11 @@ async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.T
         assert kinds[0] is RequestArrived
         stored = {e.node_id for e in events if isinstance(e, BlocksStored)}
         assert stored == {"prefill-0", "decode-0"}
-        orders = [o.decision for o in await cluster.decisions() if isinstance(o.decision, StartPrefill | StartDecode)]
+        orders = [
+            o.decision
+            for o in await cluster.decisions()
+            if isinstance(o.decision, StartPrefill | StartDecode)
+        ]
         assert [type(o) for o in orders] == [StartPrefill, StartDecode]
         assert {o.order_id for o in orders} == {went.order_id}
         progress = [message for _, message in await cluster.kv()]

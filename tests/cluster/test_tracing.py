@@ -144,7 +144,9 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Nothing computed; switched on by the variable that everybody knows. The receiver does not listen yet."""
     traced_by_environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-    with running(tmp_path_factory.mktemp("traced"), "--prefill", "1", "--decode", "1", "--engine", "null") as cluster:
+    with running(
+        tmp_path_factory.mktemp("traced"), "--prefill", "1", "--decode", "1", "--engine", "null"
+    ) as cluster:
         yield cluster
 
 
@@ -179,11 +181,16 @@ TREE = {
 
 
 async def test_an_endpoint_that_is_not_there_disturbs_nothing(cluster: Cluster, receiver: Receiver) -> None:
-    """Each process says so once, and once that it is there again: then the receiver listens, for all that follows."""
+    """Each process says so once, and once that it is there again: then the receiver listens, for all that
+    follows.
+    """
     for _ in range(20):
         assert await ask(cluster) == 200
     names = ["conductor-0", "decode-0", "frontend-0", "prefill-0"]
-    lost, again = f"tracing: {receiver.url}/v1/traces does not take spans: they are dropped", "takes spans again"
+    lost, again = (
+        f"tracing: {receiver.url}/v1/traces does not take spans: they are dropped",
+        "takes spans again",
+    )
     async with asyncio.timeout(30):
         while not all(lost in cluster.output(name) for name in names):
             assert await ask(cluster) == 200
@@ -214,25 +221,35 @@ async def test_one_trace_from_the_client_to_the_last_token(cluster: Cluster, rec
         assert spans[before].end_ns <= spans[after].begin_ns + SLACK_NS
     assert spans["prefill.compute"].end_ns <= spans["decode.first_step"].begin_ns + SLACK_NS
     request_id = request.about["halfmoon.request_id"]
-    assert request.about | {
-        "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "halfmoon",
-        "gen_ai.request.model": "smollm2-135m-instruct",
-        "gen_ai.request.max_tokens": 6,
-        "gen_ai.request.top_k": 5,
-        "gen_ai.request.temperature": 0.0,
-        "gen_ai.response.id": request_id,
-        "gen_ai.response.finish_reasons": ["length"],
-        "gen_ai.usage.input_tokens": 2,
-        "gen_ai.usage.output_tokens": 6,
-        "halfmoon.prefill_worker": "prefill-0",
-        "halfmoon.decode_worker": "decode-0",
-    } == request.about
-    assert 0 < request.about["gen_ai.server.time_to_first_token"] * 1e9 <= request.end_ns - request.begin_ns + SLACK_NS
-    assert {spans[name].about["halfmoon.request_id"] for name in ("conductor.place", "prefill", "decode")} == {
-        request_id
-    }
-    assert "moon" not in str([told.about for told in spans.values()]).replace("halfmoon", "")  # no text of anybody's
+    assert (
+        request.about
+        | {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "halfmoon",
+            "gen_ai.request.model": "smollm2-135m-instruct",
+            "gen_ai.request.max_tokens": 6,
+            "gen_ai.request.top_k": 5,
+            "gen_ai.request.temperature": 0.0,
+            "gen_ai.response.id": request_id,
+            "gen_ai.response.finish_reasons": ["length"],
+            "gen_ai.usage.input_tokens": 2,
+            "gen_ai.usage.output_tokens": 6,
+            "halfmoon.prefill_worker": "prefill-0",
+            "halfmoon.decode_worker": "decode-0",
+        }
+        == request.about
+    )
+    assert (
+        0
+        < request.about["gen_ai.server.time_to_first_token"] * 1e9
+        <= request.end_ns - request.begin_ns + SLACK_NS
+    )
+    assert {
+        spans[name].about["halfmoon.request_id"] for name in ("conductor.place", "prefill", "decode")
+    } == {request_id}
+    assert "moon" not in str([told.about for told in spans.values()]).replace(
+        "halfmoon", ""
+    )  # no text of anybody's
 
 
 async def test_over_nats_with_and_without_a_trace_of_the_clients(
@@ -321,13 +338,21 @@ async def test_the_stores_tell_of_the_transfer(
         worker = spans["prefill"].process
         transfer = spans["transfer"]
         assert (transfer.parent, transfer.process, transfer.service) == (
-            *(spans["prefill"].span, f"store-{worker}", "halfmoon-store"),
+            spans["prefill"].span,
+            f"store-{worker}",
+            "halfmoon-store",
         )
         assert transfer.about["halfmoon.target_node"] == "decode-0"
-        assert transfer.about["halfmoon.bytes"] == 13 * 16 * 30 * 2 * 3 * 64 * 4  # blocks of all layers, float32
+        assert (
+            transfer.about["halfmoon.bytes"] == 13 * 16 * 30 * 2 * 3 * 64 * 4
+        )  # blocks of all layers, float32
         assert within(transfer, spans["prefill"])
         assert {told.process for told in spans.values()} == {
-            *("frontend-0", "conductor-0", worker, "decode-0", f"store-{worker}"),
+            "frontend-0",
+            "conductor-0",
+            worker,
+            "decode-0",
+            f"store-{worker}",
         }
         async with draining(cluster, worker):
             assert await ask(cluster, f"00-{second}-{CLIENT_SPAN}-01", prompt=[*prompt, 77, 78]) == 200
@@ -342,7 +367,7 @@ async def test_the_stores_tell_of_the_transfer(
         assert within(fetch, spans["prefill"])
 
 
-# --- off, and wrong -------------------------------------------------------------------------------------------------
+# --- off, and wrong -----------------------------------------------------------------------------------------
 
 
 def test_nothing_is_imported_where_it_is_off() -> None:
@@ -355,15 +380,22 @@ def test_nothing_is_imported_where_it_is_off() -> None:
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
     )
     untraced = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    done = subprocess.run([sys.executable, "-c", code], env=untraced, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=untraced, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "00", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331", f"00-{'0' * 32}-{CLIENT_SPAN}-01"),
-        *(f"00-{CLIENT_TRACE}-{'0' * 16}-01", f"ff-{CLIENT_TRACE}-{CLIENT_SPAN}-01", f"00-{CLIENT_TRACE}-x-01"),
+        "",
+        "00",
+        "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331",
+        f"00-{'0' * 32}-{CLIENT_SPAN}-01",
+        f"00-{CLIENT_TRACE}-{'0' * 16}-01",
+        f"ff-{CLIENT_TRACE}-{CLIENT_SPAN}-01",
+        f"00-{CLIENT_TRACE}-x-01",
         f"00-{CLIENT_TRACE.upper()}-{CLIENT_SPAN}-01",
     ],
 )

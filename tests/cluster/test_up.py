@@ -1,4 +1,6 @@
-"""`halfmoon up` from start to end: what stops it, what dies under it, what it leaves, what it says to wrong options."""
+"""`halfmoon up` from start to end: what stops it, what dies under it, what it leaves, what it says to wrong
+options.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def begun(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
             cluster.process.wait()
 
 
-# --- the end --------------------------------------------------------------------------------------------------------
+# --- the end ------------------------------------------------------------------------------------------------
 
 
 async def test_ctrl_c_lets_an_open_request_finish_and_leaves_nothing(begun: Callable[..., Cluster]) -> None:
@@ -122,7 +124,7 @@ async def test_a_second_ctrl_c_stops_at_once(begun: Callable[..., Cluster]) -> N
     nothing_left(cluster)
 
 
-# --- kill -9 --------------------------------------------------------------------------------------------------------
+# --- kill -9 ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -151,7 +153,9 @@ async def test_kill_9_of_up_takes_the_children_along_and_the_next_up_removes_the
     segments = [f"/dev/shm/halfmoon-{first.name}-{node}" for node in ("decode-0", "prefill-0")]
     assert sorted(first.left_behind()) == segments
     second = begun(*SMALL, "--pool-mib", "128", name=first.name)
-    assert f"removed what an earlier cluster left: {', '.join(Path(s).name for s in segments)}" in said(second)
+    assert f"removed what an earlier cluster left: {', '.join(Path(s).name for s in segments)}" in said(
+        second
+    )
     await ask(second, 3, prompt=prompt(600))
     store = second.kill("store-decode-0")  # and while it is away, the end
     eventually(lambda: command_of(store) in ([], [""]))
@@ -183,7 +187,7 @@ async def test_nats_server_is_started_again_under_open_requests(begun: Callable[
     nothing_left(cluster)
 
 
-# --- a server of the user's, options from three places --------------------------------------------------------------
+# --- a server of the user's, options from three places ------------------------------------------------------
 
 
 async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
@@ -219,7 +223,7 @@ async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
         server.stop()
 
 
-# --- what cannot be -------------------------------------------------------------------------------------------------
+# --- what cannot be -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -86,12 +86,16 @@ def arrived(request_id: str = "r1", tokens: int = 1_000, **fields: Any) -> Reque
 
 def prefilled(order_id: str, request_id: str = "r1", worker_id: str = "p0", **fields: Any) -> PrefillFinished:
     defaults: dict[str, Any] = {"queue_ns": 0, "transfer_ns": 0, "compute_ns": 0}
-    return PrefillFinished(order_id=order_id, request_id=request_id, worker_id=worker_id, **{**defaults, **fields})
+    return PrefillFinished(
+        order_id=order_id, request_id=request_id, worker_id=worker_id, **{**defaults, **fields}
+    )
 
 
 def finished(order_id: str, request_id: str = "r1", worker_id: str = "d0", **fields: Any) -> RequestFinished:
     defaults: dict[str, Any] = {"finish_reason": "length", "completion_tokens": 100, "decode_ns": 1 * S}
-    return RequestFinished(order_id=order_id, request_id=request_id, worker_id=worker_id, **{**defaults, **fields})
+    return RequestFinished(
+        order_id=order_id, request_id=request_id, worker_id=worker_id, **{**defaults, **fields}
+    )
 
 
 class Script:

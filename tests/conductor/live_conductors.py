@@ -35,7 +35,9 @@ CLUSTER: list[Event] = [
 
 
 @contextlib.asynccontextmanager
-async def conductor(url: str, conductor_id: str = "c1", policy: Policy = POLICY, **more: Any) -> AsyncIterator[Bus]:
+async def conductor(
+    url: str, conductor_id: str = "c1", policy: Policy = POLICY, **more: Any
+) -> AsyncIterator[Bus]:
     """A conductor that has caught up; stopped at the end."""
     bus = await Bus.connect(BusConfig(url=url), name=conductor_id)
     shells: list[shell.Shell] = []

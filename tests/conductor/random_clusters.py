@@ -1,8 +1,8 @@
-"""A cluster of make-believe around one core: workers that answer, fail, die and return, and forget orders; events that
-come late or twice; a conductor that is away for a while.
+"""A cluster of make-believe around one core: workers that answer, fail, die and return, and forget orders;
+events that come late or twice; a conductor that is away for a while.
 
-Everything is drawn from the seed, the configuration too. Run as a program it prints a digest of every decision and of
-the state, so that two interpreters can be compared.
+Everything is drawn from the seed, the configuration too. Run as a program it prints a digest of every
+decision and of the state, so that two interpreters can be compared.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Cluster:
             link_bytes_s=draw.choice([1_000_000, 2_000_000_000]),
         )
 
-    # --- time -------------------------------------------------------------------------------------------------
+    # --- time -----------------------------------------------------------------------------------------------
 
     def later(self, delay_ns: int, what: Any) -> None:
         self._count += 1
@@ -182,7 +182,7 @@ class Cluster:
             else:
                 self.receive(decision, stamped.seq)
 
-    # --- processes --------------------------------------------------------------------------------------------
+    # --- processes ------------------------------------------------------------------------------------------
 
     def start(self, process: Process) -> None:
         process.alive = True
@@ -297,14 +297,16 @@ class Cluster:
         """Words about orders and processes that nobody knows."""
         order = self.draw.choice(["1-1", "77-1", *self.order_ids])
         for event in (
-            PrefillFinished(order_id=order, request_id="r1", worker_id="p0", queue_ns=0, transfer_ns=0, compute_ns=1),
+            PrefillFinished(
+                order_id=order, request_id="r1", worker_id="p0", queue_ns=0, transfer_ns=0, compute_ns=1
+            ),
             DecodeFailed(order_id=order, request_id="r2", worker_id="d9", reason=""),
             TimerFired(key="lost:prefill:p0:i1", at_ns=5),
             BlocksStored(node_id="n-x", incarnation="i1", block_keys=keys(3)),
         ):
             self.say(event)
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
         if not self.faults:
@@ -341,7 +343,9 @@ class Cluster:
             process.obeyed_seq = seq
         match decision:
             case SetTimer():
-                self.later(max(0, decision.at_ns - self.now_ns), TimerFired(key=decision.key, at_ns=decision.at_ns))
+                self.later(
+                    max(0, decision.at_ns - self.now_ns), TimerFired(key=decision.key, at_ns=decision.at_ns)
+                )
             case StartPrefill():
                 assert decision.order_id not in self.order_ids, ("ordered twice", decision)
                 self.order_ids[decision.order_id] = True
@@ -404,10 +408,14 @@ class Cluster:
                 store.chains[chain] = max(blocks, store.chains.get(chain, 0))
                 tier = self.draw.choice(["dram", "dram", "dram", "ssd"])
                 name = store.name
-                self.say(BlocksStored(node_id=node_id, incarnation=name, block_keys=keys(blocks, chain), tier=tier))
+                self.say(
+                    BlocksStored(node_id=node_id, incarnation=name, block_keys=keys(blocks, chain), tier=tier)
+                )
                 if self.draw.random() < 0.3:
                     gone = keys(blocks, chain)[16 * self.draw.randrange(blocks) :]
-                    self.say(BlocksEvicted(node_id=node_id, incarnation=name, block_keys=gone, tier=tier), 1 * S)
+                    self.say(
+                        BlocksEvicted(node_id=node_id, incarnation=name, block_keys=gone, tier=tier), 1 * S
+                    )
 
     def end_decode(self, process: Process, order: StartDecode) -> None:
         if not process.alive or process.orders.get(order.order_id) is not order:

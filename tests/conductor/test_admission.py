@@ -142,7 +142,8 @@ def test_none_queues_everything_and_late_looks_at_prefill_only() -> None:
 
 def test_early_feels_decode_only_when_it_has_begun() -> None:
     script = pool(admission="early", tbt_slo_ns=125 * MS)
-    # Two fit a step of 125 ms. Five are taken, because none is in decode: this is the fault of this admission.
+    # Two fit a step of 125 ms. Five are taken, because none is in decode: this is the fault of this
+    # admission.
     assert [verdict(script, f"r{n}") for n in range(5)] == [""] * 5
     for number in range(2):
         script(prefilled(f"{6 + number}-1", f"r{number}"), after_ns=110 * MS)
@@ -159,8 +160,8 @@ def test_predicted_forgets_those_whose_decode_will_be_over() -> None:
     assert verdict(script, "seen", max_tokens=100) == ""
     script(prefilled("6-1", "seen"), after_ns=110 * MS)
     script(finished("6-1", "seen", completion_tokens=10, decode_ns=150 * MS), after_ns=150 * MS)
-    # Decodes of this class last 150 ms: when the third prefill ends, 330 ms from now, the first two's are over at 260
-    # and 370.
+    # Decodes of this class last 150 ms: when the third prefill ends, 330 ms from now, the first two's are
+    # over at 260 and 370.
     assert [verdict(script, f"r{n}", max_tokens=100) for n in range(3)] == ["", "", ""]
     # Refused when they are to last for long.
     script = pool(admission="predicted", tbt_slo_ns=125 * MS)
@@ -173,7 +174,11 @@ def test_a_refusal_over_decode_says_when_a_sequence_will_have_ended() -> None:
     refused = script.orders(arrived("r1", max_tokens=10))[0]
     assert isinstance(refused, RejectRequest)
     # The first ends its prefill in 110 ms and then takes 10 tokens of 110 ms.
-    assert (refused.reason, refused.predicted.tbt_ns, refused.retry_after_ns) == ("tbt_slo", 120 * MS, 1_210 * MS)
+    assert (refused.reason, refused.predicted.tbt_ns, refused.retry_after_ns) == (
+        "tbt_slo",
+        120 * MS,
+        1_210 * MS,
+    )
 
 
 def test_no_room_is_what_will_be_when_prefill_ends() -> None:
@@ -224,7 +229,9 @@ def test_with_a_null_engine_all_are_admitted(admission: AdmissionName) -> None:
 
 def test_the_mean_over_the_pool_refuses_when_one_worker_is_far_behind() -> None:
     # A step of d1 takes 1 s with one sequence. (1,000 + 0) / 2 is over 400 ms, though d0 alone would be fine.
-    script = Script(prefill(), decode(1, profile=CostProfile(decode_base_ns=1 * S)), admission="early", **QUIET)
+    script = Script(
+        prefill(), decode(1, profile=CostProfile(decode_base_ns=1 * S)), admission="early", **QUIET
+    )
     assert verdict(script, "a", tbt_slo_ns=2 * S) == ""
     script(prefilled("6-1", "a"), after_ns=110 * MS)
     script(decode(0, profile=STEPS))
@@ -250,7 +257,8 @@ def overloaded(**policy: Any) -> Script:
 
 
 def test_under_overload_larger_prompts_are_refused_first() -> None:
-    # The mean takes 110 ms and may find 5 s queued; 20 of them wait, about 2.1 s. So 210 ms may join and 310 may not.
+    # The mean takes 110 ms and may find 5 s queued; 20 of them wait, about 2.1 s. So 210 ms may join and 310
+    # may not.
     for tokens, expected in ((1_000, ""), (2_000, ""), (3_000, "ttft_slo"), (9_000, "ttft_slo")):
         assert verdict(overloaded(), "x", tokens=tokens) == expected, tokens
     refused = overloaded().orders(arrived("x", tokens=9_000))[0]

@@ -9,7 +9,9 @@ from halfmoon.schemas.events import StateDigested
 
 
 def said(conductor_id: str, digest: str, *, at_seq: int = 100, code: str = "1") -> StateDigested:
-    return StateDigested(conductor_id=conductor_id, incarnation="i1", code_version=code, at_seq=at_seq, digest=digest)
+    return StateDigested(
+        conductor_id=conductor_id, incarnation="i1", code_version=code, at_seq=at_seq, digest=digest
+    )
 
 
 def agreement(*words: StateDigested, code: str = "1") -> Agreement:
@@ -65,7 +67,9 @@ def test_our_own_word_counts_once_and_a_process_that_took_our_name_counts_too() 
         ("3", "2", "1", True),
     ],
 )
-def test_in_a_tie_the_code_that_began_the_log_goes_on(ours: str, theirs: str, of_the_log: str, we_stop: bool) -> None:
+def test_in_a_tie_the_code_that_began_the_log_goes_on(
+    ours: str, theirs: str, of_the_log: str, we_stop: bool
+) -> None:
     assert agreement(said("c2", "b", code=theirs), code=ours).yields(100, of_the_log) is we_stop
 
 

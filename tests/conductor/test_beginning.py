@@ -103,7 +103,9 @@ async def test_a_log_whose_head_is_gone_is_read_from_the_snapshot_that_leads_int
             assert (await reach(bus, last, "c2")).digest == expected.digest
 
 
-async def test_snapshots_of_a_log_that_was_deleted_are_removed(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_snapshots_of_a_log_that_was_deleted_are_removed(
+    nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with client(nats_url) as bus:
         async with conductor(nats_url, policy=QUIET):
             last = await say(bus, *CLUSTER)
@@ -147,7 +149,9 @@ async def test_without_head_and_snapshot_a_conductor_does_not_disturb_one_that_r
         await reach(bus, last)
         core = await core_at(bus, last)
         await expire(bus, 3)
-        with pytest.raises(LogUnreadable, match="the log before event 4 is gone, and other conductors have saved no"):
+        with pytest.raises(
+            LogUnreadable, match="the log before event 4 is gone, and other conductors have saved no"
+        ):
             await first_step(nats_url)
         assert await digest_at(bus, last) is None
         await save(bus, core)

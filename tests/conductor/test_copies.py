@@ -1,4 +1,6 @@
-"""A decision that is published twice, the second time after the stream has forgotten the first: receivers drop it."""
+"""A decision that is published twice, the second time after the stream has forgotten the first: receivers
+drop it.
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,9 @@ def test_a_bandwidth_is_a_moving_average_and_grows_stale() -> None:
     assert link == Link(bytes_s=1_000_000_000, measured_ns=5 * S)
     assert measured_link(link, 1_000_000, 2 * MS, 1, 6 * S) == Link(bytes_s=850_000_000, measured_ns=6 * S)
     assert measured_link(link, 1_000_000, 2 * MS, 2, 6 * S) == Link(bytes_s=1_000_000_000, measured_ns=6 * S)
-    assert measured_link(link, 1_000_000, 2 * MS, 1, 600 * S) == Link(bytes_s=500_000_000, measured_ns=600 * S)
+    assert measured_link(link, 1_000_000, 2 * MS, 1, 600 * S) == Link(
+        bytes_s=500_000_000, measured_ns=600 * S
+    )
     assert measured_link(link, 0, 0, 1, 6 * S) is link
 
 

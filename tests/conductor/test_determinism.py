@@ -1,4 +1,6 @@
-"""Random clusters: invariants after every event, equal decisions from equal logs, an end for every accepted request."""
+"""Random clusters: invariants after every event, equal decisions from equal logs, an end for every accepted
+request.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def printed_by(*words: str) -> list[list[str]]:
     for hash_seed in ("0", "1", "4242"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         running.append(
-            subprocess.Popen([sys.executable, str(program), *words], env=environment, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, str(program), *words], env=environment, stdout=subprocess.PIPE, text=True
+            )
         )
     printed = [process.communicate()[0].splitlines() for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]

@@ -91,7 +91,8 @@ async def test_conductors_say_the_digest_that_a_fresh_reading_of_the_log_gives(n
         log = await log_of(bus)
         expected = digests_of(log)
         assert said(log) == {
-            at_seq: dict.fromkeys(("c1", "c2", "c3"), expected[at_seq]) for at_seq in (EVERY, 2 * EVERY, 3 * EVERY)
+            at_seq: dict.fromkeys(("c1", "c2", "c3"), expected[at_seq])
+            for at_seq in (EVERY, 2 * EVERY, 3 * EVERY)
         }
 
 

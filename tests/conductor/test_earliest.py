@@ -1,4 +1,6 @@
-"""The short ways to the earliest first token and to the shortest step find what looking at every worker finds."""
+"""The short ways to the earliest first token and to the shortest step find what looking at every worker
+finds.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,10 @@ def test_in_a_wide_pool_no_holder_and_no_idle_worker_is_passed_over_that_would_b
     draw, fetched = random.Random(seed), 0
     for _ in range(40):
         script = wide_pool(draw)
-        state, request = script.core.state, arrived(tokens=draw.choice([100, 500, 950, 2_001]), block_keys=keys(20))
+        state, request = (
+            script.core.state,
+            arrived(tokens=draw.choice([100, 500, 950, 2_001]), block_keys=keys(20)),
+        )
         matched = match(state, request, script.now_ns)
         best = earliest(state, request, matched, script.now_ns)
         every = candidates(state, request, EverySource.of(state, request, script.now_ns), script.now_ns)

@@ -6,7 +6,18 @@ import asyncio
 
 import pytest
 from conductor_scripts import S, arrived, finished, keys, prefilled, stored
-from live_conductors import CLUSTER, POLICY, client, conductor, decisions_of, log_of, reach, replayed, say, status
+from live_conductors import (
+    CLUSTER,
+    POLICY,
+    client,
+    conductor,
+    decisions_of,
+    log_of,
+    reach,
+    replayed,
+    say,
+    status,
+)
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.conductor import log_reading
@@ -24,7 +35,9 @@ from halfmoon.schemas.policy import Policy
 pytestmark = pytest.mark.timeout(30)
 
 
-async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones_do_not(nats_url: str) -> None:
+async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones_do_not(
+    nats_url: str,
+) -> None:
     other = Policy(name="random")
     async with client(nats_url) as bus, conductor(nats_url), conductor(nats_url, "c2", other):
         log = await log_of(bus)
@@ -37,7 +50,9 @@ async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones
 async def test_a_log_of_another_version_is_not_read(nats_url: str) -> None:
     async with client(nats_url) as bus:
         await say(bus, ClusterConfigured(code_version="9.1", log_version=9, policy=POLICY))
-        with pytest.raises(log_reading.LogUnreadable, match=r"version 9, begun by halfmoon 9.1, which can read it"):
+        with pytest.raises(
+            log_reading.LogUnreadable, match=r"version 9, begun by halfmoon 9.1, which can read it"
+        ):
             async with conductor(nats_url):
                 pass
 
@@ -91,7 +106,8 @@ async def test_a_conductor_that_starts_decides_what_was_left_undecided(nats_url:
         async with conductor(nats_url, policy=quiet):
             await say(bus, *CLUSTER, arrived("r1", 100))
             await decisions_of(bus, 2)
-        # Nobody is there; one decision of the next request is stored by hand, as if its conductor had died in between.
+        # Nobody is there; one decision of the next request is stored by hand, as if its conductor had died in
+        # between.
         seq = await say(bus, arrived("r2", 100), arrived("r3", 100)) - 1
         expected = replayed(await log_of(bus))
         assert len(expected) == 6
@@ -101,7 +117,9 @@ async def test_a_conductor_that_starts_decides_what_was_left_undecided(nats_url:
             assert expected[3].cause_seq == seq
 
 
-async def test_a_worker_that_falls_silent_is_lost_once_whatever_the_number_of_conductors(nats_url: str) -> None:
+async def test_a_worker_that_falls_silent_is_lost_once_whatever_the_number_of_conductors(
+    nats_url: str,
+) -> None:
     async with client(nats_url) as bus, conductor(nats_url, "c1"), conductor(nats_url, "c2"):
         await say(bus, *CLUSTER)
         for _ in range(20):
@@ -116,7 +134,11 @@ async def test_a_worker_that_falls_silent_is_lost_once_whatever_the_number_of_co
         fired = [s.event for s in await log_of(bus) if isinstance(s.event, TimerFired)]
         assert len(fired) == len(dict.fromkeys((event.key, event.at_ns) for event in fired))
         lost = [event.key for event in fired if event.key.startswith(("lost:prefill", "lost:store"))]
-        assert sorted(dict.fromkeys(lost)) == ["lost:prefill:p0:i1", "lost:store:n-d0:i1", "lost:store:n-p0:i1"]
+        assert sorted(dict.fromkeys(lost)) == [
+            "lost:prefill:p0:i1",
+            "lost:store:n-d0:i1",
+            "lost:store:n-p0:i1",
+        ]
 
 
 async def test_conductors_go_on_when_the_server_was_away_and_nobody_is_lost_by_it(

@@ -1,4 +1,6 @@
-"""Heartbeats that list orders: what the worker does not know is lost, what the core does not know is cancelled."""
+"""Heartbeats that list orders: what the worker does not know is lost, what the core does not know is
+cancelled.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from typing import Any
 from conductor_scripts import MS, S, Script, arrived, decode, finished, pair, prefill, prefilled
 from msgspec.structs import replace
 
-from halfmoon.schemas.decisions import CancelOrder, Decision, FailRequest, ReleaseOrder, StartDecode, StartPrefill
+from halfmoon.schemas.decisions import (
+    CancelOrder,
+    Decision,
+    FailRequest,
+    ReleaseOrder,
+    StartDecode,
+    StartPrefill,
+)
 from halfmoon.schemas.events import (
     DecodeFailed,
     FrontendJoined,
@@ -19,7 +28,9 @@ from halfmoon.schemas.events import (
 
 
 def beat(worker_id: str, orders: list[str] | None, obeyed_seq: int = 1_000, **fields: Any) -> WorkerHeartbeat:
-    return WorkerHeartbeat(worker_id=worker_id, incarnation="i1", orders=orders, obeyed_seq=obeyed_seq, **fields)
+    return WorkerHeartbeat(
+        worker_id=worker_id, incarnation="i1", orders=orders, obeyed_seq=obeyed_seq, **fields
+    )
 
 
 def crowd(**policy: Any) -> Script:
@@ -217,7 +228,9 @@ def test_kv_that_came_after_all_leaves_the_order_alone() -> None:
     assert script(lacking(), after_ns=2 * S) == []
     assert script(beat("d0", ["11-1"]), after_ns=1 * S) == []
     assert script(lacking(), after_ns=1 * S) == []  # counts from here
-    assert script(lacking("9-1"), after_ns=1 * S) == [], "an order of nobody's is cancelled by the second word only"
+    assert script(lacking("9-1"), after_ns=1 * S) == [], (
+        "an order of nobody's is cancelled by the second word only"
+    )
 
 
 def test_an_answer_that_is_lost_with_its_worker_has_the_request_placed_again() -> None:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from conductor_scripts import MS, S, Script, arrived, decode, finished, keys, pair, prefill, prefilled, store, stored
+from conductor_scripts import (
+    MS,
+    S,
+    Script,
+    arrived,
+    decode,
+    finished,
+    keys,
+    pair,
+    prefill,
+    prefilled,
+    store,
+    stored,
+)
 
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
@@ -121,7 +134,10 @@ def test_who_is_not_heard_of_is_lost_and_who_comes_back_is_asked_once() -> None:
     returning: list[tuple[Event, AnnounceYourself]] = [
         (beat("p0"), AnnounceYourself(role="prefill", target_id="p0")),
         (StoreHeartbeat(node_id="n-p0", incarnation="i1"), AnnounceYourself(role="store", target_id="n-p0")),
-        (FrontendHeartbeat(frontend_id="f1", incarnation="i1"), AnnounceYourself(role="frontend", target_id="f1")),
+        (
+            FrontendHeartbeat(frontend_id="f1", incarnation="i1"),
+            AnnounceYourself(role="frontend", target_id="f1"),
+        ),
     ]
     for event, ask in returning:
         assert script(event) == [ask]
@@ -133,7 +149,9 @@ def test_who_is_not_heard_of_is_lost_and_who_comes_back_is_asked_once() -> None:
 
 
 def test_a_frontend_that_has_heard_nothing_of_a_request_is_told_that_it_ended() -> None:
-    """Its refusal was lost on its way. One that is open goes on, and so does one whose arrival is still under way."""
+    """Its refusal was lost on its way. One that is open goes on, and so does one whose arrival is still under
+    way.
+    """
     script = crowd(queued_max_per_worker=1)
     for number in range(4):
         script(arrived(f"r{number}"))
@@ -146,7 +164,9 @@ def test_a_frontend_that_has_heard_nothing_of_a_request_is_told_that_it_ended() 
     assert [fail.request_id for fail in told if isinstance(fail, FailRequest)] == ended
     assert "lost" in told[0].message  # type: ignore[union-attr]
     assert script(FrontendHeartbeat(frontend_id="f1", incarnation="i1", silent=["r0"])) == []
-    assert kinds(script(FrontendHeartbeat(frontend_id="f9", incarnation="i1", silent=["r2"]))) == ["AnnounceYourself"]
+    assert kinds(script(FrontendHeartbeat(frontend_id="f9", incarnation="i1", silent=["r2"]))) == [
+        "AnnounceYourself"
+    ]
 
 
 def test_nobody_is_lost_while_the_bus_was_away() -> None:
@@ -177,7 +197,12 @@ def test_all_are_lost_at_last_when_nothing_but_timers_is_heard() -> None:
 
 def test_a_lost_prefill_worker_has_its_unfinished_requests_placed_again() -> None:
     script = crowd()
-    assert [placed(script, f"r{n}") for n in range(4)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d0"), ("p1", "d1")]
+    assert [placed(script, f"r{n}") for n in range(4)] == [
+        ("p0", "d0"),
+        ("p1", "d1"),
+        ("p0", "d0"),
+        ("p1", "d1"),
+    ]
     script(prefilled("11-1", "r0", "p0"))
     # r0 is in decode already; r2 is not. Its blocks may lie in both nodes, and d0 waits for it.
     again = script.orders(WorkerLeft(worker_id="p0"))
@@ -227,7 +252,14 @@ def test_a_new_incarnation_replaces_the_old_and_takes_its_requests_over() -> Non
     script = pair()
     assert placed(script) == ("p0", "d0")
     again = script(prefill(incarnation="i2"))
-    assert kinds(again) == ["SetTimer", "CancelOrder", "ReleaseOrder", "ReleaseOrder", "StartPrefill", "StartDecode"]
+    assert kinds(again) == [
+        "SetTimer",
+        "CancelOrder",
+        "ReleaseOrder",
+        "ReleaseOrder",
+        "StartPrefill",
+        "StartDecode",
+    ]
     assert again[0] == SetTimer(key="lost:prefill:p0:i2", at_ns=script.now_ns + 4 * S)
     assert again[1] == CancelOrder(order_id="7-1", request_id="r1", worker_id="d0")
     assert script(prefilled("7-1")) == []
@@ -338,7 +370,9 @@ def test_an_inventory_in_parts_rebuilds_the_index() -> None:
     script(stored("p0", keys(3, seed=9)))
 
     def part(number: int, block_keys: bytes, incarnation: str = "i2") -> StoreInventory:
-        return StoreInventory(node_id="n-p0", incarnation=incarnation, part=number, parts=2, block_keys=block_keys)
+        return StoreInventory(
+            node_id="n-p0", incarnation=incarnation, part=number, parts=2, block_keys=block_keys
+        )
 
     script(store("p0", "i2"))
     assert script.core.state.index.blocks == 0
@@ -394,7 +428,9 @@ def test_a_request_is_not_placed_for_ever() -> None:
     ended = script.orders(WorkerLeft(worker_id="p1"))
     assert kinds(ended) == ["CancelOrder", "ReleaseOrder", "ReleaseOrder", "FailRequest"]
     assert ended[-1] == FailRequest(
-        request_id="r1", frontend_id="f1", message="placed 2 times, and each time lost; last: worker p1 was lost"
+        request_id="r1",
+        frontend_id="f1",
+        message="placed 2 times, and each time lost; last: worker p1 was lost",
     )
 
 
@@ -434,7 +470,9 @@ def test_a_new_incarnation_of_a_frontend_does_not_read_the_old_ones_requests() -
 def test_heartbeats_refit_the_cost_of_decode_and_are_kept_for_people() -> None:
     script = pair()
     for _ in range(100):
-        script(beat("d0", steps=10, step_ns=60 * MS, step_sequences=10, step_context_tokens=10_000), after_ns=S)
+        script(
+            beat("d0", steps=10, step_ns=60 * MS, step_sequences=10, step_context_tokens=10_000), after_ns=S
+        )
     worker = script.core.state.workers["d0"]
     cost = worker.cost
     assert worker.profile != cost

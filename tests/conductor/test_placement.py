@@ -1,7 +1,7 @@
 """Algorithm 1, worked by hand.
 
-A block is 100 tokens and 100,000 bytes in ten layers; a prompt takes 10 ms and 0.1 ms a token; a link 0.5 ms and 0.05
-ms a block, unless a test says otherwise.
+A block is 100 tokens and 100,000 bytes in ten layers; a prompt takes 10 ms and 0.1 ms a token; a link 0.5 ms
+and 0.05 ms a block, unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,20 @@ import random
 from typing import Any
 
 import pytest
-from conductor_scripts import LAYOUT, MS, NULL_LAYOUT, PROFILE, S, Script, arrived, decode, keys, prefill, store, stored
+from conductor_scripts import (
+    LAYOUT,
+    MS,
+    NULL_LAYOUT,
+    PROFILE,
+    S,
+    Script,
+    arrived,
+    decode,
+    keys,
+    prefill,
+    store,
+    stored,
+)
 
 from halfmoon.conductor.core.cost import Link, prefill_ns
 from halfmoon.conductor.core.placement import Candidate, candidates, decode_candidates, match
@@ -126,8 +139,8 @@ def test_loading_overlaps_with_the_queue() -> None:
 
 
 def test_a_fetch_may_end_where_its_first_layer_is_still_hidden_by_the_queue() -> None:
-    # A block takes 20 ms by this link (2 ms its first layer) and 1 ms to compute, beside 1 s in any case. Ten blocks'
-    # first layers are there when the queue of 20 ms ends: 20 + 1,040; all forty would be 80 + 1,010.
+    # A block takes 20 ms by this link (2 ms its first layer) and 1 ms to compute, beside 1 s in any case. Ten
+    # blocks' first layers are there when the queue of 20 ms ends: 20 + 1,040; all forty would be 80 + 1,010.
     profile = CostProfile(prefill_base_ns=1 * S, prefill_per_token_ps=10_000_000)
     script = Script(prefill(0), prefill(1, profile=profile), link_bytes_s=5_000_000, link_latency_ns=0)
     script(stored("p0", keys(40)))
@@ -157,7 +170,11 @@ def test_the_threshold_is_a_bias_against_fetching() -> None:
 def test_transfers_share_the_bandwidth_of_their_source() -> None:
     script = pool()
     script(stored("p0", keys(5)))
-    script.core.state.leaving["n-p0"] = {"x": script.now_ns + 1, "y": script.now_ns + 1, "over": script.now_ns}
+    script.core.state.leaving["n-p0"] = {
+        "x": script.now_ns + 1,
+        "y": script.now_ns + 1,
+        "over": script.now_ns,
+    }
     assert costs(script, arrived())[1][2] == 500 + 3 * 250
     script.core.state.leaving.clear()
 
@@ -276,7 +293,7 @@ def test_the_queue_runs_down_with_time() -> None:
     assert [c.queue_ns for c in found(script, arrived())] == [110 * MS, 0]
 
 
-# --- decode ---------------------------------------------------------------------------------------------------------
+# --- decode -------------------------------------------------------------------------------------------------
 
 
 def test_decode_goes_to_the_lowest_predicted_time_between_tokens() -> None:
@@ -309,7 +326,7 @@ def slow_decode() -> CostProfile:
     return CostProfile(decode_base_ns=500 * MS)
 
 
-# --- against every cut of every source ------------------------------------------------------------------------------
+# --- against every cut of every source ----------------------------------------------------------------------
 
 
 def cheapest_by_trying(state: State, request: RequestArrived, worker_id: str, now_ns: int, queue: int) -> int:

@@ -61,7 +61,13 @@ def test_least_loaded_looks_at_queues_only() -> None:
     script = pool("least_loaded")
     script(stored("p0", keys(9)))
     # p0 has 20 ms in its queue after the first, the others 110 ms.
-    assert placed(script, *requests(5)) == [("p0", "d0"), ("p1", "d1"), ("p2", "d0"), ("p0", "d1"), ("p0", "d0")]
+    assert placed(script, *requests(5)) == [
+        ("p0", "d0"),
+        ("p1", "d1"),
+        ("p2", "d0"),
+        ("p0", "d1"),
+        ("p0", "d0"),
+    ]
 
 
 def test_local_cache_aware_counts_the_prefix_but_fetches_nothing() -> None:
@@ -81,7 +87,8 @@ def test_local_cache_aware_counts_the_prefix_but_fetches_nothing() -> None:
 def test_dynamo_takes_the_fewest_blocks_to_compute_and_in_hand() -> None:
     script = pool("dynamo")
     script(stored("p1", keys(8)))
-    # 10 blocks: 2 to compute on p1, 10 elsewhere; then p1 has 2 + 10 in hand, so it comes last: 14 against 10.
+    # 10 blocks: 2 to compute on p1, 10 elsewhere; then p1 has 2 + 10 in hand, so it comes last: 14 against
+    # 10.
     assert placed(script, *requests(4)) == [("p1", "d0"), ("p0", "d1"), ("p2", "d0"), ("p1", "d1")]
     state = script.core.state
     assert [(w.pending_blocks, w.prompt_blocks) for w in state.workers.values() if w.role == "prefill"] == [
@@ -111,7 +118,8 @@ def test_a_copy_has_a_price_where_blocks_are_reused() -> None:
         assert isinstance(first, StartPrefill)
         script(prefilled(first.order_id, "r0", "p0", cached_local_tokens=reused))
         assert placed(script, arrived("r1", 10, block_keys=b""))[0][0] == "p0"
-        # Two blocks of 10 ms each, reused nine times out of ten: the copy would cost 18 ms, the queue costs 11 ms.
+        # Two blocks of 10 ms each, reused nine times out of ten: the copy would cost 18 ms, the queue costs
+        # 11 ms.
         assert placed(script, arrived("r2", 300, block_keys=keys(3)))[0][0] == expected, reused
 
 

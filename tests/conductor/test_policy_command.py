@@ -35,7 +35,9 @@ async def halfmoon(url: str, *words: str) -> tuple[int, str, str]:
 async def test_a_change_is_an_event_for_all_conductors_and_for_replay(nats_url: str) -> None:
     async with client(nats_url) as bus, conductor(nats_url, "c1", QUIET), conductor(nats_url, "c2", QUIET):
         await say(bus, *CLUSTER)
-        status, out, err = await halfmoon(nats_url, "set", "name=random", "seed=7", "ttft_slo_ns=1500ms", "--json")
+        status, out, err = await halfmoon(
+            nats_url, "set", "name=random", "seed=7", "ttft_slo_ns=1500ms", "--json"
+        )
         assert (status, err) == (0, "")
         assert orjson.loads(out)["ttft_slo_ns"] == 1500 * MS
         log = await log_of(bus)
@@ -50,7 +52,12 @@ async def test_a_change_is_an_event_for_all_conductors_and_for_replay(nats_url: 
             assert (now.policy, now.digest) == (new, core.digest())
         status, out, _ = await halfmoon(nats_url, "show")
         shown = dict(line.split() for line in out.splitlines())
-        assert (status, shown["name"], shown["ttft_slo_ns"], shown["lost_after_ns"]) == (0, "random", "1500ms", "400s")
+        assert (status, shown["name"], shown["ttft_slo_ns"], shown["lost_after_ns"]) == (
+            0,
+            "random",
+            "1500ms",
+            "400s",
+        )
         status, out, err = await halfmoon(nats_url, "set", "seed=many")
         assert (status, out) == (1, "")
         assert err == "halfmoon: policy set seed=many: Expected a whole number\n"
@@ -68,11 +75,17 @@ async def test_without_a_conductor_it_says_so(nats_url: str) -> None:
         ("name=best", "policy set name=best: Invalid enum value 'best'"),
         ("seed=-1", "policy set seed=-1: Expected a whole number"),
         ("seed=3s", "policy set seed=3s: Expected a whole number"),
-        ("ttft_slo_ns=1.5s", "policy set ttft_slo_ns=1.5s: Expected a whole number, or one with ns, us, ms or s"),
+        (
+            "ttft_slo_ns=1.5s",
+            "policy set ttft_slo_ns=1.5s: Expected a whole number, or one with ns, us, ms or s",
+        ),
         ("placements_max=0", "policy set placements_max=0: Expected `int` >= 1"),
         ("digest_events=1", "policy set digest_events=1: Expected `int` >= 100"),
         ("heartbeat_ns=2s", "policy set heartbeat_ns: it is the processes' own"),
-        ("lost_after_ns=1s", "policy set lost_after_ns: less than two heartbeats would lose healthy processes"),
+        (
+            "lost_after_ns=1s",
+            "policy set lost_after_ns: less than two heartbeats would lose healthy processes",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(change: str, problem: str) -> None:

@@ -10,7 +10,8 @@ import pytest
 import halfmoon.conductor.core.machine
 
 FOLDER = Path(halfmoon.conductor.core.machine.__file__).parent
-#: Beside our own schemas and the core itself. Nothing here knows a clock, a file, a socket or a random number.
+#: Beside our own schemas and the core itself. Nothing here knows a clock, a file, a socket or a random
+#: number.
 PURE = (
     "__future__",
     "bisect",
@@ -85,11 +86,17 @@ def _pure(module: str) -> bool:
 
 
 def _is_view(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("keys", "items")
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("keys", "items")
+    )
 
 
 def _whole(node: ast.BinOp) -> bool:
-    return all(isinstance(side, ast.Constant) and isinstance(side.value, int) for side in (node.left, node.right))
+    return all(
+        isinstance(side, ast.Constant) and isinstance(side.value, int) for side in (node.left, node.right)
+    )
 
 
 def core_files() -> list[Path]:

@@ -1,4 +1,6 @@
-"""Other holders are named with a fetch, and a prefix that many read gets one more; only where the policy says so."""
+"""Other holders are named with a fetch, and a prefix that many read gets one more; only where the policy says
+so.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_other_holders_are_named_with_a_fetch_as_many_as_the_policy_says() -> No
         for worker_id in ("p0", "p1", "p2"):
             script(stored(worker_id, keys(10)))
         script(stored("d0", keys(3)))  # has less
-        assert fetches(script.orders(arrived())) == [Fetch(node_id="n-p0", first_block=0, blocks=9, replicas=named)]
+        assert fetches(script.orders(arrived())) == [
+            Fetch(node_id="n-p0", first_block=0, blocks=9, replicas=named)
+        ]
 
 
 def test_a_suspected_holder_is_not_named() -> None:
@@ -56,7 +60,9 @@ def test_a_suspected_holder_is_not_named() -> None:
     for worker_id in ("p0", "p1", "p2"):
         script(stored(worker_id, keys(10)))
     script(StoreSuspected(node_id="n-p1", reporter_id="n-p3", reason="silent"))
-    assert fetches(script.orders(arrived())) == [Fetch(node_id="n-p0", first_block=0, blocks=9, replicas=["n-p2"])]
+    assert fetches(script.orders(arrived())) == [
+        Fetch(node_id="n-p0", first_block=0, blocks=9, replicas=["n-p2"])
+    ]
 
 
 def test_a_prefix_that_many_read_gets_a_holder_on_the_emptiest_node_that_lacks_it() -> None:
@@ -64,7 +70,11 @@ def test_a_prefix_that_many_read_gets_a_holder_on_the_emptiest_node_that_lacks_i
     busy(script, 0)
     script(stored("p0", keys(10)))
     for worker_id, used in (("p1", 500), ("p2", 100), ("p3", 200), ("d0", 900)):
-        script(StoreHeartbeat(node_id=f"n-{worker_id}", incarnation="i1", slots_used=used, slots_leased=0, leases=0))
+        script(
+            StoreHeartbeat(
+                node_id=f"n-{worker_id}", incarnation="i1", slots_used=used, slots_leased=0, leases=0
+            )
+        )
     first = script.orders(arrived("r1"))
     assert [fetch.node_id for fetch in fetches(first)] == ["n-p0"]
     assert copies(first) == []  # one transfer leaves it: not hot

@@ -86,7 +86,12 @@ def test_a_request_gets_both_halves_of_one_order_and_leaves_no_load_behind() -> 
         ),
     ]
     p0, d0 = script.core.state.workers["p0"], script.core.state.workers["d0"]
-    assert (p0.orders, p0.reserved_ns, p0.pending_blocks, p0.prompt_blocks) == ({"7-1": 110 * MS}, 110 * MS, 10, 10)
+    assert (p0.orders, p0.reserved_ns, p0.pending_blocks, p0.prompt_blocks) == (
+        {"7-1": 110 * MS},
+        110 * MS,
+        10,
+        10,
+    )
     assert (d0.orders, d0.reserved_blocks, d0.context_tokens) == ({"7-1": 11}, 11, 1_100)
     assert script(prefilled("7-1"), after_ns=100 * MS) == []
     assert (p0.orders, p0.reserved_ns, p0.pending_blocks, p0.prompt_blocks) == ({}, 0, 0, 0)
@@ -186,7 +191,9 @@ def test_a_failed_prefill_is_placed_again_elsewhere() -> None:
     assert again.worker_id == "p0"
 
 
-@pytest.mark.parametrize(("reason", "said"), [("broke", "broke"), ("", "no reason was given"), ("x" * 512, "x" * 470)])
+@pytest.mark.parametrize(
+    ("reason", "said"), [("broke", "broke"), ("", "no reason was given"), ("x" * 512, "x" * 470)]
+)
 def test_a_request_that_was_placed_too_often_fails_with_the_last_reason(reason: str, said: str) -> None:
     script = crowd(placements_max=2)
     script(arrived())
@@ -208,7 +215,12 @@ def test_a_failed_decode_stops_its_prefill_and_is_placed_again() -> None:
     assert decisions[4].worker_id == "d1"
     script(prefilled("11-1", worker_id="p0"))
     later = script(failed("decode", "11-1", "d1"))
-    assert [type(d).__name__ for d in later] == ["ReleaseOrder", "ReleaseOrder", "StartPrefill", "StartDecode"]
+    assert [type(d).__name__ for d in later] == [
+        "ReleaseOrder",
+        "ReleaseOrder",
+        "StartPrefill",
+        "StartDecode",
+    ]
 
 
 @pytest.mark.parametrize(("half", "worker_id", "other"), [("prefill", "p0", "d0"), ("decode", "d0", "p0")])
@@ -280,7 +292,9 @@ def test_a_cancelled_request_is_stopped_wherever_it_is() -> None:
     assert script.core.state.leaving == {}
     script(arrived("r2"))
     script(prefilled("14-1", "r2", "p0"))
-    assert script(RequestCancelled(request_id="r2"))[0] == CancelOrder(order_id="14-1", request_id="r2", worker_id="d0")
+    assert script(RequestCancelled(request_id="r2"))[0] == CancelOrder(
+        order_id="14-1", request_id="r2", worker_id="d0"
+    )
     assert script.core.state.counters.cancelled == 2
 
 
@@ -329,12 +343,17 @@ def test_answers_teach_how_long_answers_are() -> None:
     script = Script(prefill(), decode(), heartbeat_ns=100 * S)
     for number in range(3):
         script(arrived(f"r{number}", max_tokens=120))
-        script(finished(script.core.state.requests[f"r{number}"].order_id, f"r{number}", completion_tokens=10))
+        script(
+            finished(script.core.state.requests[f"r{number}"].order_id, f"r{number}", completion_tokens=10)
+        )
     assert script.core.state.answers == {7: Answers(count=3, millitokens=10_000, decode_ns=1 * S)}
     script(arrived("next", max_tokens=100))
     script(arrived("other", max_tokens=1_000))
     blocks = script.core.state.workers["d0"].orders
-    assert list(blocks.values()) == [11, 13]  # 1,000 tokens and 10; 1,000 and the 256 that are thought at first
+    assert list(blocks.values()) == [
+        11,
+        13,
+    ]  # 1,000 tokens and 10; 1,000 and the 256 that are thought at first
     script(RequestCancelled(request_id="next"))
     script(arrived("aborted", max_tokens=100))
     aborted = script.core.state.requests["aborted"].order_id

@@ -63,7 +63,12 @@ class Watched:
     def arrive(self, request_id: str, tokens: int = 1_000, **fields: Any) -> str:
         """Its order, or "" when it was refused."""
         event = RequestArrived(
-            request_id=request_id, frontend_id="f1", prompt_tokens=tokens, max_tokens=10, block_keys=b"", **fields
+            request_id=request_id,
+            frontend_id="f1",
+            prompt_tokens=tokens,
+            max_tokens=10,
+            block_keys=b"",
+            **fields,
         )
         return next((getattr(each, "order_id", "") for each in self.see(event)), "")
 
@@ -104,7 +109,12 @@ def test_a_request_moves_through_its_stages() -> None:
     assert (row.request_id, row.stage, row.prefill_id, row.decode_id) == ("r1", "prefill", "p0", "d0")
     worker_id = cluster.core.state.orders[first].prefill_id
     done = PrefillFinished(
-        order_id=first, request_id="r1", worker_id=worker_id, queue_ns=0, transfer_ns=30 * MS, compute_ns=50 * MS
+        order_id=first,
+        request_id="r1",
+        worker_id=worker_id,
+        queue_ns=0,
+        transfer_ns=30 * MS,
+        compute_ns=50 * MS,
     )
     cluster.see(done, after_ns=100 * MS)
     assert cluster.view().requests[0].stage == "handover"
@@ -122,12 +132,18 @@ def test_what_was_open_when_somebody_began_to_look_is_shown_too() -> None:
     cluster = Watched()
     orders = {name: cluster.arrive(name) for name in ("r1", "r2")}
     cluster.see(StoreSuspected(node_id="n-p0", reporter_id="n-d0", reason="some time passes"), after_ns=S)
-    assert [(row.request_id, row.stage) for row in cluster.view().requests] == [("r1", "prefill"), ("r2", "prefill")]
+    assert [(row.request_id, row.stage) for row in cluster.view().requests] == [
+        ("r1", "prefill"),
+        ("r2", "prefill"),
+    ]
     cluster.serve("r1", orders["r1"])
     (stretches,) = (row.stretches for row in cluster.view().requests if row.request_id == "r1")
     assert [name for name, _, _ in stretches] == ["queued", "prefill", "handover", "decode"]
     assert all(one[2] == two[1] for one, two in pairwise(stretches))
-    assert [(row.request_id, row.stage) for row in cluster.view().requests] == [("r2", "prefill"), ("r1", "ended")]
+    assert [(row.request_id, row.stage) for row in cluster.view().requests] == [
+        ("r2", "prefill"),
+        ("r1", "ended"),
+    ]
 
 
 def test_what_finished_is_held_against_the_slo_and_hits_are_told_by_source() -> None:
@@ -139,7 +155,11 @@ def test_what_finished_is_held_against_the_slo_and_hits_are_told_by_source() -> 
     assert (view.tbt.finished, view.tbt.met, view.tbt.p50_us) == (2, 1, 20_000)
     recent = view.recent
     assert (recent.arrived, recent.finished) == (2, 2)
-    assert (recent.prompt_tokens, recent.cached_local_tokens, recent.cached_fetched_tokens) == (1_500, 400, 200)
+    assert (recent.prompt_tokens, recent.cached_local_tokens, recent.cached_fetched_tokens) == (
+        1_500,
+        400,
+        200,
+    )
     assert sum(view.series.finished) == 2
     assert {(link.source, link.destination, link.moved_bytes) for link in view.links} == {
         ("n-d0", "n-p0", 1_000), ("n-p0", "n-d0", 5_000), ("n-d0", "n-p1", 1_000), ("n-p1", "n-d0", 5_000),
@@ -180,7 +200,9 @@ def test_tiers_are_counted_node_by_node() -> None:
 
 
 def test_the_view_is_bounded_whatever_the_load() -> None:
-    """Thousands of requests, in one second of the log and over minutes, of which some are open and many refused."""
+    """Thousands of requests, in one second of the log and over minutes, of which some are open and many
+    refused.
+    """
     cluster = Watched(Policy(admission="none"), checked=False)
     cluster.view()
     for number in range(2_000):
@@ -266,7 +288,9 @@ async def test_any_request_of_the_log_is_explained_as_replay_does(nats_url: str)
         replayed.watched = "*"
         for stamped in await log_of(bus):
             decisions = replayed.step(stamped)
-            lives.see(EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=stamped.event), decisions, replayed)
+            lives.see(
+                EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=stamped.event), decisions, replayed
+            )
         for one, request_id in zip(told[::2], ids, strict=True):
             assert one.request.request_id == request_id
             assert one.text == explained(lives.of[request_id])

@@ -54,13 +54,17 @@ def stack(report: list[str]) -> Iterator[Stack]:
                     while stack.get("/ready", timeout=1)[0] != 200:
                         assert time.monotonic() - started < 300, stack.command("logs", "--tail", "20")
                         time.sleep(0.1)
-                    report.append(f"from compose up to the first answer of /ready: {time.monotonic() - started:.1f} s")
+                    report.append(
+                        f"from compose up to the first answer of /ready: {time.monotonic() - started:.1f} s"
+                    )
                     stack.wait_whole()
                     report.append(f"from compose up to all healthy: {time.monotonic() - started:.1f} s")
                     yield stack
                 finally:
                     if os.environ.get("HALFMOON_DOCKER_LOGS"):
-                        Path(os.environ["HALFMOON_DOCKER_LOGS"]).write_text(stack.command("logs", "--no-color"))
+                        Path(os.environ["HALFMOON_DOCKER_LOGS"]).write_text(
+                            stack.command("logs", "--no-color")
+                        )
                     stack.down()
         except Unavailable as problem:
             pytest.skip(str(problem))

@@ -1,7 +1,8 @@
-"""A Docker engine for the tests: the one that is there, or one of Debian's that is installed and started for them.
+"""A Docker engine for the tests: the one that is there, or one of Debian's that is installed and started for
+them.
 
-An engine of our own keeps everything in one folder, and ends with the tests. Where no registry can be reached its base
-image is made with debootstrap. `Unavailable` says why there is none.
+An engine of our own keeps everything in one folder, and ends with the tests. Where no registry can be reached
+its base image is made with debootstrap. `Unavailable` says why there is none.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Unavailable(Exception):
     """Why there is no engine here."""
 
 
-def run(*words: str, timeout: float = 120, check: bool = True, **more: object) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: str, timeout: float = 120, check: bool = True, **more: object
+) -> subprocess.CompletedProcess[str]:
     """Raises AssertionError with what the command said."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, **more)  # type: ignore[call-overload]
     said = (done.stdout + done.stderr)[-3000:]
@@ -87,7 +90,14 @@ def base_image() -> str:
         raise Unavailable(f"no registry gives {BASE}, and there is no debootstrap to make it with")
     root = Path(tempfile.mkdtemp(prefix="halfmoon-base-"))
     try:
-        run("debootstrap", "--variant=minbase", "--include=ca-certificates,openssl", "bookworm", str(root), timeout=600)
+        run(
+            "debootstrap",
+            "--variant=minbase",
+            "--include=ca-certificates,openssl",
+            "bookworm",
+            str(root),
+            timeout=600,
+        )
         if CERTIFICATES.exists():  # so that the build reaches what this host reaches
             shutil.copy(CERTIFICATES, root / "etc/ssl/certs/ca-certificates.crt")
         shutil.rmtree(root / "var/cache/apt", ignore_errors=True)
@@ -106,6 +116,8 @@ def _install() -> None:
     if missing:
         run("apt-get", "update", "-q", timeout=300, check=False)
         install = ("apt-get", "install", "-y", "-q", "--no-install-recommends", *missing)
-        done = run(*install, timeout=900, check=False, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+        done = run(
+            *install, timeout=900, check=False, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        )
         if done.returncode:
             raise Unavailable(f"apt-get installs no {', '.join(missing)}: {done.stderr[-300:]}")

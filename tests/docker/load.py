@@ -65,7 +65,9 @@ class RunningLoad:
             if ends:
                 return min(ends) - at
             time.sleep(0.05)
-        raise AssertionError(f"no request that began after it was answered within {FIRST_S:.0f} s: {self.load.ended}")
+        raise AssertionError(
+            f"no request that began after it was answered within {FIRST_S:.0f} s: {self.load.ended}"
+        )
 
     def slowest_since(self, at: float) -> float:
         return max((end - begin for begin, end in list(self.finished) if end >= at), default=0.0)
@@ -74,8 +76,12 @@ class RunningLoad:
         return SimpleNamespace(at=time.monotonic(), ended=self.load.ended.copy())
 
     def since(self, mark: SimpleNamespace) -> dict[str, int]:
-        """How requests ended since. Raises when one ended wrongly, and keeps the event log and the containers' logs."""
-        ended = {how: count - mark.ended[how] for how, count in self.load.ended.items() if count > mark.ended[how]}
+        """How requests ended since. Raises when one ended wrongly, and keeps the event log and the
+        containers' logs.
+        """
+        ended = {
+            how: count - mark.ended[how] for how, count in self.load.ended.items() if count > mark.ended[how]
+        }
         if any(how in WRONG for how in ended):
             place = Path(tempfile.mkdtemp(prefix="halfmoon-docker-fault-"))
             (place / "run.jsonl").write_text(self._stack.saved_log())

@@ -46,7 +46,8 @@ class Stack:
             "HALFMOON_HTTP_PORT_1": str(self.ports[1]),
             "HALFMOON_POOL_MIB": "192",
             "HALFMOON_SHM": "256m",
-            # Twelve containers on two cores take their time; what is asked for here is an answer, not a fast one.
+            # Twelve containers on two cores take their time; what is asked for here is an answer, not a fast
+            # one.
             "HALFMOON_TTFT_SLO_MS": "120000",
             "HALFMOON_TBT_SLO_MS": "20000",
         }
@@ -57,7 +58,9 @@ class Stack:
 
     def command(self, *words: str, timeout: float = 300) -> str:
         file = str(self.checkout / "docker" / "compose.yaml")
-        return run(*self.compose, "-p", self.project, "-f", file, *words, timeout=timeout, env=self.environment).stdout
+        return run(
+            *self.compose, "-p", self.project, "-f", file, *words, timeout=timeout, env=self.environment
+        ).stdout
 
     def build(self) -> None:
         """The image, out of the checkout alone (and the wheels that this machine has at hand)."""
@@ -78,7 +81,7 @@ class Stack:
             run("docker", "rm", "-f", *left)
         self.command("down", "-v", "-t", "30", "--remove-orphans", timeout=300)
 
-    # --- containers --------------------------------------------------------------------------------------------------
+    # --- containers -----------------------------------------------------------------------------------------
 
     def containers(self, service: str = "") -> list[str]:
         """Names, of those that run or did; not of `secrets`, which ends."""
@@ -94,12 +97,14 @@ class Stack:
     def docker(self, *words: str, timeout: float = 120) -> str:
         return run("docker", *words, timeout=timeout).stdout
 
-    # --- how it is ---------------------------------------------------------------------------------------------------
+    # --- how it is ------------------------------------------------------------------------------------------
 
     def get(self, path: str, port: int = 0, timeout: float = 3) -> tuple[int, dict[str, Any]]:
         """(0, {}) when nobody answers."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port or self.ports[0]}{path}", timeout=timeout) as reply:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{port or self.ports[0]}{path}", timeout=timeout
+            ) as reply:
                 return reply.status, json.loads(reply.read())
         except urllib.error.HTTPError as problem:
             return problem.code, {}
@@ -129,16 +134,23 @@ class Stack:
             time.sleep(0.25)
         return time.monotonic() - started
 
-    # --- as an operator ----------------------------------------------------------------------------------------------
+    # --- as an operator -------------------------------------------------------------------------------------
 
-    def as_role(self, role: str, key: str, *words: str, timeout: float = 120, check: bool = True) -> tuple[int, str]:
+    def as_role(
+        self, role: str, key: str, *words: str, timeout: float = 120, check: bool = True
+    ) -> tuple[int, str]:
         """A command in a container of its own, with the credentials of a role; status and output."""
         server = "tls://nats-0:4222,tls://nats-1:4222,tls://nats-2:4222"
         settings = {"NATS": server, "NATS_CA": "/run/secrets/ca.pem", "NATS_REPLICAS": "0"}
         if key:
             settings["NATS_NKEY_FILE"] = f"/run/secrets/{key}.nk"
         options = [word for name, value in settings.items() for word in ("-e", f"HALFMOON_{name}={value}")]
-        options += ["--network", f"{self.project}_inside", "-v", f"{self.project}_secrets-{role}:/run/secrets:ro"]
+        options += [
+            "--network",
+            f"{self.project}_inside",
+            "-v",
+            f"{self.project}_secrets-{role}:/run/secrets:ro",
+        ]
         options += ["--init", "--label", f"test={self.project}"]
         done = run("docker", "run", "--rm", "-i", *options, self.image, *words, timeout=timeout, check=check)
         return done.returncode, done.stdout + done.stderr

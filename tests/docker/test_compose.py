@@ -1,7 +1,9 @@
-"""docker/compose.yaml on a real engine: a first answer, who may do what, every container killed, cut off, restarted.
+"""docker/compose.yaml on a real engine: a first answer, who may do what, every container killed, cut off,
+restarted.
 
-The order of the tests is that of the file: they share one cluster. Each fault happens under load; every request must
-end with the text that it has in peace, or with a clear error, and the event log must replay identically after each.
+The order of the tests is that of the file: they share one cluster. Each fault happens under load; every
+request must end with the text that it has in peace, or with a clear error, and the event log must replay
+identically after each.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def test_a_first_answer_from_each_frontend(stack: Stack, report: list[str]) -> N
     for port in stack.ports:
         started = time.monotonic()
         answer = complete(stack, port)
-        report.append(f"first answer at {port}: {time.monotonic() - started:.1f} s, {answer['choices'][0]['text']!r}")  # type: ignore[index]
+        report.append(
+            f"first answer at {port}: {time.monotonic() - started:.1f} s, {answer['choices'][0]['text']!r}"
+        )  # type: ignore[index]
         texts.add(answer["choices"][0]["text"])  # type: ignore[index]
     assert texts == {" a celestial body that orbits the Earth, but it's not"}
     assert "identical" in stack.replayed()
@@ -127,10 +131,18 @@ def test_only_the_frontends_ports_are_published(stack: Stack) -> None:
 def test_a_port_scan_finds_what_should_be_there(stack: Stack, report: list[str]) -> None:
     """Every TCP port of one container of each kind, from a container in the same network."""
     node = [7400, 9464, 9465]  # blocks; metrics of worker and store agent
-    wanted = {"nats-0": [4222, 6222], "conductor": [9464], "prefill": node, "decode": node, "frontend-0": [8000]}
+    wanted = {
+        "nats-0": [4222, 6222],
+        "conductor": [9464],
+        "prefill": node,
+        "decode": node,
+        "frontend-0": [8000],
+    }
     hosts = {}
     for service in wanted:
-        hosts[stack.docker("inspect", "-f", "{{.Config.Hostname}}", stack.containers(service)[0]).strip()] = service
+        hosts[stack.docker("inspect", "-f", "{{.Config.Hostname}}", stack.containers(service)[0]).strip()] = (
+            service
+        )
     _, output = stack.as_role("client", "client", "python3", "-c", SCAN, *hosts, timeout=600)
     found = {hosts[host]: sorted(ports) for host, ports in json.loads(output.splitlines()[-1]).items()}
     report.append(f"port scan: {found}")
@@ -193,7 +205,9 @@ def test_a_wrong_curve_key_is_refused(stack: Stack, report: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("service", "number"), EACH, ids=[f"{service}-{n}" for service, n in EACH])
-def test_killed_under_load(stack: Stack, load: RunningLoad, report: list[str], service: str, number: int) -> None:
+def test_killed_under_load(
+    stack: Stack, load: RunningLoad, report: list[str], service: str, number: int
+) -> None:
     name = stack.containers(service)[number]
     _fault(
         stack, load, report, f"killed {service} ({name})",
@@ -204,7 +218,9 @@ def test_killed_under_load(stack: Stack, load: RunningLoad, report: list[str], s
 
 
 @pytest.mark.parametrize("service", ["prefill", "decode", "nats-0"])
-def test_cut_off_from_the_network_under_load(stack: Stack, load: RunningLoad, report: list[str], service: str) -> None:
+def test_cut_off_from_the_network_under_load(
+    stack: Stack, load: RunningLoad, report: list[str], service: str
+) -> None:
     name, network = stack.containers(service)[0], f"{stack.project}_inside"
     aliases = ["--alias", service]  # as compose gives it
     _fault(
@@ -243,11 +259,17 @@ def _fault(
 
 
 def test_a_rolling_restart_loses_no_request(stack: Stack, load: RunningLoad, report: list[str]) -> None:
-    _one_by_one(stack, load, report, "rolling restart", lambda _, name: stack.docker("restart", "-t", "30", name))
+    _one_by_one(
+        stack, load, report, "rolling restart", lambda _, name: stack.docker("restart", "-t", "30", name)
+    )
 
 
-def test_an_upgrade_loses_no_request(stack: Stack, load: RunningLoad, report: list[str], tmp_path: Path) -> None:
-    """The words of docs/operations.md, for an image of the next version; the log is then replayed by that one."""
+def test_an_upgrade_loses_no_request(
+    stack: Stack, load: RunningLoad, report: list[str], tmp_path: Path
+) -> None:
+    """The words of docs/operations.md, for an image of the next version; the log is then replayed by that
+    one.
+    """
     (tmp_path / "Dockerfile").write_text(NEXT.format(image=stack.image))
     stack.image = f"{stack.image}-next"
     stack.docker("build", "-q", "-t", stack.image, str(tmp_path), timeout=300)
@@ -266,7 +288,9 @@ def test_an_upgrade_loses_no_request(stack: Stack, load: RunningLoad, report: li
 def _one_by_one(
     stack: Stack, load: RunningLoad, report: list[str], what: str, replace: Callable[[str, str], object]
 ) -> None:
-    """`replace(service, name)` for each container: it drains, what it has accepted ends well, and then the next one."""
+    """`replace(service, name)` for each container: it drains, what it has accepted ends well, and then the
+    next one.
+    """
     mark, started, before = load.mark(), time.monotonic(), len(stack.log())
     containers = [(service, name) for service in SERVICES for name in stack.containers(service)]
     for service, name in containers:
@@ -280,8 +304,9 @@ def _one_by_one(
             load.load.frontend_hit_at = time.monotonic()
     load.first_after(time.monotonic())
     ended = load.since(mark)
-    # Who comes while a frontend is away finds nobody (Docker's proxy of the published port takes the connection before
-    # the frontend listens, and drops it), or hears that it is stopping; what it has accepted it finishes.
+    # Who comes while a frontend is away finds nobody (Docker's proxy of the published port takes the
+    # connection before the frontend listens, and drops it), or hears that it is stopping; what it has
+    # accepted it finishes.
     away = {"nobody listens", "connection lost", "error 503 stopping", "error 503 starting"}
     assert set(ended) <= {"finished", *away}, ended
     accepted = _ids(stack.log()[before:], "RequestArrived")
@@ -308,7 +333,9 @@ def test_more_prefill_nodes_join(stack: Stack, load: RunningLoad, report: list[s
     stack.up("--no-recreate", "--scale", "prefill=4")
     while True:
         _, status = stack.get("/status")
-        ready = [node for node in status.get("nodes", []) if node["role"] == "prefill" and node["state"] == "ready"]
+        ready = [
+            node for node in status.get("nodes", []) if node["role"] == "prefill" and node["state"] == "ready"
+        ]
         if len(ready) == 4:
             break
         assert time.monotonic() - started < 240, status

@@ -48,7 +48,9 @@ OVERLAYS = {
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_compose_takes_the_files_without_a_word(overlay: str) -> None:
     """Each compose that is here, of version 1 or 2; it needs no engine for that."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HALFMOON_", "COMPOSE_"))}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HALFMOON_", "COMPOSE_"))
+    }
     seen = 0
     for command in COMPOSE_COMMANDS:
         if shutil.which(command[0]) is None or _run([*command, "version"], clean).returncode:
@@ -56,7 +58,9 @@ def test_compose_takes_the_files_without_a_word(overlay: str) -> None:
         done = _run([*command, "-f", "docker/compose.yaml", *OVERLAYS[overlay], "config"], clean)
         assert (done.returncode, done.stderr) == (0, ""), command
         services = yaml.safe_load(done.stdout)["services"]
-        assert {"secrets", "nats-0", "nats-1", "nats-2", "conductor", "prefill", "decode", "frontend-0"} <= {*services}
+        assert {"secrets", "nats-0", "nats-1", "nats-2", "conductor", "prefill", "decode", "frontend-0"} <= {
+            *services
+        }
         for name, service in services.items():
             assert service["read_only"] is True, name  # what is on top takes nothing away
         small = overlay == "small"
@@ -95,15 +99,27 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
     sources = ("options.py", "processes.py", "metrics.py", "container.py")
     options = "".join((ROOT / "cli" / name).read_text() for name in sources)
     known = {
-        f"HALFMOON_{flag.replace('-', '_').upper()}" for flag in re.findall(r'add_argument\(\s*"--([a-z-]+)"', options)
+        f"HALFMOON_{flag.replace('-', '_').upper()}"
+        for flag in re.findall(r'add_argument\(\s*"--([a-z-]+)"', options)
     }
     ours = [service for service in compose.values() if "profiles" not in service]
     settings = {name for service in ours for name in service.get("environment") or {}}
-    used = {name for name in {*settings, *(name for names in found.values() for name in names)} if "HALFMOON" in name}
+    used = {
+        name
+        for name in {*settings, *(name for names in found.values() for name in names)}
+        if "HALFMOON" in name
+    }
     assert used - known == set()
     assert settings - found["store"] - found["conductor"] - found["frontend"] - found["prefill"] <= {
-        *("GOMEMLIMIT", "GOMAXPROCS", "HALFMOON_DTYPE", "HALFMOON_NUMERICS", "HALFMOON_API_KEYS_FILE"),
-        *("HALFMOON_POLICY", "HALFMOON_ADMISSION", "HALFMOON_LOG_MIB_MAX", "HALFMOON_METRICS_PORT"),
+        "GOMEMLIMIT",
+        "GOMAXPROCS",
+        "HALFMOON_DTYPE",
+        "HALFMOON_NUMERICS",
+        "HALFMOON_API_KEYS_FILE",
+        "HALFMOON_POLICY",
+        "HALFMOON_ADMISSION",
+        "HALFMOON_LOG_MIB_MAX",
+        "HALFMOON_METRICS_PORT",
     }
 
 

@@ -41,7 +41,10 @@ def test_a_replica_takes_the_first_free_name_also_of_one_that_was_killed(tmp_pat
     try:
         assert first.stdout is not None
         assert second.stdout is not None
-        assert {first.stdout.readline().strip(), second.stdout.readline().strip()} == {"prefill-0", "prefill-1"}
+        assert {first.stdout.readline().strip(), second.stdout.readline().strip()} == {
+            "prefill-0",
+            "prefill-1",
+        }
         name, lock = take_name("prefill", names, keys)
         assert name == "prefill-2"
         with pytest.raises(OptionInvalid, match="all 3 names are taken"):
@@ -63,7 +66,11 @@ def test_a_replica_takes_the_first_free_name_also_of_one_that_was_killed(tmp_pat
 def test_secrets_stay_as_they_are_and_are_for_their_owner_only(tmp_path: Path) -> None:
     place = tmp_path / "secrets"
     secrets.make(options(place, "--prefill", "1", "--decode", "1", "--servers", "nats-0"))
-    first = {path.relative_to(place): path.read_bytes() for path in place.rglob("*") if path.suffix in (".nk", ".key")}
+    first = {
+        path.relative_to(place): path.read_bytes()
+        for path in place.rglob("*")
+        if path.suffix in (".nk", ".key")
+    }
     made = {"prefill-0.nk", "store-prefill-0.nk", "operator.nk", "ca.key", "server.key"}
     assert {path.name for path in first} >= made
     secrets.make(options(place, "--prefill", "2", "--decode", "1", "--servers", "nats-0"))

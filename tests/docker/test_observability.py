@@ -1,7 +1,7 @@
 """`--profile observability`: a Prometheus in the cluster's network finds every container by Docker's DNS.
 
-The image is Debian's Prometheus over the tests' base, as no registry need be there; configuration, rules and the
-compose file are the users'. It comes after the other tests' faults, and sees the nodes that were added.
+The image is Debian's Prometheus over the tests' base, as no registry need be there; configuration, rules and
+the compose file are the users'. It comes after the other tests' faults, and sees the nodes that were added.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def query(stack: Stack, expr: str) -> list[dict[str, Any]]:
     """The samples, asked for from within: the port is not published."""
     url = f"http://127.0.0.1:9090/api/v1/query?query={urllib.parse.quote(expr)}"
     (name,) = stack.containers("prometheus")
-    found: list[dict[str, Any]] = json.loads(stack.docker("exec", name, "wget", "-qO-", url))["data"]["result"]
+    found: list[dict[str, Any]] = json.loads(stack.docker("exec", name, "wget", "-qO-", url))["data"][
+        "result"
+    ]
     return found
 
 
@@ -44,7 +46,9 @@ def test_prometheus_finds_every_container(stack: Stack, report: list[str], tmp_p
     names = {f"{role}-{n}" for role, count in wanted.items() if role != "store" for n in range(count)}
     names |= {f"store-{role}-{n}" for role in ("prefill", "decode") for n in range(wanted[role])}
     try:
-        stack.command("--profile", "observability", "up", "-d", "--no-recreate", "--no-deps", "prometheus", timeout=300)
+        stack.command(
+            "--profile", "observability", "up", "-d", "--no-recreate", "--no-deps", "prometheus", timeout=300
+        )
         started = time.monotonic()
         found: dict[str, int] = {}
         shown: set[str] = set()
@@ -53,14 +57,18 @@ def test_prometheus_finds_every_container(stack: Stack, report: list[str], tmp_p
             assert time.monotonic() - started < 180, (found, wanted, shown ^ names, streams)
             time.sleep(2)
             if stack.health(stack.containers("prometheus")[0]) == "healthy":
-                found = {each["metric"]["job"]: int(each["value"][1]) for each in query(stack, "sum by (job) (up)")}
+                found = {
+                    each["metric"]["job"]: int(each["value"][1]) for each in query(stack, "sum by (job) (up)")
+                }
                 shown = {each["metric"]["id"] for each in query(stack, "halfmoon_process_info")}
                 streams = {each["metric"]["stream"] for each in query(stack, "halfmoon:stream_fill:ratio")}
         report.append(f"Prometheus scrapes them all after {time.monotonic() - started:.0f} s: {found}")
         (members,) = query(stack, 'max(halfmoon_members{role="store",state="ready"})')
         assert int(members["value"][1]) == wanted["store"]
         assert query(stack, 'ALERTS{alertname="HalfmoonTargetDown"}') == []
-        bindings = stack.docker("inspect", "-f", "{{json .HostConfig.PortBindings}}", stack.containers("prometheus")[0])
+        bindings = stack.docker(
+            "inspect", "-f", "{{json .HostConfig.PortBindings}}", stack.containers("prometheus")[0]
+        )
         assert not json.loads(bindings)
     finally:
         stack.command("rm", "-s", "-f", "-v", "prometheus")

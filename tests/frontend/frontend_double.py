@@ -1,7 +1,7 @@
 """A real nats-server, a real frontend, and a double that stands for all other processes of a cluster.
 
-The double speaks the real messages over the real NATS: it reads the log as a conductor does, takes tokens and delivers
-as workers do. What it says is its script's business.
+The double speaks the real messages over the real NATS: it reads the log as a conductor does, takes tokens and
+delivers as workers do. What it says is its script's business.
 """
 
 from __future__ import annotations
@@ -111,13 +111,20 @@ class Double:
             NodeStatus(id=self.frontend_id, role="frontend", state="ready"),
         ]
         return ConductorStatus(
-            conductor_id="c1", seq=5, digest="00ff", caught_up=True, policy=Policy(), nodes=nodes if self.ready else []
+            conductor_id="c1",
+            seq=5,
+            digest="00ff",
+            caught_up=True,
+            policy=Policy(),
+            nodes=nodes if self.ready else [],
         )
 
-    # --- what workers do --------------------------------------------------------------------------------------
+    # --- what workers do ------------------------------------------------------------------------------------
 
     async def take(self, arrived: RequestArrived, order_id: str, role: str, worker_id: str) -> TakeReply:
-        request = TakeRequest(request_id=arrived.request_id, order_id=order_id, worker_id=worker_id, role=role)  # type: ignore[arg-type]
+        request = TakeRequest(
+            request_id=arrived.request_id, order_id=order_id, worker_id=worker_id, role=role
+        )  # type: ignore[arg-type]
         return await self.bus.request(subjects.take(arrived.frontend_id), request, TakeReply, timeout_s=2)
 
     async def place(self, arrived: RequestArrived, order_id: str, worker_id: str = "d1") -> TakeReply:
@@ -129,7 +136,9 @@ class Double:
         self, arrived: RequestArrived, order_id: str, first: int, ids: list[int], finish_reason: str = ""
     ) -> Delivery:
         tokens = [
-            SampledToken(token_id=token, logprob=-0.5, top_logprobs=[(token, -0.5), (5, -1.5)], logits_digest="ab")
+            SampledToken(
+                token_id=token, logprob=-0.5, top_logprobs=[(token, -0.5), (5, -1.5)], logits_digest="ab"
+            )
             for token in ids
         ]
         return Delivery(
@@ -146,7 +155,9 @@ class Double:
         await self.bus.publish(subjects.tokens(self.frontend_id), message)
 
     async def order(self, decision: Decision, seq: int, position: int = 0) -> None:
-        await self.bus.order(Ordered(cause_seq=seq, position=position, decision=decision), target_id=self.frontend_id)
+        await self.bus.order(
+            Ordered(cause_seq=seq, position=position, decision=decision), target_id=self.frontend_id
+        )
 
     def output(self, arrived: RequestArrived) -> tuple[list[int], str]:
         """The tokens that any worker would generate, and how they end."""
@@ -161,7 +172,9 @@ class Double:
             if len(found) >= count:
                 return found
             await asyncio.sleep(0.01)
-        raise AssertionError(f"no {kind.__name__} came; there are {[type(event).__name__ for event in self.events]}")
+        raise AssertionError(
+            f"no {kind.__name__} came; there are {[type(event).__name__ for event in self.events]}"
+        )
 
 
 async def whole_answer(double: Double, seq: int, arrived: RequestArrived) -> None:
@@ -207,7 +220,9 @@ class Cluster:
         texts = [event.removeprefix("data: ") for event in events]
         return [text if text == "[DONE]" else orjson.loads(text) for text in texts]
 
-    async def ask(self, name: str, body: Any, headers: dict[str, str] | None = None) -> tuple[dict[str, str], Any]:
+    async def ask(
+        self, name: str, body: Any, headers: dict[str, str] | None = None
+    ) -> tuple[dict[str, str], Any]:
         """(headers, JSON) of one answer over NATS."""
         payload = body if isinstance(body, bytes) else orjson.dumps(body)
         reply = await self.client.nc.request(f"halfmoon.v1.{name}", payload, timeout=10, headers=headers)
@@ -217,7 +232,9 @@ class Cluster:
         """All messages of a NATS stream, up to the last."""
         inbox = self.client.nc.new_inbox()
         subscription = await self.client.nc.subscribe(inbox)
-        await self.client.nc.publish(f"halfmoon.v1.{name}", orjson.dumps({**body, "stream": True}), reply=inbox)
+        await self.client.nc.publish(
+            f"halfmoon.v1.{name}", orjson.dumps({**body, "stream": True}), reply=inbox
+        )
         messages = []
         while True:
             message = await subscription.next_msg(timeout=10)
@@ -231,9 +248,16 @@ class Cluster:
 async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Cluster]:
     """What must be so at the end of any scenario is checked here."""
     frontend_id = f"f{next(_numbers)}"
-    settings: dict[str, Any] = {"http_port": 0, "model": MODEL, "context_tokens": 2048, "drain_ns_max": 2 * 10**9}
+    settings: dict[str, Any] = {
+        "http_port": 0,
+        "model": MODEL,
+        "context_tokens": 2048,
+        "drain_ns_max": 2 * 10**9,
+    }
     config = FrontendConfig(frontend_id=frontend_id, **{**settings, **options})
-    buses = [await Bus.connect(BusConfig(url=server_url), name=name) for name in ("frontend", "double", "client")]
+    buses = [
+        await Bus.connect(BusConfig(url=server_url), name=name) for name in ("frontend", "double", "client")
+    ]
     try:
         double = Double(buses[1], tokenizer, frontend_id)
         await double.start()

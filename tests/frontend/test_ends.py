@@ -62,7 +62,11 @@ def test_a_rejection_says_why_and_when_to_try_again(run: Any, reason: Any, statu
         for stream in (False, True):
             body = {**BODY, "stream": stream, "slo": {"ttft_ms": 250}}
             got, headers, answer = await cluster.post("/v1/completions", body)
-            assert (got, answer["error"]["code"], answer["error"]["message"]) == (status, reason, "predicted 900 ms")
+            assert (got, answer["error"]["code"], answer["error"]["message"]) == (
+                status,
+                reason,
+                "predicted 900 ms",
+            )
             assert answer["error"]["predicted_ms"]["ttft"] == 900
             assert answer["error"]["slo_ms"]["ttft"] == 250
             assert (headers["retry-after"], headers["retry-after-ms"]) == ("2", "1200")
@@ -98,7 +102,9 @@ def test_a_failure_before_the_first_token_is_a_status_and_after_it_an_event(run:
         if arrived.max_tokens > 100:
             await five_tokens(double, seq, arrived)
             await asyncio.sleep(0.05)
-        failure = FailRequest(request_id=arrived.request_id, frontend_id=double.frontend_id, message="placed too often")
+        failure = FailRequest(
+            request_id=arrived.request_id, frontend_id=double.frontend_id, message="placed too often"
+        )
         await double.order(failure, seq)
 
     async def scenario(cluster: Any) -> None:
@@ -124,7 +130,9 @@ def test_an_http_client_that_leaves_cancels_within_a_second(run: Any, stream: bo
         host, _, port = cluster.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))
         body = orjson.dumps({**BODY, "stream": stream})
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         await cluster.double.wait_for(RequestArrived)
         await asyncio.sleep(0.1)
         since = time.monotonic()
@@ -155,7 +163,9 @@ def test_a_nats_stream_that_nobody_reads_is_cancelled_within_a_second(run: Any, 
         cluster.double.script = script
         inbox = cluster.client.nc.new_inbox()
         subscription = await cluster.client.nc.subscribe(inbox)
-        await cluster.client.nc.publish("halfmoon.v1.generate", orjson.dumps({**BODY, "stream": True}), reply=inbox)
+        await cluster.client.nc.publish(
+            "halfmoon.v1.generate", orjson.dumps({**BODY, "stream": True}), reply=inbox
+        )
         await cluster.double.wait_for(RequestArrived)
         alive = orjson.loads((await subscription.next_msg(timeout=2)).data)
         assert alive["id"]
@@ -204,7 +214,9 @@ def test_a_nats_request_with_an_alive_subject_is_cancelled_when_that_goes_away(r
         subscription = await nc.subscribe(alive, cb=listening)
         inbox = nc.new_inbox()
         await nc.subscribe(inbox)
-        await nc.publish("halfmoon.v1.generate", orjson.dumps(BODY), reply=inbox, headers={"Halfmoon-Alive": alive})
+        await nc.publish(
+            "halfmoon.v1.generate", orjson.dumps(BODY), reply=inbox, headers={"Halfmoon-Alive": alive}
+        )
         await asyncio.sleep(1.3)
         assert asked >= 2
         assert not [event for event in cluster.double.events if isinstance(event, RequestCancelled)]

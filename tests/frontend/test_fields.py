@@ -1,4 +1,6 @@
-"""Every field of the API, wrong in every way: refused with the status and the field's name, on both edges alike."""
+"""Every field of the API, wrong in every way: refused with the status and the field's name, on both edges
+alike.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,11 @@ def outcome(read: Any, payload: bytes) -> Ask | ApiError:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )

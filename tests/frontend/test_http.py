@@ -15,7 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from halfmoon.schemas.decisions import RejectRequest
 from halfmoon.schemas.events import RequestArrived
 
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+]
 
 
 def in_thread(work: Any) -> Any:
@@ -42,7 +45,11 @@ def test_openais_client_gets_chats_completions_and_streams(run: Any) -> None:
         assert len(content[0].top_logprobs) == 2
         pieces = list(
             client.chat.completions.create(
-                model=MODEL, messages=messages, max_tokens=100, stream=True, stream_options={"include_usage": True}
+                model=MODEL,
+                messages=messages,
+                max_tokens=100,
+                stream=True,
+                stream_options={"include_usage": True},
             )
         )
         assert pieces[0].choices[0].delta.role == "assistant"
@@ -57,10 +64,14 @@ def test_openais_client_gets_chats_completions_and_streams(run: Any) -> None:
         assert completion.choices[0].logprobs is not None
         assert completion.choices[0].logprobs.tokens == ["Half", " moons", ":"]
         assert completion.choices[0].logprobs.text_offset == [0, 4, 10]
-        stream = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=100, stream=True, logprobs=1)
+        stream = client.completions.create(
+            model=MODEL, prompt=[1, 2, 3], max_tokens=100, stream=True, logprobs=1
+        )
         choices = [piece.choices[0] for piece in stream if piece.choices]
         assert "".join(choice.text for choice in choices) == ANSWER
-        offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset or []]
+        offsets = [
+            offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset or []
+        ]
         assert offsets == sorted(offsets)
         assert len(offsets) == completion.usage.completion_tokens + 39 if completion.usage else False
         assert len(client.completions.create(model=MODEL, prompt="Once").choices[0].text) > 10  # 16 tokens
@@ -109,15 +120,24 @@ def test_a_key_decides_whose_kv_cache_is_reused(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         prompt = {"prompt": list(range(100, 140)), "max_tokens": 2, "tenant": "other"}
         for key in ("ka", "kb", "ka", "free"):
-            status, _, _ = await cluster.post("/v1/completions", prompt, headers={"authorization": f"Bearer {key}"})
+            status, _, _ = await cluster.post(
+                "/v1/completions", prompt, headers={"authorization": f"Bearer {key}"}
+            )
             assert status == 200
-        await cluster.post("/v1/completions", {**prompt, "cache_salt": "s"}, headers={"authorization": "bearer ka"})
+        await cluster.post(
+            "/v1/completions", {**prompt, "cache_salt": "s"}, headers={"authorization": "bearer ka"}
+        )
         a, b, again, free, salted = await cluster.double.wait_for(RequestArrived, 5)
         assert [each.tenant for each in (a, b, again, free)] == ["a", "b", "a", "other"]
         assert len(a.block_keys) == 2 * 16
         assert a.block_keys == again.block_keys
         assert len({each.block_keys for each in (a, b, free, salted)}) == 4
-        for headers in ({}, {"authorization": "Basic ka"}, {"authorization": "Bearer"}, {"authorization": "Bearer kA"}):
+        for headers in (
+            {},
+            {"authorization": "Basic ka"},
+            {"authorization": "Bearer"},
+            {"authorization": "Bearer kA"},
+        ):
             status, answer_headers, answer = await cluster.post("/v1/completions", b"junk", headers=headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
             assert answer_headers["www-authenticate"] == "Bearer"
@@ -145,9 +165,13 @@ def test_what_operators_look_at(run: Any) -> None:
         assert samples["vllm:generation_tokens_total"] == 5
         assert samples["vllm:time_to_first_token_seconds_count"] == 1
         assert samples["vllm:prefix_cache_hits_total"] == 16
-        (failed,) = (s for s in families["halfmoon_request_errors"].samples if s.name.endswith("_total") and s.value)
+        (failed,) = (
+            s for s in families["halfmoon_request_errors"].samples if s.name.endswith("_total") and s.value
+        )
         assert (failed.labels, failed.value) == ({"status": "400"}, 1)
-        (finished,) = (s for s in families["vllm:request_success"].samples if s.name.endswith("_total") and s.value)
+        (finished,) = (
+            s for s in families["vllm:request_success"].samples if s.name.endswith("_total") and s.value
+        )
         assert finished.labels == {"model_name": MODEL, "finished_reason": "length"}
         cluster.double.ready = False
         await asyncio.sleep(0.3)
@@ -159,7 +183,11 @@ def test_what_operators_look_at(run: Any) -> None:
 
 def test_unknown_paths_and_methods_get_errors_of_the_same_form(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
-        for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405)):
+        for method, path, status in (
+            ("GET", "/v2", 404),
+            ("GET", "/v1/completions", 405),
+            ("POST", "/v1/models", 405),
+        ):
             async with cluster.http.request(method, cluster.url + path) as response:
                 assert response.status == status
                 assert set((await response.json())["error"]) == {"message", "type", "param", "code"}

@@ -50,7 +50,8 @@ def test_a_lost_end_is_asked_for_after_a_silence(run: Any) -> None:
         ids, reason = double.output(arrived)
         order_id = f"{seq}-0"
         double.resend = lambda request: ResendReply(
-            known=True, delivery=double.delivery(arrived, order_id, request.index, ids[request.index :], reason)
+            known=True,
+            delivery=double.delivery(arrived, order_id, request.index, ids[request.index :], reason),
         )
         await double.place(arrived, order_id)
         await double.deliver(double.delivery(arrived, order_id, 0, ids[:4]))
@@ -134,7 +135,9 @@ def test_a_second_decode_worker_goes_on_where_the_first_died(run: Any) -> None:
         messages = await cluster.stream("generate", BODY)
         assert joined(messages) == messages[-1]["text"] == ANSWER
         assert messages[-1]["token_ids"] == cluster.double.answer_ids
-        assert [token for message in messages[:-1] for token in message["token_ids"]] == cluster.double.answer_ids
+        assert [
+            token for message in messages[:-1] for token in message["token_ids"]
+        ] == cluster.double.answer_ids
         assert messages[-1]["decode_worker"] == "d2"
         chat = {"messages": [{"role": "user", "content": "x"}], "stream": True}
         events = await cluster.sse("/v1/chat/completions", chat)
@@ -169,7 +172,11 @@ def test_who_is_asked_to_announce_itself_tells_of_every_open_request(run: Any) -
 def test_take_of_an_unknown_request_says_gone(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         arrived = RequestArrived(
-            request_id="nobody", frontend_id=cluster.double.frontend_id, prompt_tokens=1, max_tokens=1, block_keys=b""
+            request_id="nobody",
+            frontend_id=cluster.double.frontend_id,
+            prompt_tokens=1,
+            max_tokens=1,
+            block_keys=b"",
         )
         assert (await cluster.double.take(arrived, "1-0", "decode", "d1")).gone
         # What is no message at all, or about nobody, is dropped.

@@ -181,7 +181,9 @@ def test_the_commands(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     async def scenario(cluster: Any) -> None:
         assert await command(cluster, "generate", "Once", "--max-tokens", "99") == (0, ANSWER + "\n", "")
         assert await command(cluster, "chat", "Hello", "--system", "Be brief.") == (0, ANSWER + "\n", "")
-        code, out, _ = await command(cluster, "generate", "Once", "--json", "--stop", "naïve", "--ttft-slo-ms", "9000")
+        code, out, _ = await command(
+            cluster, "generate", "Once", "--json", "--stop", "naïve", "--ttft-slo-ms", "9000"
+        )
         answer = orjson.loads(out)
         assert (code, answer["finish_reason"], answer["text"]) == (0, "stop", ANSWER.partition("naïve")[0])
         assert set(answer) >= {

@@ -58,7 +58,13 @@ class Conductors:
             raise PeerError("not_found", "the log has no such request")
         request = RequestView(request_id=ID, stage="ended", arrived_ns=1, prompt_tokens=3, max_tokens=4)
         return Explained(
-            request=request, seq=1, until_seq=2, text="all of it", prefill_heads=[], decode_heads=[], grounds=[]
+            request=request,
+            seq=1,
+            until_seq=2,
+            text="all of it",
+            prefill_heads=[],
+            decode_heads=[],
+            grounds=[],
         )
 
 
@@ -175,7 +181,10 @@ def test_a_key_is_asked_for_as_everywhere_and_a_tenants_is_not_enough(run: Any) 
                 async with cluster.http.get(cluster.url + path, headers=headers) as response:
                     assert response.status == status, (path, key)
                     if status != 200:
-                        assert b"request" not in await response.content.readline() or "error" in await response.text()
+                        assert (
+                            b"request" not in await response.content.readline()
+                            or "error" in await response.text()
+                        )
         assert (await cluster.http_get("/"))[0] == 200, "the empty page says nothing of the cluster"
 
     run(scenario, api_keys={"of-all": "", "of-a-tenant": "a"})
@@ -195,7 +204,9 @@ def test_an_explanation_or_why_there_is_none(run: Any) -> None:
     run(scenario)
 
 
-def test_there_is_a_limit_of_who_looks_and_who_does_not_read_holds_one_view(run: Any, monkeypatch: Any) -> None:
+def test_there_is_a_limit_of_who_looks_and_who_does_not_read_holds_one_view(
+    run: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(feed, "WATCHERS_MAX", 1)
 
     async def scenario(cluster: Any) -> None:

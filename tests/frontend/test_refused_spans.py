@@ -46,7 +46,9 @@ def spans() -> Iterator[Spans]:
     made.tracing.close()
 
 
-def check(told: ReadableSpan, name: str, status: int, code: str, why: str, *, parent: int = CLIENT_SPAN) -> None:
+def check(
+    told: ReadableSpan, name: str, status: int, code: str, why: str, *, parent: int = CLIENT_SPAN
+) -> None:
     assert told.name == name
     assert told.context is not None
     assert (told.parent.span_id if told.parent else 0) == parent
@@ -78,7 +80,9 @@ def test_a_body_that_is_wrong(
 
     async def scenario(cluster: Any) -> None:
         cluster.frontend.registry.tracing = spans.tracing
-        path, endpoint, name = ("chat/completions", "chat", CHAT) if chat else ("completions", "generate", COMPLETION)
+        path, endpoint, name = (
+            ("chat/completions", "chat", CHAT) if chat else ("completions", "generate", COMPLETION)
+        )
         assert (await cluster.post(f"/v1/{path}", body, headers=TRACEPARENT))[0] == status
         check(spans.one(), name, status, code, why)
         await cluster.post(f"/v1/{path}", body)
@@ -116,7 +120,10 @@ def test_one_too_many_and_what_the_conductors_refuse(run: Any, spans: Spans) -> 
     async def reject_later(double: Any, seq: int, arrived: RequestArrived) -> None:
         await held.wait()
         decision = RejectRequest(
-            request_id=arrived.request_id, frontend_id=double.frontend_id, reason="ttft_slo", message="too slow"
+            request_id=arrived.request_id,
+            frontend_id=double.frontend_id,
+            reason="ttft_slo",
+            message="too slow",
         )
         await double.order(decision, seq)
 

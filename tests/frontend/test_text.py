@@ -32,7 +32,9 @@ class Collected:
         return "".join(piece.text for piece in self.pieces)
 
 
-def opened(tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), **sampling: Any) -> tuple[OpenRequest, Collected]:
+def opened(
+    tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), **sampling: Any
+) -> tuple[OpenRequest, Collected]:
     listener = Collected()
     ask = Ask(
         chat=False,
@@ -69,7 +71,9 @@ def take(request: OpenRequest, order_id: str, role: Any = "decode") -> Any:
     return request.take(TakeRequest(request_id="r", order_id=order_id, worker_id=f"w-{order_id}", role=role))
 
 
-def deliver(request: OpenRequest, first: int, ids: list[int], reason: Any = "", order_id: str = "7-0") -> Progress:
+def deliver(
+    request: OpenRequest, first: int, ids: list[int], reason: Any = "", order_id: str = "7-0"
+) -> Progress:
     tokens = [SampledToken(token_id=token) for token in ids]
     delivery = Delivery(request_id="r", order_id=order_id, index=first, tokens=tokens, finish_reason=reason)
     return request.accept(delivery, 5)
@@ -175,7 +179,8 @@ def test_an_aborted_order_is_for_the_conductors(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("older", "newer"), [("9-0", "10-0"), ("9-1", "9-2"), ("9-9", "9-10"), ("x", "1-0"), ("", "0-0"), ("a-b", "0-1")]
+    ("older", "newer"),
+    [("9-0", "10-0"), ("9-1", "9-2"), ("9-9", "9-10"), ("x", "1-0"), ("", "0-0"), ("a-b", "0-1")],
 )
 def test_orders_are_compared_as_numbers(older: str, newer: str) -> None:
     assert order_rank(older) < order_rank(newer)

@@ -1,4 +1,6 @@
-"""What needs a real Prometheus is asked for by `make test-observability`, and skips with the reason where none is."""
+"""What needs a real Prometheus is asked for by `make test-observability`, and skips with the reason where
+none is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every kind of process, as small as can be, and what it shows; a real Prometheus; what the files in docker say."""
+"""Every kind of process, as small as can be, and what it shows; a real Prometheus; what the files in docker
+say.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ from halfmoon.workers.worker import WorkerConfig
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "docker" / "observability"
 MODEL = "smollm2-135m-instruct"
-NULL = Layout(model=MODEL, model_fingerprint="n", layers=0, kv_heads=0, head_dim=0, block_tokens=256, dtype="none")
-SMALL = Layout(model=MODEL, model_fingerprint="f", layers=2, kv_heads=1, head_dim=16, block_tokens=16, dtype="float32")
+NULL = Layout(
+    model=MODEL, model_fingerprint="n", layers=0, kv_heads=0, head_dim=0, block_tokens=256, dtype="none"
+)
+SMALL = Layout(
+    model=MODEL, model_fingerprint="f", layers=2, kv_heads=1, head_dim=16, block_tokens=16, dtype="float32"
+)
 #: A metric's name in a query.
 NAME = re.compile(r"\b(?:halfmoon|vllm|process)[a-z0-9_]*(?::[a-z0-9_]+)*\b")
 
@@ -122,7 +128,7 @@ async def processes(url: str, scratch: Path) -> AsyncIterator[dict[str, Collecto
         yield registries
 
 
-# --- what the files say ----------------------------------------------------------------------------------------------
+# --- what the files say -------------------------------------------------------------------------------------
 
 
 def panels() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,6 @@
-"""A Prometheus for the tests: the one that is there, or Debian's package, unpacked into build/ and not installed."""
+"""A Prometheus for the tests: the one that is there, or Debian's package, unpacked into build/ and not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus(scratch: Path, targets: Path, *, every: str = "1s") -> Iterator[Prometheus]:
-    """docker/observability's own configuration, rules and alerts; only where the processes are is told by a file."""
+    """docker/observability's own configuration, rules and alerts; only where the processes are is told by a
+    file.
+    """
     config = yaml.safe_load((FILES / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": every, "evaluation_interval": every}
     config["rule_files"] = [str(FILES / name) for name in config["rule_files"]]
@@ -94,7 +98,11 @@ def prometheus(scratch: Path, targets: Path, *, every: str = "1s") -> Iterator[P
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "prometheus.yml").write_text(yaml.safe_dump(config))
     at = f"127.0.0.1:{free_port()}"
-    words = [command("prometheus"), f"--config.file={scratch / 'prometheus.yml'}", f"--web.listen-address={at}"]
+    words = [
+        command("prometheus"),
+        f"--config.file={scratch / 'prometheus.yml'}",
+        f"--web.listen-address={at}",
+    ]
     with (scratch / "output").open("wb") as output:
         process = subprocess.Popen(
             [*words, f"--storage.tsdb.path={scratch / 'data'}"], stdout=output, stderr=subprocess.STDOUT

@@ -117,7 +117,9 @@ async def test_a_conductor_counts_what_it_steps_over_and_not_the_past(nats_url: 
     shells: list[shell.Shell] = []
 
     async def conduct() -> None:
-        policy = Policy(digest_events=EVERY, heartbeat_ns=3600 * 1000 * MS, lost_after_ns=4 * 3600 * 1000 * MS)
+        policy = Policy(
+            digest_events=EVERY, heartbeat_ns=3600 * 1000 * MS, lost_after_ns=4 * 3600 * 1000 * MS
+        )
         await shell.run(bus, conductor_id="c1", policy=policy, started=shells.append)
 
     task = asyncio.ensure_future(conduct())
@@ -170,7 +172,11 @@ async def other_digest(bus: Bus, shell: shell.Shell) -> int:
         event = stamped.event
         if isinstance(event, StateDigested) and event.conductor_id == "c1":
             other = StateDigested(
-                conductor_id="c2", incarnation="j", code_version=event.code_version, at_seq=event.at_seq, digest="00"
+                conductor_id="c2",
+                incarnation="j",
+                code_version=event.code_version,
+                at_seq=event.at_seq,
+                digest="00",
             )
             return await bus.append(other, source_id="c2")
     raise AssertionError("the log ended")
@@ -208,10 +214,15 @@ async def test_metrics_are_served_until_the_end_and_a_taken_port_is_an_error() -
 def test_targets_are_one_port_after_another_and_a_taken_one_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OptionInvalid, match=f"--metrics-port {port - 1}: port {port}: Address already in use"):
+        with pytest.raises(
+            OptionInvalid, match=f"--metrics-port {port - 1}: port {port}: Address already in use"
+        ):
             flags_of(Targets(port - 1), 2)
     targets = Targets(port)
-    assert flags_of(targets, 2) == [["--metrics", f"127.0.0.1:{port}"], ["--metrics", f"127.0.0.1:{port + 1}"]]
+    assert flags_of(targets, 2) == [
+        ["--metrics", f"127.0.0.1:{port}"],
+        ["--metrics", f"127.0.0.1:{port + 1}"],
+    ]
     targets.add("frontend", "127.0.0.1:8000")
     assert str(tmp_path / "t.json") in targets.write(tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text())[-1] == {

@@ -1,4 +1,6 @@
-"""Dashboard, rules and documentation name only what processes really show; each alert is tested and explained."""
+"""Dashboard, rules and documentation name only what processes really show; each alert is tested and
+explained.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +45,27 @@ async def test_every_name_is_shown_by_some_process_and_explained(nats_url: str, 
     assert {name: known.get(name) for name in VLLM} == VLLM
     for name in VLLM:
         roles = [role for role, found in by_role.items() if name in found]
-        assert len(roles) == 1 or name == "vllm:kv_cache_usage_perc", f"a sum over {name} would count twice: {roles}"
+        assert len(roles) == 1 or name == "vllm:kv_cache_usage_perc", (
+            f"a sum over {name} would count twice: {roles}"
+        )
     for role, found in values.items():
-        assert [key for key in found if key.startswith("halfmoon_process_info") and f"role={role}" in key], role
+        assert [key for key in found if key.startswith("halfmoon_process_info") and f"role={role}" in key], (
+            role
+        )
         unlabelled = [key for key in found if key.startswith("vllm:") and "model_name=" not in key]
         assert unlabelled == [], role
-    sources = [key for key in values["prefill"] if key.startswith("vllm:prompt_tokens_cached_by_source_total")]
+    sources = [
+        key for key in values["prefill"] if key.startswith("vllm:prompt_tokens_cached_by_source_total")
+    ]
     assert [re.findall("source=([a-z0-9]+)", key)[0] for key in sources] == ["device", "host", "p2p", "disk"]
 
     usable = samples(known) | RECORDED
     queries = [(title, target["expr"]) for title, target in panels()]
     for rule in (*rules("rules.yml"), *rules("alerts.yml")):
         queries.append((rule.get("record") or rule["alert"], rule["expr"]))
-    assert {(where, name) for where, query in queries for name in NAME.findall(query) if name not in usable} == set()
+    assert {
+        (where, name) for where, query in queries for name in NAME.findall(query) if name not in usable
+    } == set()
 
     ours = {name for name in known if not name.startswith("process_") and not name.endswith("_created")}
     explained = set(re.findall(r"^\| `([a-z0-9_:]+)", MANUAL, re.MULTILINE))
@@ -64,7 +74,9 @@ async def test_every_name_is_shown_by_some_process_and_explained(nats_url: str, 
 
 
 def test_the_check_of_names_finds_one_that_is_wrong() -> None:
-    query = 'sum by (tier) (rate(halfmoon_cash_blocks[5m])) / vllm:nothing * halfmoon:slo:x{job="halfmoon_no"}'
+    query = (
+        'sum by (tier) (rate(halfmoon_cash_blocks[5m])) / vllm:nothing * halfmoon:slo:x{job="halfmoon_no"}'
+    )
     assert set(NAME.findall(query)) >= {"halfmoon_cash_blocks", "vllm:nothing", "halfmoon:slo:x"}
 
 
@@ -108,10 +120,14 @@ def test_prometheus_finds_every_process_of_the_compose_file_and_grafana_finds_pr
     for name in ("prometheus", "grafana"):
         service = services[name]
         assert service["profiles"] == ["observability"]
-        assert re.fullmatch(r"\$\{[A-Z_]+:-(prom/prometheus|grafana/grafana):v?\d+\.\d+\.\d+\}", service["image"])
+        assert re.fullmatch(
+            r"\$\{[A-Z_]+:-(prom/prometheus|grafana/grafana):v?\d+\.\d+\.\d+\}", service["image"]
+        )
         for volume in service["volumes"]:
             source = volume.split(":")[0]
             assert not source.startswith(".") or (ROOT / "docker" / source).exists(), source
-    source = yaml.safe_load((FILES / "grafana" / "datasources" / "prometheus.yaml").read_text())["datasources"][0]
+    source = yaml.safe_load((FILES / "grafana" / "datasources" / "prometheus.yaml").read_text())[
+        "datasources"
+    ][0]
     assert source["url"] == "http://prometheus:9090"
     assert {target["datasource"]["uid"] for _, target in panels()} == {source["uid"]}

@@ -1,6 +1,8 @@
-"""A real Prometheus scrapes a real cluster: every panel has something to show, and what it shows is what happened.
+"""A real Prometheus scrapes a real cluster: every panel has something to show, and what it shows is what
+happened.
 
-The alerts are tested with promtool, on made-up series; one of them fires here, on a real pool without workers.
+The alerts are tested with promtool, on made-up series; one of them fires here, on a real pool without
+workers.
 """
 
 from __future__ import annotations
@@ -80,9 +82,13 @@ def ports(count: int) -> int:
 
 
 async def ask(cluster: Cluster, **fields: Any) -> tuple[int, dict[str, Any]]:
-    async with aiohttp.ClientSession() as http, http.post(
-        f"{cluster.http}/v1/completions", data=orjson.dumps({"temperature": 0, "ignore_eos": True, **fields})
-    ) as answer:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(
+            f"{cluster.http}/v1/completions",
+            data=orjson.dumps({"temperature": 0, "ignore_eos": True, **fields}),
+        ) as answer,
+    ):
         return answer.status, orjson.loads(await answer.read())
 
 
@@ -102,18 +108,24 @@ async def test_prometheus_sees_the_cluster_as_it_is(promtool: str, tmp_path: Pat
             await until("all targets up", lambda: jobs_up(server) == PROCESSES)
             nc = await cluster.connect()
             usages = []
-            first = await cluster.generate(nc, prompt=prompt(600), max_tokens=8, temperature=0, ignore_eos=True)
+            first = await cluster.generate(
+                nc, prompt=prompt(600), max_tokens=8, temperature=0, ignore_eos=True
+            )
             usages.append(first["usage"])
             where = (await prefill_of(cluster, first["id"])).worker_id
             async with draining(cluster, where):  # so the other node fetches what this one has
-                again = await cluster.generate(nc, prompt=prompt(600), max_tokens=8, temperature=0, ignore_eos=True)
+                again = await cluster.generate(
+                    nc, prompt=prompt(600), max_tokens=8, temperature=0, ignore_eos=True
+                )
                 usages.append(again["usage"])
             for length in (400, 257, 400):
                 status, answer = await ask(cluster, prompt=prompt(length), max_tokens=6)
                 assert status == 200, answer
                 usages.append(answer["usage"])
             assert (await ask(cluster, prompt="x", max_tokens=0))[0] == 400
-            assert (await ask(cluster, prompt=prompt(4000), max_tokens=4, slo={"ttft_ms": 1, "tbt_ms": 1000}))[0] == 429
+            assert (
+                await ask(cluster, prompt=prompt(4000), max_tokens=4, slo={"ttft_ms": 1, "tbt_ms": 1000})
+            )[0] == 429
             await nc.close()
             requests = len(usages)
             for all_of_them in ("vllm:request_success_total", 'halfmoon_orders_total{job="prefill"}'):
@@ -188,8 +200,10 @@ async def the_figures_are_right(cluster: Cluster, server: Prometheus, usages: li
     assert of_parts == pytest.approx(server.value("sum(vllm:time_to_first_token_seconds_sum)"), rel=0.02)
     assert server.value("max(halfmoon_log_lag_events)") < 100
     assert server.value("max(halfmoon_log_position)") > 50
-    assert 0 < server.value('max(halfmoon_stream_bytes{stream="EVENTS"})') < server.value(
-        'max(halfmoon_stream_bytes_max{stream="EVENTS"})'
+    assert (
+        0
+        < server.value('max(halfmoon_stream_bytes{stream="EVENTS"})')
+        < server.value('max(halfmoon_stream_bytes_max{stream="EVENTS"})')
     )
 
 

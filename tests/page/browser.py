@@ -1,4 +1,6 @@
-"""A real browser without a window, driven over its own protocol (Chrome DevTools): no driver to install beside it."""
+"""A real browser without a window, driven over its own protocol (Chrome DevTools): no driver to install
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +47,26 @@ class Browser:
         """Size of the window, and the colours that its user prefers."""
         mobile = width < 500
         await self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=mobile,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def value(self, expression: str) -> Any:
         """Of JavaScript in the page. Raises AssertionError with what it threw."""
-        answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        answer = await self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def wait(self, expression: str, fits: Callable[[Any], bool] = bool, *, seconds: float = 30.0) -> Any:
+    async def wait(
+        self, expression: str, fits: Callable[[Any], bool] = bool, *, seconds: float = 30.0
+    ) -> Any:
         """The value of `expression` once it fits. Raises AssertionError with the last one."""
         last = None
         with contextlib.suppress(TimeoutError):
@@ -103,8 +113,19 @@ class Browser:
 async def browsing(directory: Path, url: str, **look: Any) -> AsyncIterator[Browser]:
     """A browser of its own, with a fresh profile in `directory`, that has opened `url`; ended at the end."""
     assert BROWSER is not None
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-extensions"]
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+    ]
+    quiet = [
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-extensions",
+    ]
     profile = directory / "profile"
     process = await asyncio.create_subprocess_exec(
         BROWSER, *flags, *quiet, f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank",

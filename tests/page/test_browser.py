@@ -38,9 +38,18 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def complete(http: aiohttp.ClientSession, url: str, prompt: str, tokens: int = 4, **fields: object) -> str:
+async def complete(
+    http: aiohttp.ClientSession, url: str, prompt: str, tokens: int = 4, **fields: object
+) -> str:
     """The id of a request that got an answer, or was refused."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, **fields}
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        **fields,
+    }
     async with http.post(f"{url}/v1/completions", json=body) as response:
         told = await response.json()
         assert response.status in (200, 429), told
@@ -84,12 +93,16 @@ async def test_it_loads_without_errors_tells_of_the_cluster_and_explains(
         nodes = await browser.value("[...document.querySelectorAll('.node')].map(n => n.dataset.node)")
         assert sorted(nodes) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
         assert await browser.value("document.querySelector('#verdict strong').textContent") == "Ready"
-        await browser.wait("document.querySelector('#link').textContent", lambda text: text == "live · 2 conductors")
+        await browser.wait(
+            "document.querySelector('#link').textContent", lambda text: text == "live · 2 conductors"
+        )
         secret = "xylophonic marmalade"
         request_id = await complete(http, cluster.http, secret)
         link = f"document.querySelector('#requests a[href=\"#request={request_id}\"]')"
         await browser.wait(f"{link} !== null")
-        await browser.wait("document.querySelector('#verdict strong').textContent", lambda text: text == "Healthy")
+        await browser.wait(
+            "document.querySelector('#verdict strong').textContent", lambda text: text == "Healthy"
+        )
         await browser.value(f"{link}.click()")
         story = "document.querySelector('#story-body').textContent"
         text = await browser.wait(story, lambda text: "placed on" in text)
@@ -132,8 +145,12 @@ async def test_the_event_log_is_filtered_and_reached_by_keyboard(
         order = []
         await browser.value("document.activeElement.blur(); window.scrollTo(0, 0)")
         for _ in range(12):
-            await browser.call("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9)
-            await browser.call("Input.dispatchKeyEvent", type="keyUp", key="Tab", code="Tab", windowsVirtualKeyCode=9)
+            await browser.call(
+                "Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9
+            )
+            await browser.call(
+                "Input.dispatchKeyEvent", type="keyUp", key="Tab", code="Tab", windowsVirtualKeyCode=9
+            )
             order.append(await browser.value("document.activeElement.id || document.activeElement.className"))
         assert order[:3] == ["skip", "wanted", "request"] or "wanted" in order, order
         unnamed = await browser.value(
@@ -152,7 +169,9 @@ async def test_under_as_much_load_as_the_machine_makes_it_samples(
     async with browsing(tmp_path, cluster.http) as browser:
         await browser.wait(LIVE)
         async with load(http, cluster.http, 24):
-            await browser.wait("document.querySelector('#log-facts').textContent", lambda text: "sample" in text)
+            await browser.wait(
+                "document.querySelector('#log-facts').textContent", lambda text: "sample" in text
+            )
             before = await browser.value(VIEWS)
             await asyncio.sleep(3)
             assert await browser.value(VIEWS) >= before + 2
@@ -176,7 +195,9 @@ async def test_it_survives_a_nats_server_and_a_frontend_that_are_started_again(
             text = await browser.value("document.querySelector('#link').textContent")
             assert "reconnecting" in text or "NATS" in text or "conductor" in text
             assert await browser.value("document.querySelector('#main').classList.contains('stale')")
-            assert await browser.value("document.querySelectorAll('.node').length") == 4, "what was known stays"
+            assert await browser.value("document.querySelectorAll('.node').length") == 4, (
+                "what was known stays"
+            )
             if process == "nats-server":
                 cluster.kill_server()
             await browser.wait(LIVE, seconds=60)
@@ -205,12 +226,16 @@ async def test_a_conductor_dies_and_another_feeds_the_page(
             assert len((await response.json())["conductors"]) == 2
         cluster.kill("conductor-1", signal.SIGSTOP)
         try:
-            await browser.wait("document.querySelector('#link').textContent", lambda text: text == "live · 1 conductor")
+            await browser.wait(
+                "document.querySelector('#link').textContent", lambda text: text == "live · 1 conductor"
+            )
             before = await browser.value(VIEWS)
             await browser.wait(VIEWS, lambda views: views > before + 2)
         finally:
             cluster.kill("conductor-1", signal.SIGCONT)
-        await browser.wait("document.querySelector('#link').textContent", lambda text: text == "live · 2 conductors")
+        await browser.wait(
+            "document.querySelector('#link').textContent", lambda text: text == "live · 2 conductors"
+        )
 
 
 async def test_a_request_moves_through_its_stages_on_a_real_model(
@@ -231,7 +256,9 @@ async def test_a_request_moves_through_its_stages_on_a_real_model(
                     "document.querySelector('#key').requestSubmit()"
                 )
                 if key == "wrong":
-                    await browser.wait("document.querySelector('#key-why').textContent", lambda t: "not do" in t)
+                    await browser.wait(
+                        "document.querySelector('#key-why').textContent", lambda t: "not do" in t
+                    )
             await browser.wait(LIVE)
             asked = asyncio.create_task(complete(http, cluster.http, "the moon and the sea " * 150, 40))
             seen: list[str] = []
@@ -252,7 +279,9 @@ async def test_a_request_moves_through_its_stages_on_a_real_model(
             bars = "[...document.querySelectorAll('#requests .bar i')].map(e => e.title.split(' ')[0])"
             assert {"prefill", "decode"} <= set(await browser.value(bars))
             refused_id = await complete(http, cluster.http, "the moon", slo={"ttft_ms": 0.001})
-            await browser.wait("document.querySelector('#reasons').textContent", lambda text: "ttft_slo" in text)
+            await browser.wait(
+                "document.querySelector('#reasons').textContent", lambda text: "ttft_slo" in text
+            )
             assert "rejected" in await browser.value("document.querySelector('#verdict').textContent")
             await browser.value(
                 f"document.querySelector('#wanted').value = 'cmpl-{refused_id}'; "

@@ -1,4 +1,6 @@
-"""Text of the cluster's page against what is behind it: WCAG 2's contrast, measured by axe-core in a real browser."""
+"""Text of the cluster's page against what is behind it: WCAG 2's contrast, measured by axe-core in a real
+browser.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ pytestmark = [
 ]
 LOOKS = [(width, dark) for width in (1366, 390) for dark in (False, True)]
 TEXT, LARGE_TEXT = 4.5, 3.0
-#: axe-core's own options, but that a single digit is text too. The links that are drawn behind the nodes have none.
+#: axe-core's own options, but that a single digit is text too. The links that are drawn behind the nodes have
+#: none.
 BEGIN = """
 axe.configure({checks: [{id: 'color-contrast', options: {ignoreUnicode: true, ignoreLength: true, ignorePseudo: false,
   boldValue: 700, boldTextPt: 14, largeTextPt: 18, pseudoSizeThreshold: 0.25, shadowOutlineEmMax: 0.2,
@@ -40,7 +43,8 @@ PLACEHOLDERS = """
 return [...document.querySelectorAll('input[placeholder]')].map((field) =>
   [getComputedStyle(field, '::placeholder').color, getComputedStyle(field).backgroundColor]);
 """
-#: The page stays as it is: no view comes, no timer fires. It has noticed that the stream is gone, and lost its colours.
+#: The page stays as it is: no view comes, no timer fires. It has noticed that the stream is gone, and lost
+#: its colours.
 FREEZE = """
 window.fetch = () => new Promise(() => {});
 window.stop();
@@ -48,7 +52,8 @@ await new Promise((done) => setTimeout(done, 500));
 for (let timer = setTimeout(() => {}, 1e6); timer > 0; timer--) clearTimeout(timer);
 return document.querySelector('#main').classList.contains('stale');
 """
-#: All at once that has colours of its own: three verdicts, nodes that are ill, full meters, what was rejected, the key.
+#: All at once that has colours of its own: three verdicts, nodes that are ill, full meters, what was
+#: rejected, the key.
 STATES = """
 const all = (selector) => [...document.querySelectorAll(selector)];
 all('main').forEach((main) => main.classList.remove('stale'));
@@ -95,7 +100,9 @@ def contrast(text: str, behind: str) -> float:
         found = re.fullmatch(r"rgb\((\d+), (\d+), (\d+)\)", colour)
         assert found is not None, colour
         parts = [int(part) / 255 for part in found.groups()]
-        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        )
         lights.append(0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
     return max(lights) / min(lights)
 
@@ -106,19 +113,27 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def test_every_text_has_the_contrast_that_wcag_asks_for(http: aiohttp.ClientSession, tmp_path: Path) -> None:
+async def test_every_text_has_the_contrast_that_wcag_asks_for(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
     axe = files("axe_core_python").joinpath("axe.min.js").read_text()
     with running(tmp_path / "state", "--port", "0") as cluster:
         async with browsing(tmp_path, cluster.http) as browser:
             await browser.wait(LIVE)
             await browser.value(axe + BEGIN % (TEXT, LARGE_TEXT))
             for number in range(4):
-                request_id = await complete(http, cluster.http, f"{number} " + "the moon rises over the sea " * 10)
+                request_id = await complete(
+                    http, cluster.http, f"{number} " + "the moon rises over the sea " * 10
+                )
             await complete(http, cluster.http, "the moon", slo={"ttft_ms": 0.001})
-            await browser.wait("document.querySelector('#reasons').textContent", lambda text: "ttft_slo" in text)
+            await browser.wait(
+                "document.querySelector('#reasons').textContent", lambda text: "ttft_slo" in text
+            )
             failed = await measured(browser, "body", least=150)
             await browser.value(f"location.hash = '#request={request_id}'")
-            await browser.wait("document.querySelector('#story-body').textContent", lambda text: "placed on" in text)
+            await browser.wait(
+                "document.querySelector('#story-body').textContent", lambda text: "placed on" in text
+            )
             # axe-core does not know that an open dialog is above all else.
             await browser.value("document.querySelector('#main').style.visibility = 'hidden'")
             failed += await measured(browser, "#story", least=30)

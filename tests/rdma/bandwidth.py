@@ -1,9 +1,9 @@
 """Our transport against perftest over the same two devices in the same guest: `make test-rdma` runs it there.
 
 `python bandwidth.py OUT.json [ROUNDS]`. Slices of 1 MiB between an agent here (rxe0) and one in a process of its own in
-the namespace `far` (rxe1), alternating with `ib_read_bw` and `ib_write_bw` of the same message size and number, whose
-servers run in that namespace. Ours includes the checksums: read along and compared, or checked by the receiver before
-the write returns. MiB/s; medians of the rounds.
+the namespace `far` (rxe1), alternating with `ib_read_bw` and `ib_write_bw` of the same message size and
+number, whose servers run in that namespace. Ours includes the checksums: read along and compared, or checked
+by the receiver before the write returns. MiB/s; medians of the rounds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def slices(local: list[int], remote: list[int]) -> list[Slice]:
 
 
 def perftest(program: str) -> float:
-    """Average MiB/s between the two devices, by perftest's own clock: it says 0 when it could not calibrate that."""
+    """Average MiB/s between the two devices, by perftest's own clock: it says 0 when it could not calibrate
+    that.
+    """
     flags = ["-x", "1", "-s", str(MIB), "-n", str(SLICES), "-F"]
     said = ""
     for _ in range(10):
@@ -103,7 +105,9 @@ async def measure(here: Cluster, rounds: int) -> dict[str, list[float]]:
             "write": await timed(transport.write, slices(mine, reserved)),
             "ib_write_bw": await perftest_of("ib_write_bw"),
         }
-        assert all((far.view.blocks[a] == far.view.blocks[b]).all() for a, b in zip(committed, reserved, strict=True))
+        assert all(
+            (far.view.blocks[a] == far.view.blocks[b]).all() for a, b in zip(committed, reserved, strict=True)
+        )
         print({name: round(value, 1) for name, value in values.items()}, flush=True)
         for name, value in values.items() if number >= 0 else ():
             found[name].append(value)

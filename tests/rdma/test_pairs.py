@@ -1,4 +1,6 @@
-"""What only RDMA does: queue pairs made, kept, lost and made anew; endpoint messages; immediates. Needs two devices."""
+"""What only RDMA does: queue pairs made, kept, lost and made anew; endpoint messages; immediates. Needs two
+devices.
+"""
 
 from __future__ import annotations
 
@@ -235,7 +237,9 @@ def test_a_deadline_ends_a_move_and_nothing_is_touched_afterwards() -> None:
         theirs, mine = two.stored(1, 2, 3), one.reserved(3)
         await one.transport.read(two.peer, [Slice(mine[0], theirs[0], 0, 1)], call())
         with pytest.raises(TransferTimeout):
-            await one.transport.read(two.peer, [Slice(mine[i], theirs[i], 0, 16) for i in range(3)], call(seconds=0.1))
+            await one.transport.read(
+                two.peer, [Slice(mine[i], theirs[i], 0, 16) for i in range(3)], call(seconds=0.1)
+            )
         one.view.blocks[mine] = 0
         await asyncio.sleep(0.5)
         assert not one.view.blocks[mine].any()

@@ -1,5 +1,5 @@
-"""Prefill to decode over RDMA, between agents in processes of their own, in two network namespaces, over a real
-nats-server. Needs two devices and the namespace `far`.
+"""Prefill to decode over RDMA, between agents in processes of their own, in two network namespaces, over a
+real nats-server. Needs two devices and the namespace `far`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ async def node(here: Cluster, node_id: str, device: str, *, slots: int = 8) -> B
     Forked: in the guest, importing everything once more would take a minute.
     """
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=serve, args=(here.url, here.name, node_id, device, slots, theirs), daemon=True)
+    process = FORK.Process(
+        target=serve, args=(here.url, here.name, node_id, device, slots, theirs), daemon=True
+    )
     process.start()
     theirs.close()
 

@@ -1,10 +1,11 @@
-"""`make golden`: records the logs in tests/replay/golden anew, by real clusters that lose workers and refuse requests.
+"""`make golden`: records the logs in tests/replay/golden anew, by real clusters that lose workers and refuse
+requests.
 
-To be done when the core is meant to decide otherwise, or when messages change; every commit in between must replay what
-is there. `smollm2` serves the real model from two prefill and two decode nodes under one conductor: conversations that
-share their beginning, so that KV is fetched; requests with an objective that cannot be held; one that is cancelled; a
-decode and a prefill worker that are killed under load. `null` computes nothing, under three conductors of which one is
-killed; its policy is changed on the way.
+To be done when the core is meant to decide otherwise, or when messages change; every commit in between must
+replay what is there. `smollm2` serves the real model from two prefill and two decode nodes under one
+conductor: conversations that share their beginning, so that KV is fetched; requests with an objective that
+cannot be held; one that is cancelled; a decode and a prefill worker that are killed under load. `null`
+computes nothing, under three conductors of which one is killed; its policy is changed on the way.
 """
 
 from __future__ import annotations
@@ -64,11 +65,23 @@ async def smollm2(cluster: Cluster) -> None:
 
 async def null(cluster: Cluster) -> None:
     nc = await cluster.connect()
-    change = [sys.executable, "-m", "halfmoon.cli.main", "policy", "set", "digest_events=100", "ttft_slo_ns=20s"]
-    await asyncio.to_thread(subprocess.run, [*change, "--nats", cluster.nats], check=True, stdout=subprocess.DEVNULL)
+    change = [
+        sys.executable,
+        "-m",
+        "halfmoon.cli.main",
+        "policy",
+        "set",
+        "digest_events=100",
+        "ttft_slo_ns=20s",
+    ]
+    await asyncio.to_thread(
+        subprocess.run, [*change, "--nats", cluster.nats], check=True, stdout=subprocess.DEVNULL
+    )
     await asyncio.gather(*(ask(nc, prompt=prompt(20 + number), max_tokens=3) for number in range(40)))
     long = [ask(nc, prompt=prompt(300), max_tokens=20_000) for _ in range(6)]
-    load = asyncio.gather(*long, *(ask(nc, prompt=prompt(30 + number), max_tokens=4_000) for number in range(40)))
+    load = asyncio.gather(
+        *long, *(ask(nc, prompt=prompt(30 + number), max_tokens=4_000) for number in range(40))
+    )
     await asyncio.sleep(0.2)
     cluster.kill("conductor-1")
     cluster.kill("decode-0")

@@ -19,7 +19,9 @@ from halfmoon.conductor.replay.logfile import (
     lines_of_step,
 )
 
-HEADER = Header(format=FORMAT, saved_by="t", cluster="random", code_version="t", log_version=LOG_VERSION, first_seq=1)
+HEADER = Header(
+    format=FORMAT, saved_by="t", cluster="random", code_version="t", log_version=LOG_VERSION, first_seq=1
+)
 
 
 def lines_of(seed: int, *, chaos_s: int = 20, calm_s: int = 20) -> list[Line]:

@@ -1,4 +1,6 @@
-"""The commands on a whole cluster: `events save`, live and stopped, and `replay`. No text, no token in the file."""
+"""The commands on a whole cluster: `events save`, live and stopped, and `replay`. No text, no token in the
+file.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ async def test_a_cluster_is_saved_and_replayed_and_its_file_holds_no_text(
         answers = []
         for text, tokens in sent:
             answers += await asyncio.gather(
-                cluster.generate(nc, prompt=text, max_tokens=40), cluster.generate(nc, prompt=tokens, max_tokens=5)
+                cluster.generate(nc, prompt=text, max_tokens=40),
+                cluster.generate(nc, prompt=tokens, max_tokens=5),
             )
         await nc.close()
         file = tmp_path / "live.jsonl.zst"
@@ -53,8 +56,14 @@ async def test_a_cluster_is_saved_and_replayed_and_its_file_holds_no_text(
         assert (status, err) == (0, "")
         saved = json.loads(out)
         assert saved["decisions"] >= 4 * len(sent)
-        running_too = halfmoon(cluster, "events", "save", str(tmp_path / "x"), "--store", str(cluster.directory))
-        assert running_too == (1, "", f"halfmoon: {cluster.directory}: its cluster runs; reach it with --nats\n")
+        running_too = halfmoon(
+            cluster, "events", "save", str(tmp_path / "x"), "--store", str(cluster.directory)
+        )
+        assert running_too == (
+            1,
+            "",
+            f"halfmoon: {cluster.directory}: its cluster runs; reach it with --nats\n",
+        )
 
     after = tmp_path / "stopped.jsonl.zst"
     status, out, err = halfmoon(cluster, "events", "save", str(after), "--store", str(cluster.directory))

@@ -104,15 +104,23 @@ def test_show_prints_a_line_for_each(file: Path, capsys: Said) -> None:
     [
         (("replay", "FILE", "--explain", "nobody"), "--explain nobody: no such request in FILE"),
         (("replay", "FILE", "--until", "0"), "--until 0: the log begins at 1"),
-        (("replay", "FILE", "--state", "--explain", "r1"), "--state, --explain, --what-if, and --html with --perfetto"),
-        (("replay", "FILE", "--html", "/no/such/place"), "[Errno 2] No such file or directory: '/no/such/place'"),
+        (
+            ("replay", "FILE", "--state", "--explain", "r1"),
+            "--state, --explain, --what-if, and --html with --perfetto",
+        ),
+        (
+            ("replay", "FILE", "--html", "/no/such/place"),
+            "[Errno 2] No such file or directory: '/no/such/place'",
+        ),
         (("replay", "/no/such/file"), "[Errno 2] No such file or directory: '/no/such/file'"),
         (("events", "save"), "events save: name a FILE"),
         (("events", "show", "FILE", "--store", "x"), "--store: only to save; show takes none"),
         (("events", "save", "x", "--store", "/no/such/place"), "/no/such/place: there is no event log in it"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(file: Path, capsys: Said, words: tuple[str, ...], complaint: str) -> None:
+def test_what_makes_no_sense_is_one_line(
+    file: Path, capsys: Said, words: tuple[str, ...], complaint: str
+) -> None:
     assert status_of(*(word.replace("FILE", str(file)) for word in words)) == 1
     said = capsys.readouterr()
     if complaint.endswith("in FILE"):

@@ -24,7 +24,9 @@ STORIES = Path(__file__).parent / "stories"
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(tmp_path: Path, seed: int) -> None:
+def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(
+    tmp_path: Path, seed: int
+) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(seed))
     replay = Replay(log, watched="*")
     explained_seqs = decided = ruled = 0
@@ -40,7 +42,10 @@ def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(tmp_
                 if isinstance(decision, StartPrefill):
                     assert isinstance(why.verdict, Placement)
                     chosen, other = why.verdict.prefill, why.verdict.decode
-                    assert (chosen.worker_id, other.worker_id) == (decision.worker_id, decision.decode_worker_id)
+                    assert (chosen.worker_id, other.worker_id) == (
+                        decision.worker_id,
+                        decision.decode_worker_id,
+                    )
                     assert decision.fetches == chosen.fetches
                     assert chosen in why.prefill
                     assert other in why.decode
@@ -77,7 +82,9 @@ def _by_rule(why: Explanation, prefill_id: str, decode_id: str) -> bool:
 
 
 def policies(log: LogFile) -> list[Policy]:
-    return [li.event.policy for li in log.lines() if isinstance(li, EventLine) and hasattr(li.event, "policy")]
+    return [
+        li.event.policy for li in log.lines() if isinstance(li, EventLine) and hasattr(li.event, "policy")
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -118,7 +125,11 @@ def told(log: LogFile, request_id: str) -> Lives:
 
 def test_a_request_that_was_placed_twice_is_told_whole(tmp_path: Path) -> None:
     script = Script(
-        *(prefill(0), prefill(1), prefill(2), decode(0), FrontendJoined(frontend_id="f1", incarnation="i1")),
+        prefill(0),
+        prefill(1),
+        prefill(2),
+        decode(0),
+        FrontendJoined(frontend_id="f1", incarnation="i1"),
     )
     script(stored("p1", keys(5)))
     script(WorkerDraining(worker_id="p2", incarnation="i1"))
@@ -139,7 +150,9 @@ def test_a_request_that_was_placed_twice_is_told_whole(tmp_path: Path) -> None:
 
 def test_a_refused_request_says_what_each_candidate_would_have_taken(tmp_path: Path) -> None:
     script = Script(
-        *(prefill(0), decode(0), FrontendJoined(frontend_id="f1", incarnation="i1")),
+        prefill(0),
+        decode(0),
+        FrontendJoined(frontend_id="f1", incarnation="i1"),
         ttft_slo_ns=50 * MS,
     )
     script(arrived("r1", tokens=1_000))

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.conductor import beginning
-from halfmoon.conductor.replay.explaining import explained
-from halfmoon.conductor.replay.lives import Lives, lives
+from halfmoon.conductor.code_version import LOG_VERSION
+from halfmoon.conductor.replay.explain import explained
+from halfmoon.conductor.replay.histories import Lives, lives
 from halfmoon.conductor.replay.logfile import EventLine, LogFile, ProgressLine
 from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.perfetto import trace
+from halfmoon.conductor.replay.text import duration
 from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Replay, verify
-from halfmoon.conductor.replay.wording import duration
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.jsonl.zst"))
 
@@ -50,7 +50,7 @@ def test_a_log_of_the_first_version_still_replays() -> None:
     """Left by conductors whose messages were older; `make golden` cannot record it again."""
     header = golden("log_version_1").header
     assert (header.log_version, header.code_version) == (1, "0.1.0")
-    assert header.log_version < beginning.LOG_VERSION
+    assert header.log_version < LOG_VERSION
     assert verify(golden("log_version_1")).identical
 
 
@@ -88,7 +88,9 @@ def test_the_conductors_of_the_null_run_agreed_through_two_deaths() -> None:
 def test_it_can_be_drawn(file: Path) -> None:
     run = timeline(Replay(LogFile(file), watched="*"))
     assert len(run.lives) == sum(
-        type(line.event).__name__ == "RequestArrived" for line in LogFile(file).lines() if isinstance(line, EventLine)
+        type(line.event).__name__ == "RequestArrived"
+        for line in LogFile(file).lines()
+        if isinstance(line, EventLine)
     )
     assert len(page(run, title=file.name)) > 20_000
     assert len(trace(run)) > 20_000

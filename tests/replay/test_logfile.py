@@ -39,7 +39,9 @@ def test_a_file_that_was_not_finished_has_no_name(tmp_path: Path, lines: list[Li
 
 @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.zst"])
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.999])
-def test_a_file_that_was_cut_off_is_noticed(tmp_path: Path, lines: list[Line], name: str, share: float) -> None:
+def test_a_file_that_was_cut_off_is_noticed(
+    tmp_path: Path, lines: list[Line], name: str, share: float
+) -> None:
     saved(tmp_path / name, lines)
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[: int(share * len(whole))])
@@ -61,7 +63,9 @@ def test_lines_that_are_missing_or_damaged_are_named(tmp_path: Path, lines: list
     assert complaint(rows[:-1]) == f"cut off after line {len(rows) - 1}"
     assert complaint(rows[:10] + rows[11:]) == f"line {len(rows) - 1}: lines are missing or too many"
     assert complaint([*rows, rows[5]]) == f"line {len(rows)}: lines are missing or too many"
-    assert complaint([*rows[:4], b"{}\n", *rows[5:]]).startswith("line 5: Object missing required field `line`")
+    assert complaint([*rows[:4], b"{}\n", *rows[5:]]).startswith(
+        "line 5: Object missing required field `line`"
+    )
     assert complaint([rows[0], *rows]) == "line 2: a second header"
     assert complaint(rows[1:]) == "not a saved log: its first line is no header"
     assert complaint([]).startswith("line 1: ")

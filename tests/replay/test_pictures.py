@@ -1,4 +1,6 @@
-"""The timeline and what is drawn of it: the page holds everything and asks for nothing; the trace keeps its form."""
+"""The timeline and what is drawn of it: the page holds everything and asks for nothing; the trace keeps its
+form.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def with_progress(lines: list[Line]) -> list[Line]:
 
 @pytest.fixture(scope="module", params=SEEDS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Timeline:
-    log = saved(tmp_path_factory.mktemp("run") / "log.jsonl", with_progress(lines_of(request.param, chaos_s=40)))
+    log = saved(
+        tmp_path_factory.mktemp("run") / "log.jsonl", with_progress(lines_of(request.param, chaos_s=40))
+    )
     return timeline(Replay(log, watched="*"))
 
 
@@ -97,7 +101,9 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(run: Timeline) -> None
     text = page(run, title="a <run> & more")
     assert "<title>a &lt;run&gt; &amp; more</title>" in text
     plain = re.sub(r'<script type="application/octet-stream".*?</script>', "", text, flags=re.DOTALL)
-    assert not re.search(r"https?:|//[a-z0-9.-]+\.[a-z]{2,}|\bsrc=|@import|url\(|<link|\bfetch\(|XMLHttp", plain)
+    assert not re.search(
+        r"https?:|//[a-z0-9.-]+\.[a-z]{2,}|\bsrc=|@import|url\(|<link|\bfetch\(|XMLHttp", plain
+    )
     data, why = unpacked(text, "run"), unpacked(text, "why")
     requests = data["requests"]
     assert requests["id"] == [life.arrived.request_id for life in run.lives]
@@ -114,16 +120,22 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(run: Timeline) -> None
             assert all(len(cells) == 7 for _, cells in note["decode"])
             assert note["refused"] == (not any(row[0] == "won" for row in note["prefill"]))
     lanes = range(len(data["lanes"]))
-    assert all(bar[2] in lanes and bar[0] in range(len(run.lives)) for bar in data["prefill"] + data["decode"])
+    assert all(
+        bar[2] in lanes and bar[0] in range(len(run.lives)) for bar in data["prefill"] + data["decode"]
+    )
     curves = data["curves"]
-    assert {len(curves[name]) for name in ("t", "requests", "blocks", "prompt", "cached")} == {len(run.samples)}
+    assert {len(curves[name]) for name in ("t", "requests", "blocks", "prompt", "cached")} == {
+        len(run.samples)
+    }
 
 
 def test_the_trace_keeps_the_form(run: Timeline) -> None:
     content = orjson.loads(trace(run))
     events = content["traceEvents"]
     threads: dict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    processes = {
+        e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"
+    }
     assert list(processes.values()) == ["cluster", *run.lanes]
     phases: dict[str, int] = defaultdict(int)
     for event in events:
@@ -133,7 +145,9 @@ def test_the_trace_keeps_the_form(run: Timeline) -> None:
             assert event["ts"] >= 0
         if event["ph"] == "X":
             assert event["dur"] >= 0
-            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+            threads[event["pid"], event["tid"]].append(
+                (event["ts"], event["ts"] + event["dur"], event["name"])
+            )
         if event["ph"] == "C":
             assert isinstance(event["args"]["value"], int | float)
     assert phases["b"] == phases["e"] > 0

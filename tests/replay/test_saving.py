@@ -61,7 +61,9 @@ async def conducted(url: str) -> None:
         await bus.append(event, source_id="up")
     while await bus.last_seq(subjects.DECISIONS_STREAM) < 2:
         await asyncio.sleep(0.01)
-    await bus.nc.jetstream().publish(subjects.event("x", "Nonsense"), b'{"type":"Nonsense","text":"a secret"}')
+    await bus.nc.jetstream().publish(
+        subjects.event("x", "Nonsense"), b'{"type":"Nonsense","text":"a secret"}'
+    )
     first = PrefillResult(
         order_id=ORDER,
         request_id="r1",
@@ -109,8 +111,14 @@ async def test_events_decisions_and_kv_progress_are_saved_in_the_order_of_the_lo
     assert isinstance(first, ClusterConfigured)
     assert rest == [*EVENTS, *ANSWERS]
     assert [type(line) for line in lines[6:]] == [
-        *(EventLine, DecisionLine, DecisionLine, InvalidLine, ProgressLine),
-        *(EventLine, EventLine, EventLine),
+        EventLine,
+        DecisionLine,
+        DecisionLine,
+        InvalidLine,
+        ProgressLine,
+        EventLine,
+        EventLine,
+        EventLine,
     ]
     decisions = [line for line in lines if isinstance(line, DecisionLine)]
     assert [(line.cause_seq, line.position, type(line.decision)) for line in decisions] == [

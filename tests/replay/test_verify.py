@@ -55,7 +55,9 @@ def test_a_recorded_log_replays_identically(tmp_path: Path, seed: int) -> None:
     assert verify(saved(tmp_path / "plain.jsonl", lines)).digest == verdict.digest
 
 
-def test_a_decision_that_was_recorded_otherwise_is_named_with_its_event(tmp_path: Path, lines: list[Line]) -> None:
+def test_a_decision_that_was_recorded_otherwise_is_named_with_its_event(
+    tmp_path: Path, lines: list[Line]
+) -> None:
     place = decisions_in(lines)[60]
     original = lines[place]
     assert isinstance(original, DecisionLine)
@@ -66,7 +68,9 @@ def test_a_decision_that_was_recorded_otherwise_is_named_with_its_event(tmp_path
     found = verdict.first_divergence
     assert found is not None
     assert (found.recorded, found.computed) == (CHANGED, original.decision)
-    assert found.event == next(li.event for li in lines if isinstance(li, EventLine) and li.seq == original.cause_seq)
+    assert found.event == next(
+        li.event for li in lines if isinstance(li, EventLine) and li.seq == original.cause_seq
+    )
     assert verdict.decisions == 60
 
 
@@ -79,7 +83,9 @@ def test_one_field_of_a_prediction_is_enough_to_part(tmp_path: Path, lines: list
     original = lines[place]
     assert isinstance(original, DecisionLine)
     assert isinstance(original.decision, StartPrefill)
-    predicted = msgspec.structs.replace(original.decision.predicted, queue_ns=original.decision.predicted.queue_ns + 1)
+    predicted = msgspec.structs.replace(
+        original.decision.predicted, queue_ns=original.decision.predicted.queue_ns + 1
+    )
     other = msgspec.structs.replace(original.decision, predicted=predicted)
     lines = [*lines[:place], msgspec.structs.replace(original, decision=other), *lines[place + 1 :]]
     assert parted_at(judged(tmp_path, lines)) == identity(original)
@@ -181,7 +187,9 @@ def test_states_that_conductors_of_this_code_said_are_found_again(tmp_path: Path
         logged.append(EventLine(seq=seq, at_ns=events[0].at_ns, event=event))
         if seq == 200:
             ours = core.digest()
-    said = StateDigested(conductor_id="c1", incarnation="i", code_version=code_version(), at_seq=200, digest=ours)
+    said = StateDigested(
+        conductor_id="c1", incarnation="i", code_version=code_version(), at_seq=200, digest=ours
+    )
     strange = msgspec.structs.replace(said, conductor_id="c2", digest="0")
     others = msgspec.structs.replace(strange, code_version="9.9")
 
@@ -198,10 +206,15 @@ def test_states_that_conductors_of_this_code_said_are_found_again(tmp_path: Path
 def test_events_that_are_missing_in_between_are_named(tmp_path: Path, lines: list[Line]) -> None:
     place, line = next((p, li) for p, li in enumerate(lines) if p > 50 and isinstance(li, EventLine))
     with pytest.raises(LogFileInvalid, match=rf"events {line.seq} to {line.seq} are missing"):
-        judged(tmp_path, [li for li in lines[:place] if getattr(li, "cause_seq", 0) < line.seq] + lines[place + 1 :])
+        judged(
+            tmp_path,
+            [li for li in lines[:place] if getattr(li, "cause_seq", 0) < line.seq] + lines[place + 1 :],
+        )
 
 
 def test_a_log_of_another_version_says_which_halfmoon_can(tmp_path: Path, lines: list[Line]) -> None:
     header = msgspec.structs.replace(HEADER, log_version=99, code_version="9.9")
-    with pytest.raises(LogFileInvalid, match=r"log version 99, begun by halfmoon 9\.9: replay it with that one"):
+    with pytest.raises(
+        LogFileInvalid, match=r"log version 99, begun by halfmoon 9\.9: replay it with that one"
+    ):
         verify(saved(tmp_path / "log.jsonl", lines, header))

@@ -33,7 +33,9 @@ def arrivals() -> list[Arrival]:
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory, arrivals: list[Arrival]) -> LogFile:
-    """Of a simulated cluster, so that what is put together again from the log can be compared with what it was."""
+    """Of a simulated cluster, so that what is put together again from the log can be compared with what it
+    was.
+    """
     world = World(CLUSTER, POLICY, load_profile("a800"))
     lines: list[Line] = []
     world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
@@ -65,7 +67,9 @@ def test_arrivals_cluster_and_costs_are_those_of_the_run(run: Recorded, arrivals
         assert request.end != "finished" or arrival.output_tokens == original.output_tokens
 
 
-def test_the_record_is_told_as_the_simulation_told_it(run: Recorded, arrivals: list[Arrival], log: LogFile) -> None:
+def test_the_record_is_told_as_the_simulation_told_it(
+    run: Recorded, arrivals: list[Arrival], log: LogFile
+) -> None:
     assert verify(log).identical
     told = simulate(arrivals, CLUSTER, POLICY, load_profile("a800"))
     was = compare(run, run.policy).recorded
@@ -128,7 +132,9 @@ def test_a_policy_file_that_is_none_is_refused_by_name(
     assert said.count("\n") == 1
 
 
-def test_the_command_prints_both_side_by_side_or_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_both_side_by_side_or_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "policy.toml"
     file.write_text('name = "random"\nttft_slo_ns = "500ms"\n')
     assert status_of("replay", str(GOLDEN / "smollm2.jsonl.zst"), "--what-if", str(file), "--json") == 0

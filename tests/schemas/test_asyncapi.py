@@ -81,7 +81,9 @@ def test_every_reference_resolves(doc: dict[str, Any]) -> None:
 
 
 def test_a_dangling_reference_is_found(doc: dict[str, Any]) -> None:
-    assert dangling({**doc, "x": {"$ref": "#/components/schemas/Nothing"}}) == ["#/x: #/components/schemas/Nothing"]
+    assert dangling({**doc, "x": {"$ref": "#/components/schemas/Nothing"}}) == [
+        "#/x: #/components/schemas/Nothing"
+    ]
 
 
 def test_required_members_are_there(doc: dict[str, Any]) -> None:
@@ -105,7 +107,9 @@ def test_required_members_are_there(doc: dict[str, Any]) -> None:
 
 
 def test_every_message_says_what_it_is_for(doc: dict[str, Any]) -> None:
-    assert [name for name, message in doc["components"]["messages"].items() if not message["description"]] == []
+    assert [
+        name for name, message in doc["components"]["messages"].items() if not message["description"]
+    ] == []
 
 
 def test_every_channel_but_replies_has_an_operation(doc: dict[str, Any]) -> None:

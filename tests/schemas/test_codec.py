@@ -1,4 +1,6 @@
-"""The codec over every message class of `halfmoon.schemas`: what goes through, what is refused, and in which words."""
+"""The codec over every message class of `halfmoon.schemas`: what goes through, what is refused, and in which
+words.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,14 @@ every_message = pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.
 
 def finished(**changes: Any) -> dict[str, Any]:
     """A PrefillFinished as JSON, with other values."""
-    fields = {"order_id": "o", "request_id": "r", "worker_id": "w", "queue_ns": 1, "transfer_ns": 2, "compute_ns": 3}
+    fields = {
+        "order_id": "o",
+        "request_id": "r",
+        "worker_id": "w",
+        "queue_ns": 1,
+        "transfer_ns": 2,
+        "compute_ns": 3,
+    }
     return {"type": "PrefillFinished", **fields, **changes}
 
 
@@ -48,7 +57,7 @@ def refusal(fields: Any, kind: Any = PrefillFinished) -> str:
     return str(caught.value)
 
 
-# --- strategies, built from the classes: a new field is tested without a line here -----------------------------------
+# --- strategies, built from the classes: a new field is tested without a line here --------------------------
 
 BLOCK_KEYS_MAX = shape.type_info(BlockKeys).type.max_length
 #: What orjson writes.
@@ -85,7 +94,9 @@ def values(kind: shape.Type) -> st.SearchStrategy[Any]:
         case shape.StrType(pattern=pattern) if pattern is not None:
             return st.from_regex(pattern)
         case shape.StrType():
-            return st.text(st.characters(codec="utf-8"), min_size=kind.min_length or 0, max_size=kind.max_length or 40)
+            return st.text(
+                st.characters(codec="utf-8"), min_size=kind.min_length or 0, max_size=kind.max_length or 40
+            )
         case shape.BytesType(max_length=maximum) if maximum == BLOCK_KEYS_MAX:
             return st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=4).map(b"".join)
         case shape.BytesType():
@@ -115,7 +126,7 @@ def plain_fields(kind: type[Message]) -> list[tuple[str, shape.Type]]:
     ]
 
 
-# --- what goes through -----------------------------------------------------------------------------------------------
+# --- what goes through --------------------------------------------------------------------------------------
 
 
 @every_message
@@ -176,7 +187,7 @@ def test_a_digest_is_32_hex_digits_and_pinned() -> None:
     assert digest(b"halfmoon") != digest(b"halfmoon ")
 
 
-# --- what is refused, with the field named ---------------------------------------------------------------------------
+# --- what is refused, with the field named ------------------------------------------------------------------
 
 WRONG: list[Any] = [None, True, 1, 1.5, "\u0000", [], {}, ["x"], {"x": 1}]
 
@@ -242,7 +253,9 @@ def test_bad_ids_are_refused_with_the_field_named(kind: type[Message], data: st.
 @every_message
 @given(data=st.data())
 @settings(max_examples=2, suppress_health_check=list(HealthCheck))
-def test_integers_out_of_range_are_refused_with_the_field_named(kind: type[Message], data: st.DataObject) -> None:
+def test_integers_out_of_range_are_refused_with_the_field_named(
+    kind: type[Message], data: st.DataObject
+) -> None:
     good = json.loads(encode(data.draw(messages(kind))))
     for name, described in plain_fields(kind):
         if isinstance(described, shape.IntType):
@@ -283,7 +296,14 @@ def test_block_keys_that_are_no_whole_keys_are_refused() -> None:
     assert "`$.block_keys`" in refusal({**arrived, "block_keys": "not base64!"}, RequestArrived)
     assert "block_keys: 3 bytes" in refusal({"type": "TakeReply", "block_keys": "YWJj"}, TakeReply)
     for kind in ("StoreInventory", "BlocksStored", "BlocksEvicted"):
-        fields = {"type": kind, "node_id": "n", "incarnation": "i", "part": 0, "parts": 1, "block_keys": "YWJj"}
+        fields = {
+            "type": kind,
+            "node_id": "n",
+            "incarnation": "i",
+            "part": 0,
+            "parts": 1,
+            "block_keys": "YWJj",
+        }
         assert "block_keys: 3 bytes" in refusal(fields, Event)
     with pytest.raises(ValueError, match="17 bytes"):
         BlocksStored(node_id="n", incarnation="i", block_keys=b"x" * 17)
@@ -300,7 +320,7 @@ def test_texts_have_a_limit() -> None:
     assert "`$.reason`" in refusal({**fields, "reason": "é" * 513}, StoreSuspected)
 
 
-# --- bytes from anywhere ---------------------------------------------------------------------------------------------
+# --- bytes from anywhere ------------------------------------------------------------------------------------
 
 HOSTILE = {
     "empty": b"",
@@ -359,7 +379,7 @@ def test_a_damaged_message_is_refused_or_is_another_message(data: st.DataObject,
     assert decode(encode(other), kind) == other
 
 
-# --- what the encoder refuses ----------------------------------------------------------------------------------------
+# --- what the encoder refuses -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

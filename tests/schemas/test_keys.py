@@ -12,7 +12,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.schemas.keys import chain_keys, iter_hex, join_keys, pack_tokens, root_key, split_keys, unpack_tokens
+from halfmoon.schemas.keys import (
+    chain_keys,
+    iter_hex,
+    join_keys,
+    pack_tokens,
+    root_key,
+    split_keys,
+    unpack_tokens,
+)
 
 ROOT: dict[str, str] = {
     "model_fingerprint": "smol-135m-q4_1",
@@ -38,7 +46,9 @@ def reference_keys(root: bytes, token_ids: list[int], block_tokens: int) -> list
     keys: list[bytes] = []
     for block in range(len(token_ids) // block_tokens):
         tokens = token_ids[block * block_tokens : (block + 1) * block_tokens]
-        keys.append(xxhash.xxh3_128_digest((keys[-1] if keys else root) + struct.pack(f"<{block_tokens}I", *tokens)))
+        keys.append(
+            xxhash.xxh3_128_digest((keys[-1] if keys else root) + struct.pack(f"<{block_tokens}I", *tokens))
+        )
     return keys
 
 
@@ -65,7 +75,9 @@ def test_hashes_are_written_big_endian_as_xxhash_defines_them() -> None:
 
 @given(token_ids=st.lists(TOKEN_IDS, max_size=64), block_tokens=st.integers(1, 20), root=KEYS)
 def test_chain_keys_follow_the_rule(token_ids: list[int], block_tokens: int, root: bytes) -> None:
-    assert split_keys(chain_keys(root, token_ids, block_tokens)) == reference_keys(root, token_ids, block_tokens)
+    assert split_keys(chain_keys(root, token_ids, block_tokens)) == reference_keys(
+        root, token_ids, block_tokens
+    )
 
 
 @given(
@@ -84,12 +96,16 @@ def test_an_equal_prefix_has_equal_keys(
 
 
 @given(data=st.data(), token_ids=st.lists(TOKEN_IDS, min_size=1, max_size=32), block_tokens=st.integers(1, 8))
-def test_a_changed_token_changes_its_key_and_all_later_ones(data: Any, token_ids: list[int], block_tokens: int) -> None:
+def test_a_changed_token_changes_its_key_and_all_later_ones(
+    data: Any, token_ids: list[int], block_tokens: int
+) -> None:
     changed = data.draw(st.integers(0, len(token_ids) - 1))
     value = data.draw(TOKEN_IDS.filter(lambda token: token != token_ids[changed]))
     root = root_key(**ROOT)
     before = split_keys(chain_keys(root, token_ids, block_tokens))
-    after = split_keys(chain_keys(root, [*token_ids[:changed], value, *token_ids[changed + 1 :]], block_tokens))
+    after = split_keys(
+        chain_keys(root, [*token_ids[:changed], value, *token_ids[changed + 1 :]], block_tokens)
+    )
     first = changed // block_tokens
     assert before[:first] == after[:first]
     assert not set(before[first:]) & set(after[first:])
@@ -109,7 +125,9 @@ def test_a_changed_part_of_the_root_changes_every_key(part: str, text: str) -> N
     texts=st.lists(st.text("ab", max_size=3), min_size=5, max_size=5),
     cuts=st.lists(st.integers(0, 15), min_size=4, max_size=4),
 )
-def test_parts_that_only_concatenate_to_the_same_text_are_told_apart(texts: list[str], cuts: list[int]) -> None:
+def test_parts_that_only_concatenate_to_the_same_text_are_told_apart(
+    texts: list[str], cuts: list[int]
+) -> None:
     whole = "".join(texts)
     ends = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
     others = [whole[start:end] for start, end in itertools.pairwise(ends)]
@@ -122,7 +140,9 @@ def test_a_length_is_in_bytes_and_not_in_characters() -> None:
     assert root_key(**{**ROOT, "tenant_salt": "é"}) != root_key(**{**ROOT, "tenant_salt": "e\u0301"})
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 0), (255, 0), (256, 1), (257, 1), (511, 1), (512, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(0, 0), (1, 0), (255, 0), (256, 1), (257, 1), (511, 1), (512, 2)]
+)
 def test_only_whole_blocks_have_keys(tokens: int, blocks: int) -> None:
     assert len(chain_keys(root_key(**ROOT), range(tokens), 256)) == 16 * blocks
 
@@ -133,7 +153,9 @@ def test_a_block_of_no_tokens_is_refused() -> None:
 
 
 @given(token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=32))
-def test_lists_and_arrays_of_any_integer_type_and_byte_order_give_the_same_bytes(token_ids: list[int]) -> None:
+def test_lists_and_arrays_of_any_integer_type_and_byte_order_give_the_same_bytes(
+    token_ids: list[int],
+) -> None:
     expected = struct.pack(f"<{len(token_ids)}I", *token_ids)
     assert pack_tokens(token_ids) == pack_tokens(tuple(token_ids)) == expected
     for dtype in ("<u4", ">u4", "<i8", ">i8", "<u8", "<i4"):

@@ -1,4 +1,6 @@
-"""Subjects: what is sent is legal for NATS and matches the filters of those who should get it, and nobody else's."""
+"""Subjects: what is sent is legal for NATS and matches the filters of those who should get it, and nobody
+else's.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_every_id_is_one_token_of_a_legal_subject(process_id: str) -> None:
         assert len(subject) < 200
 
 
-@pytest.mark.parametrize("bad", ["", "a.b", "a b", "a\tb", "*", ">", "a\n", "a\r\n", "\u00e9", "a" * 81, "$JS"])
+@pytest.mark.parametrize(
+    "bad", ["", "a.b", "a b", "a\tb", "*", ">", "a\n", "a\r\n", "\u00e9", "a" * 81, "$JS"]
+)
 def test_no_id_can_carry_what_a_subject_may_not(bad: str) -> None:
     assert re.search(ID_PATTERN, bad) is None
 
@@ -68,7 +72,9 @@ def test_the_streams_take_what_is_theirs_and_nothing_else(process_id: str) -> No
     streams = {"events": subjects.EVENTS_ALL, "decisions": subjects.DECISIONS_ALL, "kv": subjects.KV_ALL}
     for subject in all_of(process_id):
         plane = subject.split(".")[1]
-        assert [name for name, pattern in streams.items() if matches(pattern, subject)] == [plane] * (plane in streams)
+        assert [name for name, pattern in streams.items() if matches(pattern, subject)] == [plane] * (
+            plane in streams
+        )
 
 
 @given(process_id=IDS, other_id=IDS)
@@ -97,5 +103,10 @@ def test_the_client_api_is_apart_from_all_inner_subjects() -> None:
     for subject in (f"{subjects.API}.generate", f"{subjects.API}.status"):
         assert not any(
             matches(pattern, subject)
-            for pattern in (subjects.EVENTS_ALL, subjects.DECISIONS_ALL, subjects.KV_ALL, subjects.status("*"))
+            for pattern in (
+                subjects.EVENTS_ALL,
+                subjects.DECISIONS_ALL,
+                subjects.KV_ALL,
+                subjects.status("*"),
+            )
         )

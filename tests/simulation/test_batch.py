@@ -9,7 +9,9 @@ import pytest
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
 from halfmoon.schemas.events import CostProfile
 
-COST = CostProfile(decode_base_ns=10_000_000, decode_per_sequence_ns=100_000, decode_per_context_token_ps=25_000)
+COST = CostProfile(
+    decode_base_ns=10_000_000, decode_per_sequence_ns=100_000, decode_per_context_token_ps=25_000
+)
 
 
 def one_by_one(joins: list[tuple[int, str, int, int]]) -> dict[str, tuple[float, list[float]]]:
@@ -66,7 +68,9 @@ def test_runs_end_when_single_steps_would(seed: int) -> None:
     for name, (ended, lengths) in expected.items():
         assert found[name][0] == pytest.approx(ended, rel=1e-6)
         assert sum(times for _, times in found[name][1]) == len(lengths)
-        assert sum(length * times for length, times in found[name][1]) == pytest.approx(sum(lengths), rel=1e-6)
+        assert sum(length * times for length, times in found[name][1]) == pytest.approx(
+            sum(lengths), rel=1e-6
+        )
 
 
 def test_tbt_is_the_mean_of_the_longest_tenth() -> None:

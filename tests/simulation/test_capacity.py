@@ -21,7 +21,12 @@ def runs(limit: float) -> tuple[Runs, list[float]]:
         for number in range(100):
             taken = 10**6 if number < 5 else speed / limit
             outcomes[str(number)] = Outcome(
-                arrived_ns=0, prompt_tokens=1, output_tokens=2, end="finished", first_token_ns=int(taken * S), tbt_ns=1
+                arrived_ns=0,
+                prompt_tokens=1,
+                output_tokens=2,
+                end="finished",
+                first_token_ns=int(taken * S),
+                tbt_ns=1,
             )
         return outcomes
 

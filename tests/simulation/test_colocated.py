@@ -1,4 +1,6 @@
-"""Colocated workers: what a prefill does to those who decode, what a budget changes, what a prefix cache saves."""
+"""Colocated workers: what a prefill does to those who decode, what a budget changes, what a prefix cache
+saves.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def prefill_ns(tokens: int) -> int:
 def test_one_request_alone_takes_what_the_profile_says(system: str) -> None:
     _, (outcome,) = run(system, request(0, 4_096))
     steps = sum(
-        COST.decode_base_ns + COST.decode_per_sequence_ns + COST.decode_per_context_token_ps * (4_097 + done) / 1_000
+        COST.decode_base_ns
+        + COST.decode_per_sequence_ns
+        + COST.decode_per_context_token_ps * (4_097 + done) / 1_000
         for done in range(9)
     )
     assert outcome.ttft_ns == prefill_ns(4_096)

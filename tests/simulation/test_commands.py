@@ -14,19 +14,37 @@ import pytest
 import zstandard
 
 KEYS = {
-    *("requests", "completed", "rejected", "wasted_prefills", "ttft_ms", "tbt_ms", "token_reuse", "hits_by_source"),
-    *("effective_capacity", "prefill_gpu_s", "bytes_moved", "wall_s", "digest", "goodput_s", "complete"),
+    "requests",
+    "completed",
+    "rejected",
+    "wasted_prefills",
+    "ttft_ms",
+    "tbt_ms",
+    "token_reuse",
+    "hits_by_source",
+    "effective_capacity",
+    "prefill_gpu_s",
+    "bytes_moved",
+    "wall_s",
+    "digest",
+    "goodput_s",
+    "complete",
 }
 
 
 def halfmoon(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "halfmoon.cli.main", *map(str, words)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "halfmoon.cli.main", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
 def test_simulate_prints_what_scripts_rely_on(trace_file: Path) -> None:
-    run = halfmoon("simulate", "--trace", trace_file, "--requests", 200, "--prefill", 2, "--decode", 2, "--json")
+    run = halfmoon(
+        "simulate", "--trace", trace_file, "--requests", 200, "--prefill", 2, "--decode", 2, "--json"
+    )
     report = json.loads(run.stdout)
     assert report.keys() >= KEYS
     assert report["ttft_ms"].keys() == {"mean", "p50", "p90", "p99"}
@@ -46,7 +64,9 @@ def test_simulate_prints_a_table_and_draws(trace_file: Path, tmp_path: Path) -> 
 
 def test_capacity_and_size_answer(trace_file: Path) -> None:
     few = ("--trace", trace_file, "--requests", 200, "--json")
-    found = json.loads(halfmoon("capacity", *few, "--prefill", 2, "--decode", 1, "--tbt-limits", "100,200").stdout)
+    found = json.loads(
+        halfmoon("capacity", *few, "--prefill", 2, "--decode", 1, "--tbt-limits", "100,200").stdout
+    )
     assert 0 < found["tbt_ms"]["100"]["speed"] <= found["tbt_ms"]["200"]["speed"] * 1.01
     size = json.loads(halfmoon("size", *few, "--workers-max", 8, "--tbt-ms", 100).stdout)
     assert size["held"] >= 0.9
@@ -104,11 +124,21 @@ def test_an_interrupted_simulation_marks_its_report(trace_file: Path, tmp_path: 
     assert report["requests"] < 12_031
 
 
-def test_interrupted_experiments_keep_what_is_whole_and_mark_the_rest(trace_file: Path, tmp_path: Path) -> None:
+def test_interrupted_experiments_keep_what_is_whole_and_mark_the_rest(
+    trace_file: Path, tmp_path: Path
+) -> None:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "halfmoon.cli.main", "experiments", "hits", "ttft"),
-            *("--trace", str(trace_file), "--out", str(tmp_path)),
+            sys.executable,
+            "-m",
+            "halfmoon.cli.main",
+            "experiments",
+            "hits",
+            "ttft",
+            "--trace",
+            str(trace_file),
+            "--out",
+            str(tmp_path),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,4 +1,6 @@
-"""The core over a trace: every request ends, the same in gives the same out, and what is reported is what happened."""
+"""The core over a trace: every request ends, the same in gives the same out, and what is reported is what
+happened.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_a_run_is_the_same_again_in_another_process(conversation: list[Arrival],
         "noise_percent=5, seed=4)\n"
         "print(report.digest, report.ttft_ms.mean)"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(trace_file)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(trace_file)], capture_output=True, text=True, check=True
+    )
     report = simulate(conversation[:1500], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=4)
     assert run.stdout.split() == [report.digest, str(report.ttft_ms.mean)]
     again = simulate(conversation[:1500], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=4)
@@ -99,7 +103,9 @@ def test_one_request_alone_takes_what_the_profile_says() -> None:
     assert outcome.ttft_ns == prefill
     last_layer = 4_096 * 327_680 // 80 * S // LLAMA3_A800.link_bytes_s + LLAMA3_A800.link_latency_ns
     steps = sum(
-        cost.decode_base_ns + cost.decode_per_sequence_ns + cost.decode_per_context_token_ps * (4_097 + done) / 1_000
+        cost.decode_base_ns
+        + cost.decode_per_sequence_ns
+        + cost.decode_per_context_token_ps * (4_097 + done) / 1_000
         for done in range(9)
     )
     assert outcome.ended_ns == pytest.approx(prefill + last_layer + steps, abs=10)
@@ -117,7 +123,9 @@ def test_a_second_turn_reuses_the_first_one_and_says_where_from() -> None:
 
 def test_without_a_pool_nothing_is_reused() -> None:
     cluster = msgspec.structs.replace(TWO, pool_blocks=0)
-    report = simulate([request(0, 8_192), request(60_000, 8_192)], cluster, Policy(admission="none"), LLAMA3_A800)
+    report = simulate(
+        [request(0, 8_192), request(60_000, 8_192)], cluster, Policy(admission="none"), LLAMA3_A800
+    )
     assert report.token_reuse == 0
 
 
@@ -137,7 +145,9 @@ def test_a_slow_network_is_felt(conversation: list[Arrival]) -> None:
 
 def test_faster_replay_waits_longer(conversation: list[Arrival]) -> None:
     policy = Policy(admission="none")
-    slow, fast = (simulate(conversation[:400], EIGHT, policy, LLAMA3_A800, speed=speed) for speed in (1.0, 3.0))
+    slow, fast = (
+        simulate(conversation[:400], EIGHT, policy, LLAMA3_A800, speed=speed) for speed in (1.0, 3.0)
+    )
     assert fast.ttft_ms.mean > 1.5 * slow.ttft_ms.mean
 
 

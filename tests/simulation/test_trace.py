@@ -94,7 +94,9 @@ def test_compressed_traces_are_read(tmp_path: Path) -> None:
         ([], r"holds no request"),
     ],
 )
-def test_a_malformed_or_unordered_trace_names_the_line(tmp_path: Path, lines: list[bytes], message: str) -> None:
+def test_a_malformed_or_unordered_trace_names_the_line(
+    tmp_path: Path, lines: list[bytes], message: str
+) -> None:
     with pytest.raises(TraceInvalid, match=message):
         read_trace(written(tmp_path, *lines))
 

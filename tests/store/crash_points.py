@@ -1,11 +1,11 @@
-"""Kills a store agent between any two lines of put, evict, save, promote, remove and restart, and looks at what is left
-(`make crash-points`, `python crash_points.py --points N`).
+"""Kills a store agent between any two lines of put, evict, save, promote, remove and restart, and looks at
+what is left (`make crash-points`, `python crash_points.py --points N`).
 
-A child process plays a fixed story on an agent with an SSD tier, with an eye on every line that runs in the store's own
-files, in every thread; when one line comes for the n-th time it kills itself. Every line of those files that the story
-reaches gets its turn, those of the tier first. Then another agent takes up the file: every block
-that it shows must have its own bytes, every block that was known to be saved must be there, and every slot and record
-must be accounted for.
+A child process plays a fixed story on an agent with an SSD tier, with an eye on every line that runs in the
+store's own files, in every thread; when one line comes for the n-th time it kills itself. Every line of those
+files that the story reaches gets its turn, those of the tier first. Then another agent takes up the file:
+every block that it shows must have its own bytes, every block that was known to be saved must be there, and
+every slot and record must be accounted for.
 """
 
 from __future__ import annotations
@@ -42,7 +42,18 @@ SLOTS = 4
 BLOCKS = 12
 KEYS = [key_of(f"crash {number}") for number in range(2 * BLOCKS)]
 #: Lines in these files are steps; the tier's come first.
-FILES = ("ssd", "ssd_file", "promotion", "pool", "room", "book", "eviction", "agent", "serve", "serve_clients")
+FILES = (
+    "ssd",
+    "ssd_file",
+    "promotion",
+    "pool",
+    "room",
+    "book",
+    "eviction",
+    "agent",
+    "serve",
+    "serve_clients",
+)
 TIER_FILES = 3
 #: A line of a file, by the file's place in FILES.
 Line = tuple[int, int]
@@ -55,7 +66,12 @@ def value(number: int) -> np.ndarray:
 
 async def start(here: Cluster, path: str) -> tuple[Any, Client]:
     agent = await here.agent(
-        "n1", slots=SLOTS, eviction="lru", ssd_path=path, ssd_bytes=64 * (BLOCK + 64) + 8192, ssd_ahead_percent=100
+        "n1",
+        slots=SLOTS,
+        eviction="lru",
+        ssd_path=path,
+        ssd_bytes=64 * (BLOCK + 64) + 8192,
+        ssd_ahead_percent=100,
     )
     client = await Client.connect(here.url, node_id="n1")
     here.stack.push_async_callback(client.close)
@@ -108,8 +124,8 @@ class Steps:
 
 
 def play(url: str, name: str, path: str, last: Line, turn: int) -> tuple[dict[Line, int], list[bytes]]:
-    """Plays the story in a child that dies at a line. How often each line came (nothing: it was killed), and what it
-    reported."""
+    """Plays the story in a child that dies at a line. How often each line came (nothing: it was killed), and
+    what it reported."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

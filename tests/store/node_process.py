@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from store_harness import Cluster
 
 
-async def main(url: str, cluster: str, node_id: str, transport: str, encryption: str, slots: str, layers: str) -> None:
+async def main(
+    url: str, cluster: str, node_id: str, transport: str, encryption: str, slots: str, layers: str
+) -> None:
     from contextlib import AsyncExitStack
 
     from store_harness import layout

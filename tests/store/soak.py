@@ -1,9 +1,10 @@
-"""Days of the conversation trace against one store agent with an SSD tier, as fast as it takes them (`make soak`).
+"""Days of the conversation trace against one store agent with an SSD tier, as fast as it takes them (`make
+soak`).
 
-Each hour of the trace has keys of its own, so that the pool turns over all the time. Some orders are given up before
-their commit, some are forgotten by their worker and must be collected. Every block begins with its key, and whatever is
-found or loaded is looked at. Fails on a wrong byte, on a slot or record that is not accounted for (the agent checks
-its books every second), and on memory that grows.
+Each hour of the trace has keys of its own, so that the pool turns over all the time. Some orders are given up
+before their commit, some are forgotten by their worker and must be collected. Every block begins with its
+key, and whatever is found or loaded is looked at. Fails on a wrong byte, on a slot or record that is not
+accounted for (the agent checks its books every second), and on memory that grows.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ class Worker:
 
 async def drive(url: str, pid: int, hours: int) -> dict[str, Any]:
     chains = [
-        [a.block_keys[i : i + KEY_BYTES] for i in range(0, len(a.block_keys), KEY_BYTES)][: SLOTS // IN_FLIGHT // 2]
+        [a.block_keys[i : i + KEY_BYTES] for i in range(0, len(a.block_keys), KEY_BYTES)][
+            : SLOTS // IN_FLIGHT // 2
+        ]
         for a in read_trace(TRACE)
     ]
     bus = await Bus.connect(BusConfig(url=url), name="w1")
@@ -166,7 +169,9 @@ async def drive(url: str, pid: int, hours: int) -> dict[str, Any]:
             await asyncio.gather(*(lane() for _ in range(IN_FLIGHT)))
             memory.append(anonymous_mib(pid))
             status = await client.status()
-            sizes = status.slots_free + status.slots_reserved + status.slots_committed + status.slots_condemned
+            sizes = (
+                status.slots_free + status.slots_reserved + status.slots_committed + status.slots_condemned
+            )
             assert sizes == status.slots == SLOTS, status
             print(
                 f"hour {hour + 1:2}: {time.monotonic() - started:5.1f} s, {memory[-1]:6.1f} MiB, "
@@ -179,7 +184,9 @@ async def drive(url: str, pid: int, hours: int) -> dict[str, Any]:
     finally:
         await client.close()
         await bus.close()
-    assert (status.holds, status.leases, status.slots_reserved, status.slots_condemned) == (0, 0, 0, 0), status
+    assert (status.holds, status.leases, status.slots_reserved, status.slots_condemned) == (0, 0, 0, 0), (
+        status
+    )
     grown = memory[-1] - memory[min(1, len(memory) - 1)]
     assert grown <= GROWTH_MAX_MIB, f"memory grew by {grown:.1f} MiB: {memory}"
     return {

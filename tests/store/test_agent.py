@@ -38,7 +38,9 @@ def fill(client: StoreClient, slots: list[int], seed: int) -> None:
 def same(client: StoreClient, slots: list[int], seed: int) -> bool:
     shape = client.view.blocks[0].shape
     return all(
-        np.array_equal(client.view.blocks[slot], np.random.default_rng(seed + i).integers(0, 256, shape, np.uint8))
+        np.array_equal(
+            client.view.blocks[slot], np.random.default_rng(seed + i).integers(0, 256, shape, np.uint8)
+        )
         for i, slot in enumerate(slots)
     )
 
@@ -95,7 +97,9 @@ def test_a_push_is_readable_layer_by_layer_and_committed_at_its_close(nats_url: 
         first, *rest = here.heard["w2"]
         assert isinstance(first, TransferOpened)
         assert first.present == [0]
-        assert [(m.layer, m.moved_bytes) for m in rest if isinstance(m, KvReady)] == [(i, 3 * 8192) for i in range(4)]
+        assert [(m.layer, m.moved_bytes) for m in rest if isinstance(m, KvReady)] == [
+            (i, 3 * 8192) for i in range(4)
+        ]
         assert same(two, first.slots, 3)
         await one.commit("o1", first_block=0, blocks=4)
         await one.release("o1")

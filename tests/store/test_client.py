@@ -107,7 +107,9 @@ def test_a_miss_a_failed_transfer_and_an_unreachable_holder_are_three_answers(na
         assert into == value(1).tobytes()
         slot = other.book.find(b)
         assert slot is not None
-        other.view.blocks[slot, 1, 5] ^= 1  # the memory of the holder goes bad: what arrives is not what was put
+        other.view.blocks[slot, 1, 5] ^= (
+            1  # the memory of the holder goes bad: what arrives is not what was put
+        )
         with pytest.raises(BytesCorrupted) as caught:
             await client.get_into(b, into)
         assert isinstance(caught.value, TransferError)
@@ -218,7 +220,9 @@ def test_a_soft_pin_goes_last_a_hard_pin_stays_and_both_end_by_themselves(nats_u
 
 
 def test_four_hundred_blocks_into_a_pool_of_two_hundred_with_fifty_leased(nats_url: str) -> None:
-    """Every put is served by eviction, the leased blocks keep their bytes, and asking whether they exist keeps none."""
+    """Every put is served by eviction, the leased blocks keep their bytes, and asking whether they exist
+    keeps none.
+    """
 
     async def story(here: Cluster) -> None:
         agent = await here.agent("n1", slots=200, eviction="lru")

@@ -70,7 +70,11 @@ BATCH = [Slice(i, i, 0, 4) for i in range(8)]  # 32 MiB: four slices
 
 def test_a_batch_is_cut_into_slices_that_cover_it_once() -> None:
     pieces = cut([Slice(i, 63 - i, 1, 3) for i in range(7)], 1 << 20, 2)
-    assert [sum(item.layers for item in piece) << 20 for piece in pieces] == [SLICE_BYTES, SLICE_BYTES, 5 << 20]
+    assert [sum(item.layers for item in piece) << 20 for piece in pieces] == [
+        SLICE_BYTES,
+        SLICE_BYTES,
+        5 << 20,
+    ]
     layers = [
         (i.local_slot, i.remote_slot, at)
         for p in pieces
@@ -176,7 +180,9 @@ def test_real_bytes_come_over_tcp_when_the_memory_cannot_be_mapped_and_striped()
         mapped = Side("shm", "one", shape=shape, slots=8)
         one.meet(two)
         assert one.tcp is not None
-        over = Engine({"shm": mapped.transport, "tcp": one.tcp}, host=two.peer.host, stripes=3, counters=one.counters)
+        over = Engine(
+            {"shm": mapped.transport, "tcp": one.tcp}, host=two.peer.host, stripes=3, counters=one.counters
+        )
         try:
             theirs, mine = two.stored(*range(6)), one.reserved(6)
             gone = Endpoint(transport="shm", address="nowhere")

@@ -30,7 +30,11 @@ def use(policy: Eviction, slot: int, generation: int = 0) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=150, deadline=None)
-@given(steps=st.lists(st.tuples(st.sampled_from(["add", "touch", "remove", "victim"]), st.integers(0, 7)), max_size=80))
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["add", "touch", "remove", "victim"]), st.integers(0, 7)), max_size=80
+    )
+)
 def test_a_victim_is_idle_and_gone(name: EvictionName, steps: list[tuple[str, int]]) -> None:
     policy = make_eviction(name)
     idle: set[int] = set()

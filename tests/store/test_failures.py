@@ -54,7 +54,17 @@ async def node_process(
 ) -> subprocess.Popen[bytes]:
     """An agent of the BIG layout (or of fewer layers) in a process of its own; killed at the end."""
     path = Path(__file__).parent / "node_process.py"
-    command = [sys.executable, str(path), here.url, here.name, node_id, transport, "auto", str(slots), str(layers)]
+    command = [
+        sys.executable,
+        str(path),
+        here.url,
+        here.name,
+        node_id,
+        transport,
+        "auto",
+        str(slots),
+        str(layers),
+    ]
     process = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
@@ -119,7 +129,12 @@ def test_blocks_move_between_two_processes(nats_url: str, transport: str) -> Non
 
             async def clean(client: Any = client) -> bool:
                 status: StoreStatus = await client.status()
-                return (status.slots_reserved, status.leases, status.holds, status.slots_condemned) == (0, 0, 0, 0)
+                return (status.slots_reserved, status.leases, status.holds, status.slots_condemned) == (
+                    0,
+                    0,
+                    0,
+                    0,
+                )
 
             await until(clean)
 
@@ -158,7 +173,9 @@ def test_a_peer_killed_in_the_middle_of_a_fetch(nats_url: str, transport: str) -
 def test_a_hanging_peer_is_found_by_the_stall(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         process = await node_process(here, "n1", "tcp")
-        await here.agent("n2", transport="tcp", layout=BIG, slots=26, stall_ns_max=500_000_000, control_timeout_s=0.5)
+        await here.agent(
+            "n2", transport="tcp", layout=BIG, slots=26, stall_ns_max=500_000_000, control_timeout_s=0.5
+        )
         one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
         await stored(one, "o1", keys(*range(24)), seed=1)
         await two.open_put("o2", keys(*range(24)), blocks=24)
@@ -313,7 +330,8 @@ def test_slots_that_a_late_worker_may_write_are_not_given_away(nats_url: str) ->
         late = await one.open_put("o1", b"", blocks=3)
         bus = await here.bus("conductor")
         await bus.order(
-            Ordered(cause_seq=1, position=0, decision=ReleaseOrder(order_id="o1", node_id="n1")), target_id="n1"
+            Ordered(cause_seq=1, position=0, decision=ReleaseOrder(order_id="o1", node_id="n1")),
+            target_id="n1",
         )
         await until(lambda: agent.book.counts().condemned == 3)
         with pytest.raises(StoreFull):

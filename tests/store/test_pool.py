@@ -185,7 +185,11 @@ class Books(RuleBasedStateMachine):
         return held.union(*(slots for _, slots in self.writers.values())) if self.writers else held
 
     @rule(
-        target=owners, first=st.integers(0, 9), keyed=st.integers(0, 4), tail=st.integers(0, 2), ttl=st.integers(1, 9)
+        target=owners,
+        first=st.integers(0, 9),
+        keyed=st.integers(0, 4),
+        tail=st.integers(0, 2),
+        ttl=st.integers(1, 9),
     )
     def put(self, first: int, keyed: int, tail: int, ttl: int) -> object:
         keys, owner = chain(first, keyed), self.new_owner()

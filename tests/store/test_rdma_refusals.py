@@ -1,4 +1,6 @@
-"""Which endpoint messages are refused, with a reason and a name to count them under; what a mailbox is refused."""
+"""Which endpoint messages are refused, with a reason and a name to count them under; what a mailbox is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,13 @@ def test_another_cluster_another_node_another_life() -> None:
 def test_only_the_answer_to_this_very_offer_counts() -> None:
     one = wire.Doorkeeper("one", "one-1", SECRET)
     offer = pair(one.number())
-    back = {"node_id": "two", "incarnation": "two-1", "to_node_id": "one", "to_incarnation": "one-1", "answer": True}
+    back = {
+        "node_id": "two",
+        "incarnation": "two-1",
+        "to_node_id": "one",
+        "to_incarnation": "one-1",
+        "answer": True,
+    }
     one.check_answer(pair(1, **back), offer)
     wrong: list[tuple[str, QueuePair]] = [
         ("replayed", pair(2, **back)),
@@ -125,7 +133,11 @@ def test_a_number_is_given_once() -> None:
 
 def test_malformed_messages_do_not_decode() -> None:
     good = encode(pair())
-    for bad in (good.replace(b'"address":"9', b'"address":"x'), good.replace(b'"number":1', b'"number":-1'), good[:-9]):
+    for bad in (
+        good.replace(b'"address":"9', b'"address":"x'),
+        good.replace(b'"number":1', b'"number":-1'),
+        good[:-9],
+    ):
         with pytest.raises(MessageInvalid):
             decode(bad, QueuePair)
 

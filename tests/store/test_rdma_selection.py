@@ -1,4 +1,6 @@
-"""Which device, port, GID and MTU is taken, on made-up trees of /sys; and that absence is said, with the reason."""
+"""Which device, port, GID and MTU is taken, on made-up trees of /sys; and that absence is said, with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,12 @@ def test_ipv4_of_roce_v2_is_taken_before_ipv6_before_link_local(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("frame", "mtu"), [(9000, 4096), (4192, 4096), (4191, 2048), (2144, 2048), (1500, 1024), (576, 256), (352, 256)]
+    ("frame", "mtu"),
+    [(9000, 4096), (4192, 4096), (4191, 2048), (2144, 2048), (1500, 1024), (576, 256), (352, 256)],
 )
-def test_the_mtu_is_the_largest_that_fits_into_a_frame_with_its_headers(tmp_path: Path, frame: int, mtu: int) -> None:
+def test_the_mtu_is_the_largest_that_fits_into_a_frame_with_its_headers(
+    tmp_path: Path, frame: int, mtu: int
+) -> None:
     add_port(tmp_path, "a", mtu=frame)
     assert taken(tmp_path).mtu == mtu
 
@@ -150,7 +155,9 @@ def test_absence_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(RdmaAbsent, match="no RDMA device in"):
         make("auto")
     add_port(tmp_path, "a")
-    real_import: Any = __builtins__["__import__"] if isinstance(__builtins__, dict) else __builtins__.__import__
+    real_import: Any = (
+        __builtins__["__import__"] if isinstance(__builtins__, dict) else __builtins__.__import__
+    )
 
     def without_pyverbs(name: str, *rest: Any, **named: Any) -> Any:
         if name.startswith("pyverbs"):

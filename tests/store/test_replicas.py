@@ -1,4 +1,6 @@
-"""Several holders of the same blocks: one dies, hangs or leaves; copies are made, moved, and the cold ones go first."""
+"""Several holders of the same blocks: one dies, hangs or leaves; copies are made, moved, and the cold ones go
+first.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,16 @@ def value(number: int, size: int) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_holder_killed_in_the_middle_of_a_thousand_gets_costs_no_answer(nats_url: str, transport: str) -> None:
+def test_a_holder_killed_in_the_middle_of_a_thousand_gets_costs_no_answer(
+    nats_url: str, transport: str
+) -> None:
     """Real processes; four readers at once, whose own node has room for a few of the blocks only."""
     shape, blocks = msgspec.structs.replace(BIG, layers=1), 40
 
     async def story(here: Cluster) -> None:
-        holders = [await node_process(here, node, transport, slots=blocks + 2, layers=1) for node in ("n1", "n2")]
+        holders = [
+            await node_process(here, node, transport, slots=blocks + 2, layers=1) for node in ("n1", "n2")
+        ]
         await here.agent("n3", transport=transport, layout=shape, slots=8)
         size = shape.block_bytes
         values = {key(i): value(i, size) for i in range(blocks)}
@@ -87,7 +93,9 @@ def test_a_holder_killed_in_the_middle_of_a_thousand_gets_costs_no_answer(nats_u
         suspected = [event.node_id for event in await log(here) if isinstance(event, StoreSuspected)]
         assert set(suspected) <= {"n1"}
         before_ms, after_ms = (round(1e3 * slowest_s[killed]) for killed in (False, True))
-        print(f"{transport}: {GETS} gets, slowest {before_ms} ms before, {after_ms} ms after, {dict(counters)}")
+        print(
+            f"{transport}: {GETS} gets, slowest {before_ms} ms before, {after_ms} ms after, {dict(counters)}"
+        )
 
     tell(nats_url, story)
 
@@ -100,19 +108,25 @@ def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: s
         async with await Client.connect(here.url, node_id="n1", tenant="t") as one:
             await one.batch_put(values)
             bus = await here.bus("program")
-            asked = Replicate(block_keys=join_keys([*values, key(99)]), source_node_id="n1", mark=tenant_mark("t"))
+            asked = Replicate(
+                block_keys=join_keys([*values, key(99)]), source_node_id="n1", mark=tenant_mark("t")
+            )
             done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=10)
             assert done == Replicated(blocks=6)
             done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=10)
             assert done == Replicated(blocks=0)  # it has them
             assert agents["n1"].book.counts().committed == agents["n2"].book.counts().committed == 6
             moved = msgspec.structs.replace(asked, move=True, source_node_id="n2")
-            assert await bus.request(subjects.store("n3", "replicate"), moved, Replicated, timeout_s=10) == Replicated(
-                blocks=6
-            )
+            assert await bus.request(
+                subjects.store("n3", "replicate"), moved, Replicated, timeout_s=10
+            ) == Replicated(blocks=6)
             assert [agent.book.counts().committed for agent in agents.values()] == [6, 0, 6]
-        order = ReplicateBlocks(node_id="n2", source_node_id="n3", block_keys=join_keys([key(0), key(1)]), tenant="t")
-        await (await here.bus("conductor")).order(Ordered(cause_seq=1, position=0, decision=order), target_id="n2")
+        order = ReplicateBlocks(
+            node_id="n2", source_node_id="n3", block_keys=join_keys([key(0), key(1)]), tenant="t"
+        )
+        await (await here.bus("conductor")).order(
+            Ordered(cause_seq=1, position=0, decision=order), target_id="n2"
+        )
         await until(lambda: agents["n2"].book.counts().committed == 2)
         async with await Client.connect(here.url, node_id="n2", tenant="t") as two:
             into = np.zeros(size, np.uint8)
@@ -122,7 +136,9 @@ def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: s
             with pytest.raises(StoreError):
                 await other.get_into(key(1), into)
         for agent in agents.values():
-            await until(lambda agent=agent: (agent.book.counts().holds, agent.book.counts().reserved) == (0, 0))
+            await until(
+                lambda agent=agent: (agent.book.counts().holds, agent.book.counts().reserved) == (0, 0)
+            )
 
     tell(nats_url, story)
 
@@ -139,9 +155,9 @@ def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str)
             for _ in range(3):  # hot
                 await one.batch_get_into([key(3), key(4)], [np.zeros(size, np.uint8)] * 2)
         copy = Replicate(block_keys=join_keys([key(0)]), source_node_id="n1")
-        assert await bus.request(subjects.store("n2", "replicate"), copy, Replicated, timeout_s=10) == Replicated(
-            blocks=1
-        )
+        assert await bus.request(
+            subjects.store("n2", "replicate"), copy, Replicated, timeout_s=10
+        ) == Replicated(blocks=1)
         drain = DrainStore(target_node_ids=["n1", "n2", "n3"])
         drained = await bus.request(subjects.store("n1", "drain"), drain, Drained, timeout_s=30)
         assert drained == Drained(moved=15, elsewhere=1, left=4)
@@ -173,8 +189,12 @@ def test_a_copy_that_nobody_reads_goes_before_what_is_used(nats_url: str) -> Non
             for _ in range(3):
                 await here_too.batch_get_into([key(i) for i in range(4)], [np.zeros(size, np.uint8)] * 4)
             await there.batch_put({key(i): value(i, size) for i in range(10, 16)})
-            copies = Replicate(block_keys=join_keys([key(i) for i in range(10, 16)]), source_node_id="n1", spare=True)
-            assert (await bus.request(subjects.store("n2", "replicate"), copies, Replicated, timeout_s=10)).blocks == 6
+            copies = Replicate(
+                block_keys=join_keys([key(i) for i in range(10, 16)]), source_node_id="n1", spare=True
+            )
+            assert (
+                await bus.request(subjects.store("n2", "replicate"), copies, Replicated, timeout_s=10)
+            ).blocks == 6
             await here_too.get_into(key(12), np.zeros(size, np.uint8))  # this one is of use
             await here_too.batch_put({key(i): value(i, size) for i in range(20, 25)})
             assert set(two.book.keys()) == {key(i) for i in (*range(4), 12, *range(20, 25))}

@@ -111,7 +111,9 @@ def test_what_dram_gives_up_comes_back_as_it_was(nats_url: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("block_tokens", "direct"), [(16, True), (17, True), (16, False), (17, False)])
-def test_records_of_any_size_with_and_without_the_page_cache(tmp_path: Path, block_tokens: int, direct: bool) -> None:
+def test_records_of_any_size_with_and_without_the_page_cache(
+    tmp_path: Path, block_tokens: int, direct: bool
+) -> None:
     """Blocks that are no whole pages go through a buffer; whole records and single layers alike."""
     shape = layout(block_tokens=block_tokens)
     file, entries = SsdFile.open(tmp_path / "tier", shape, 10 * MIB)
@@ -279,7 +281,9 @@ def test_another_tenant_is_refused_what_comes_from_the_disk(nats_url: str, tmp_p
 
 @contextlib.contextmanager
 def disk(agent: StoreAgent, stand_in: str) -> Any:
-    """Every read and write of the file meets what `stand_in` gives: /proc/self/mem an I/O error, /dev/full no room."""
+    """Every read and write of the file meets what `stand_in` gives: /proc/self/mem an I/O error, /dev/full no
+    room.
+    """
     file = tier(agent)._file
     assert file is not None
     kept, bad = os.dup(file._fd), os.open(stand_in, os.O_RDWR)
@@ -308,9 +312,12 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_the_rest_goes_on(nats_url: str
 
 
 @pytest.mark.parametrize(
-    "what", ["full", "vanished", *(pytest.param(at, marks=pytest.mark.slow) for at in ("broken", "replaced", "cut"))]
+    "what",
+    ["full", "vanished", *(pytest.param(at, marks=pytest.mark.slow) for at in ("broken", "replaced", "cut"))],
 )
-def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(nats_url: str, tmp_path: Path, what: str) -> None:
+def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(
+    nats_url: str, tmp_path: Path, what: str
+) -> None:
     async def story(here: Cluster) -> None:
         path = tmp_path / "tier"
         agent, client = await start(here, path)
@@ -399,7 +406,9 @@ def test_a_file_in_use_and_a_file_of_another_layout(tmp_path: Path) -> None:
         SsdFile.open(tmp_path / "no" / "tier", layout(), 10 * MIB)
 
 
-def test_a_slow_disk_never_slows_a_put(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_never_slows_a_put(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its writes hang until the end; every put is served meanwhile, and what could not be saved is counted."""
     go_on = threading.Event()
     write = SsdFile.write

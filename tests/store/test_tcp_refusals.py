@@ -134,7 +134,9 @@ class Raw:
         endpoint = two.hello.endpoints[0]
         self.channel: PlainChannel | CurveChannel
         if not endpoint.public_key:
-            self.channel = PlainChannel.connect(endpoint.address, patience(), frame_bytes_max=1 << 20, timeout_s=3)
+            self.channel = PlainChannel.connect(
+                endpoint.address, patience(), frame_bytes_max=1 << 20, timeout_s=3
+            )
         else:
             keys = zmq.curve_keypair()
             two.tcp.allow(msgspec.structs.replace(two.hello, public_key=keys[0].decode()))  # type: ignore[union-attr]
@@ -192,7 +194,9 @@ def raw_story(story: Callable[[Raw, Side], Awaitable[None]], *, kind: str = "tcp
 def test_frames_before_authentication(kind: str) -> None:
     async def story(raw: Raw, two: Side) -> None:
         slot = two.reserved(1)[0]
-        header = wire.encode(wire.Write(order_id="o", party="w", runs=[wire.Run(slot, 0, 1)], sums=[0], number=1))
+        header = wire.encode(
+            wire.Write(order_id="o", party="w", runs=[wire.Run(slot, 0, 1)], sums=[0], number=1)
+        )
         for frames in ((b"", header, b"x" * 8192), (b"\0" * 32, header), (b"", b"rubbish"), (b"",)):
             _, refusal = await raw.ask(*frames)
             assert isinstance(refusal, wire.Refusal)

@@ -1,5 +1,5 @@
-"""Pool, leases, pins, quotas, SSD tier and eviction together, on real memory and a real file, against sets and
-dictionaries; and what a kill at any line of it leaves behind (`make crash-points` does that at length).
+"""Pool, leases, pins, quotas, SSD tier and eviction together, on real memory and a real file, against sets
+and dictionaries; and what a kill at any line of it leaves behind (`make crash-points` does that at length).
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class Tiers(RuleBasedStateMachine):
         here = [k in self.announced.tiers["dram"] for k in keys]
         pool = self.agent.book._pool
         kept = len(
-            {slot for hold in pool.holds.values() for slot in hold.slots} | {pool.find(k) for k in keys} - {None}
+            {slot for hold in pool.holds.values() for slot in hold.slots}
+            | {pool.find(k) for k in keys} - {None}
         )
         own_kept = len(
             {k for k in self.held() if tenant and k >= key(KEYS - 4)}
@@ -201,7 +202,9 @@ class Tiers(RuleBasedStateMachine):
 
     def load(self, first: int, count: int) -> None:
         keys = [key(n) for n in range(first, min(first + count, KEYS))]
-        on_disk = [k for k in keys if k in self.announced.tiers["ssd"] and k not in self.announced.tiers["dram"]]
+        on_disk = [
+            k for k in keys if k in self.announced.tiers["ssd"] and k not in self.announced.tiers["dram"]
+        ]
         full = self.agent.counters["promotion_store_full"] + self.agent.counters["promotion_quota_exceeded"]
         self.do(promote(self.agent, keys, time.monotonic_ns() + 10**10))
         full -= self.agent.counters["promotion_store_full"] + self.agent.counters["promotion_quota_exceeded"]
@@ -267,7 +270,9 @@ class Tiers(RuleBasedStateMachine):
         assert counts.free + counts.reserved + counts.committed + counts.condemned == SLOTS
         for number in range(KEYS):
             if (slot := book.find(key(number))) is not None:
-                assert np.array_equal(self.agent.view.blocks[slot], value(number)), f"wrong bytes in block {number}"
+                assert np.array_equal(self.agent.view.blocks[slot], value(number)), (
+                    f"wrong bytes in block {number}"
+                )
         for number in {n for numbers in self.leases.values() for n in numbers} | self.pinned:
             assert book.find(key(number)) is not None, f"block {number} was evicted though it is held"
         for owner in self.leases:

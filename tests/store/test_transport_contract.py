@@ -104,7 +104,13 @@ def test_a_passed_deadline_moves_nothing(kind: str) -> None:
 
 def test_slices_outside_of_a_pool_are_refused_here(kind: str) -> None:
     async def story(one: Side, two: Side) -> None:
-        for item in (Slice(99, 0, 0, 1), Slice(0, 99, 0, 1), Slice(0, 0, 3, 2), Slice(0, 0, -1, 1), Slice(0, 0, 0, 0)):
+        for item in (
+            Slice(99, 0, 0, 1),
+            Slice(0, 99, 0, 1),
+            Slice(0, 0, 3, 2),
+            Slice(0, 0, -1, 1),
+            Slice(0, 0, 0, 0),
+        ):
             with pytest.raises(TransferError):
                 await one.transport.read(two.peer, [item], call())
 

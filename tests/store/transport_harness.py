@@ -108,7 +108,9 @@ class Side:
     def peer(self) -> Peer:
         geometry = Geometry.of(self.config.layout, self.config.slot_count)
         hello = self.hello
-        return Peer(hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints))
+        return Peer(
+            hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints)
+        )
 
     def meet(self, other: Side) -> None:
         for one, two in ((self, other), (other, self)):

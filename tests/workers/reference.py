@@ -1,6 +1,8 @@
-"""An independent implementation to compare with: transformers' ``LlamaForCausalLM`` with our dequantised weights.
+"""An independent implementation to compare with: transformers' ``LlamaForCausalLM`` with our dequantised
+weights.
 
-transformers' own reading of this GGUF splits digits wrongly, so token ids come from our tokenizer; logits are theirs.
+transformers' own reading of this GGUF splits digits wrongly, so token ids come from our tokenizer; logits are
+theirs.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def state_dict(model: LoadedModel) -> dict[str, torch.Tensor]:
         for suffix in ("", "_bias") if config.attention_bias else ("",):
             q, k, v = weights[f"{ours}.qkv{suffix}"].split([query, key, key])
             leaf = "bias" if suffix else "weight"
-            state |= {f"{theirs}.self_attn.{n}_proj.{leaf}": part for n, part in zip("qkv", (q, k, v), strict=True)}
+            state |= {
+                f"{theirs}.self_attn.{n}_proj.{leaf}": part for n, part in zip("qkv", (q, k, v), strict=True)
+            }
         gate, up = weights[f"{ours}.gate_up"].chunk(2)
         state[f"{theirs}.mlp.gate_proj.weight"], state[f"{theirs}.mlp.up_proj.weight"] = gate, up
         state[f"{theirs}.mlp.down_proj.weight"] = weights[f"{ours}.down"]
@@ -63,7 +67,9 @@ def reference_model(model: LoadedModel) -> Any:
     missing, unexpected = reference.load_state_dict(state_dict(model), strict=False)
     assert not missing, missing
     assert not unexpected, unexpected
-    reference.model.rotary_emb = type(reference.model.rotary_emb)(theirs)  # its frequencies are not in the state
+    reference.model.rotary_emb = type(reference.model.rotary_emb)(
+        theirs
+    )  # its frequencies are not in the state
     return reference.float().eval()
 
 

@@ -1,4 +1,6 @@
-"""The engine says what transformers says, for the real model and for tiny ones of every supported architecture."""
+"""The engine says what transformers says, for the real model and for tiny ones of every supported
+architecture.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import torch
 from reference import generate, prefill, reference_greedy, reference_logits, reference_model
 
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import LoadedModel, ModelNotFound, ModelUnsupported, load_model, model_fingerprint
+from halfmoon.workers.model.files import (
+    LoadedModel,
+    ModelNotFound,
+    ModelUnsupported,
+    load_model,
+    model_fingerprint,
+)
 from halfmoon.workers.model.tokenizer import Tokenizer
 
 STORY = "The lighthouse keeper counted 1,024 steps each night. In 1893 the lamp went out; nobody in the village spoke. "
@@ -27,15 +35,28 @@ def engine(model_f32: LoadedModel) -> Engine:
 
 
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    questions = ["What is the capital of France?", "Write three lines of Python that sort a list.", "Is the sky blue?"]
+    questions = [
+        "What is the capital of France?",
+        "Write three lines of Python that sort a list.",
+        "Is the sky blue?",
+    ]
     chats = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in questions]
     texts = ["Once upon a time, there was a", "1, 1, 2, 3, 5, 8, 13,"]
     story = tokenizer.encode(STORY * 60)
-    return [*chats, *(tokenizer.encode(text) for text in texts), story[:255], story[:256], story[:257], story[:1500]]
+    return [
+        *chats,
+        *(tokenizer.encode(text) for text in texts),
+        story[:255],
+        story[:256],
+        story[:257],
+        story[:1500],
+    ]
 
 
 @pytest.mark.slow
-def test_greedy_tokens_equal_those_of_transformers(engine: Engine, reference: Any, tokenizer: Tokenizer) -> None:
+def test_greedy_tokens_equal_those_of_transformers(
+    engine: Engine, reference: Any, tokenizer: Tokenizer
+) -> None:
     for prompt in prompts(tokenizer):
         tokens = 24 if len(prompt) < 200 else 8
         assert generate(engine, prompt, tokens) == reference_greedy(reference, prompt, tokens)
@@ -120,7 +141,11 @@ def test_a_sharded_model_loads_as_a_whole_one(tmp_path: Path) -> None:
         ("mistral", {"sliding_window": 128}, "sliding_window"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(

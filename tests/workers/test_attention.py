@@ -1,4 +1,6 @@
-"""One contract for every implementation of attention: against the definition in f64, and against itself in parts."""
+"""One contract for every implementation of attention: against the definition in f64, and against itself in
+parts.
+"""
 
 from __future__ import annotations
 
@@ -97,14 +99,19 @@ def test_paged_attention_is_causal_attention(
     out = torch.empty_like(q)
     plan = attention.plan(tables, rows, [r + p for r, p in zip(rows, pasts, strict=True)])
     attention.attend(q, cache[0], cache[1], plan, out)
-    torch.testing.assert_close(out.double(), torch.cat(expected), atol=tolerance(dtype), rtol=tolerance(dtype))
+    torch.testing.assert_close(
+        out.double(), torch.cat(expected), atol=tolerance(dtype), rtol=tolerance(dtype)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_merged_parts_are_the_whole(subject: tuple[Attention, torch.dtype], rows: int) -> None:
     attention, dtype = subject
     q, k, v = random(rows, HEADS, subject), random(100, KV_HEADS, subject), random(100, KV_HEADS, subject)
-    parts = [attention.partial(q, k[a:b], v[a:b], causal=False) for a, b in ((0, 13), (13, 13), (13, 14), (14, 100))]
+    parts = [
+        attention.partial(q, k[a:b], v[a:b], causal=False)
+        for a, b in ((0, 13), (13, 13), (13, 14), (14, 100))
+    ]
     whole = definition(q, k, v, None)
     assert_state(merge(merge(parts[0], parts[1]), merge(parts[2], parts[3])), whole, dtype)
     assert_state(merge(merge(parts[3], parts[0]), parts[2]), whole, dtype)
@@ -115,7 +122,9 @@ def test_a_causal_part_merges_with_the_past(subject: tuple[Attention, torch.dtyp
     q, k, v = random(20, HEADS, subject), random(64, KV_HEADS, subject), random(64, KV_HEADS, subject)
     hidden = torch.ones(20, 64, dtype=torch.bool, device=attention.device).triu(45)
     own = attention.partial(q, k[44:], v[44:], causal=True)
-    assert_state(merge(attention.partial(q, k[:44], v[:44], causal=False), own), definition(q, k, v, hidden), dtype)
+    assert_state(
+        merge(attention.partial(q, k[:44], v[:44], causal=False), own), definition(q, k, v, hidden), dtype
+    )
 
 
 def test_the_neutral_state_changes_no_bit(subject: tuple[Attention, torch.dtype]) -> None:
@@ -141,7 +150,9 @@ def test_flash_by_name_says_every_reason_why_not() -> None:
         make_attention("fast", cpu, torch.float32, 64)
 
 
-@pytest.mark.parametrize("failure", [ImportError("undefined symbol: _ZN3c105ErrorE"), OSError("libcudart.so.12")])
+@pytest.mark.parametrize(
+    "failure", [ImportError("undefined symbol: _ZN3c105ErrorE"), OSError("libcudart.so.12")]
+)
 def test_a_flash_attn_built_for_another_torch_is_a_reason_and_not_a_crash(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""Cost coefficients: the fit finds what made the times, and a measured profile predicts the engine it measured."""
+"""Cost coefficients: the fit finds what made the times, and a measured profile predicts the engine it
+measured.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ TRUE = CostProfile(
 
 
 def test_the_fit_finds_the_coefficients_that_made_the_times() -> None:
-    prefills = [PrefillTime(n, p, TRUE.prefill_ns(n, p)) for n, p in ((64, 0), (256, 0), (512, 256), (4096, 3840))]
+    prefills = [
+        PrefillTime(n, p, TRUE.prefill_ns(n, p)) for n, p in ((64, 0), (256, 0), (512, 256), (4096, 3840))
+    ]
     decodes = [DecodeTime(b, c, TRUE.decode_ns(b, c)) for b, c in ((1, 16), (1, 4000), (8, 128), (8, 8000))]
     found = fit_profile(prefills, decodes)
     for name in TRUE.__dataclass_fields__:
@@ -92,7 +96,9 @@ def test_the_null_engine_goes_on_with_the_same_text_wherever_it_resumes(model_f3
     assert row is not None
     tokens = [engine.sample_rows(row, [request])[0].token_id]
     for position in range(10, 20):
-        tokens += [s.token_id for s in engine.sample_rows(engine.decode(tokens[-1:], [position], [[0]]), [request])]
+        tokens += [
+            s.token_id for s in engine.sample_rows(engine.decode(tokens[-1:], [position], [[0]]), [request])
+        ]
     resumed = engine.prefill_chunk([1] * 15, 0, [0], want_logits=True)
     assert engine.argmax(resumed if resumed is not None else 0) == [tokens[5]]
     assert len(set(tokens)) == 11

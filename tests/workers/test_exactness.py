@@ -14,7 +14,9 @@ from halfmoon.workers.model.files import LoadedModel
 
 BLOCK_TOKENS = 64
 LENGTHS = (300, 64, 129, 5)
-PROMPTS = [[(i * i * 31 + 17 * i + 1000 * seed) % 40000 + 20 for i in range(n)] for seed, n in enumerate(LENGTHS)]
+PROMPTS = [
+    [(i * i * 31 + 17 * i + 1000 * seed) % 40000 + 20 for i in range(n)] for seed, n in enumerate(LENGTHS)
+]
 STEPS = 6
 
 
@@ -99,7 +101,9 @@ def test_scattered_blocks_give_the_bits_of_a_run(engine: Engine, alone: list[lis
 
 
 def test_a_cached_prefix_gives_the_bits_of_a_cold_start(engine: Engine, alone: list[list[str]]) -> None:
-    """The prefix is computed by another engine, for a longer prompt, and moves as raw bytes between the caches."""
+    """The prefix is computed by another engine, for a longer prompt, and moves as raw bytes between the
+    caches.
+    """
     prompt = PROMPTS[0]
     other = engine.allocator.allocate(6)
     prefill(engine, [*prompt[:256], 9, 9, 9], other)

@@ -1,4 +1,6 @@
-"""When a waiting sequence has heard of all of its KV, loaded or not: the rest is missing. And what is told again."""
+"""When a waiting sequence has heard of all of its KV, loaded or not: the rest is missing. And what is told
+again.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_a_layer_that_nobody_told_of_is_missing_however_often_others_were_told()
 
 @pytest.mark.parametrize("again_after", [1, 2, LAYERS, LAYERS + 1])
 async def test_kv_that_is_told_again_is_copied_once_and_is_complete(again_after: int) -> None:
-    """A server of the bus dies: from some place on all is told twice, while the copies of the first time go on."""
+    """A server of the bus dies: from some place on all is told twice, while the copies of the first time go
+    on.
+    """
     copied: list[tuple[int, int, Any]] = []
     engine = SimpleNamespace(
         cache=SimpleNamespace(write_block=lambda layer, block, held: copied.append((layer, block, held))),

@@ -107,7 +107,9 @@ def test_a_damaged_cache_file_is_parsed_again(empty_cache: Path, damage: str) ->
     assert place.read_bytes() != bytes(damaged)
 
 
-def test_a_cache_folder_that_takes_no_files_costs_only_time(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_that_takes_no_files_costs_only_time(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = str(tiny_gguf(empty_cache / "m.gguf"))
     expected = load_model(path, dtype=torch.float32)
     (empty_cache / "file").write_text("not a folder")
@@ -163,7 +165,9 @@ def test_a_qwen2_gguf_keeps_its_rows_and_has_biases(empty_cache: Path) -> None:
     model = load_model(str(path), dtype=torch.float32)
     file = GgufFile(path)
     assert np.array_equal(model.weights["layers.1.qkv"][:32].numpy(), file.tensor_f32("blk.1.attn_q.weight"))
-    assert np.array_equal(model.weights["layers.1.qkv_bias"][32:48].numpy(), file.tensor_f32("blk.1.attn_k.bias"))
+    assert np.array_equal(
+        model.weights["layers.1.qkv_bias"][32:48].numpy(), file.tensor_f32("blk.1.attn_k.bias")
+    )
     assert model.config.attention_bias
     assert not model.config.tied
 
@@ -186,7 +190,13 @@ def test_the_built_in_model_is_what_it_should_be(model_f32: LoadedModel) -> None
     config = load_config(MODEL)
     assert config == model_f32.config
     assert model_f32.fingerprint == model_fingerprint(MODEL)
-    assert (config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim) == (30, 576, 9, 3, 64)
+    assert (config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim) == (
+        30,
+        576,
+        9,
+        3,
+        64,
+    )
     assert (config.tied, config.context_tokens_max, config.eos_token_ids) == (True, 8192, (2,))
     assert config.kv_token_bytes(2) == 23_040
 

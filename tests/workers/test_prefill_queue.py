@@ -66,7 +66,12 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     bus = await Bus.connect(BusConfig(url=server.url), name="test")
     engine = NullEngine(load_config("smollm2-135m-instruct"), num_blocks=64, block_tokens=256)
     config = WorkerConfig(
-        worker_id="p1", node_id="n1", layout=LAYOUT, profile=CostProfile(), kv_blocks=64, context_tokens_max=8192
+        worker_id="p1",
+        node_id="n1",
+        layout=LAYOUT,
+        profile=CostProfile(),
+        kv_blocks=64,
+        context_tokens_max=8192,
     )
     worker = PrefillWorker(bus, engine, None, config)
     made = Bench(bus, worker)

@@ -1,4 +1,6 @@
-"""What is chosen from logits: masks exactly, draws by seed and index, penalties as OpenAI and vLLM define them."""
+"""What is chosen from logits: masks exactly, draws by seed and index, penalties as OpenAI and vLLM define
+them.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
 
 def chosen(logits: list[float], prompt: list[int], output: list[int], **options: Any) -> int:
     params = SamplingParams(temperature=0.0, **options)
-    return sample(torch.tensor(logits), params, prompt_ids=prompt, output_ids=output, index=len(output)).token_id
+    return sample(
+        torch.tensor(logits), params, prompt_ids=prompt, output_ids=output, index=len(output)
+    ).token_id
 
 
 def test_presence_counts_generated_tokens_once() -> None:
@@ -131,11 +135,20 @@ def test_a_batch_is_each_row_by_itself_and_leaves_the_logits_alone() -> None:
         SampleRequest(params=SamplingParams(temperature=0.0), index=0),
         SampleRequest(params=SamplingParams(seed=3, top_p=0.9), index=5),
         SampleRequest(params=SamplingParams(temperature=0.0), index=0, banned_ids=[int(logits[2].argmax())]),
-        SampleRequest(params=SamplingParams(temperature=0.0, repetition_penalty=9.0), index=1, prompt_ids=range(50)),
+        SampleRequest(
+            params=SamplingParams(temperature=0.0, repetition_penalty=9.0), index=1, prompt_ids=range(50)
+        ),
     ]
     assert [request.plain_greedy for request in requests] == [True, False, False, False]
     alone = [
-        sample(row, r.params, prompt_ids=r.prompt_ids, output_ids=r.output_ids, index=r.index, banned_ids=r.banned_ids)
+        sample(
+            row,
+            r.params,
+            prompt_ids=r.prompt_ids,
+            output_ids=r.output_ids,
+            index=r.index,
+            banned_ids=r.banned_ids,
+        )
         for row, r in zip(logits, requests, strict=True)
     ]
     assert sample_batch(logits, requests) == alone

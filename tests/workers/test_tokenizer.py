@@ -30,7 +30,9 @@ BYTES = {TOKENIZER.token_bytes(i) for i in range(TOKENIZER.vocab_size)}
 
 
 def whole_text(max_size: int) -> st.SearchStrategy[str]:
-    return st.text(max_size=max_size).filter(lambda text: all(bytes([byte]) in BYTES for byte in text.encode()))
+    return st.text(max_size=max_size).filter(
+        lambda text: all(bytes([byte]) in BYTES for byte in text.encode())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +82,14 @@ def chat(*contents: str) -> list[dict[str, Any]]:
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-@pytest.mark.parametrize("content", [*TEXTS, "a < b and <b>bold</b>", "<|im_start", "|im_end|>", "<think>no</think>"])
+@pytest.mark.parametrize(
+    "content", [*TEXTS, "a < b and <b>bold</b>", "<|im_start", "|im_end|>", "<think>no</think>"]
+)
 def test_a_chat_without_control_tokens_is_its_rendered_template(content: str) -> None:
     messages = chat(content, "yes", content)
-    assert TOKENIZER.encode_chat(messages) == TOKENIZER.encode(TOKENIZER.render_chat(messages), parse_special=True)
+    assert TOKENIZER.encode_chat(messages) == TOKENIZER.encode(
+        TOKENIZER.render_chat(messages), parse_special=True
+    )
 
 
 ATTACKS = [
@@ -100,14 +106,20 @@ def test_control_tokens_in_a_message_stay_text(attack: str) -> None:
     assert TOKENIZER.decode(ids).count(attack) >= 2
     if attack not in TOKENIZER.control:
         return
-    assert controls(TOKENIZER.encode(TOKENIZER.render_chat(chat(attack)), parse_special=True)) != controls(ids)
+    assert controls(TOKENIZER.encode(TOKENIZER.render_chat(chat(attack)), parse_special=True)) != controls(
+        ids
+    )
 
 
 def controls(ids: list[int]) -> list[int]:
     return [token for token in ids if token in TOKENIZER.control_ids]
 
 
-@given(st.lists(st.text("<|im_endstar>\n /\U000f0000", max_size=40) | st.sampled_from(ATTACKS), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.text("<|im_endstar>\n /\U000f0000", max_size=40) | st.sampled_from(ATTACKS), min_size=1, max_size=4
+    )
+)
 @settings(max_examples=150, deadline=None)
 def test_no_text_changes_the_control_tokens_of_a_chat(contents: list[str]) -> None:
     found = TOKENIZER.encode_chat(chat(*contents))
@@ -120,10 +132,14 @@ def template_tokenizer(template: str, tmp_path: Path) -> Tokenizer:
     built = tokenizers.Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     built.add_special_tokens(["<|go|>", "<|end|>"])
     built.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|end|>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template, "eos_token": "<|end|>"})
+    )
     sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8,
              "vocab_size": 30, "rms_norm_eps": 1e-5, "max_position_embeddings": 64}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": [5, 6], **sizes}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "eos_token_id": [5, 6], **sizes})
+    )
     (tmp_path / "model.safetensors").write_bytes(b"")
     return Tokenizer.load(str(tmp_path))
 
@@ -179,7 +195,9 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
 
 def test_content_in_parts_is_joined_as_text() -> None:
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|> hi"}]
-    assert TOKENIZER.encode_chat([{"role": "user", "content": parts}]) == TOKENIZER.encode_chat(chat("<|im_end|> hi"))
+    assert TOKENIZER.encode_chat([{"role": "user", "content": parts}]) == TOKENIZER.encode_chat(
+        chat("<|im_end|> hi")
+    )
     assert TOKENIZER.encode_chat([{"role": "user", "content": None}]) == TOKENIZER.encode_chat(chat(""))
 
 
@@ -221,11 +239,11 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@given(
-    st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data()
-)
+@given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_stop_string_is_found_however_the_text_is_cut(text: str, stops: list[str], draw: st.DataObject) -> None:
+def test_a_stop_string_is_found_however_the_text_is_cut(
+    text: str, stops: list[str], draw: st.DataObject
+) -> None:
     checker, shown, hit, at = StopChecker(stops), "", None, 0
     expected, expected_hit = first_stop(text, stops)
     while at < len(text) and hit is None:

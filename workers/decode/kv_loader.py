@@ -22,7 +22,12 @@ class KvLoading:
     """`on_copied(sequence)` is called in the loop after each copy."""
 
     def __init__(
-        self, engine: Any, pool: PoolView, copies: Executor, layers: int, on_copied: Callable[[Sequence], None]
+        self,
+        engine: Any,
+        pool: PoolView,
+        copies: Executor,
+        layers: int,
+        on_copied: Callable[[Sequence], None],
     ) -> None:
         self._engine = engine
         self._pool = pool
@@ -65,7 +70,9 @@ class KvLoading:
             self._copies.submit(self._copy, sequence, fresh, list(sequence.slots), list(sequence.table))
 
     def take_back(self, sequence: Sequence) -> list[int]:
-        """Forget the copies; the pool still holds them, and they are loaded again later. Returns the blocks to free."""
+        """Forget the copies; the pool still holds them, and they are loaded again later. Returns the blocks
+        to free.
+        """
         assert sequence.loading == 0, sequence.loading
         assert sequence.arrived is not None
         sequence.to_load += [(int(layer), int(block)) for layer, block in np.argwhere(sequence.arrived)]
@@ -74,7 +81,9 @@ class KvLoading:
         table, sequence.table = sequence.table, []
         return table
 
-    def _copy(self, sequence: Sequence, items: list[tuple[int, int]], slots: list[int], table: list[int]) -> None:
+    def _copy(
+        self, sequence: Sequence, items: list[tuple[int, int]], slots: list[int], table: list[int]
+    ) -> None:
         """On the copy thread."""
         for layer, block in items:
             self._engine.cache.write_block(layer, table[block], self._pool.layer_block(slots[block], layer))

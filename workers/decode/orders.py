@@ -1,10 +1,10 @@
 """The orders of a decode worker: their tokens, their KVCache, their admission, their end.
 
-An order waits for its tokens (from the frontend), its KV (`TransferOpened` names slots of the node's pool, `KvReady`
-says which layers of which blocks are readable there; a second thread copies them into the engine's cache while the
-batch steps) and its first token (`PrefillResult`). Then the worker checks the SLO once more, sends the first token on,
-and lets the sequence join the batch (`halfmoon.workers.decode.worker`). Exactly one of RequestFinished, DecodeRefused
-and DecodeFailed answers it, unless it was cancelled.
+An order waits for its tokens (from the frontend), its KV (`TransferOpened` names slots of the node's pool,
+`KvReady` says which layers of which blocks are readable there; a second thread copies them into the engine's
+cache while the batch steps) and its first token (`PrefillResult`). Then the worker checks the SLO once more,
+sends the first token on, and lets the sequence join the batch (`halfmoon.workers.decode.worker`). Exactly one
+of RequestFinished, DecodeRefused and DecodeFailed answers it, unless it was cancelled.
 
 Source: Mooncake (FAST'25), section 3 (double check before decode).
 """
@@ -52,7 +52,8 @@ class DecodeOrders(Worker):
         self._open: dict[str, Sequence] = {}
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
-        #: The batch that the compute thread works on: what ends meanwhile keeps its blocks until the step is over.
+        #: The batch that the compute thread works on: what ends meanwhile keeps its blocks until the step is
+        #: over.
         self._in_step: list[Sequence] = []
         self._swapped: deque[Sequence] = deque()
         self._finished_orders: OrderedDict[str, Sequence] = OrderedDict()
@@ -118,7 +119,7 @@ class DecodeOrders(Worker):
             self._drop(sequence)
             await self._release(sequence.order_id)
 
-    # --- an order arrives -------------------------------------------------------------------------------------
+    # --- an order arrives -----------------------------------------------------------------------------------
 
     def _begin(self, order: StartDecode) -> None:
         sequence = Sequence(order, time.monotonic_ns())
@@ -241,7 +242,7 @@ class DecodeOrders(Worker):
         sequence = self._open.get(request.order_id) or self._finished_orders.get(request.order_id)
         return self._deliveries.again(request, sequence)
 
-    # --- the end of an order ----------------------------------------------------------------------------------
+    # --- the end of an order --------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence) -> None:
         result = sequence.result

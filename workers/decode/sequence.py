@@ -78,7 +78,11 @@ class Sequence:
         if self.arrived is None:
             return False
         blocks = len(self.slots)
-        waiting = {(layer, block) for layer, block in self.to_load if block < blocks and not self.arrived[layer, block]}
+        waiting = {
+            (layer, block)
+            for layer, block in self.to_load
+            if block < blocks and not self.arrived[layer, block]
+        }
         return int(self.arrived.sum()) + len(waiting) == layers * blocks
 
     def next_known(self) -> SampledToken | None:

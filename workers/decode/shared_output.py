@@ -1,6 +1,7 @@
 """Generated blocks join the pool, so that the next turn of a conversation finds them.
 
-Only in fast numerics: in exact ones generated KV is not, bit for bit, what a prefill of the same tokens would give.
+Only in fast numerics: in exact ones generated KV is not, bit for bit, what a prefill of the same tokens would
+give.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ async def share_output(
     sequence: Sequence,
     on_thread: Callable[[Callable[[], None]], Awaitable[None]],
 ) -> None:
-    """Put them under the keys that the next turn will have. What cannot be shared is not: the answer was given."""
+    """Put them under the keys that the next turn will have. What cannot be shared is not: the answer was
+    given.
+    """
     known = len(sequence.block_keys) // KEY_BYTES
     tokens = (sequence.prompt + sequence.output)[: sequence.length]
     keys = chain_keys(sequence.root_key, tokens, layout.block_tokens)
@@ -57,7 +60,9 @@ async def share_output(
                 for index, slot in enumerate(put.slots):
                     if index not in put.present:
                         for layer in range(layout.layers):
-                            cache.read_block(layer, sequence.table[known + index], pool.layer_block(slot, layer))
+                            cache.read_block(
+                                layer, sequence.table[known + index], pool.layer_block(slot, layer)
+                            )
 
             await on_thread(copy)
             await store.commit(order_id, first_block=0, blocks=len(put.slots))

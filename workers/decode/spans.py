@@ -1,7 +1,7 @@
 """Spans of a decode: waiting for KV, the queue, the first step, all others.
 
-No text and no tokens: lengths, times, names. The names `gen_ai.*` are OpenTelemetry's for generative AI, ours begin
-with `halfmoon.`. Nothing in here is called, or it returns at once, where a request is not traced.
+No text and no tokens: lengths, times, names. The names `gen_ai.*` are OpenTelemetry's for generative AI, ours
+begin with `halfmoon.`. Nothing in here is called, or it returns at once, where a request is not traced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from halfmoon.workers.decode.sequence import Sequence
 def decoded(
     tracing: Tracing | None, sequence: Sequence, worker_id: str, *, error: str = "", cancelled: bool = False
 ) -> None:
-    """From the end of its prefill to its last token: waiting for KV, in the queue, the first step, all others."""
+    """From the end of its prefill to its last token: waiting for KV, in the queue, the first step, all
+    others.
+    """
     if tracing is None or not sequence.traceparent:
         return
     result, order = sequence.result, sequence.order

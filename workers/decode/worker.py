@@ -1,11 +1,13 @@
-"""The decode worker: continuous batching. Requests join and leave between two steps; each step makes one token of each.
+"""The decode worker: continuous batching. Requests join and leave between two steps; each step makes one
+token of each.
 
-When the cache has no free block for a running sequence, the one that joined last is swapped out to host memory, bit by
-bit as it is, and rejoins first: nothing is lost and nothing is computed twice. A request whose earlier decode worker
-died comes with the tokens that its client has. They are fed through decode again, not delivered: so the rest is, bit
-for bit, what it would have been.
+When the cache has no free block for a running sequence, the one that joined last is swapped out to host
+memory, bit by bit as it is, and rejoins first: nothing is lost and nothing is computed twice. A request whose
+earlier decode worker died comes with the tokens that its client has. They are fed through decode again, not
+delivered: so the rest is, bit for bit, what it would have been.
 
-Source: Orca (OSDI'22), section 3 (joining between steps); vLLM (SOSP'23), section 4.5 (preemption by swapping).
+Source: Orca (OSDI'22), section 3 (joining between steps); vLLM (SOSP'23), section 4.5 (preemption by
+swapping).
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class DecodeWorker(DecodeOrders):
                         order_id=sequence.order_id,
                         request_id=sequence.order.request_id,
                         worker_id=self.config.worker_id,
-                        wait_ns=max(0, (sequence.ready_wall_ns or time.time_ns()) - sequence.result.finished_at_ns),
+                        wait_ns=max(
+                            0, (sequence.ready_wall_ns or time.time_ns()) - sequence.result.finished_at_ns
+                        ),
                     )
                 )
 
@@ -85,8 +89,9 @@ class DecodeWorker(DecodeOrders):
         if self.config.layout.layers == 0:
             return
         for sequence in list(self._running):
-            while sequence.stage is Stage.RUNNING and sequence.length // self.config.layout.block_tokens >= len(
-                sequence.table
+            while (
+                sequence.stage is Stage.RUNNING
+                and sequence.length // self.config.layout.block_tokens >= len(sequence.table)
             ):
                 if self.engine.allocator.can_allocate(1):
                     self.engine.allocator.extend(sequence.table)

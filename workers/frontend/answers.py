@@ -16,7 +16,7 @@ from halfmoon.workers.model.tokenizer import Tokenizer
 _MS = 1_000_000
 
 
-# --- measures ---------------------------------------------------------------------------------------------------
+# --- measures -----------------------------------------------------------------------------------------------
 
 
 def usage(request: OpenRequest) -> dict[str, int]:
@@ -47,7 +47,9 @@ def measures(request: OpenRequest) -> dict[str, Any]:
             "transfer": timing.transfer_ns / _MS if timing else 0.0,
             "prefill": timing.prefill_ns / _MS if timing else 0.0,
             "ttft": max(0, request.first_at_ns - request.arrived_at_ns) / _MS,
-            "tbt_mean": (request.last_at_ns - request.first_at_ns) / intervals / _MS if intervals > 0 else 0.0,
+            "tbt_mean": (request.last_at_ns - request.first_at_ns) / intervals / _MS
+            if intervals > 0
+            else 0.0,
             "total": max(0, request.last_at_ns - request.arrived_at_ns) / _MS,
         },
         "prefill_worker": timing.prefill_worker if timing else "",
@@ -55,7 +57,7 @@ def measures(request: OpenRequest) -> dict[str, Any]:
     }
 
 
-# --- log probabilities ------------------------------------------------------------------------------------------
+# --- log probabilities --------------------------------------------------------------------------------------
 
 
 def chat_logprobs(tokenizer: Tokenizer, samples: list[SampledToken], top: int) -> dict[str, Any]:
@@ -76,7 +78,9 @@ def chat_logprobs(tokenizer: Tokenizer, samples: list[SampledToken], top: int) -
     }
 
 
-def completion_logprobs(tokenizer: Tokenizer, samples: list[SampledToken], top: int, offset: int) -> dict[str, Any]:
+def completion_logprobs(
+    tokenizer: Tokenizer, samples: list[SampledToken], top: int, offset: int
+) -> dict[str, Any]:
     """OpenAI's `logprobs` of a completion choice; `offset`: characters of the tokens before these."""
     tokens = [tokenizer.decode([sampled.token_id]) for sampled in samples]
     offsets = []
@@ -87,7 +91,10 @@ def completion_logprobs(tokenizer: Tokenizer, samples: list[SampledToken], top: 
         "tokens": tokens,
         "token_logprobs": [max(sampled.logprob, -9999.0) for sampled in samples],
         "top_logprobs": [
-            {tokenizer.decode([other]): max(logprob, -9999.0) for other, logprob in sampled.top_logprobs[:top]}
+            {
+                tokenizer.decode([other]): max(logprob, -9999.0)
+                for other, logprob in sampled.top_logprobs[:top]
+            }
             for sampled in samples
         ]
         if top
@@ -96,10 +103,12 @@ def completion_logprobs(tokenizer: Tokenizer, samples: list[SampledToken], top: 
     }
 
 
-# --- ours -------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
-def generate_answer(request: OpenRequest, tokenizer: Tokenizer, model: str, *, with_logprobs: bool = True) -> bytes:
+def generate_answer(
+    request: OpenRequest, tokenizer: Tokenizer, model: str, *, with_logprobs: bool = True
+) -> bytes:
     """The JSON of `halfmoon generate`; also the last message of a NATS stream."""
     answer: dict[str, Any] = {
         "id": request.request_id,
@@ -135,7 +144,7 @@ def generate_chunk(request: OpenRequest, piece: Piece | None, tokenizer: Tokeniz
     return orjson.dumps(chunk)
 
 
-# --- OpenAI's ---------------------------------------------------------------------------------------------------
+# --- OpenAI's -----------------------------------------------------------------------------------------------
 
 
 class OpenAiForm:
@@ -200,7 +209,9 @@ class OpenAiForm:
         empty = b'"delta":{}' if self._chat else b'"text":""'
         reason = b',"logprobs":null,"finish_reason":"' + request.finish_reason.encode() + b'"}]'
         usage_field = b',"usage":null' if request.ask.include_usage else b""
-        events = self._head + empty + reason + usage_field + b"," + orjson.dumps(measures(request))[1:] + b"\n\n"
+        events = (
+            self._head + empty + reason + usage_field + b"," + orjson.dumps(measures(request))[1:] + b"\n\n"
+        )
         if request.ask.include_usage:
             head = self._head.partition(b'"choices":')[0]
             events += head + b'"choices":[],"usage":' + orjson.dumps(openai_usage(request)) + b"}\n\n"

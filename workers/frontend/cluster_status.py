@@ -1,7 +1,7 @@
 """How the cluster is, as its conductors say: for `halfmoon status`, `/ready`, `/status` and the page.
 
-All conductors answer on one common subject; what comes within a short while counts. They hold the same state at the
-same sequence, so the one that is furthest on speaks for the cluster.
+All conductors answer on one common subject; what comes within a short while counts. They hold the same state
+at the same sequence, so the one that is furthest on speaks for the cluster.
 """
 
 from __future__ import annotations

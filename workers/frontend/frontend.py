@@ -42,7 +42,9 @@ class Frontend:
             await self._nats.start()
 
     async def stop(self) -> None:
-        """Refuse new requests, finish open ones within `drain_ns_max`, tell the rest why, leave. Once is enough."""
+        """Refuse new requests, finish open ones within `drain_ns_max`, tell the rest why, leave. Once is
+        enough.
+        """
         if self.registry.draining:
             return
         self.registry.draining = True

@@ -1,8 +1,9 @@
 """The frontend's HTTP edge: OpenAI's endpoints, and what operators look at.
 
-No framework between the socket and the handlers but aiohttp's server: a table of paths, one coroutine a request. A
-stream's status line is held back until its first token, so that a refusal is a status and not an event. A client that
-disconnects cancels its handler, and so its request, everywhere. aiohttp sets TCP_NODELAY on every connection.
+No framework between the socket and the handlers but aiohttp's server: a table of paths, one coroutine a
+request. A stream's status line is held back until its first token, so that a refusal is a status and not an
+event. A client that disconnects cancels its handler, and so its request, everywhere. aiohttp sets TCP_NODELAY
+on every connection.
 """
 
 from __future__ import annotations
@@ -89,7 +90,13 @@ class HttpEdge:
 
     def _make_request(self, message, payload, protocol, writer, task) -> web.BaseRequest:  # type: ignore[no-untyped-def]
         return web.BaseRequest(
-            message, payload, protocol, writer, task, protocol._loop, client_max_size=self._config.body_bytes_max
+            message,
+            payload,
+            protocol,
+            writer,
+            task,
+            protocol._loop,
+            client_max_size=self._config.body_bytes_max,
         )
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -111,7 +118,7 @@ class HttpEdge:
             self._registry.metrics.failed(500)
             return _refusal(ApiError(500, "internal error", code="internal"))
 
-    # --- generating -------------------------------------------------------------------------------------------
+    # --- generating -----------------------------------------------------------------------------------------
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self._generate(request, chat_ask)
@@ -132,7 +139,9 @@ class HttpEdge:
             if tenant:
                 ask = dataclasses.replace(ask, tenant=tenant)  # a key's tenant is not the body's to choose
             default = 0 if ask.chat else self._config.completion_max_tokens_default
-            opened = await self._registry.open(ask, listener, traceparent=traceparent, max_tokens_default=default)
+            opened = await self._registry.open(
+                ask, listener, traceparent=traceparent, max_tokens_default=default
+            )
         except ApiError as error:
             self._registry.refused(error, began_ns, chat=read is chat_ask, traceparent=traceparent)
             raise
@@ -184,7 +193,7 @@ class HttpEdge:
             raise ApiError(401, "no valid API key (Authorization: Bearer ...)", code="invalid_api_key")
         return tenant
 
-    # --- the rest ---------------------------------------------------------------------------------------------
+    # --- the rest -------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         self._authorize(request)
@@ -203,12 +212,16 @@ class HttpEdge:
             raise ApiError(503, "this frontend is stopping", code="stopping")
         status = await self._status.read()
         if not status["ready"]:
-            raise ApiError(503, "no worker yet in one of the pools", code="not_ready", retry_after_ns=1_000_000_000)
+            raise ApiError(
+                503, "no worker yet in one of the pools", code="not_ready", retry_after_ns=1_000_000_000
+            )
         return _json({"status": "ready"})
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
         self._registry.metrics.show_open(self._registry.requests.values())
-        return web.Response(body=exposition(self._registry.metrics.registry), headers={"content-type": CONTENT_TYPE})
+        return web.Response(
+            body=exposition(self._registry.metrics.registry), headers={"content-type": CONTENT_TYPE}
+        )
 
     async def _version(self, _: web.BaseRequest) -> web.StreamResponse:
         return _json({"version": VERSION})
@@ -233,7 +246,9 @@ class HttpEdge:
         return web.Response(body=body, content_type=_JSON, headers={"cache-control": "no-store"})
 
     def _authorize_all(self, request: web.BaseRequest) -> None:
-        """The page shows requests of every tenant: not for a key that is one tenant's. Raises ApiError 401, 403."""
+        """The page shows requests of every tenant: not for a key that is one tenant's. Raises ApiError 401,
+        403.
+        """
         if self._authorize(request):
             raise ApiError(403, "this key is one tenant's; the page shows all", code="not_for_tenants")
 

@@ -1,7 +1,7 @@
 """Prometheus metrics of a frontend: requests as their clients see them.
 
-Names that existing dashboards use are kept (`vllm:...`); what has no such name is `halfmoon_...`. Each name is of one
-kind of process, so that a sum over a cluster counts nothing twice.
+Names that existing dashboards use are kept (`vllm:...`); what has no such name is `halfmoon_...`. Each name
+is of one kind of process, so that a sum over a cluster counts nothing twice.
 """
 
 from __future__ import annotations
@@ -38,23 +38,40 @@ class FrontendMetrics:
         self.decode = self._seconds("vllm:request_decode_time_seconds", "From the first token to the last.")
         self.transfer = self._seconds("halfmoon_request_transfer_seconds", "Fetching KVCache before prefill.")
         self.handover = self._seconds("halfmoon_request_handover_seconds", "What else the first token took.")
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Prompt tokens of requests that got a first token."
+        )
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the KVCache.")
+        self.prefix_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the KVCache."
+        )
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the KVCache.")
-        self.prompt_length = self._histogram("vllm:request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
-        self.output_length = self._histogram("vllm:request_generation_tokens", "Tokens generated a request.", _TOKENS)
+        self.prompt_length = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens a request.", _TOKENS
+        )
+        self.output_length = self._histogram(
+            "vllm:request_generation_tokens", "Tokens generated a request.", _TOKENS
+        )
         self._success = Counter(
-            "vllm:request_success", "Finished requests.", ["model_name", "finished_reason"], registry=self.registry
+            "vllm:request_success",
+            "Finished requests.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
         )
         self._rejections = Counter(
-            "vllm:admission_rejections", "Requests refused early.", ["model_name", "reason"], registry=self.registry
+            "vllm:admission_rejections",
+            "Requests refused early.",
+            ["model_name", "reason"],
+            registry=self.registry,
         )
         self._errors = Counter(
             "halfmoon_request_errors", "Requests answered with an error.", ["status"], registry=self.registry
         )
         self._slo_results = Counter(
-            "halfmoon_slo_requests", "Accepted requests, by SLO.", ["model_name", "result"], registry=self.registry
+            "halfmoon_slo_requests",
+            "Accepted requests, by SLO.",
+            ["model_name", "result"],
+            registry=self.registry,
         )
         # Each is shown from the start, or Prometheus would not see its first one.
         for metric, values in (
@@ -137,4 +154,6 @@ class FrontendMetrics:
         return self._histogram(name, text, buckets)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry).labels(self._model)
+        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry).labels(
+            self._model
+        )

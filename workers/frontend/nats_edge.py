@@ -1,9 +1,10 @@
 """The frontend's NATS edge: the micro service `halfmoon`, JSON in, JSON out (docs/api.md).
 
-A request's answers go to its reply subject. Whoever stops listening is noticed like this: each chunk of a stream is
-published *with* a reply subject of ours, and the server reports there (status 503) when nobody is subscribed to the
-chunk's subject. While there is nothing to send, an empty chunk every 0.4 s keeps asking. A request that is not a
-stream may name a subject for the same purpose in its header `Halfmoon-Alive`; and anything can be ended with `.cancel`.
+A request's answers go to its reply subject. Whoever stops listening is noticed like this: each chunk of a
+stream is published *with* a reply subject of ours, and the server reports there (status 503) when nobody is
+subscribed to the chunk's subject. While there is nothing to send, an empty chunk every 0.4 s keeps asking. A
+request that is not a stream may name a subject for the same purpose in its header `Halfmoon-Alive`; and
+anything can be ended with `.cancel`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from halfmoon.bus.client import header_lines
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.version import VERSION
 from halfmoon.schemas import subjects
-from halfmoon.schemas.api import ApiError, Ask, CancelBody, TokenizeBody, chat_ask, completion_ask, decode_body
+from halfmoon.schemas.api import (
+    ApiError,
+    Ask,
+    CancelBody,
+    TokenizeBody,
+    chat_ask,
+    completion_ask,
+    decode_body,
+)
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
 from halfmoon.workers.frontend.nats_request import NatsListener, client_traceparent
 from halfmoon.workers.frontend.nats_service import Endpoint, MicroService, settled
@@ -92,7 +101,7 @@ class NatsEdge:
         if self._watching is not None:
             await end_tasks([self._watching])
 
-    # --- generating -------------------------------------------------------------------------------------------
+    # --- generating -----------------------------------------------------------------------------------------
 
     async def _generate(self, endpoint: Endpoint, msg: Msg) -> None:
         await self._open(endpoint, msg, completion_ask)
@@ -136,7 +145,7 @@ class NatsEdge:
     def closed(self, request: OpenRequest) -> None:
         self._listeners.pop(request.request_id, None)
 
-    # --- sending ----------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------
 
     def send(self, subject: str, payload: bytes, reply: str = "", headers: Headers | None = None) -> None:
         """In order, soon; lost while the connection is: then the client asks again."""
@@ -156,7 +165,7 @@ class NatsEdge:
         headers = {ERROR_CODE_HEADER: str(error.status), ERROR_HEADER: message, **error.retry_headers()}
         self.send(reply, error.body(), headers=headers)
 
-    # --- is anybody there? ------------------------------------------------------------------------------------
+    # --- is anybody there? ----------------------------------------------------------------------------------
 
     async def _on_probe(self, msg: Msg) -> None:
         if (msg.headers or {}).get("Status") != "503":
@@ -182,7 +191,7 @@ class NatsEdge:
                     listener.sent_ns = now_ns
                     listener.keep_alive()
 
-    # --- the rest ---------------------------------------------------------------------------------------------
+    # --- the rest -------------------------------------------------------------------------------------------
 
     async def _cancel(self, endpoint: Endpoint, msg: Msg) -> None:
         started_ns = time.monotonic_ns()

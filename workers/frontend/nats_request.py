@@ -16,7 +16,8 @@ from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 if TYPE_CHECKING:
     from halfmoon.workers.frontend.nats_edge import NatsEdge
 
-#: A request that is no stream may name a subject that its client listens to for as long as it wants the answer.
+#: A request that is no stream may name a subject that its client listens to for as long as it wants the
+#: answer.
 ALIVE_HEADER = "Halfmoon-Alive"
 _SUBJECT = re.compile(r"^[^\s*>.]+(\.[^\s*>.]+)*$")
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
@@ -84,7 +85,9 @@ class NatsListener:
     def keep_alive(self) -> None:
         """Nothing was sent for a while: make sure that somebody waits."""
         if self.request is not None and self._alive:
-            payload = generate_chunk(self.request, None, self._edge.registry.tokenizer) if self._stream else b""
+            payload = (
+                generate_chunk(self.request, None, self._edge.registry.tokenizer) if self._stream else b""
+            )
             self._edge.send(self._alive, payload, self._edge.probe(self.request), self._headers)
 
     def _answer(self, request: OpenRequest) -> bytes:
@@ -96,6 +99,8 @@ class NatsListener:
         if len(answer) > limit and self._stream:  # the chunks had them
             answer = generate_answer(request, tokenizer, model, with_logprobs=False)
         if len(answer) > limit:
-            message = f"the answer is {len(answer)} bytes, more than the NATS server's max_payload: ask with stream"
+            message = (
+                f"the answer is {len(answer)} bytes, more than the NATS server's max_payload: ask with stream"
+            )
             raise ApiError(413, message, code="answer_too_large")
         return answer

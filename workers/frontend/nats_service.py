@@ -1,7 +1,7 @@
 """A NATS micro service: `$SRV.PING/INFO/STATS` and endpoints in a queue group.
 
-nats-py's own measures an endpoint by how long its callback runs and counts only what it raises; our requests are
-answered much later, by other callbacks, so the counting is done here. The messages are nats-py's.
+nats-py's own measures an endpoint by how long its callback runs and counts only what it raises; our requests
+are answered much later, by other callbacks, so the counting is done here. The messages are nats-py's.
 
 Source: NATS ADR-32 (service API).
 """
@@ -25,8 +25,8 @@ QUEUE_GROUP = "q"
 async def settled(nc: Client) -> None:
     """The server has taken in everything that was sent before.
 
-    nats-py's `flush` alone does not say so: its PING overtakes commands that are still in the client's buffer. After
-    the first flush the buffer was written, so the second PING is behind it.
+    nats-py's `flush` alone does not say so: its PING overtakes commands that are still in the client's
+    buffer. After the first flush the buffer was written, so the second PING is behind it.
     """
     await nc.flush()
     await nc.flush()
@@ -80,10 +80,16 @@ class MicroService:
 
     async def start(self) -> None:
         for verb, answer in (("PING", self._ping), ("INFO", self._info), ("STATS", self._stats)):
-            for subject in (f"$SRV.{verb}", f"$SRV.{verb}.{self._name}", f"$SRV.{verb}.{self._name}.{self._id}"):
+            for subject in (
+                f"$SRV.{verb}",
+                f"$SRV.{verb}.{self._name}",
+                f"$SRV.{verb}.{self._name}.{self._id}",
+            ):
                 self._subscriptions.append(await self._nc.subscribe(subject, cb=self._answering(answer)))
 
-    async def add(self, name: str, subject: str, handler: Callable[[Endpoint, Msg], Awaitable[None]]) -> Endpoint:
+    async def add(
+        self, name: str, subject: str, handler: Callable[[Endpoint, Msg], Awaitable[None]]
+    ) -> Endpoint:
         """`handler` is awaited for one message after another: it must return soon."""
         endpoint = Endpoint(name, subject)
 

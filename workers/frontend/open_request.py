@@ -1,9 +1,11 @@
-"""One open request in the frontend: tokens come in from whichever worker decodes it, text goes out to its listener.
+"""One open request in the frontend: tokens come in from whichever worker decodes it, text goes out to its
+listener.
 
 No I/O and no clock in here. The rules:
 
 1. Only the newest order counts. `take` notes it; an order is "<sequence>-<number>" and a larger one is newer.
-2. Tokens are accepted in order of their index. What is there already is dropped; a gap changes nothing and is told.
+2. Tokens are accepted in order of their index. What is there already is dropped; a gap changes nothing and is
+   told.
 3. The text that the listener gets does not depend on how deliveries were cut, repeated or resumed.
 4. Nothing is accepted after the end. The frontend decides about stop strings: a hit is an end like any other.
 """
@@ -33,7 +35,9 @@ class Piece(NamedTuple):
 
 
 class Listener(Protocol):
-    """An edge's end of a request. Called from the event loop; must not block. After the end it is called no more."""
+    """An edge's end of a request. Called from the event loop; must not block. After the end it is called no
+    more.
+    """
 
     def on_piece(self, request: OpenRequest, piece: Piece) -> None: ...
 
@@ -200,7 +204,9 @@ class OpenRequest:
         return Progress.FINISHED if delivery.finish_reason else Progress.STOPPED
 
     def _read(self, tokens: list[SampledToken], finish_reason: str) -> tuple[str, list[SampledToken], str]:
-        """The new text, the tokens that it took (fewer when a stop string hit), and how the answer ends, if it does."""
+        """The new text, the tokens that it took (fewer when a stop string hit), and how the answer ends, if
+        it does.
+        """
         ids = [sampled.token_id for sampled in tokens]
         shown = ids
         if finish_reason == "stop" and ids and ids[-1] in self.end_ids:

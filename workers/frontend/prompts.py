@@ -43,7 +43,7 @@ class PromptReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str) -> None:
-        """"" means the one there is. Raises ApiError 404."""
+        """ "" means the one there is. Raises ApiError 404."""
         if name not in self._models:
             message = f"the model {name[:80]!r} does not exist; there is {self.config.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -80,7 +80,11 @@ class PromptReader:
         return {"tokens": ids, "count": len(ids), "max_model_len": self.config.context_tokens}
 
     async def encode(
-        self, *, text: str | None, token_ids: list[int] | None = None, messages: list[dict[str, str]] | None = None
+        self,
+        *,
+        text: str | None,
+        token_ids: list[int] | None = None,
+        messages: list[dict[str, str]] | None = None,
     ) -> list[int]:
         """The token ids of whichever is given."""
         param = "messages" if messages is not None else "prompt"
@@ -90,10 +94,14 @@ class PromptReader:
                 raise ApiError(400, message, param="prompt", code="invalid")
         elif messages is not None:
             characters = sum(len(message["content"]) for message in messages)
-            token_ids = await self._encode(functools.partial(self._tokenizer.encode_chat, messages), characters)
+            token_ids = await self._encode(
+                functools.partial(self._tokenizer.encode_chat, messages), characters
+            )
         else:
             text = text or ""
-            token_ids = await self._encode(functools.partial(self._tokenizer.encode, text, add_special=True), len(text))
+            token_ids = await self._encode(
+                functools.partial(self._tokenizer.encode, text, add_special=True), len(text)
+            )
         if not token_ids:
             raise ApiError(422, f"{param}: no token to start from", param=param, code="empty")
         return token_ids

@@ -1,7 +1,8 @@
 """Lost deliveries: tokens travel over core NATS, at most once, and this makes up for it.
 
-A gap in the indices is repaired at once; a silence is looked into after `resend_after_ns`, because the lost message may
-have been the last one. A worker that is gone is the conductors' business: they place the request again.
+A gap in the indices is repaired at once; a silence is looked into after `resend_after_ns`, because the lost
+message may have been the last one. A worker that is gone is the conductors' business: they place the request
+again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Resends:
             return
         if now_ns - request.heard_at_ns > config.silence_ns_max:
             seconds = config.silence_ns_max // 1_000_000_000
-            self._registry.fail(request, ApiError(500, f"nothing was heard for {seconds} s", code="silence"), "silence")
+            self._registry.fail(
+                request, ApiError(500, f"nothing was heard for {seconds} s", code="silence"), "silence"
+            )
             return
         self.ask(request)
 
@@ -93,8 +96,8 @@ class Resends:
             self._unknown(request)
 
     def _unknown(self, request: OpenRequest) -> None:
-        """The worker is gone, or restarted: the conductors place the request again, unless it had told them that all is
-        done. So they are told that it is not."""
+        """The worker is gone, or restarted: the conductors place the request again, unless it had told them
+        that all is done. So they are told that it is not."""
         request.unknown_count += 1
         if self._is_open(request) and request.unknown_count % UNKNOWN_COUNT_MAX == 0:
             lost = msgspec.structs.replace(request.arrived, answer_lost=True)

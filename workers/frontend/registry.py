@@ -1,8 +1,8 @@
 """The frontend's core: all open requests, between the edges (NATS, HTTP) and the cluster.
 
-An edge calls `open` with a checked request and a listener; from then on the registry owns the request until it ends in
-exactly one of: the last piece, an error told to the listener, `cancel` by the edge. What a client sent stays in this
-process: workers take it from here (`take`), the log gets lengths and keys.
+An edge calls `open` with a checked request and a listener; from then on the registry owns the request until
+it ends in exactly one of: the last piece, an error told to the listener, `cancel` by the edge. What a client
+sent stays in this process: workers take it from here (`take`), the log gets lengths and keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.api import CLIENT_GONE, ApiError, Ask
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import AnnounceYourself, FailRequest, Ordered, RejectRequest, StartPrefill
-from halfmoon.schemas.events import FrontendHeartbeat, FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
+from halfmoon.schemas.events import (
+    FrontendHeartbeat,
+    FrontendJoined,
+    FrontendLeft,
+    RequestArrived,
+    RequestCancelled,
+)
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers.frontend.config import SECOND_NS, FrontendConfig
@@ -65,7 +71,7 @@ class RequestRegistry:
         self._empty = asyncio.Event()
         self._empty.set()
 
-    # --- life -------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Take part in the cluster. Raises BusError."""
@@ -93,7 +99,9 @@ class RequestRegistry:
         await end_tasks(self._tasks)
         self.prompts.close()
         if not self.bus.nc.is_closed:
-            left = FrontendLeft(frontend_id=self.config.frontend_id, incarnation=self._incarnation, reason="stopped")
+            left = FrontendLeft(
+                frontend_id=self.config.frontend_id, incarnation=self._incarnation, reason="stopped"
+            )
             self.bus.append_soon(left, source_id=self.config.frontend_id)
             await self.bus.flush(2.0)
 
@@ -103,7 +111,7 @@ class RequestRegistry:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # --- requests, from the edges -----------------------------------------------------------------------------
+    # --- requests, from the edges ---------------------------------------------------------------------------
 
     @property
     def open_requests(self) -> int:
@@ -127,7 +135,9 @@ class RequestRegistry:
         max_tokens_default = max_tokens_default or self.config.max_tokens_default
         prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
         if ask.request_id in self._aliases:
-            raise ApiError(422, "a request of this request_id is open", param="request_id", code="request_id_in_use")
+            raise ApiError(
+                422, "a request of this request_id is open", param="request_id", code="request_id_in_use"
+            )
         arrived = RequestArrived(
             request_id=new_request_id(),
             frontend_id=self.config.frontend_id,
@@ -168,7 +178,9 @@ class RequestRegistry:
         """An edge took no request in, or `open` raised: it has a span all the same, where there are traces."""
         if self.tracing is not None:
             operation, config = "chat" if chat else "text_completion", self.config
-            refused_request(self.tracing, operation, config.frontend_id, config.model, traceparent, began_ns, error)
+            refused_request(
+                self.tracing, operation, config.frontend_id, config.model, traceparent, began_ns, error
+            )
 
     def find(self, name: str) -> OpenRequest | None:
         """By request id, or by the id that the client gave."""
@@ -206,7 +218,7 @@ class RequestRegistry:
             RequestCancelled(request_id=request.request_id, reason=reason), source_id=self.config.frontend_id
         )
 
-    # --- tokens, to the workers and from them -----------------------------------------------------------------
+    # --- tokens, to the workers and from them ---------------------------------------------------------------
 
     def _on_placed(self, ordered: Ordered) -> None:
         """Give both workers the tokens before they ask."""
@@ -217,7 +229,10 @@ class RequestRegistry:
         if request is None or order_rank(order.order_id) <= request.order_rank:
             return  # not wanted any more; or another conductor's copy
         ask = TakeRequest(
-            request_id=order.request_id, order_id=order.order_id, worker_id=order.decode_worker_id, role="decode"
+            request_id=order.request_id,
+            order_id=order.order_id,
+            worker_id=order.decode_worker_id,
+            role="decode",
         )
         given = encode(TokensGiven(order_id=order.order_id, taken=self.take(ask)))
         for worker_id in (order.worker_id, order.decode_worker_id):
@@ -252,7 +267,7 @@ class RequestRegistry:
                     if progress is Progress.STOPPED:
                         self._tell_cancelled(request, "stop")
 
-    # --- decisions and time -----------------------------------------------------------------------------------
+    # --- decisions and time ---------------------------------------------------------------------------------
 
     async def _follow_decisions(self, reader: StreamTail) -> None:
         async for ordered in self.bus.follow_decisions(reader):
@@ -270,9 +285,13 @@ class RequestRegistry:
                     self.fail(request, ApiError(500, decision.message, code="failed"))
 
     def _announce(self) -> None:
-        """A conductor does not know us: say again who we are and what is open. It knows repeats for what they are."""
+        """A conductor does not know us: say again who we are and what is open. It knows repeats for what they
+        are.
+        """
         source_id = self.config.frontend_id
-        self.bus.append_soon(FrontendJoined(frontend_id=source_id, incarnation=self._incarnation), source_id=source_id)
+        self.bus.append_soon(
+            FrontendJoined(frontend_id=source_id, incarnation=self._incarnation), source_id=source_id
+        )
         for request in self.requests.values():
             self.bus.append_soon(request.arrived, source_id=source_id)
 

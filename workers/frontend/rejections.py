@@ -9,7 +9,9 @@ _STATUS = {"no_worker": 503, "too_long": 413}
 
 
 def rejection(decision: RejectRequest) -> ApiError:
-    """429; 503 when a pool is empty, 413 when no worker could ever hold it. With what was predicted, and the SLO."""
+    """429; 503 when a pool is empty, 413 when no worker could ever hold it. With what was predicted, and the
+    SLO.
+    """
     error = ApiError(
         _STATUS.get(decision.reason, 429),
         decision.message or decision.reason,

@@ -36,7 +36,8 @@ class Slo:
             await asyncio.sleep(pause_s)
 
     def judge(self, ttft_ns: int, intervals_ns: Sequence[int], *, ttft_slo_ns: int, tbt_slo_ns: int) -> str:
-        """Of a request that was answered: "met", or which it missed first, "ttft" or "tbt"; "" while none is known.
+        """Of a request that was answered: "met", or which it missed first, "ttft" or "tbt"; "" while none is
+        known.
 
         `ttft_slo_ns`, `tbt_slo_ns`: its own, or 0.
         """

@@ -1,7 +1,7 @@
 """Spans of the frontend: a request as its client sees it.
 
-No text and no tokens: lengths, times, names. The names `gen_ai.*` are OpenTelemetry's for generative AI, ours begin
-with `halfmoon.`. Nothing in here is called, or it returns at once, where a request is not traced.
+No text and no tokens: lengths, times, names. The names `gen_ai.*` are OpenTelemetry's for generative AI, ours
+begin with `halfmoon.`. Nothing in here is called, or it returns at once, where a request is not traced.
 """
 
 from __future__ import annotations
@@ -39,11 +39,19 @@ def begin_request(
     if sampling.presence_penalty or sampling.frequency_penalty:
         about["gen_ai.request.presence_penalty"] = sampling.presence_penalty
         about["gen_ai.request.frequency_penalty"] = sampling.frequency_penalty
-    return tracing.begin(f"{operation} {ask.model or model}", traceparent, wall_ns(now_ns), about, server=True)
+    return tracing.begin(
+        f"{operation} {ask.model or model}", traceparent, wall_ns(now_ns), about, server=True
+    )
 
 
 def refused_request(
-    tracing: Tracing, operation: str, frontend_id: str, model: str, traceparent: str, began_ns: int, error: ApiError
+    tracing: Tracing,
+    operation: str,
+    frontend_id: str,
+    model: str,
+    traceparent: str,
+    began_ns: int,
+    error: ApiError,
 ) -> None:
     """One that never became a request of the cluster: nothing is known of it but what was wrong."""
     about: dict[str, Value] = {

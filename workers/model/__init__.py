@@ -1,1 +1,3 @@
-"""The language model itself: files, tokenizer, forward pass, paged cache, sampling. It knows nothing of the cluster."""
+"""The language model itself: files, tokenizer, forward pass, paged cache, sampling. It knows nothing of the
+cluster.
+"""

@@ -4,10 +4,10 @@ Shapes. ``q`` is ``[rows, heads, head_dim]``, ``k_cache`` and ``v_cache`` one la
 ``[num_blocks, block_tokens, kv_heads, head_dim]``. Queries are the last tokens of their sequence and their own keys are
 in the cache already. A :class:`Plan` is made once a step, and used by every layer of it.
 
-A *partial attention state* is attention over some of the keys: the normalised ``out`` and the f32 log-sum-exp of its
-scores. States over disjoint keys merge to the state over their union; that of no keys is the neutral element. Chunked
-prefill uses it here (keys before the chunk, keys of the chunk); remote parts of a sequence can use it as well.
-Source: FlashAttention-2, section 3.1; Infinite-LLM (arXiv 2401.02669), section 4.
+A *partial attention state* is attention over some of the keys: the normalised ``out`` and the f32 log-sum-exp
+of its scores. States over disjoint keys merge to the state over their union; that of no keys is the neutral
+element. Chunked prefill uses it here (keys before the chunk, keys of the chunk); remote parts of a sequence
+can use it as well. Source: FlashAttention-2, section 3.1; Infinite-LLM (arXiv 2401.02669), section 4.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """``out`` ``[rows, heads, head_dim]``; ``lse`` f32 ``[rows, heads]``, natural logarithm, -inf where no key was."""
+    """``out`` ``[rows, heads, head_dim]``; ``lse`` f32 ``[rows, heads]``, natural logarithm, -inf where no
+    key was.
+    """
 
     out: Tensor
     lse: Tensor
@@ -31,7 +33,9 @@ class Partial:
 
 def neutral(q: Tensor) -> Partial:
     """The state over no keys: merging with it changes nothing."""
-    return Partial(torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device))
+    return Partial(
+        torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+    )
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -46,7 +50,9 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 @dataclass(slots=True)
 class Plan:
-    """Which cached tokens each sequence of a step attends to. Valid while tables and lengths stay as they were."""
+    """Which cached tokens each sequence of a step attends to. Valid while tables and lengths stay as they
+    were.
+    """
 
     query_tokens: list[int]
     context_tokens: list[int]
@@ -93,7 +99,9 @@ class Attention(ABC):
 
     @abstractmethod
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor) -> None:
-        """Causal attention of every sequence of ``plan``, rows of ``q`` in its order, into ``out`` (like ``q``)."""
+        """Causal attention of every sequence of ``plan``, rows of ``q`` in its order, into ``out`` (like
+        ``q``).
+        """
 
     @abstractmethod
     def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
@@ -126,10 +134,11 @@ def make_attention(
 
 
 class SdpaAttention(Attention):
-    """PyTorch alone. On CPU its private flash operator, which returns the log-sum-exp; elsewhere the public one.
+    """PyTorch alone. On CPU its private flash operator, which returns the log-sum-exp; elsewhere the public
+    one.
 
-    Each sequence is computed at its exact length and without padding, so that its bits do not depend on the batch or
-    on where its blocks lie.
+    Each sequence is computed at its exact length and without padding, so that its bits do not depend on the
+    batch or on where its blocks lie.
     """
 
     name = "sdpa"
@@ -191,7 +200,9 @@ class SdpaAttention(Attention):
         else:
             # No mask: the query heads of a KV head are as good as further query rows, and read its keys once.
             folded = by_head.reshape(1, kv_heads, group * rows, dim)
-            o, lse = self._flash(folded, k.permute(1, 0, 2).unsqueeze(0), v.permute(1, 0, 2).unsqueeze(0), 0.0, False)
+            o, lse = self._flash(
+                folded, k.permute(1, 0, 2).unsqueeze(0), v.permute(1, 0, 2).unsqueeze(0), 0.0, False
+            )
         out = o.reshape(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
         return Partial(out, lse.reshape(heads, rows).t().float())
 

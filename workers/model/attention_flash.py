@@ -1,7 +1,8 @@
 """flash-attn over the paged cache.
 
-flash-attn's page is a multiple of 256 tokens and its dtypes are bf16 and f16; it needs CUDA. Its import can fail in two
-ways, by being absent and by having been built for another torch (an ``OSError`` or an undefined symbol).
+flash-attn's page is a multiple of 256 tokens and its dtypes are bf16 and f16; it needs CUDA. Its import can
+fail in two ways, by being absent and by having been built for another torch (an ``OSError`` or an undefined
+symbol).
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def flash_unavailable(device: torch.device, dtype: torch.dtype, block_tokens: in
         reasons.append(f"block_tokens is {block_tokens}, not a multiple of {PAGE_TOKENS_MULTIPLE}")
     try:
         importlib.import_module("flash_attn")
-    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: registered twice, or by another build
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # RuntimeError: registered twice, or by another build
         reasons.append(f"flash_attn cannot be imported: {error}")
     return reasons
 
@@ -39,7 +44,8 @@ class FlashAttention(Attention):
 
     def __init__(self, block_tokens: int, device: torch.device, *, exact: bool) -> None:
         super().__init__(block_tokens, device)
-        # How the keys are split between multiprocessors follows the batch, and the bits with it: exact never splits.
+        # How the keys are split between multiprocessors follows the batch, and the bits with it: exact never
+        # splits.
         self._splits = 1 if exact else 0
         module: Any = importlib.import_module("flash_attn")
         self._with_kvcache, self._varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
@@ -50,7 +56,12 @@ class FlashAttention(Attention):
         rows = sum(plan.query_tokens)
         if rows == sequences:
             o = self._with_kvcache(
-                q[:rows].unsqueeze(1), k_cache, v_cache, cache_seqlens=lengths, block_table=tables, causal=True,
+                q[:rows].unsqueeze(1),
+                k_cache,
+                v_cache,
+                cache_seqlens=lengths,
+                block_table=tables,
+                causal=True,
                 num_splits=self._splits,
             )
             out[:rows] = o.squeeze(1)
@@ -80,7 +91,9 @@ class FlashAttention(Attention):
         return Partial(out, lse.t().float())
 
     def _device_plan(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """``[sequences, blocks]`` and ``[sequences]``, int32, made by the first layer and kept for the others."""
+        """``[sequences, blocks]`` and ``[sequences]``, int32, made by the first layer and kept for the
+        others.
+        """
         if plan.device_tables is None or plan.device_lengths is None:
             widest = max(len(table) for table in plan.tables)
             padded = [table + [0] * (widest - len(table)) for table in plan.tables]

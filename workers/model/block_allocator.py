@@ -1,6 +1,7 @@
 """Which blocks of the paged cache are free, and which to give.
 
-Imports no torch: a worker without a model (see ``null_engine``) allocates the same way. Ask ``can_allocate`` first;
+Imports no torch: a worker without a model (see ``null_engine``) allocates the same way. Ask ``can_allocate``
+first;
 ``allocate`` beyond it is our own mistake and an assertion. Blocks are given in one run where a run is free, since a
 sequence whose blocks lie in a row is read in place, without a gather.
 """
@@ -13,7 +14,9 @@ from itertools import pairwise
 
 
 class BlockAllocator:
-    """``num_blocks`` blocks, numbered from 0. Free runs are kept as start to length, and by their starts in order."""
+    """``num_blocks`` blocks, numbered from 0. Free runs are kept as start to length, and by their starts in
+    order.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 0, num_blocks
@@ -31,7 +34,9 @@ class BlockAllocator:
         return count <= self._free
 
     def allocate(self, count: int) -> list[int]:
-        """The smallest free run that holds ``count``; without one, the longest runs, so that few pieces result."""
+        """The smallest free run that holds ``count``; without one, the longest runs, so that few pieces
+        result.
+        """
         assert 0 <= count <= self._free, (count, self._free)
         if count == 0:
             return []
@@ -47,7 +52,8 @@ class BlockAllocator:
     def extend(self, table: list[int], count: int = 1) -> list[int]:
         """Appends ``count`` blocks to ``table`` and returns them: the next in the row while it is free.
 
-        A new piece starts in the middle of the longest free run, where it and the run's left neighbour can both grow.
+        A new piece starts in the middle of the longest free run, where it and the run's left neighbour can
+        both grow.
         """
         assert 0 <= count <= self._free, (count, self._free)
         added: list[int] = []

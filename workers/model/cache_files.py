@@ -1,6 +1,7 @@
 """The per-user cache folder: what can be computed again, and is only kept to save time.
 
-A file appears whole or not at all (written beside, then renamed). Nothing here is trusted: who reads a file checks it.
+A file appears whole or not at all (written beside, then renamed). Nothing here is trusted: who reads a file
+checks it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> bool:
 
 @contextlib.contextmanager
 def held_lock(path: Path) -> Iterator[None]:
-    """One process at a time; the kernel frees it when the process dies. No lock where the folder takes no files."""
+    """One process at a time; the kernel frees it when the process dies. No lock where the folder takes no
+    files.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,9 +1,10 @@
 """Keeps what users write from being read as control tokens of a chat template.
 
-A control token (``<|im_end|>``) in a message would end the message, and let its author speak as the system. So user
-text is rendered with the *first characters* of all control tokens replaced by characters of a private-use plane, one
-for one. Whatever the template then cuts, trims or joins, no control token can begin inside user text. Those found in
-the rendered text are the template's own; everything between them is turned back and encoded as plain text.
+A control token (``<|im_end|>``) in a message would end the message, and let its author speak as the system.
+So user text is rendered with the *first characters* of all control tokens replaced by characters of a
+private-use plane, one for one. Whatever the template then cuts, trims or joins, no control token can begin
+inside user text. Those found in the rendered text are the template's own; everything between them is turned
+back and encoded as plain text.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def render_pieces(
     everywhere = str.maketrans(stand_ins)
     tainted = render(_mapped(messages, lambda value: value.translate(everywhere)))
     if tainted.translate(back) != plain:
-        # The template looks into the messages (for ``</think>``, say): then only what may be part of a control token
-        # is replaced, which is every first character of a whole one, or of one cut off at the end of a string.
+        # The template looks into the messages (for ``</think>``, say): then only what may be part of a
+        # control token is replaced, which is every first character of a whole one, or of one cut off at the
+        # end of a string.
         tainted = render(_mapped(messages, lambda value: _narrow(value, control, stand_ins)))
     return [(piece.translate(back), special) for piece, special in split_control(tainted, control)]
 
@@ -91,5 +93,6 @@ def _mapped(messages: list[dict[str, Any]], change: Callable[[str], str]) -> lis
         return value
 
     return [
-        {key: value if key == "role" else walk(value) for key, value in message.items()} for message in messages
+        {key: value if key == "role" else walk(value) for key, value in message.items()}
+        for message in messages
     ]

@@ -12,14 +12,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplateError(Exception):
-    """The messages do not fit the template, or the model has none. The words are the template's, where it has some."""
+    """The messages do not fit the template, or the model has none. The words are the template's, where it has
+    some.
+    """
 
 
 class ChatTemplate:
     """One compiled template. ``specials`` are what templates call ``bos_token`` and ``eos_token``."""
 
     def __init__(self, source: str, specials: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -36,7 +40,14 @@ class ChatTemplate:
             )
         except ChatTemplateError:
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
 
 

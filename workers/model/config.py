@@ -1,7 +1,7 @@
 """What a model is, apart from its weights: sizes, rotary embedding, special token ids.
 
-Imports neither torch nor numpy, so that the frontend can ask for a model's limits cheaply. Everything that the
-compute engine cannot run is refused here, by name of the field, before any weight is read.
+Imports neither torch nor numpy, so that the frontend can ask for a model's limits cheaply. Everything that
+the compute engine cannot run is refused here, by name of the field, before any weight is read.
 """
 
 from __future__ import annotations
@@ -149,9 +149,7 @@ def from_huggingface(config: Mapping[str, Any], generation: Mapping[str, Any]) -
     )
 
 
-def from_gguf(
-    metadata: Mapping[str, Any], *, tied: bool, rope_factors: tuple[float, ...]
-) -> ModelConfig:
+def from_gguf(metadata: Mapping[str, Any], *, tied: bool, rope_factors: tuple[float, ...]) -> ModelConfig:
     """From the metadata of a GGUF file. ``rope_factors`` are the values of its ``rope_freqs`` tensor, if any."""
     kind = metadata.get("general.architecture")
     if kind not in ("llama", "qwen2"):
@@ -171,7 +169,9 @@ def from_gguf(
     elif scaling_kind == "linear":
         scaling = RopeScaling(kind="linear", factor=float(field("rope.scaling.factor")))
     elif scaling_kind != "none":
-        raise ModelUnsupported(f"{kind}.rope.scaling.type", scaling_kind, "none, linear, or a rope_freqs tensor")
+        raise ModelUnsupported(
+            f"{kind}.rope.scaling.type", scaling_kind, "none, linear, or a rope_freqs tensor"
+        )
     heads = int(field("attention.head_count"))
     head_dim = int(metadata.get(f"{kind}.attention.key_length") or field("embedding_length") // heads)
     rotary_dims = int(metadata.get(f"{kind}.rope.dimension_count", head_dim))

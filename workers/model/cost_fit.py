@@ -1,7 +1,9 @@
-"""What prefill and decode cost on a machine: six integers, and the least squares that find them. Imports no torch.
+"""What prefill and decode cost on a machine: six integers, and the least squares that find them. Imports no
+torch.
 
 ``prefill(n, p) = base + per_token * (n - p) + per_token2 * (n**2 - p**2)`` for a prompt of n tokens of which p are
-cached; ``decode(batch, context) = base + per_sequence * batch + per_context_token * context`` for one step, whose
+cached; ``decode(batch, context) = base + per_sequence * batch + per_context_token * context`` for one step,
+whose
 ``context`` is the sum over the batch. Source: Mooncake (FAST'25), section 6.1: prefill time is predictable from
 length and cached length; the forms are those of attention and of matrix products.
 """
@@ -56,7 +58,8 @@ class DecodeTime:
 
 
 def fit_non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients >= 0 with the least sum of squared relative errors. Tries every subset of columns: there are few.
+    """Coefficients >= 0 with the least sum of squared relative errors. Tries every subset of columns: there
+    are few.
 
     Relative, since a request of 100 tokens must be predicted as well as one of 8,000.
     """
@@ -96,9 +99,11 @@ def fit_profile(prefills: Sequence[PrefillTime], decodes: Sequence[DecodeTime]) 
 
 
 def by_prompt(profile: CostProfile, chunk_tokens: int, head_ns: int) -> CostProfile:
-    """From costs of single chunks to those of a prompt, which pays a chunk's base once in ``chunk_tokens`` tokens.
+    """From costs of single chunks to those of a prompt, which pays a chunk's base once in ``chunk_tokens``
+    tokens.
 
-    n tokens are n / chunk_tokens chunks and half a one on average; the logits (``head_ns``) are computed once.
+    n tokens are n / chunk_tokens chunks and half a one on average; the logits (``head_ns``) are computed
+    once.
     """
     return replace(
         profile,

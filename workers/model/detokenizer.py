@@ -24,7 +24,9 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def token_bytes(tokenizer: tokenizers.Tokenizer, control_ids: frozenset[int]) -> tuple[list[bytes], bool]:
-    """The bytes of every token, by id, and whether the text's first space is dropped (SentencePiece's prefix)."""
+    """The bytes of every token, by id, and whether the text's first space is dropped (SentencePiece's
+    prefix).
+    """
     vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     table = [b""] * (max(vocab.values()) + 1)
@@ -48,7 +50,8 @@ def token_bytes(tokenizer: tokenizers.Tokenizer, control_ids: frozenset[int]) ->
 
 
 class IncrementalDetokenizer:
-    """Text of a growing sequence of tokens. What ``push`` and ``flush`` return, joined, is ``decode`` of all ids.
+    """Text of a growing sequence of tokens. What ``push`` and ``flush`` return, joined, is ``decode`` of all
+    ids.
 
     A character whose bytes come with several tokens is held back until the last of them, so O(1) a token.
     """
@@ -72,7 +75,8 @@ class IncrementalDetokenizer:
 class StopChecker:
     """Cuts a text at the first stop string that is complete, however the text is cut into pushes.
 
-    Of stop strings that end at the same character the longest counts. Text that may be the start of one is held back.
+    Of stop strings that end at the same character the longest counts. Text that may be the start of one is
+    held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

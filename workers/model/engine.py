@@ -1,14 +1,16 @@
 """Runs a model: chunks of prompts, and steps of a batch, over one paged cache.
 
-Exact mode. The same request gives the same bits whether its prefix was computed here or fetched, whether it runs alone
-or in a batch, and wherever its blocks lie, because every row goes through the same operations in the same shapes:
+Exact mode. The same request gives the same bits whether its prefix was computed here or fetched, whether it
+runs alone or in a batch, and wherever its blocks lie, because every row goes through the same operations in
+the same shapes:
 
 - prefill runs on an absolute grid, one block of the cache at a time, so a prefix hit cannot shift a boundary;
 - matrix products of decode see ``decode_rows_multiple`` rows, always; a larger batch is several such groups;
 - attention runs for each sequence alone, at its exact length.
 
-This holds for one build of torch, kind of CPU and number of threads. Fast mode gives it up: chunks of any length and
-place, decode's products over the batch as it is. KV of a generated token differs from a prefill of it in both modes.
+This holds for one build of torch, kind of CPU and number of threads. Fast mode gives it up: chunks of any
+length and place, decode's products over the batch as it is. KV of a generated token differs from a prefill of
+it in both modes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from halfmoon.workers.model.transformer import Transformer
 Tensor = torch.Tensor
 
 _PREFILL_ROWS_MULTIPLE = 16
-"""Rows of a chunk are padded to this, so that a packed product is prepared for 16 shapes of a block and not for 256."""
+"""Rows of a chunk are padded to this, so that a packed product is prepared for 16 shapes of a block and not
+for 256.
+"""
 
 
 class Engine:
@@ -78,12 +82,13 @@ class Engine:
         want_logits: bool = False,
         should_stop: Callable[[], bool] | None = None,
     ) -> Tensor | None:
-        """Computes the KV of tokens ``[start, start + len(token_ids))`` of one sequence, whose earlier KV is cached.
+        """Computes the KV of tokens ``[start, start + len(token_ids))`` of one sequence, whose earlier KV is
+        cached.
 
         ``before_layer(i)`` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which
-        needs none of it, runs before); ``after_layer(i)`` is called when layer i of this chunk is. Returns the last
-        token's logits, f32 ``[vocab]``, if wanted. None also when ``should_stop`` said so between two layers: the
-        chunk's KV is then incomplete.
+        needs none of it, runs before); ``after_layer(i)`` is called when layer i of this chunk is. Returns
+        the last token's logits, f32 ``[vocab]``, if wanted. None also when ``should_stop`` said so between
+        two layers: the chunk's KV is then incomplete.
         """
         count = len(token_ids)
         assert count > 0, "an empty chunk has no last token"
@@ -95,7 +100,9 @@ class Engine:
         padded = -(-count // _PREFILL_ROWS_MULTIPLE) * _PREFILL_ROWS_MULTIPLE
         x, cos, sin = self._enter(token_ids, range(start, start + count), padded)
         plan = self.attention.plan([block_table], [count], [start + count])
-        attended = torch.zeros(padded, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device)
+        attended = torch.zeros(
+            padded, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device
+        )
         for i, layer in enumerate(self._model.layers):
             if should_stop is not None and should_stop():
                 return None
@@ -136,7 +143,9 @@ class Engine:
         slots = self._slots(block_tables, positions)
         x, cos, sin = self._enter(token_ids, positions, padded)
         plan = self.attention.plan(block_tables, [1] * batch, [position + 1 for position in positions])
-        attended = torch.zeros(padded, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device)
+        attended = torch.zeros(
+            padded, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device
+        )
         for i, layer in enumerate(self._model.layers):
             q, k, v = layer.project(x, cos, sin)
             self._store(i, slots, k[:batch], v[:batch])
@@ -150,7 +159,9 @@ class Engine:
         """Embeddings ``[padded, hidden]`` and rotary tables; rows of padding are token 0 at position 0."""
         blank = [0] * (padded - len(token_ids))
         ids = torch.tensor([*token_ids, *blank], dtype=torch.int64, device=self.device)
-        cos, sin = self._model.rotary.rows(torch.tensor([*positions, *blank], dtype=torch.int64, device=self.device))
+        cos, sin = self._model.rotary.rows(
+            torch.tensor([*positions, *blank], dtype=torch.int64, device=self.device)
+        )
         return self._model.embed(ids), cos, sin
 
     def _slots(self, block_tables: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:

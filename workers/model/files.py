@@ -73,7 +73,9 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model in memory. ``fingerprint`` (32 hex digits) names config and weights, and is the same on every machine."""
+    """A model in memory. ``fingerprint`` (32 hex digits) names config and weights, and is the same on every
+    machine.
+    """
 
     name: str
     config: ModelConfig
@@ -90,7 +92,9 @@ def find_model(name_or_path: str) -> ModelSource:
         spec = importlib.util.find_spec(package)  # found, not imported: the package loads a server of its own
         places = list(spec.submodule_search_locations or ()) if spec else []
         if not places:
-            raise ModelNotFound(f"{name_or_path} comes with the Python package {package}, which is not installed")
+            raise ModelNotFound(
+                f"{name_or_path} comes with the Python package {package}, which is not installed"
+            )
         path = Path(places[0]) / file_name
         if not path.is_file():
             raise ModelNotFound(f"package {package} holds no {file_name}")
@@ -134,7 +138,9 @@ def _huggingface_config(source: ModelSource) -> ModelConfig:
 
 
 def model_fingerprint(name_or_path: str) -> str:
-    """Equal to :attr:`LoadedModel.fingerprint`. Reads every byte of the weights once, then remembers (large models)."""
+    """Equal to :attr:`LoadedModel.fingerprint`. Reads every byte of the weights once, then remembers (large
+    models).
+    """
     return _fingerprint(find_model(name_or_path))
 
 
@@ -165,7 +171,8 @@ def _fingerprint(source: ModelSource) -> str:
 def load_model(name_or_path: str, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> LoadedModel:
     """Weights of ``dtype`` on ``device``.
 
-    A GGUF file is dequantised once and then read from the cache folder; any number of processes may start at once.
+    A GGUF file is dequantised once and then read from the cache folder; any number of processes may start at
+    once.
     """
     from halfmoon.workers.model.weight_cache import load_or_parse
 
@@ -229,7 +236,9 @@ def _fuse(config: ModelConfig, part: Callable[[str], torch.Tensor]) -> dict[str,
             weights[f"{ours}.qkv_bias"] = torch.cat([part(f"{name}.bias") for name in projections])
         weights[f"{ours}.out"] = part(f"{theirs}.self_attn.o_proj.weight")
         weights[f"{ours}.ffn_norm"] = part(f"{theirs}.post_attention_layernorm.weight")
-        weights[f"{ours}.gate_up"] = torch.cat([part(f"{theirs}.mlp.{name}_proj.weight") for name in ("gate", "up")])
+        weights[f"{ours}.gate_up"] = torch.cat(
+            [part(f"{theirs}.mlp.{name}_proj.weight") for name in ("gate", "up")]
+        )
         weights[f"{ours}.down"] = part(f"{theirs}.mlp.down_proj.weight")
     return weights
 
@@ -278,7 +287,9 @@ def _parse_gguf(source: ModelSource, config: ModelConfig, dtype: torch.dtype) ->
         file.close()
 
 
-def _parse_huggingface(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _parse_huggingface(
+    source: ModelSource, config: ModelConfig, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     from contextlib import ExitStack
 
     from safetensors import SafetensorError, safe_open

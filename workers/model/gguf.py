@@ -1,7 +1,7 @@
 """Reads a GGUF file: its metadata, its table of tensors, and single tensors as f32.
 
-The header is parsed here rather than by the gguf library's reader, which takes two seconds for the vocabulary of a
-small model; the quantised formats are that library's.
+The header is parsed here rather than by the gguf library's reader, which takes two seconds for the vocabulary
+of a small model; the quantised formats are that library's.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -66,7 +66,9 @@ class _Cursor:
 
 
 class GgufFile:
-    """An open file. ``metadata`` maps field names to Python values; ``tensors`` maps tensor names to their place."""
+    """An open file. ``metadata`` maps field names to Python values; ``tensors`` maps tensor names to their
+    place.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,7 +80,9 @@ class GgufFile:
         try:
             self._parse(cursor)
         except (struct.error, KeyError, IndexError) as error:
-            raise ModelUnsupported(f"{path.name}: header", f"broken near byte {cursor.at}", "GGUF v2 or v3") from error
+            raise ModelUnsupported(
+                f"{path.name}: header", f"broken near byte {cursor.at}", "GGUF v2 or v3"
+            ) from error
 
     def _parse(self, cursor: _Cursor) -> None:
         cursor.at = 4
@@ -99,7 +103,8 @@ class GgufFile:
         alignment = int(self.metadata.get("general.alignment", _ALIGNMENT_DEFAULT))
         start = -(-cursor.at // alignment) * alignment
         self.tensors = {
-            name: GgufTensor(name, shape, quantization, start + offset) for name, shape, quantization, offset in found
+            name: GgufTensor(name, shape, quantization, start + offset)
+            for name, shape, quantization, offset in found
         }
 
     def tensor_f32(self, name: str) -> NDArray[np.float32]:
@@ -112,13 +117,19 @@ class GgufFile:
             kind = GGMLQuantizationType(tensor.quantization)
             block_elements, block_bytes = GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as error:
-            raise ModelUnsupported(f"{name}: type", tensor.quantization, "types that gguf dequantizes") from error
+            raise ModelUnsupported(
+                f"{name}: type", tensor.quantization, "types that gguf dequantizes"
+            ) from error
         *rows, columns = tensor.shape
         row_bytes = columns // block_elements * block_bytes
         count = int(np.prod(rows, dtype=np.int64)) * row_bytes
         if tensor.offset + count > len(self._map):
-            raise ModelUnsupported(f"{self.path.name}: size", len(self._map), f"at least {tensor.offset + count} bytes")
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=count, offset=tensor.offset).reshape(*rows, row_bytes)
+            raise ModelUnsupported(
+                f"{self.path.name}: size", len(self._map), f"at least {tensor.offset + count} bytes"
+            )
+        raw = np.frombuffer(self._map, dtype=np.uint8, count=count, offset=tensor.offset).reshape(
+            *rows, row_bytes
+        )
         if kind == GGMLQuantizationType.F32:
             return raw.view(np.float32).reshape(tensor.shape).copy()
         if kind == GGMLQuantizationType.F16:

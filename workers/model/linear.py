@@ -1,7 +1,8 @@
 """Matrix products with fixed weights, packed once for the CPU.
 
-oneDNN's packed form is 2.3 times as fast as PyTorch's plain product in f32 on AMD and up to 2 times in bf16 at few
-rows. Its operators are private, so each is tried once on the real weight, and the plain product is the fallback.
+oneDNN's packed form is 2.3 times as fast as PyTorch's plain product in f32 on AMD and up to 2 times in bf16
+at few rows. Its operators are private, so each is tried once on the real weight, and the plain product is the
+fallback.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Linear:
         if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
             self._pack()
         if self._pointwise is None:
-            self._weight = weight.contiguous().clone()  # weights read from a file are not aligned to a cache line
+            self._weight = (
+                weight.contiguous().clone()
+            )  # weights read from a file are not aligned to a cache line
 
     @property
     def packed(self) -> bool:

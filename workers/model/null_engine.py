@@ -1,7 +1,8 @@
 """An engine that computes nothing: the same interface as ``Engine``, for measuring everything around it.
 
-It has no layers and no KVCache bytes, needs no torch, and answers at once with printable tokens, which depend on the
-position alone: a request resumed elsewhere goes on with the same text, as with a real model in exact mode.
+It has no layers and no KVCache bytes, needs no torch, and answers at once with printable tokens, which depend
+on the position alone: a request resumed elsewhere goes on with the same text, as with a real model in exact
+mode.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ NullRow = int
 """Stands for a row of logits: the token that is the only likely one."""
 
 _FIRST_ID, _IDS = 65, 26
-"""Ids that single printable characters have in byte-level vocabularies, or near them; never a control token."""
+"""Ids that single printable characters have in byte-level vocabularies, or near them; never a control token.
+"""
 
 
 class NullCache:
@@ -103,9 +105,13 @@ class NullEngine:
             return Sampled(token)
         return Sampled(token, 0.0, ((token, 0.0),) if params.logprobs else ())
 
-    def sample_rows(self, logits: NullRow | Sequence[NullRow], requests: Sequence[SampleRequest]) -> list[Sampled]:
+    def sample_rows(
+        self, logits: NullRow | Sequence[NullRow], requests: Sequence[SampleRequest]
+    ) -> list[Sampled]:
         rows = [logits] if isinstance(logits, int) else logits
-        return [self.sample(row, request.params, request) for row, request in zip(rows, requests, strict=False)]
+        return [
+            self.sample(row, request.params, request) for row, request in zip(rows, requests, strict=False)
+        ]
 
     def argmax(self, logits: NullRow | Sequence[NullRow]) -> list[int]:
         return [logits] if isinstance(logits, int) else list(logits)

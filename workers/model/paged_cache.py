@@ -23,7 +23,9 @@ LayerBytes = torch.Tensor | NDArray[Any] | memoryview | bytearray
 
 
 class PagedCache:
-    """Not thread safe where the same block is written and read; distinct blocks may be copied from other threads."""
+    """Not thread safe where the same block is written and read; distinct blocks may be copied from other
+    threads.
+    """
 
     def __init__(
         self,
@@ -37,8 +39,8 @@ class PagedCache:
         self.num_blocks, self.block_tokens, self.dtype = num_blocks, block_tokens, dtype
         self.device = torch.device(device)
         self.layers = config.layers
-        # A GPU kernel reads whole pages, and what was never written must not turn into NaN. On CPU sequences are read
-        # at their exact length, and touching every page at start would cost two seconds a GiB.
+        # A GPU kernel reads whole pages, and what was never written must not turn into NaN. On CPU sequences
+        # are read at their exact length, and touching every page at start would cost two seconds a GiB.
         make = torch.empty if self.device.type == "cpu" else torch.zeros
         self.k = make(shape, dtype=dtype, device=device)
         self.v = make(shape, dtype=dtype, device=device)
@@ -60,7 +62,11 @@ class PagedCache:
     def read_block(self, layer: int, block: int, destination: LayerBytes) -> None:
         """Copies one layer of ``block`` to ``destination``: ``layer_block_bytes`` writable bytes, k then v."""
         half = self.layer_block_bytes // 2
-        if self._k_rows is not None and self._v_rows is not None and not isinstance(destination, torch.Tensor):
+        if (
+            self._k_rows is not None
+            and self._v_rows is not None
+            and not isinstance(destination, torch.Tensor)
+        ):
             flat = _flat_bytes(destination, self.layer_block_bytes)
             flat[:half] = self._k_rows[layer, block]
             flat[half:] = self._v_rows[layer, block]

@@ -25,10 +25,12 @@ _QUICK_BUDGET_S = 2.0
 
 
 def measure(engine: Engine, *, budget_s: float) -> CostProfile:
-    """Takes about ``budget_s``, and a little more on a slow machine; the engine's free blocks are used and given back.
+    """Takes about ``budget_s``, and a little more on a slow machine; the engine's free blocks are used and
+    given back.
 
-    Half the time goes to prefill, chunk after chunk of one growing prompt; half to decode steps, of a few batches and
-    contexts in turn. A step is timed alone, and of repeated ones the fastest counts: a neighbour's noise only adds.
+    Half the time goes to prefill, chunk after chunk of one growing prompt; half to decode steps, of a few
+    batches and contexts in turn. A step is timed alone, and of repeated ones the fastest counts: a
+    neighbour's noise only adds.
     """
     size = engine.block_tokens
     limit = min(engine.allocator.free_blocks, engine.config.context_tokens_max // size)
@@ -62,9 +64,13 @@ def _measure_prefill(engine: Engine, table: list[int], until_s: float) -> list[P
     size = engine.block_tokens
     _time_prefill(engine, table, size, 0)  # the first call of a shape prepares its kernels
     # A short chunk first: without it base and cost per token cannot be told apart.
-    times = [_time_prefill(engine, table, max(1, size // 4), 0), _time_prefill(engine, table, max(1, size // 4), 0)]
+    times = [
+        _time_prefill(engine, table, max(1, size // 4), 0),
+        _time_prefill(engine, table, max(1, size // 4), 0),
+    ]
     at = 0
-    # Ever longer strides, so that the square shows within the budget; KV of skipped chunks is that of no text at all.
+    # Ever longer strides, so that the square shows within the budget; KV of skipped chunks is that of no text
+    # at all.
     while (at + 1) * size <= len(table) * size:
         times.append(_time_prefill(engine, table, size, at * size))
         if time.monotonic() > until_s and len(times) >= 4:
@@ -98,7 +104,8 @@ def _measure_decode(engine: Engine, table: list[int], context: int, until_s: flo
     while rounds < 2 or (time.monotonic() < until_s and rounds < 20):
         for batch, tokens in shapes:
             tokens = max(1, min(tokens, context))
-            # Tables of their own while there are blocks: sequences that share blocks would share the CPU's cache too.
+            # Tables of their own while there are blocks: sequences that share blocks would share the CPU's
+            # cache too.
             need = -(-tokens // engine.block_tokens)
             starts = [i * need % (len(table) - need + 1) for i in range(batch)]
             tables = [table[start : start + need] for start in starts]
@@ -147,7 +154,9 @@ def _read(path: Path) -> CostProfile | None:
 
 
 def _cpu_name() -> str:
-    """The kind of CPU as the kernel names it, with its instruction set: names alone are vague on virtual machines."""
+    """The kind of CPU as the kernel names it, with its instruction set: names alone are vague on virtual
+    machines.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,11 +1,13 @@
 """Chooses tokens from logits.
 
-Order, as in vLLM: banned tokens and logit bias, repetition, frequency and presence penalties, temperature, min_p,
-top_k, top_p, draw. Log-probabilities are of the model's own distribution, before all of that (vLLM's ``raw_logprobs``).
+Order, as in vLLM: banned tokens and logit bias, repetition, frequency and presence penalties, temperature,
+min_p, top_k, top_p, draw. Log-probabilities are of the model's own distribution, before all of that (vLLM's
+``raw_logprobs``).
 
-A draw is a function of (seed, index of the token) alone: no state is kept between tokens, so a request that goes on
-elsewhere at token ``index`` draws what it would have drawn here. It inverts the cumulative distribution over token ids
-in their order, which also makes it robust: logits a rounding error apart draw the same token almost always.
+A draw is a function of (seed, index of the token) alone: no state is kept between tokens, so a request that
+goes on elsewhere at token ``index`` draws what it would have drawn here. It inverts the cumulative
+distribution over token ids in their order, which also makes it robust: logits a rounding error apart draw the
+same token almost always.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def sample(
 
 
 def sample_batch(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
-    """One token for each row of f32 ``[rows, vocab]``; those that ask for the largest logit alone share one call."""
+    """One token for each row of f32 ``[rows, vocab]``; those that ask for the largest logit alone share one
+    call.
+    """
     assert len(requests) <= logits.shape[0], (len(requests), logits.shape)
     largest: list[int] = []
     if any(request.plain_greedy for request in requests):
@@ -83,7 +87,9 @@ def _adjust(
     output_ids: Sequence[int],
     banned_ids: Sequence[int],
 ) -> Tensor:
-    """In place. Repetition counts the prompt too; presence and frequency count generated tokens only (OpenAI)."""
+    """In place. Repetition counts the prompt too; presence and frequency count generated tokens only
+    (OpenAI).
+    """
     vocab = logits.numel()
     for token, bias in (params.logit_bias or {}).items():
         if 0 <= token < vocab:
@@ -91,7 +97,9 @@ def _adjust(
     if params.repetition_penalty != 1.0:
         ids = _index(sorted({*prompt_ids, *output_ids}), logits)
         values = logits[ids]
-        logits[ids] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        logits[ids] = torch.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
     if output_ids and (params.presence_penalty or params.frequency_penalty):
         counts = Counter(output_ids)
         ids = _index(list(counts), logits)
@@ -107,7 +115,8 @@ def _index(ids: list[int], logits: Tensor) -> Tensor:
 
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
-    """f64 probabilities ``[vocab]`` after temperature, min_p, top_k and top_p; what is filtered out is exactly 0.
+    """f64 probabilities ``[vocab]`` after temperature, min_p, top_k and top_p; what is filtered out is
+    exactly 0.
 
     Of equal probabilities at the edge of top_k or top_p the smaller token ids stay.
     """

@@ -1,4 +1,6 @@
-"""Text to token ids and back; chats to token ids, with nobody's text read as a control token. Imports no torch."""
+"""Text to token ids and back; chats to token ids, with nobody's text read as a control token. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Tokenizer:
 
         With ``parse_special`` control tokens in ``text`` are recognised: never set it for what a user wrote.
         """
-        chosen: tokenizers.Tokenizer = self._files.with_control if parse_special else self._files.without_control
+        chosen: tokenizers.Tokenizer = (
+            self._files.with_control if parse_special else self._files.without_control
+        )
         # A batch of one: it lets other threads run meanwhile, and leaves out the offsets.
         ids: list[int] = chosen.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         return ids

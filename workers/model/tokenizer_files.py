@@ -1,7 +1,7 @@
 """Builds the tokenizer of a model from its files: a GGUF's metadata, or a Hugging Face directory.
 
-A :class:`tokenizers.Tokenizer` recognises control tokens in any text it is given. Two are built, therefore: one for
-templates, which does, and one for what users write, which does not.
+A :class:`tokenizers.Tokenizer` recognises control tokens in any text it is given. Two are built, therefore:
+one for templates, which does, and one for what users write, which does not.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def _from_gguf(path: Path, eos_ids: frozenset[int]) -> TokenizerFiles:
     fields = file.metadata
     file.close()
     if fields.get("tokenizer.ggml.model") != "gpt2":
-        raise ModelUnsupported("tokenizer.ggml.model", fields.get("tokenizer.ggml.model"), "gpt2 (byte-level BPE)")
+        raise ModelUnsupported(
+            "tokenizer.ggml.model", fields.get("tokenizer.ggml.model"), "gpt2 (byte-level BPE)"
+        )
     names: list[str] = fields["tokenizer.ggml.tokens"]
     kinds: list[int] = fields.get("tokenizer.ggml.token_type", [1] * len(names))
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
@@ -85,7 +87,9 @@ def _from_gguf(path: Path, eos_ids: frozenset[int]) -> TokenizerFiles:
 
     def build() -> tokenizers.Tokenizer:
         vocab = {name: i for i, name in enumerate(names)}
-        built = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.startswith("llama")))
+        built = tokenizers.Tokenizer(
+            models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.startswith("llama"))
+        )
         built.pre_tokenizer = pre_tokenizer
         built.decoder = decoders.ByteLevel()
         built.add_tokens([AddedToken(name, normalized=False) for name in defined])
@@ -119,7 +123,9 @@ def _from_huggingface(folder: Path, eos_ids: frozenset[int]) -> TokenizerFiles:
     if eos and (number := built.token_to_id(eos)) is not None:
         eos_ids |= {number}
     blind = _blind(tokenizers.Tokenizer.from_file(str(path)))
-    return TokenizerFiles(built, blind, control, template, _token_text(settings.get("bos_token")), eos, eos_ids)
+    return TokenizerFiles(
+        built, blind, control, template, _token_text(settings.get("bos_token")), eos, eos_ids
+    )
 
 
 def _token_text(value: Any) -> str:

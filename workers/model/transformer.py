@@ -1,7 +1,8 @@
 """The layers of a llama-like transformer over rows of tokens: everything but attention and the cache.
 
-A *row* is one token's hidden state; ``x`` is ``[rows, hidden]``. In between stand the caller's attention and cache, so
-that prefill and decode share one path. Norms and the rotary embedding are computed in f32 and rounded once.
+A *row* is one token's hidden state; ``x`` is ``[rows, hidden]``. In between stand the caller's attention and
+cache, so that prefill and decode share one path. Norms and the rotary embedding are computed in f32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = (scaling.original_context_tokens / wavelengths - low) / (high - low)
     between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    scaled = torch.where(wavelengths > scaling.original_context_tokens / low, frequencies / scaling.factor, frequencies)
+    scaled = torch.where(
+        wavelengths > scaling.original_context_tokens / low, frequencies / scaling.factor, frequencies
+    )
     medium = (wavelengths <= scaling.original_context_tokens / low) & (
         wavelengths >= scaling.original_context_tokens / high
     )
@@ -40,7 +43,9 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 class Rotary:
-    """Tables of cosine and sine for every position the model has, f32 ``[context_tokens_max, 1, head_dim / 2]``."""
+    """Tables of cosine and sine for every position the model has, f32 ``[context_tokens_max, 1, head_dim /
+    2]``.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         angles = torch.outer(torch.arange(config.context_tokens_max).float(), rotary_frequencies(config))
@@ -52,7 +57,9 @@ class Rotary:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``heads`` ``[rows, heads, head_dim]`` turned by their positions: dimension i pairs with i + head_dim / 2."""
+    """``heads`` ``[rows, heads, head_dim]`` turned by their positions: dimension i pairs with i + head_dim /
+    2.
+    """
     half = heads.shape[-1] // 2
     turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     wide = heads.float()

@@ -1,7 +1,7 @@
 """Dequantised weights as safetensors in the cache folder, so that the second start takes half a second.
 
-Rules: one process parses and the others wait for it; a file that is cut short or altered (its digest says so) is
-parsed again; a folder that cannot be written costs time, not correctness.
+Rules: one process parses and the others wait for it; a file that is cut short or altered (its digest says so)
+is parsed again; a folder that cannot be written costs time, not correctness.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _FORMAT = "1"  # raised when the names or the layout of the weights change
 
 
 def cached_weights_path(fingerprint: str, dtype: torch.dtype) -> Path:
-    return cache_folder("weights") / f"{fingerprint}-{str(dtype).removeprefix('torch.')}-{_FORMAT}.safetensors"
+    return (
+        cache_folder("weights") / f"{fingerprint}-{str(dtype).removeprefix('torch.')}-{_FORMAT}.safetensors"
+    )
 
 
 def load_or_parse(

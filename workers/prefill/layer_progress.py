@@ -1,8 +1,11 @@
-"""How far the cached layers of one prompt have come: fetched into the node's pool, loaded into the engine's cache.
+"""How far the cached layers of one prompt have come: fetched into the node's pool, loaded into the engine's
+cache.
 
-Shared by three threads: the loop hears of fetches, the copy thread loads, the compute thread waits for its layer.
+Shared by three threads: the loop hears of fetches, the copy thread loads, the compute thread waits for its
+layer.
 
-Source: Mooncake (FAST'25), section 5.2: before layer i, wait for its load; the load of layer i+1 is under way.
+Source: Mooncake (FAST'25), section 5.2: before layer i, wait for its load; the load of layer i+1 is under
+way.
 """
 
 from __future__ import annotations

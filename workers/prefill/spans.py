@@ -1,7 +1,7 @@
 """Spans of a prefill: its queue and its computation.
 
-No text and no tokens: lengths, times, names. The names `gen_ai.*` are OpenTelemetry's for generative AI, ours begin
-with `halfmoon.`. Nothing in here is called, or it returns at once, where a request is not traced.
+No text and no tokens: lengths, times, names. The names `gen_ai.*` are OpenTelemetry's for generative AI, ours
+begin with `halfmoon.`. Nothing in here is called, or it returns at once, where a request is not traced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ def begin_prefill(tracing: Tracing | None, job: Job, worker_id: str) -> None:
 
 
 def end_prefill(
-    tracing: Tracing | None, job: Job, result: PrefillResult | None = None, *, block_tokens: int = 0, error: str = ""
+    tracing: Tracing | None,
+    job: Job,
+    result: PrefillResult | None = None,
+    *,
+    block_tokens: int = 0,
+    error: str = "",
 ) -> None:
     """All of its KV is at the decode node, or it failed."""
     if tracing is None or job.span is None:

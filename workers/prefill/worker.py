@@ -1,8 +1,9 @@
 """The prefill worker: computes the KV of prompts and streams it, layer by layer, to the decode node.
 
-An order goes through: *take* (tokens from the frontend), *open* (slots in the own node's pool; blocks held already are
-leased), *fetch* (blocks of other nodes, while earlier orders compute), *compute* (chunk by chunk; cached layers are
-loaded by a second thread just ahead of the layer that computes; each finished layer is copied to the pool and pushed),
+An order goes through: *take* (tokens from the frontend), *open* (slots in the own node's pool; blocks held
+already are leased), *fetch* (blocks of other nodes, while earlier orders compute), *compute* (chunk by chunk;
+cached layers are loaded by a second thread just ahead of the layer that computes; each finished layer is
+copied to the pool and pushed),
 *close* (everything pushed is readable at the decode node). PrefillFinished or PrefillFailed answers it, exactly once.
 
 Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4.
@@ -34,7 +35,9 @@ log = logging.getLogger("halfmoon.prefill")
 
 
 class PrefillWorker(Worker):
-    """See the module. One order computes at a time; up to `prepared_max` more have their KV fetched meanwhile."""
+    """See the module. One order computes at a time; up to `prepared_max` more have their KV fetched
+    meanwhile.
+    """
 
     role = "prefill"
 
@@ -44,7 +47,9 @@ class PrefillWorker(Worker):
         self._wake = asyncio.Event()
         self._pool = await self.store.attach() if self.store else None
         if self.store:
-            await self.bus.subscribe(subjects.kv(self.config.worker_id, KvLoaded.__name__), KvLoaded, self._on_loaded)
+            await self.bus.subscribe(
+                subjects.kv(self.config.worker_id, KvLoaded.__name__), KvLoaded, self._on_loaded
+            )
         self.spawn(self._run())
 
     def obey(self, decision: Decision) -> None:
@@ -101,7 +106,7 @@ class PrefillWorker(Worker):
         if job is not None and job.loads is not None:
             job.loads.fetched_up_to(message.layer)
 
-    # --- preparing --------------------------------------------------------------------------------------------
+    # --- preparing ------------------------------------------------------------------------------------------
 
     def _prepare_some(self) -> None:
         for job in list(self._queue)[: self.config.prepared_max]:
@@ -137,7 +142,9 @@ class PrefillWorker(Worker):
         started_ns = time.monotonic_ns()
         blocks = layout.blocks(job.order.prompt_tokens)
         keys, whose = job.reply.block_keys, job.reply.tenant
-        put = await patiently(job, "own store", lambda: store.open_put(job.order_id, keys, blocks=blocks, tenant=whose))
+        put = await patiently(
+            job, "own store", lambda: store.open_put(job.order_id, keys, blocks=blocks, tenant=whose)
+        )
         job.slots = list(put.slots)
         job.present = set(put.present)
         usable = (job.order.prompt_tokens - 1) // layout.block_tokens  # one token is always computed
@@ -158,9 +165,19 @@ class PrefillWorker(Worker):
     async def _fetch(self, job: Job, loads: LayerLoads) -> None:
         assert self.store is not None
         try:
-            first, blocks, others, trace = job.cached_blocks, job.fetched_blocks, job.fetch_replicas, job.traceparent
+            first, blocks, others, trace = (
+                job.cached_blocks,
+                job.fetched_blocks,
+                job.fetch_replicas,
+                job.traceparent,
+            )
             fetched = await self.store.fetch(
-                job.order_id, job.fetch_node, first_block=first, blocks=blocks, replicas=others, traceparent=trace
+                job.order_id,
+                job.fetch_node,
+                first_block=first,
+                blocks=blocks,
+                replicas=others,
+                traceparent=trace,
             )
         except (StoreError, BusError) as problem:
             loads.fail(str(problem))
@@ -169,7 +186,7 @@ class PrefillWorker(Worker):
         job.fetch_ns = fetched.elapsed_ns
         loads.fetched_up_to(self.config.layout.layers - 1)
 
-    # --- running ----------------------------------------------------------------------------------------------
+    # --- running --------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         while True:
@@ -236,13 +253,17 @@ class PrefillWorker(Worker):
             self.spawn(self._close(job, result))
 
     async def _compute_all(self, job: Job, table: list[int]) -> object:
-        """Logits of the last token. A fetch that fails on the way costs a restart from what is here, nothing else."""
+        """Logits of the last token. A fetch that fails on the way costs a restart from what is here, nothing
+        else.
+        """
         try:
             return await self.compute(self._chunks, job, table)
         except LoadFailed as problem:
             if job.cancelled:
                 raise Stop("cancelled", retryable=False) from None
-            log.warning("order %s: fetch from %s failed (%s): computed instead", job.order_id, job.fetch_node, problem)
+            log.warning(
+                "order %s: fetch from %s failed (%s): computed instead", job.order_id, job.fetch_node, problem
+            )
             if job.fetching is not None:
                 await job.fetching
             job.fetched_blocks = 0
@@ -293,12 +314,16 @@ class PrefillWorker(Worker):
         return logits
 
     def _load_prefix(self, job: Job, loads: LayerLoads, table: list[int], prefix_blocks: int) -> None:
-        """On the copy thread: layer by layer, from the pool into the engine's cache, and on to the decode node."""
+        """On the copy thread: layer by layer, from the pool into the engine's cache, and on to the decode
+        node.
+        """
         assert self._pool is not None
         for layer in range(self.config.layout.layers):
             loads.wait_fetched(layer)
             for block in range(prefix_blocks):
-                self.engine.cache.write_block(layer, table[block], self._pool.layer_block(job.slots[block], layer))
+                self.engine.cache.write_block(
+                    layer, table[block], self._pool.layer_block(job.slots[block], layer)
+                )
             loads.loaded_up_to(layer)
             if self.config.stream_layers:
                 self._soon(self._push, job, layer, 0, prefix_blocks)
@@ -309,11 +334,15 @@ class PrefillWorker(Worker):
     def _store_layer(
         self, job: Job, table: list[int], layer: int, blocks: range, late: list[tuple[int, int, int]]
     ) -> None:
-        """On the compute thread: one layer of one chunk into the pool's slots (committed ones stay as they are)."""
+        """On the compute thread: one layer of one chunk into the pool's slots (committed ones stay as they
+        are).
+        """
         assert self._pool is not None
         for block in blocks:
             if block not in job.present:
-                self.engine.cache.read_block(layer, table[block], self._pool.layer_block(job.slots[block], layer))
+                self.engine.cache.read_block(
+                    layer, table[block], self._pool.layer_block(job.slots[block], layer)
+                )
         if self.config.stream_layers:
             self._soon(self._push, job, layer, blocks.start, len(blocks))
         else:
@@ -337,7 +366,7 @@ class PrefillWorker(Worker):
         with contextlib.suppress(StoreError, BusError):  # not shared, then; the request itself goes on
             await self.store.commit(job.order_id, first_block=first_block, blocks=blocks)
 
-    # --- ending -----------------------------------------------------------------------------------------------
+    # --- ending ---------------------------------------------------------------------------------------------
 
     async def _close(self, job: Job, result: PrefillResult) -> None:
         assert self.store is not None

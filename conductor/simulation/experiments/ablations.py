@@ -1,4 +1,6 @@
-"""Where figures differ from the papers', or may rest on the trace: one thing is changed at a time, and nothing else."""
+"""Where figures differ from the papers', or may rest on the trace: one thing is changed at a time, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from halfmoon.schemas.policy import PolicyName
 def scaled(profile: Profile, part: str, percent: int) -> Profile:
     """`profile` with all costs whose names begin with `part` as so many percent of themselves."""
     cost = profile.cost
-    fields = {name: getattr(cost, name) * percent // 100 for name in cost.__struct_fields__ if name.startswith(part)}
+    fields = {
+        name: getattr(cost, name) * percent // 100 for name in cost.__struct_fields__ if name.startswith(part)
+    }
     return msgspec.structs.replace(profile, cost=msgspec.structs.replace(cost, **fields))
 
 
@@ -31,7 +35,14 @@ def ttft_by_speed(context: Context) -> Section:
         rule, by_chance = (reports[name].ttft_ms.mean / 1e3 for name in ("mooncake", "random"))
         busy = reports["random"].prefill_busy
         rows.append(
-            [f"× {percent / 100:g}", "0", f"{rule:.2f}", f"{by_chance:.2f}", f"{by_chance / rule:.1f}", f"{busy:.0%}"]
+            [
+                f"× {percent / 100:g}",
+                "0",
+                f"{rule:.2f}",
+                f"{by_chance:.2f}",
+                f"{by_chance / rule:.1f}",
+                f"{busy:.0%}",
+            ]
         )
     for seed in (1, 2, 3):
         rule = context.run("mooncake").ttft_ms.mean / 1e3
@@ -50,7 +61,14 @@ def ttft_by_speed(context: Context) -> Section:
     return Section(
         title="Why `random` is further off than in the paper",
         setting="As in mean TTFT by policy; only what a prefill takes is changed, then only what chance draws.",
-        columns=["prefill time", "seed", "papers' rule, s", "random, s", "ratio (paper: 6.4)", "prefill busy, random"],
+        columns=[
+            "prefill time",
+            "seed",
+            "papers' rule, s",
+            "random, s",
+            "ratio (paper: 6.4)",
+            "prefill busy, random",
+        ],
         rows=rows,
         why=[
             f"The ratio is {rows[0][4]}, {rows[1][4]}, {rows[2][4]}, {rows[3][4]} as prefills get longer: it follows "
@@ -119,12 +137,18 @@ def elsewhere(context: Context) -> Section:
     half = len(context.arrivals) // 2
     begun_ns = context.arrivals[half].at_ns
     second = [msgspec.structs.replace(one, at_ns=one.at_ns - begun_ns) for one in context.arrivals[half:]]
-    data = {"second half of the trace": (second, 3.7), "drawn sessions of agents with tools": (agents(1), 3.0)}
+    data = {
+        "second half of the trace": (second, 3.7),
+        "drawn sessions of agents with tools": (agents(1), 3.0),
+    }
     rows = []
     for what, (arrivals, begin) in data.items():
         slo = Slo(ttft_ns=30 * S, tbt_ns=100 * MS)
         names: tuple[PolicyName, ...] = ("mooncake", "halfmoon")
-        runs = {name: context.runs(name, "predicted", arrivals=arrivals, noise_percent=5, seed=1) for name in names}
+        runs = {
+            name: context.runs(name, "predicted", arrivals=arrivals, noise_percent=5, seed=1)
+            for name in names
+        }
         speeds = {name: runs[name].capacity(slo, begin=begin, precision=0.02).speed for name in names}
         p90 = [
             context.run(
@@ -134,7 +158,13 @@ def elsewhere(context: Context) -> Section:
             for name in names
         ]
         gain = speeds["halfmoon"] / speeds["mooncake"] - 1
-        row = [what, str(len(arrivals)), f"{speeds['mooncake']:.2f}", f"{speeds['halfmoon']:.2f}", f"{gain:+.1%}"]
+        row = [
+            what,
+            str(len(arrivals)),
+            f"{speeds['mooncake']:.2f}",
+            f"{speeds['halfmoon']:.2f}",
+            f"{gain:+.1%}",
+        ]
         rows.append([*row, *(f"{seconds:.1f}" for seconds in p90)])
     return Section(
         title="The same, where nothing was chosen",
@@ -158,7 +188,9 @@ def elsewhere(context: Context) -> Section:
 
 
 def agents(seed: int, count: int = 4_000) -> list[Arrival]:
-    """Sessions that begin with one of forty long texts (tools), then grow by what tools answer; answers are short."""
+    """Sessions that begin with one of forty long texts (tools), then grow by what tools answer; answers are
+    short.
+    """
     draw = random.Random(seed)
     made: list[Arrival] = []
     at_ns = 0

@@ -88,7 +88,8 @@ def ttft_by_policy(context: Context) -> Section:
     order = [name for name, _ in sorted(means.items(), key=lambda one: one[1]) if name in paper]
     delay = paper["mooncake"] - means["mooncake"]
     delayed = {
-        name: (means[name] + delay) / paper["mooncake"] for name in ("local_cache_aware", "least_loaded", "random")
+        name: (means[name] + delay) / paper["mooncake"]
+        for name in ("local_cache_aware", "least_loaded", "random")
     }
     return Section(
         title="Mean TTFT by policy",
@@ -117,7 +118,10 @@ def ttft_by_policy(context: Context) -> Section:
 def prefill_gpu_time(context: Context) -> Section:
     """GPU time of the prefills of the whole trace."""
     rows, why = [], []
-    for name, arrivals, paper in (("conversation", context.arrivals, 1.56), ("synthetic", context.drawn, 2.76)):
+    for name, arrivals, paper in (
+        ("conversation", context.arrivals, 1.56),
+        ("synthetic", context.drawn, 2.76),
+    ):
         ours = context.run("halfmoon", arrivals=arrivals).prefill_gpu_s
         vllm = context.run(system="vllm", arrivals=arrivals).prefill_gpu_s
         ratio = vllm / ours
@@ -137,7 +141,10 @@ def global_against_local(context: Context) -> Section:
     cluster = Cluster(prefill=10, decode=10, pool_blocks=3_000_000 // 512, decode_pool_blocks=0)
     ours = context.run("halfmoon", cluster=cluster).token_reuse
     rows = []
-    for trace, source, paper in (("conversation", context.trace, 2.22), ("synthetic", context.synthetic, 2.36)):
+    for trace, source, paper in (
+        ("conversation", context.trace, 2.22),
+        ("synthetic", context.synthetic, 2.36),
+    ):
         one, ten = reuse(source, 3_000_000), reuse(source, 30_000_000)
         what = f"{trace}: one LRU of 30 M tokens ({ten:.4f}) over one of 3 M ({one:.4f})"
         rows.append([what, f"{paper}", f"{ten / one:.2f}", within(ten / one, paper, 0.25)])
@@ -148,7 +155,9 @@ def global_against_local(context: Context) -> Section:
     )
     for name, what in names:
         local = context.run(name, cluster=cluster).token_reuse
-        rows.append([f"simulated: global ({ours:.4f}) over {what} ({local:.4f})", "–", f"{ours / local:.2f}", "–"])
+        rows.append(
+            [f"simulated: global ({ours:.4f}) over {what} ({local:.4f})", "–", f"{ours / local:.2f}", "–"]
+        )
     return Section(
         title="Global against local cache, hit rate",
         setting="10 prefill nodes × 3 M tokens, decode nodes keep nothing, no refusals.",

@@ -1,4 +1,6 @@
-"""Experiments about load: capacity, overload, the split of workers, our policy against the papers', predictions."""
+"""Experiments about load: capacity, overload, the split of workers, our policy against the papers',
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ LIMITS = (100, 200, 300)
 def capacity(context: Context) -> Section:
     """The highest speed at which 90 % of requests hold both objectives, over the baselines'."""
     # With where the search begins, which saves simulations and changes nothing else.
-    begins = {"early rejection": 4.0, "all queued": 1.6, "12 + 4": 2.4, "vllm": 0.75, "prefix": 1.0, "chunked": 0.9}
+    begins = {
+        "early rejection": 4.0,
+        "all queued": 1.6,
+        "12 + 4": 2.4,
+        "vllm": 0.75,
+        "prefix": 1.0,
+        "chunked": 0.9,
+    }
     rows, speeds = _capacities(context, context.arrivals, begins, (498, 157, 59))
     path = curves(
         context.plot("capacity"),
@@ -90,7 +99,9 @@ def _capacities(
         "vllm-chunked": (context.runs(system="vllm-chunked", arrivals=arrivals), "chunked"),
     }
     found = {
-        name: [runs.capacity(_slo(limit), begin=begins.get(begin, 1.0), precision=0.02).speed for limit in LIMITS]
+        name: [
+            runs.capacity(_slo(limit), begin=begins.get(begin, 1.0), precision=0.02).speed for limit in LIMITS
+        ]
         for name, (runs, begin) in systems.items()
     }
     rows = []
@@ -105,7 +116,9 @@ def _capacities(
                 *([""] * 3 if name.startswith("halfmoon") else waiting),
             ]
         )
-    rows.append(["paper: Mooncake over its baseline", "", "", "", *(f"+{gain}%" for gain in paper), "", "", ""])
+    rows.append(
+        ["paper: Mooncake over its baseline", "", "", "", *(f"+{gain}%" for gain in paper), "", "", ""]
+    )
     return rows, found
 
 
@@ -235,13 +248,7 @@ def better(context: Context) -> Section:
         for seed in (1, 2, 3):
             speeds, p90 = {}, {}
             for name in ("mooncake", "halfmoon"):
-                runs = context.runs(
-                    name,
-                    "predicted",
-                    cluster=cluster,
-                    seed=seed,
-                    noise_percent=5,
-                )
+                runs = context.runs(name, "predicted", cluster=cluster, seed=seed, noise_percent=5)
                 speeds[name] = runs.capacity(_slo(100), begin=begin).speed
             for name in ("mooncake", "halfmoon"):
                 report = context.run(
@@ -273,7 +280,15 @@ def better(context: Context) -> Section:
         "seed. Capacity: highest speed at which 90 % hold TTFT ≤ 30 s and TBT ≤ 100 ms. p90 TTFT of served requests "
         "at the "
         "papers' rule's highest speed.",
-        columns=["cluster", "seed", "papers' rule", "ours", "capacity gain", "p90 TTFT s, papers'", "p90 TTFT s, ours"],
+        columns=[
+            "cluster",
+            "seed",
+            "papers' rule",
+            "ours",
+            "capacity gain",
+            "p90 TTFT s, papers'",
+            "p90 TTFT s, ours",
+        ],
         rows=rows,
         why=[
             f"Capacity {min(gains):+.1%} to {max(gains):+.1%}. Asked for: +10 % and a lower p90 TTFT.",

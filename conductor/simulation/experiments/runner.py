@@ -1,4 +1,5 @@
-"""The papers' results again: each experiment simulates, compares with the published figure, and says why they differ.
+"""The papers' results again: each experiment simulates, compares with the published figure, and says why they
+differ.
 
 Nothing here depends on the machine or the time: run twice, it writes the same bytes. `SPECS` names them all.
 """
@@ -60,7 +61,9 @@ class Context:
     ) -> Report:
         slo = slo or Slo(ttft_ns=30 * S, tbt_ns=100 * MS)
         cluster = cluster or Cluster(prefill=8, decode=8)
-        self.say(f"  {system} {policy} {admission} {cluster.prefill}+{cluster.decode} speed {speed:g} seed {seed}")
+        self.say(
+            f"  {system} {policy} {admission} {cluster.prefill}+{cluster.decode} speed {speed:g} seed {seed}"
+        )
         report = run_system(
             system,
             self.arrivals if arrivals is None else arrivals,
@@ -77,7 +80,9 @@ class Context:
             raise KeyboardInterrupt  # half a run is no result
         return report
 
-    def runs(self, policy: PolicyName = "halfmoon", admission: AdmissionName = "none", **options: object) -> Runs:
+    def runs(
+        self, policy: PolicyName = "halfmoon", admission: AdmissionName = "none", **options: object
+    ) -> Runs:
         """For capacity: one system at many speeds."""
 
         def at(speed: float) -> dict[str, Outcome]:

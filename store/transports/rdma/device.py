@@ -1,8 +1,9 @@
 """Which RDMA device, port, GID and MTU: chosen from sysfs alone, so that it can be said why there is none.
 
 `auto` takes the first active port in the order of names. Of a RoCE port's GIDs one of RoCE v2 is taken, an IPv4 one
-before an IPv6 one before a link-local one; of an InfiniBand port, GID 0. The MTU is the largest that the port's
-network interface can carry, as the kernel counts it; a queue pair takes the smaller one of its two ends.
+before an IPv6 one before a link-local one; of an InfiniBand port, GID 0. The MTU is the largest that the
+port's network interface can carry, as the kernel counts it; a queue pair takes the smaller one of its two
+ends.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def choose(wanted: Wanted, sysfs: Path = SYSFS) -> Port:
     for device in devices if wanted.device is None else [wanted.device]:
         ports = sorted(int(path.name) for path in (root / device / "ports").glob("[0-9]*"))
         if wanted.port is not None and wanted.port not in ports:
-            raise RdmaAbsent(f"{device} has no port {wanted.port}; it has {', '.join(map(str, ports)) or 'none'}")
+            raise RdmaAbsent(
+                f"{device} has no port {wanted.port}; it has {', '.join(map(str, ports)) or 'none'}"
+            )
         for number in ports if wanted.port is None else [wanted.port]:
             try:
                 return _port(device, number, wanted.gid_index, sysfs)
@@ -103,7 +106,9 @@ def _port(device: str, number: int, gid_index: int | None, sysfs: Path) -> Port:
         frame = int(said)
         mtu = max((size for size in MTUS if size + ROCE_HEADERS <= frame), default=0)
         if not mtu:
-            raise RdmaAbsent(f"port {number} of {device}: an MTU of {frame} on {netdev} is too small for RDMA")
+            raise RdmaAbsent(
+                f"port {number} of {device}: an MTU of {frame} on {netdev} is too small for RDMA"
+            )
     lid = int(_read(path / "lid") or "0", 16)
     return Port(device, number, ethernet, lid, index, gid, netdev, mtu)
 

@@ -1,12 +1,14 @@
 """Memory of a GPU as RDMA memory, so that KV could move from GPU to GPU without a stop in the pool.
 
-UNTESTED: nobody has run this with a GPU and an RDMA device in one machine, and nothing in halfmoon calls it yet.
+UNTESTED: nobody has run this with a GPU and an RDMA device in one machine, and nothing in halfmoon calls it
+yet.
 
 Two ways, the first that there is:
 
-- *dma-buf*: the driver exports a range of its memory as a file descriptor, the kernel's RDMA core imports it (Linux
-  5.12, CUDA 11.7, a device whose driver can).
-- *peer memory*: NVIDIA's `nvidia_peermem` module lets device addresses be registered as if they were the host's.
+- *dma-buf*: the driver exports a range of its memory as a file descriptor, the kernel's RDMA core imports it
+  (Linux 5.12, CUDA 11.7, a device whose driver can).
+- *peer memory*: NVIDIA's `nvidia_peermem` module lets device addresses be registered as if they were the
+  host's.
 """
 
 from __future__ import annotations
@@ -73,7 +75,14 @@ def export_dma_buf(address: int, size: int) -> int:
     if not able.value:
         raise RdmaAbsent(f"CUDA device {device.value} does not export memory")
     fd = ctypes.c_int(-1)
-    arguments = (ctypes.c_uint64(address), ctypes.c_size_t(size), ctypes.c_int(DMA_BUF_FD), ctypes.c_ulonglong(0))
+    arguments = (
+        ctypes.c_uint64(address),
+        ctypes.c_size_t(size),
+        ctypes.c_int(DMA_BUF_FD),
+        ctypes.c_ulonglong(0),
+    )
     if code := export(ctypes.byref(fd), *arguments):
-        raise RdmaAbsent(f"CUDA device {device.value} does not export {size} bytes at {address:#x} (error {code})")
+        raise RdmaAbsent(
+            f"CUDA device {device.value} does not export {size} bytes at {address:#x} (error {code})"
+        )
     return fd.value

@@ -1,8 +1,10 @@
-"""One connected pair, as the event loop sees it: messages of block-layers, several under way, each one's end a future.
+"""One connected pair, as the event loop sees it: messages of block-layers, several under way, each one's end
+a future.
 
-A pair has CELLS mailbox cells in each direction. A read's message uses a cell to hold the checksums that it reads
-along with the blocks; a write's message ends with a WRITE with immediate into the peer's cell (`Arrived`: "these are
-there"), which the peer checks and answers the same way (`Judged`). Immediates are `cell << 24 | bytes`.
+A pair has CELLS mailbox cells in each direction. A read's message uses a cell to hold the checksums that it
+reads along with the blocks; a write's message ends with a WRITE with immediate into the peer's cell
+(`Arrived`: "these are there"), which the peer checks and answers the same way (`Judged`). Immediates are
+`cell << 24 | bytes`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ CELLS = 4
 CELL_BYTES = 16 * 1024
 #: Of one pair: what is told to it, and what it tells.
 MAILBOX_BYTES = 2 * CELLS * CELL_BYTES
-#: A work request moves at most this much, unless a layer is so large that it would take more than PIECES of them.
+#: A work request moves at most this much, unless a layer is so large that it would take more than PIECES of
+#: them.
 PIECE_BYTES = 1024 * 1024
 PIECES = 32
 #: `wr_id`s: the pair's own number, a flag for receives, the cell.
@@ -63,8 +66,8 @@ class Ground:
 
 
 class Pair:
-    """One end. `home`: offset of its cells in the mailboxes. `told` is called with (cell, bytes) for every immediate
-    that is no answer.
+    """One end. `home`: offset of its cells in the mailboxes. `told` is called with (cell, bytes) for every
+    immediate that is no answer.
     """
 
     def __init__(self, number: int, handle: QueuePairHandle, ground: Ground, home: int) -> None:
@@ -87,9 +90,11 @@ class Pair:
         self.node_id, self.incarnation, self.their_qpn = other.node_id, other.incarnation, other.qpn
         self._pool = (int(other.region.address), other.region.rkey)
         self._mailbox = (int(other.mailbox.address), other.mailbox.rkey)
-        self.handle.connect(qpn=other.qpn, psn=other.psn, gid=other.gid, lid=other.lid, mtu=min(mtu, other.mtu))
+        self.handle.connect(
+            qpn=other.qpn, psn=other.psn, gid=other.gid, lid=other.lid, mtu=min(mtu, other.mtu)
+        )
 
-    # --- completions ---------------------------------------------------------------------------------------------
+    # --- completions ----------------------------------------------------------------------------------------
 
     def complete(self, one: Completion) -> None:
         if one.problem:
@@ -136,9 +141,11 @@ class Pair:
 
     def _receive(self) -> None:
         ground = self._ground
-        self.handle.receive(self.number << 16 | RECEIVED, ground.mailboxes, ground.mailboxes.address + self.home)
+        self.handle.receive(
+            self.number << 16 | RECEIVED, ground.mailboxes, ground.mailboxes.address + self.home
+        )
 
-    # --- mailboxes -----------------------------------------------------------------------------------------------
+    # --- mailboxes ------------------------------------------------------------------------------------------
 
     def heard(self, cell: int, size: int) -> bytes:
         start = self.home + cell * CELL_BYTES
@@ -161,7 +168,7 @@ class Pair:
         at = ground.mailboxes.address + start
         self.handle.write(wr_id, ground.mailboxes, at, remote, len(raw), immediate=cell << 24 | len(raw))
 
-    # --- moving --------------------------------------------------------------------------------------------------
+    # --- moving ---------------------------------------------------------------------------------------------
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call, stop: Stop) -> None:
         waiting: deque[tuple[int, list[Slice]]] = deque()

@@ -1,17 +1,19 @@
-"""The transport over RDMA: one-sided READs and WRITEs between registered pools, by reliable connected queue pairs.
+"""The transport over RDMA: one-sided READs and WRITEs between registered pools, by reliable connected queue
+pairs.
 
-The pool's segment is one registered region. Queue pairs are made when they are needed: the two agents exchange what
-they must know of each other over the bus (`QueuePair`), once, and a pair then serves one move at a time. Idle pairs
-are kept, up to PAIRS_PER_PEER for a peer, and the longest unused goes when there are too many in all.
+The pool's segment is one registered region. Queue pairs are made when they are needed: the two agents
+exchange what they must know of each other over the bus (`QueuePair`), once, and a pair then serves one move
+at a time. Idle pairs are kept, up to PAIRS_PER_PEER for a peer, and the longest unused goes when there are
+too many in all.
 
-A read brings the source's checksums along with the blocks and compares them. A write ends each message with a WRITE
-with immediate: the peer looks whether the slots are reserved for the order, hashes what came, and says whether it is
-readable. Like over shared memory, the peer cannot stop a byte: the caller keeps to its lease and its deadline, and
-what it wrote where it had no right is refused afterwards, and counted.
+A read brings the source's checksums along with the blocks and compares them. A write ends each message with a
+WRITE with immediate: the peer looks whether the slots are reserved for the order, hashes what came, and says
+whether it is readable. Like over shared memory, the peer cannot stop a byte: the caller keeps to its lease
+and its deadline, and what it wrote where it had no right is refused afterwards, and counted.
 
-A pair that fails is destroyed. When it had worked before, the move is made once more on a new one; a new one that
-fails is an unreachable peer. A move that ends early destroys its pair, because only then does the device touch no
-memory any more.
+A pair that fails is destroyed. When it had worked before, the move is made once more on a new one; a new one
+that fails is an unreachable peer. A move that ends early destroys its pair, because only then does the device
+touch no memory any more.
 
 Completions come as events of a file descriptor that the event loop watches: no core is kept busy by waiting.
 """
@@ -112,7 +114,7 @@ class RdmaTransport:
     def __str__(self) -> str:
         return str(self._verbs.port)
 
-    # --- Transport -----------------------------------------------------------------------------------------------
+    # --- Transport ------------------------------------------------------------------------------------------
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         await self._move(peer, items, call, reading=True)
@@ -195,7 +197,7 @@ class RdmaTransport:
         async with links.connecting:
             return await self._connect(links, peer), True
 
-    # --- endpoints -----------------------------------------------------------------------------------------------
+    # --- endpoints ------------------------------------------------------------------------------------------
 
     async def _connect(self, links: _Links, peer: Peer) -> Pair:
         """Raises TransferError, or what the exchange raises."""
@@ -206,7 +208,9 @@ class RdmaTransport:
         pair = self._make()
         try:
             still = [one.their_qpn for one in (*links.idle, *links.used)]
-            offer = self._describe(pair, peer.node_id, peer.incarnation, self._doorkeeper.number(), still=still)
+            offer = self._describe(
+                pair, peer.node_id, peer.incarnation, self._doorkeeper.number(), still=still
+            )
             answer = await self._exchange(peer.node_id, offer)
             self._require_open()
             try:
@@ -216,7 +220,9 @@ class RdmaTransport:
                 self._counters[f"refused_rdma_{problem.name}"] += 1
                 raise TransferRefused(str(problem)) from None
             if answer.region.size != peer.geometry.file_bytes:
-                raise TransferRefused(f"{peer.node_id} has {answer.region.size} bytes registered, not its pool")
+                raise TransferRefused(
+                    f"{peer.node_id} has {answer.region.size} bytes registered, not its pool"
+                )
             pair.connect(answer, self._verbs.mtu)
         except BaseException:
             self._destroy(pair)
@@ -225,8 +231,8 @@ class RdmaTransport:
         return pair
 
     def accept(self, offer: QueuePair) -> QueuePair:
-        """The other agent's end of a new pair is connected to one of ours. Raises TransferError; TransferRefused is
-        counted by reason.
+        """The other agent's end of a new pair is connected to one of ours. Raises TransferError;
+        TransferRefused is counted by reason.
         """
         self._require_open()
         try:
@@ -285,9 +291,11 @@ class RdmaTransport:
         mine = self._verbs.port.ethernet
         if other.ethernet != mine:
             kinds = {True: "RoCE", False: "InfiniBand"}
-            raise wire.Refused("fabric", f"{other.node_id} is on {kinds[other.ethernet]}, this agent on {kinds[mine]}")
+            raise wire.Refused(
+                "fabric", f"{other.node_id} is on {kinds[other.ethernet]}, this agent on {kinds[mine]}"
+            )
 
-    # --- pairs ---------------------------------------------------------------------------------------------------
+    # --- pairs ----------------------------------------------------------------------------------------------
 
     def _make(self) -> Pair:
         """A pair that is not connected yet. Raises TransferError when there is no room for it."""
@@ -322,7 +330,7 @@ class RdmaTransport:
             if pair is not None:  # else it was destroyed
                 pair.complete(one)
 
-    # --- what others write ---------------------------------------------------------------------------------------
+    # --- what others write ----------------------------------------------------------------------------------
 
     def _judge(self, pair: Pair, cell: int, size: int) -> None:
         """An immediate of a writer: its bytes are there."""
@@ -360,7 +368,9 @@ class RdmaTransport:
                 return wire.Judged("outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers}")
         if len(arrived.sums) != sum(run.layers for run in arrived.runs):
             return wire.Judged("malformed_write", "as many checksums as layers, please")
-        if reason := self._gate.begin_write(arrived.order_id, arrived.party, [run.slot for run in arrived.runs]):
+        if reason := self._gate.begin_write(
+            arrived.order_id, arrived.party, [run.slot for run in arrived.runs]
+        ):
             return wire.Judged("no_reservation", reason[:500])
         try:
             sums = iter(arrived.sums)

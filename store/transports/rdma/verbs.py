@@ -1,9 +1,9 @@
-"""pyverbs behind a small door: one opened port, its completions as events of a file descriptor, registered memory, and
-reliable connected (RC) queue pairs.
+"""pyverbs behind a small door: one opened port, its completions as events of a file descriptor, registered
+memory, and reliable connected (RC) queue pairs.
 
-pyverbs comes with the distribution's rdma-core or from a package index (`pip install halfmoon[rdma]`), and is imported
-when a port is opened, not before. It does not let go of the interpreter lock, so that nothing here may wait: the
-completion channel is made non-blocking and watched by the event loop.
+pyverbs comes with the distribution's rdma-core or from a package index (`pip install halfmoon[rdma]`), and is
+imported when a port is opened, not before. It does not let go of the interpreter lock, so that nothing here
+may wait: the completion channel is made non-blocking and watched by the event loop.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from halfmoon.store.transports.rdma.device import Port, RdmaAbsent
 
 #: Of a queue pair: work requests it can hold, and receives.
 SENDS, RECEIVES = 352, 16
-#: A packet without an answer is sent again after 4.096 µs · 2^14 = 67 ms, six times: a dead peer shows in half a
-#: second. Seven would mean for ever on some devices; so would it for a peer that has posted no receive.
+#: A packet without an answer is sent again after 4.096 µs · 2^14 = 67 ms, six times: a dead peer shows in
+#: half a second. Seven would mean for ever on some devices; so would it for a peer that has posted no
+#: receive.
 ACK_TIMEOUT, RETRIES, RNR_RETRIES, RNR_TIMER = 14, 6, 6, 12
 READS_UNDER_WAY = 16
 EVENT_FD = "anon_inode:[infinibandevent]"
@@ -133,7 +134,11 @@ class Verbs:
         while True:
             count, some = self.queue.poll(64)
             for one in some:
-                problem = "" if one.status == self._pv.e.IBV_WC_SUCCESS else self._statuses.get(one.status, "unknown")
+                problem = (
+                    ""
+                    if one.status == self._pv.e.IBV_WC_SUCCESS
+                    else self._statuses.get(one.status, "unknown")
+                )
                 found.append(Completion(one.wr_id, problem, 0 if problem else one.imm_data))
             if count < 64:
                 return found
@@ -181,7 +186,9 @@ class QueuePairHandle:
         try:
             attr = pv.qp.QPAttr(qp_state=e.IBV_QPS_RTR)
             route = pv.addr.GlobalRoute(dgid=pv.addr.GID(gid), sgid_index=port.gid_index)
-            attr.ah_attr = pv.addr.AHAttr(gr=route, is_global=int(port.ethernet), port_num=port.number, dlid=lid)
+            attr.ah_attr = pv.addr.AHAttr(
+                gr=route, is_global=int(port.ethernet), port_num=port.number, dlid=lid
+            )
             attr.path_mtu = (mtu >> 7).bit_length() - 1
             attr.dest_qp_num, attr.rq_psn = qpn, psn
             attr.max_dest_rd_atomic, attr.min_rnr_timer = self._reads, RNR_TIMER
@@ -189,19 +196,35 @@ class QueuePairHandle:
             ready_to_receive |= e.IBV_QP_STATE | e.IBV_QP_MAX_DEST_RD_ATOMIC | e.IBV_QP_MIN_RNR_TIMER
             self._qp.modify(attr, ready_to_receive)
             attr = pv.qp.QPAttr(qp_state=e.IBV_QPS_RTS)
-            attr.sq_psn, attr.timeout, attr.retry_cnt, attr.rnr_retry = self.psn, ACK_TIMEOUT, RETRIES, RNR_RETRIES
+            attr.sq_psn, attr.timeout, attr.retry_cnt, attr.rnr_retry = (
+                self.psn,
+                ACK_TIMEOUT,
+                RETRIES,
+                RNR_RETRIES,
+            )
             attr.max_rd_atomic = self._reads
             ready_to_send = e.IBV_QP_STATE | e.IBV_QP_SQ_PSN | e.IBV_QP_TIMEOUT | e.IBV_QP_RETRY_CNT
             self._qp.modify(attr, ready_to_send | e.IBV_QP_RNR_RETRY | e.IBV_QP_MAX_QP_RD_ATOMIC)
         except (pv.Error, ValueError) as problem:
             raise TransferError(f"cannot connect a queue pair of {port.device} to {gid}: {problem}") from None
 
-    def read(self, wr_id: int, local: Memory, at: int, remote: tuple[int, int], size: int, *, last: bool) -> None:
-        """Posts a one-sided READ from `remote` (address, rkey) to `at` in `local`; only the last one completes."""
+    def read(
+        self, wr_id: int, local: Memory, at: int, remote: tuple[int, int], size: int, *, last: bool
+    ) -> None:
+        """Posts a one-sided READ from `remote` (address, rkey) to `at` in `local`; only the last one
+        completes.
+        """
         self._post(self._pv.e.IBV_WR_RDMA_READ, wr_id, local, at, remote, size, 0, last)
 
     def write(
-        self, wr_id: int, local: Memory, at: int, remote: tuple[int, int], size: int, *, immediate: int | None = None
+        self,
+        wr_id: int,
+        local: Memory,
+        at: int,
+        remote: tuple[int, int],
+        size: int,
+        *,
+        immediate: int | None = None,
     ) -> None:
         """Posts a one-sided WRITE. One with an immediate completes, here and as a receive at the other end."""
         e = self._pv.e

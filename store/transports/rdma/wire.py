@@ -1,8 +1,9 @@
-"""What the two ends of an RDMA connection say to each other, over the bus to connect and in mailboxes afterwards.
+"""What the two ends of an RDMA connection say to each other, over the bus to connect and in mailboxes
+afterwards.
 
-A `QueuePair` gives its reader the right to read and write a pool, so that it is proved, addressed and numbered: who
-does not know the cluster's secret cannot make one, and one that was heard cannot be used again. A message in a
-mailbox is only heard by the other end of a connected pair, which the device sees to.
+A `QueuePair` gives its reader the right to read and write a pool, so that it is proved, addressed and
+numbered: who does not know the cluster's secret cannot make one, and one that was heard cannot be used again.
+A message in a mailbox is only heard by the other end of a connected pair, which the device sees to.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Doorkeeper:
         self._node_id = node_id
         self._incarnation = incarnation
         self._secret = secret
-        #: The highest number taken of each incarnation of each node: genuine ones only, so that it stays small.
+        #: The highest number taken of each incarnation of each node: genuine ones only, so that it stays
+        #: small.
         self._taken: dict[tuple[str, str], int] = {}
         self._given = 0
 
@@ -73,7 +75,9 @@ class Doorkeeper:
         if (answer.node_id, answer.incarnation) != (offer.to_node_id, offer.to_incarnation):
             raise Refused("foreign", f"{answer.node_id} answers for {offer.to_node_id}, or was restarted")
         if not answer.answer or answer.number != offer.number:
-            raise Refused("replayed", f"{answer.node_id} answers endpoint message {answer.number}, not {offer.number}")
+            raise Refused(
+                "replayed", f"{answer.node_id} answers endpoint message {answer.number}, not {offer.number}"
+            )
 
     def _check(self, pair: QueuePair) -> None:
         if not hmac.compare_digest(pair.proof.encode(), _proof(pair, self._secret).encode()):
@@ -83,8 +87,8 @@ class Doorkeeper:
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True):
-    """In a mailbox with the last write of a message: these runs are there, and have these checksums (xxh3_64 of every
-    layer of every run, in order). Answered by Judged.
+    """In a mailbox with the last write of a message: these runs are there, and have these checksums (xxh3_64
+    of every layer of every run, in order). Answered by Judged.
     """
 
     order_id: str

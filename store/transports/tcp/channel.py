@@ -1,9 +1,10 @@
-"""A connection as both ends of a TCP link see it: messages, each of a few frames. Blocking, one thread at a time.
+"""A connection as both ends of a TCP link see it: messages, each of a few frames. Blocking, one thread at a
+time.
 
 `PlainChannel` is a socket: in front of a message go the number of its frames and their sizes (u32, little-endian).
-A frame is received straight into the slot that it is for. (Links without encryption went over pyzmq before: its I/O
-threads cost four thread switches a round trip, 53 µs in place of 15, and a copy.) `CurveChannel` is the calling end
-of an encrypted link, a pyzmq DEALER.
+A frame is received straight into the slot that it is for. (Links without encryption went over pyzmq before:
+its I/O threads cost four thread switches a round trip, 53 µs in place of 15, and a copy.) `CurveChannel` is
+the calling end of an encrypted link, a pyzmq DEALER.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class Frames(Protocol):
         """The next frame. Raises FrameMissing."""
 
     def into(self, buffer: memoryview) -> int:
-        """The next frame, into `buffer`; its size, which may be another than that of the buffer. -1: there is none."""
+        """The next frame, into `buffer`; its size, which may be another than that of the buffer. -1: there is
+        none.
+        """
 
 
 class Channel(Frames, Protocol):
@@ -137,7 +140,7 @@ class PlainChannel:
             return True
         return True
 
-    # --- out -----------------------------------------------------------------------------------------------------
+    # --- out ------------------------------------------------------------------------------------------------
 
     def send(self, frames: Sequence[bytes | memoryview], watch: Waits) -> None:
         sizes = [len(frame) for frame in frames]
@@ -160,7 +163,7 @@ class PlainChannel:
                 pending[first] = pending[first][sent:]
                 watch.check()
 
-    # --- in ------------------------------------------------------------------------------------------------------
+    # --- in -------------------------------------------------------------------------------------------------
 
     def receive(self, watch: Waits) -> None:
         self.during(watch)
@@ -172,7 +175,9 @@ class PlainChannel:
         self._watch = watch
 
     def whole(self) -> bool:
-        """Reads what has come, without waiting; whether all of a message (of less than SCRATCH_BYTES) is here."""
+        """Reads what has come, without waiting; whether all of a message (of less than SCRATCH_BYTES) is
+        here.
+        """
         while not self._prefix() or sum(self._sizes) > self._end - self._start:
             if sum(self._sizes) > SCRATCH_BYTES // 2:
                 raise Broken("an answer that is too long", "malformed")
@@ -362,7 +367,9 @@ class CurveChannel:
             elif event & _KEY_REFUSED:
                 raise TransferRefused(f"{self._peer} does not allow our key")
             elif event & _HANDSHAKE_FAILED:
-                raise TransferRefused(f"{self._peer} and we do not agree on encryption, or its key is another")
+                raise TransferRefused(
+                    f"{self._peer} and we do not agree on encryption, or its key is another"
+                )
             else:
                 raise PeerUnreachable(f"the connection to {self._peer} broke")
         else:

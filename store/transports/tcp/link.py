@@ -1,7 +1,8 @@
 """The calling end of TCP: one connection to a peer, used for one move at a time.
 
 Several requests are under way, so that the peer never waits for us; a move of a few KiB is one exchange
-without a thread (`Link.exchange`). A peer that dies is seen at once (its connection breaks), one that hangs after
+without a thread (`Link.exchange`). A peer that dies is seen at once (its connection breaks), one that hangs
+after
 `stall_ns_max`. A link that failed is not used again.
 """
 
@@ -56,7 +57,7 @@ class Link:
         if not isinstance(welcome, wire.Welcome) or welcome.incarnation != self.peer.incarnation:
             raise PeerUnreachable(f"{self.peer.node_id} was restarted")
 
-    # --- moves, blocking -----------------------------------------------------------------------------------------
+    # --- moves, blocking ------------------------------------------------------------------------------------
 
     def read(self, items: Sequence[Slice], call: Call, watch: Watch) -> None:
         at_once = wire.STREAM_BYTES if isinstance(self._channel, PlainChannel) else wire.MESSAGE_BYTES
@@ -82,7 +83,7 @@ class Link:
         for _ in range(under_way):
             _acknowledged(self.peer, self._answer(watch))
 
-    # --- a small move, on the event loop -------------------------------------------------------------------------
+    # --- a small move, on the event loop --------------------------------------------------------------------
 
     def can_exchange(self) -> bool:
         return isinstance(self._channel, PlainChannel)
@@ -105,7 +106,7 @@ class Link:
         else:
             _acknowledged(self.peer, answer)
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _send_write(self, message: list[Slice], call: Call, watch: Watch) -> None:
         sums: list[int] = []
@@ -128,7 +129,9 @@ class Link:
                 raise TransferRefused(f"{self.peer.node_id} sent a truncated frame")
             expected = [next(sums, -1) for _ in range(item.layers)]
             if wire.run_sums(self._view, item.local_slot, item.first_layer, item.layers) != expected:
-                raise BytesCorrupted(f"slot {item.remote_slot} from {self.peer.node_id} is not what was committed")
+                raise BytesCorrupted(
+                    f"slot {item.remote_slot} from {self.peer.node_id} is not what was committed"
+                )
 
     def _send(self, header: wire.AnyHeader, watch: Watch, payload: Sequence[memoryview] = ()) -> None:
         assert self._session is not None

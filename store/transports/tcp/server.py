@@ -1,7 +1,9 @@
-"""The receiving ends of TCP: a thread for each plain connection, and one for all encrypted ones (a pyzmq ROUTER).
+"""The receiving ends of TCP: a thread for each plain connection, and one for all encrypted ones (a pyzmq
+ROUTER).
 
-On an encrypted link the caller's CURVE key must be on the allow list (ZAP) before a byte of his is looked at. Over a
-plain link a caller has `ADMISSION_S` to prove that he knows the secret, and there are at most `SESSIONS_MAX` of them.
+On an encrypted link the caller's CURVE key must be on the allow list (ZAP) before a byte of his is looked at.
+Over a plain link a caller has `ADMISSION_S` to prove that he knows the secret, and there are at most
+`SESSIONS_MAX` of them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ ADMISSION_S = 10.0
 
 
 class PlainServer:
-    """Callers of plain links, each in a thread of its own: what a socket delivers goes straight into the slots."""
+    """Callers of plain links, each in a thread of its own: what a socket delivers goes straight into the
+    slots.
+    """
 
     def __init__(self, view: PoolView, service: TcpService, *, stall_ns_max: int) -> None:
         self._view = view
@@ -149,7 +153,11 @@ class CurveServer:
     """Callers of encrypted links, in one thread."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], view: PoolView, service: TcpService, keys: tuple[bytes, bytes]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        view: PoolView,
+        service: TcpService,
+        keys: tuple[bytes, bytes],
     ) -> None:
         self._context = context
         self._service = service
@@ -212,7 +220,9 @@ class CurveServer:
     def _judge_key(self) -> None:
         """ZAP, RFC 27: version, request id, domain, address, identity, mechanism, credentials."""
         version, request_id, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
-        known = mechanism != b"CURVE" or (len(credentials) == 1 and z85.encode(credentials[0]) in self._allowed)
+        known = mechanism != b"CURVE" or (
+            len(credentials) == 1 and z85.encode(credentials[0]) in self._allowed
+        )
         if not known:
             self._service.count("refused_curve_key")
         status = (b"200", b"OK") if known else (b"400", b"key is not on the allow list")

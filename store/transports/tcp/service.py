@@ -1,8 +1,8 @@
 """What the receiving end of TCP does with a message, whatever link it came over.
 
-Nobody is served who has not proved that he knows the cluster's secret. Every write is checked against the book
-before a byte of it reaches a slot: right order, reserved slots, exact sizes. What is refused is answered with a
-reason and counted (`refused_…`).
+Nobody is served who has not proved that he knows the cluster's secret. Every write is checked against the
+book before a byte of it reaches a slot: right order, reserved slots, exact sizes. What is refused is answered
+with a reason and counted (`refused_…`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Refuse(Exception):
 class TcpService:
     """Serves reads and writes of the pool to authenticated peers; from any thread."""
 
-    def __init__(self, view: PoolView, gate: Gate, *, secret: str, incarnation: str, counters: Counter[str]) -> None:
+    def __init__(
+        self, view: PoolView, gate: Gate, *, secret: str, incarnation: str, counters: Counter[str]
+    ) -> None:
         self._view = view
         self._gate = gate
         self._secret = secret
@@ -74,7 +76,9 @@ class TcpService:
             if name == "malformed" and caller.session is not None:
                 caller.nonces, caller.session = b"", None
             self.count(f"refused_{name}")
-            refusal = wire.Refusal(reason=str(problem), kind="corrupted" if name == "corrupted" else "refused")
+            refusal = wire.Refusal(
+                reason=str(problem), kind="corrupted" if name == "corrupted" else "refused"
+            )
             reply(caller.session.seal(refusal) if caller.session else (b"", wire.encode(refusal)))
 
     def _admit(self, caller: Caller, header: wire.AnyHeader, reply: Reply) -> None:
@@ -133,4 +137,6 @@ class TcpService:
         for run in runs:
             inside = 0 <= run.slot < at.slots and run.first_layer >= 0 and run.layers >= 1
             if not inside or run.first_layer + run.layers > at.layers:
-                raise Refuse("outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers} outside of the pool")
+                raise Refuse(
+                    "outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers} outside of the pool"
+                )

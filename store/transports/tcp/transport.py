@@ -1,9 +1,9 @@
-"""The transport between hosts: blocks over TCP, sent from the segment and received into the slots without a copy of
-our own.
+"""The transport between hosts: blocks over TCP, sent from the segment and received into the slots without a
+copy of our own.
 
-Links are authenticated always (`tcp_wire`) and encrypted with CURVE by default between hosts; encryption halves the
-speed, so that it can be chosen for each agent. A link is used for one move at a time; moves to the same peer at the
-same time use several.
+Links are authenticated always (`tcp_wire`) and encrypted with CURVE by default between hosts; encryption
+halves the speed, so that it can be chosen for each agent. A link is used for one move at a time; moves to the
+same peer at the same time use several.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ class TcpTransport:
     """Implements Transport, and serves the other agents' calls."""
 
     def __init__(
-        self, view: PoolView, gate: Gate, config: StoreConfig, *, incarnation: str, host: str, counters: Counter[str]
+        self,
+        view: PoolView,
+        gate: Gate,
+        config: StoreConfig,
+        *,
+        incarnation: str,
+        host: str,
+        counters: Counter[str],
     ) -> None:
         self._view = view
         self._config = config
@@ -50,7 +57,9 @@ class TcpTransport:
         self._running: set[Stop] = set()
         self._closed = False
         self.endpoints: list[Endpoint] = []
-        service = TcpService(view, gate, secret=config.cluster_secret, incarnation=incarnation, counters=counters)
+        service = TcpService(
+            view, gate, secret=config.cluster_secret, incarnation=incarnation, counters=counters
+        )
         self._plain = PlainServer(view, service, stall_ns_max=config.stall_ns_max)
         self._curve = CurveServer(self._context, view, service, self._keys)
 
@@ -63,7 +72,9 @@ class TcpTransport:
         for encrypted in kinds:
             main = encrypted is kinds[0]
             for address in config.bind.split(",") if main else [LOOPBACK]:
-                self._listen(address.strip(), config.port if main else 0, encrypted, config.advertise if main else "")
+                self._listen(
+                    address.strip(), config.port if main else 0, encrypted, config.advertise if main else ""
+                )
         self._plain.start()
         self._curve.start()
 
@@ -114,7 +125,7 @@ class TcpTransport:
         self._curve.close()
         self._context.destroy(linger=0)
 
-    # --- a few KiB -----------------------------------------------------------------------------------------------
+    # --- a few KiB ------------------------------------------------------------------------------------------
 
     async def _small(self, peer: Peer, items: Sequence[Slice], call: Call, *, reading: bool) -> bool:
         """True when the move was made here: it is small, and an idle plain link is there."""
@@ -144,7 +155,7 @@ class TcpTransport:
         self._put_idle(link)
         return True
 
-    # --- in a thread ---------------------------------------------------------------------------------------------
+    # --- in a thread ----------------------------------------------------------------------------------------
 
     async def _move(self, peer: Peer, items: Sequence[Slice], call: Call, work: Work) -> None:
         if self._closed:
@@ -204,7 +215,9 @@ class TcpTransport:
         longest = frame_bytes_max(self._view)
         if not endpoint.public_key:
             timeout_s = self._config.stall_ns_max / 1e9
-            plain = PlainChannel.connect(endpoint.address, watch, frame_bytes_max=longest, timeout_s=timeout_s)
+            plain = PlainChannel.connect(
+                endpoint.address, watch, frame_bytes_max=longest, timeout_s=timeout_s
+            )
             return Link(plain, self._view, peer, endpoint.address)
         curve = CurveChannel(
             self._context,
@@ -230,7 +243,9 @@ class TcpTransport:
         return right
 
     def _goes_plain(self, peer: Peer) -> bool:
-        return self._config.encryption == "never" or (self._config.encryption == "auto" and peer.host == self._host)
+        return self._config.encryption == "never" or (
+            self._config.encryption == "auto" and peer.host == self._host
+        )
 
     def _endpoint(self, peer: Peer) -> Endpoint:
         """Raises TransferRefused when the two agents do not agree on encryption."""

@@ -1,4 +1,5 @@
-"""What goes over a TCP link: messages of frames `[mac, header, payload…]`, and how both ends prove who they are.
+"""What goes over a TCP link: messages of frames `[mac, header, payload…]`, and how both ends prove who they
+are.
 
 ::
 
@@ -10,10 +11,10 @@
       │── Read / Write + payload ────────────────▶│
       │◀────────── Chunk + payload / Ack / Refusal│
 
-All HMACs are SHA-256 under the cluster's secret; the session's key is drawn from both nonces, so that nothing of
-another connection can be replayed, and headers are numbered, so that nothing of this one can. Payload is protected
-by CURVE where the link is encrypted; in any case a layer of a block counts only when its xxh3_64 is the one in the
-header.
+All HMACs are SHA-256 under the cluster's secret; the session's key is drawn from both nonces, so that nothing
+of another connection can be replayed, and headers are numbered, so that nothing of this one can. Payload is
+protected by CURVE where the link is encrypted; in any case a layer of a block counts only when its xxh3_64 is
+the one in the header.
 
 A payload frame is a run of layers of one block, whole layers, of at most 512 KiB (or one layer, when that is
 larger): small enough to be in the cache still when it is verified.
@@ -35,8 +36,8 @@ from halfmoon.store.transports.base import Slice, joined
 FRAME_BYTES = 512 * 1024
 
 MESSAGE_BYTES = 4 * 1024 * 1024
-#: Asked for at once over a plain link, where the first frame can be taken before the last one is sent: every request
-#: that is sent while an answer comes costs a quarter of a millisecond.
+#: Asked for at once over a plain link, where the first frame can be taken before the last one is sent: every
+#: request that is sent while an answer comes costs a quarter of a millisecond.
 STREAM_BYTES = 64 * 1024 * 1024
 NONCE_BYTES = 16
 #: Runs in one message: a header stays small.
@@ -139,8 +140,12 @@ def decode(raw: bytes) -> AnyHeader:
         raise FrameInvalid(f"malformed header: {problem}") from None
 
 
-def proof(secret: str, who: Literal["server", "client", "session"], nonces: bytes, node_id: str = "") -> bytes:
-    return hmac.digest(secret.encode(), b"halfmoon tcp\0" + who.encode() + b"\0" + nonces + node_id.encode(), "sha256")
+def proof(
+    secret: str, who: Literal["server", "client", "session"], nonces: bytes, node_id: str = ""
+) -> bytes:
+    return hmac.digest(
+        secret.encode(), b"halfmoon tcp\0" + who.encode() + b"\0" + nonces + node_id.encode(), "sha256"
+    )
 
 
 class Session:
@@ -168,8 +173,12 @@ class Session:
         return header
 
 
-def split(items: Sequence[Slice], layer_block_bytes: int, message_bytes: int = MESSAGE_BYTES) -> Iterator[list[Slice]]:
-    """`items` cut into messages: runs of at most FRAME_BYTES, together at most `message_bytes` (one layer at least)."""
+def split(
+    items: Sequence[Slice], layer_block_bytes: int, message_bytes: int = MESSAGE_BYTES
+) -> Iterator[list[Slice]]:
+    """`items` cut into messages: runs of at most FRAME_BYTES, together at most `message_bytes` (one layer at
+    least).
+    """
     layers_max = max(1, FRAME_BYTES // layer_block_bytes)
     message: list[Slice] = []
     total = 0

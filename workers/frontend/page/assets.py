@@ -29,14 +29,17 @@ class Assets:
             if dot + ending in _TYPES:
                 body = entry.read_bytes()
                 path = "/" if entry.name == "index.html" else f"/page/{entry.name}"
-                self._files[path] = body, {
-                    "content-type": _TYPES[dot + ending],
-                    "content-security-policy": POLICY,
-                    "x-content-type-options": "nosniff",
-                    "referrer-policy": "no-referrer",
-                    "cache-control": "no-cache",
-                    "etag": f'"{hashlib.sha256(body).hexdigest()[:20]}"',
-                }
+                self._files[path] = (
+                    body,
+                    {
+                        "content-type": _TYPES[dot + ending],
+                        "content-security-policy": POLICY,
+                        "x-content-type-options": "nosniff",
+                        "referrer-policy": "no-referrer",
+                        "cache-control": "no-cache",
+                        "etag": f'"{hashlib.sha256(body).hexdigest()[:20]}"',
+                    },
+                )
 
     @property
     def paths(self) -> list[str]:

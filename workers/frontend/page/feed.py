@@ -1,7 +1,9 @@
-"""What the page is fed with: one question to the conductors every half second, for all who look, and none else.
+"""What the page is fed with: one question to the conductors every half second, for all who look, and none
+else.
 
-All conductors answer that they are there; one, which we name, answers in full. When it falls silent another is named,
-so the page goes on as the cluster does. Whoever reads slowly gets the newest view when he is ready, never a queue.
+All conductors answer that they are there; one, which we name, answers in full. When it falls silent another
+is named, so the page goes on as the cluster does. Whoever reads slowly gets the newest view when he is ready,
+never a queue.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class PageFeed:
             self._asking = None
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Views as server-sent events, endless: at once what is known, then each half second. Raises ApiError 429."""
+        """Views as server-sent events, endless: at once what is known, then each half second. Raises ApiError
+        429.
+        """
         if len(self._watchers) >= WATCHERS_MAX:
             message = f"{len(self._watchers)} look at this frontend's page already"
             raise ApiError(429, message, code="too_many_watchers", retry_after_ns=5 * SECOND_NS)
@@ -96,14 +100,16 @@ class PageFeed:
                 asking.cancel()
 
     def _event(self, told: int) -> bytes:
-        """The newest view, with what happened since the one that was `told`; made once for all who need the same."""
+        """The newest view, with what happened since the one that was `told`; made once for all who need the
+        same.
+        """
         if told not in self._encoded:
             events = [event for event in self._events if event["number"] > told]
             view = orjson.dumps({**self._view, "events": events})
             self._encoded[told] = b"id: %d\nevent: view\ndata: %s\n\n" % (self._number, view)
         return self._encoded[told]
 
-    # --- conductors -------------------------------------------------------------------------------------------
+    # --- conductors -----------------------------------------------------------------------------------------
 
     async def _ask(self) -> None:
         inbox = self._bus.nc.new_inbox()
@@ -172,7 +178,7 @@ class PageFeed:
         for news in self._watchers:
             news.set()
 
-    # --- one request ------------------------------------------------------------------------------------------
+    # --- one request ----------------------------------------------------------------------------------------
 
     async def explain(self, request_id: str) -> bytes:
         """JSON. Raises ApiError: 404, 410 (too far back), 503 (no conductor, or a busy one)."""
@@ -196,7 +202,9 @@ class PageFeed:
         return encode(found)
 
     async def _conductor(self) -> str:
-        """The one that is named; while nobody looks, the first that says that it is there. Raises PeerUnreachable."""
+        """The one that is named; while nobody looks, the first that says that it is there. Raises
+        PeerUnreachable.
+        """
         if self.watched and self._named:
             return self._named
         view = await self._bus.request(
