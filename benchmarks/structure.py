@@ -1,0 +1,179 @@
+"""Figures of the structure of this code base, read from its sources; nothing of it is imported or run.
+
+Circles are strongly connected groups of modules in the graph of imports, those under `TYPE_CHECKING` and inside
+functions included: a type that two files need of each other ties them as much as a call does.
+
+    python benchmarks/structure.py                     # this checkout
+    python benchmarks/structure.py --against ../older  # beside another checkout of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import statistics
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("bus", "cli", "conductor", "schemas", "store", "workers")
+
+
+@dataclass
+class Module:
+    """One source file. `name` is dotted and without `halfmoon.`."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+    lines: int
+    comment_lines: int
+    imports: set[str] = field(default_factory=set)
+
+    @property
+    def folder(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
+
+
+def read_modules(root: Path) -> dict[str, Module]:
+    """Every module of the packages below `root`, with the modules of ours that it imports."""
+    modules = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            if path.name == "__init__.py":
+                continue
+            source = path.read_text(encoding="utf-8")
+            name = ".".join(path.relative_to(root).with_suffix("").parts)
+            with path.open("rb") as file:
+                comments = {
+                    token.start[0]
+                    for token in tokenize.tokenize(file.readline)
+                    if token.type == tokenize.COMMENT
+                }
+            modules[name] = Module(name, path, ast.parse(source), source.count("\n"), len(comments))
+    for module in modules.values():
+        module.imports = {name for name in _imported(module.tree) if name in modules and name != module.name}
+    return modules
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Both readings of `from a import b`: module `a` with a name `b`, and module `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name.removeprefix("halfmoon.")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfmoon"):
+            module = (node.module or "").removeprefix("halfmoon").lstrip(".")
+            for alias in node.names:
+                yield f"{module}.{alias.name}".lstrip(".")
+            yield module
+
+
+def circles(modules: Mapping[str, Module]) -> list[list[str]]:
+    """Groups of modules that reach each other by imports. Source: Tarjan, strongly connected components, 1972."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target in sorted(modules[name].imports):
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(modules):
+        if name not in index:
+            visit(name)
+    return sorted(found)
+
+
+def shared_class_names(modules: Mapping[str, Module]) -> dict[str, list[str]]:
+    """Names of top-level classes that more than one module defines."""
+    owners: dict[str, list[str]] = defaultdict(list)
+    for module in modules.values():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                owners[node.name].append(module.name)
+    return {name: places for name, places in sorted(owners.items()) if len(places) > 1}
+
+
+def figures(root: Path) -> dict[str, Any]:
+    """All figures of the checkout at `root`."""
+    modules = read_modules(root)
+    rings = circles(modules)
+    folders: dict[str, int] = defaultdict(int)
+    for module in modules.values():
+        folders[module.folder] += 1
+    largest = max(folders, key=lambda folder: (folders[folder], folder))
+    agent = modules.get("store.agent.agent") or modules["store.agent"]
+    widest = max(modules.values(), key=lambda module: (len(module.imports), module.name))
+    lengths = [
+        ((function.end_lineno or 0) - function.lineno + 1, f"{module.name}.{function.name}")
+        for module in modules.values()
+        for function in module.functions()
+    ]
+    sizes = [module.lines for module in modules.values()]
+    lines = sum(sizes)
+    return {
+        "files": len(modules),
+        "lines": lines,
+        "circles of imports": len(rings),
+        "files in circles": sum(map(len, rings)),
+        "largest folder": f"{folders[largest]} ({largest})",
+        "modules that the store agent imports": len(agent.imports),
+        "most modules that one imports": f"{len(widest.imports)} ({widest.name})",
+        "class names with two owners": len(shared_class_names(modules)),
+        "comment lines, percent": round(100 * sum(m.comment_lines for m in modules.values()) / lines, 1),
+        "lines of a file, median and largest": f"{statistics.median(sizes):.0f}, {max(sizes)}",
+        "functions": len(lengths),
+        "longest function": "{} ({})".format(*max(lengths)),
+        "functions over 40 lines, percent": round(100 * sum(n > 40 for n, _ in lengths) / len(lengths), 1),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the figures as a table, one column for each checkout."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", metavar="DIR", type=Path, help="another checkout, shown first")
+    parser.add_argument("--save", metavar="NAME", default="", help="also write results/NAME.json")
+    parser.add_argument("--detail", action="store_true", help="also list circles and shared class names")
+    args = parser.parse_args(argv)
+    columns = {"before": figures(args.against)} if args.against else {}
+    columns["now"] = figures(ROOT)
+    print(f"{'':40}" + "".join(f"{name:>40}" for name in columns))
+    for row in columns["now"]:
+        print(f"{row:40}" + "".join(f"{column[row]!s:>40}" for column in columns.values()))
+    if args.detail:
+        modules = read_modules(ROOT)
+        for ring in circles(modules):
+            print("circle:", " ".join(ring))
+        for name, owners in shared_class_names(modules).items():
+            print("class:", name, *owners)
+    if args.save:
+        (ROOT / "results" / f"{args.save}.json").write_text(json.dumps(columns, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
