@@ -27,7 +27,7 @@ from clusters import finish, parser
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.pool.checksums import block_sum, slots_sums
-from halfmoon.store.pool.guard import Book
+from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Segment, segment_name
 from halfmoon.store.pool.slots import Owner
@@ -94,16 +94,16 @@ async def rounds(directory: Path, block_bytes: int, threads: int, count: int) ->
     segment.view.blocks[:] = np.random.default_rng(1).integers(
         0, 256, segment.view.blocks.shape[1:], np.uint8
     )
-    book = Book(Pool(BLOCKS), ttl_ns=10**12, grace_ns=0, announce=lambda _: None)
+    guard = PoolGuard(Pool(BLOCKS), ttl_ns=10**12, grace_ns=0, announce=lambda _: None)
     tier = SsdTier(
-        config, book, view=lambda: segment.view, announce=lambda _: None, counters=Counter(), lost=sys.exit
+        config, guard, view=lambda: segment.view, announce=lambda _: None, counters=Counter(), lost=sys.exit
     )
     await tier._open()
     owner, keys = Owner("o", "w"), [number.to_bytes(16, "big") for number in range(BLOCKS)]
-    hold = book.open_put(owner, keys, BLOCKS, writer="w")
+    hold = guard.open_put(owner, keys, BLOCKS, writer="w")
     sums = slots_sums(segment.view, hold.slots)
-    book.commit(owner, {i: block_sum(some) for i, some in enumerate(sums)})
-    book.release(owner, writers=["w"])
+    guard.commit(owner, {i: block_sum(some) for i, some in enumerate(sums)})
+    guard.release(owner, writers=["w"])
     found: dict[str, list[float]] = {
         "fio_write": [],
         "fio_read": [],

@@ -28,7 +28,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.pool.checksums import slots_sums
-from halfmoon.store.pool.guard import Book
+from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Geometry, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Owner
@@ -315,12 +315,12 @@ class End:
         self.segment = Segment.create(segment_name(name, node_id), self.config.geometry)
         self.view = self.segment.view
         self.view.touch()
-        self.book = Book(Pool(slots), ttl_ns=10**12, grace_ns=0, announce=lambda changes: None)
+        self.guard = PoolGuard(Pool(slots), ttl_ns=10**12, grace_ns=0, announce=lambda changes: None)
         self.tcp: TcpTransport | None = None
         self.transport: Transport = ShmTransport(self.view, ThreadPoolExecutor(2))
         if kind != "shm":
             self.transport = self.tcp = TcpTransport(
-                self.view, self.book, self.config, incarnation=node_id, host=host_id(), counters=Counter()
+                self.view, self.guard, self.config, incarnation=node_id, host=host_id(), counters=Counter()
             )
             self.tcp.start()
         self.hello = Hello(
@@ -339,9 +339,9 @@ class End:
         self.view.blocks[:] = noise(self.view.blocks.shape)
         count = len(self.view.blocks)
         keys = [i.to_bytes(16, "little") for i in range(count)]
-        hold = self.book.open_put(Owner("o", "x"), keys, count, writer="x")
+        hold = self.guard.open_put(Owner("o", "x"), keys, count, writer="x")
         self.view.sums[:] = slots_sums(self.view, range(count))
-        self.book.commit(Owner("o", "x"), dict.fromkeys(range(len(hold.slots)), 0))
+        self.guard.commit(Owner("o", "x"), dict.fromkeys(range(len(hold.slots)), 0))
 
 
 def their_side(kind: str, small: bool, pipe: Connection) -> None:

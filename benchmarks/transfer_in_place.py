@@ -18,7 +18,7 @@ from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.store.agent.agent import StoreAgent
-from halfmoon.store.client import Client, key_of
+from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.config import StoreConfig
 
 BLOCKS = TOTAL // layout(False).block_bytes
@@ -26,7 +26,7 @@ KEYS = [key_of(f"block {number}") for number in range(BLOCKS)]
 
 
 class InPlace:
-    """`Client.get` of 64 MiB that an agent's client in another process has put: leased and in place, no copy."""
+    """`StoreClient.get` of 64 MiB that an agent's client in another process has put: leased and in place, no copy."""
 
     name, size = "client_get", TOTAL
 
@@ -36,7 +36,7 @@ class InPlace:
         self._process = context.Process(target=_hold, args=(theirs,), daemon=True)
         self._process.start()
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        self._client: Client = self._runner.run(Client.connect(self._pipe.recv(), node_id="n1"))
+        self._client: StoreClient = self._runner.run(StoreClient.connect(self._pipe.recv(), node_id="n1"))
         self._checked = False
 
     def go(self) -> tuple[float, float]:
@@ -83,7 +83,7 @@ async def _serve(pipe: Connection) -> None:
         agent = StoreAgent(bus, config)
         await agent.start()
         try:
-            async with await Client.connect(server.url, node_id="n1") as client:
+            async with await StoreClient.connect(server.url, node_id="n1") as client:
                 for key in KEYS:
                     await client.put(key, noise((TOTAL // BLOCKS,)))
             pipe.send(server.url)

@@ -345,7 +345,7 @@ def _quota(text: str) -> tuple[str, int]:
 
 
 async def run_worker(args: argparse.Namespace) -> int:
-    from halfmoon.store.agent_client import StoreClient
+    from halfmoon.store.agent_client import AgentClient
     from halfmoon.workers.decode.worker import DecodeWorker
     from halfmoon.workers.prefill.worker import PrefillWorker
     from halfmoon.workers.worker import WorkerConfig
@@ -373,7 +373,7 @@ async def run_worker(args: argparse.Namespace) -> int:
     say(f"{args.command} worker {worker_id}: {took}")
     tracing = start_tracing(args, args.command, worker_id)
     bus = await _connect(args, worker_id)
-    store = StoreClient(bus, node_id=args.node, worker_id=worker_id) if layout.block_bytes else None
+    store = AgentClient(bus, node_id=args.node, worker_id=worker_id) if layout.block_bytes else None
     kind = PrefillWorker if args.command == "prefill" else DecodeWorker
     worker = kind(
         bus,

@@ -15,7 +15,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.agent.agent import StoreAgent
-from halfmoon.store.client import Client, key_of
+from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import BlockMissing
 
@@ -26,7 +26,7 @@ LAYOUT = Layout(
 
 
 async def use(url: str) -> None:
-    async with await Client.connect(url, node_id="n1", tenant="acme") as client:
+    async with await StoreClient.connect(url, node_id="n1", tenant="acme") as client:
         blocks = {
             key_of(f"block {i}", tenant="acme"): np.full(client.block_bytes, i, np.uint8) for i in range(48)
         }

@@ -21,7 +21,7 @@ from nats.errors import Error as NatsError
 
 from halfmoon.bus import errors as bus_errors
 from halfmoon.bus.connection import Bus
-from halfmoon.schemas import store as say
+from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
 from halfmoon.schemas.types import Message
 from halfmoon.store.errors import AgentUnreachable, BlockMissing, NotAttached, from_code
@@ -37,7 +37,7 @@ KEEP_S = 600.0
 PUSHES_PER_MESSAGE = 256
 
 
-class StoreClient:
+class AgentClient:
     """Errors are those of `halfmoon.store.errors`. One for each worker, used from one event loop
     (`push` from any thread).
 
@@ -52,10 +52,10 @@ class StoreClient:
         self._worker_id = worker_id
         self._process = uuid.uuid4().hex
         self._view: PoolView | None = None
-        self._attached: say.Attached | None = None
+        self._attached: messages.Attached | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._outbox: deque[say.PushLayer] = deque()
+        self._outbox: deque[messages.PushLayer] = deque()
         self._pushes: Counter[str] = Counter()
         #: Open orders, and when something was last done for each.
         self._orders: dict[str, float] = {}
@@ -93,15 +93,17 @@ class StoreClient:
 
     async def _attach_once(self) -> PoolView:
         subject = subjects.store(self._node_id, "attach")
-        request = say.Attach(worker_id=self._worker_id, process=self._process)
-        attached = await self._bus.request(subject, request, say.Attached, timeout_s=2.0)
+        request = messages.Attach(worker_id=self._worker_id, process=self._process)
+        attached = await self._bus.request(subject, request, messages.Attached, timeout_s=2.0)
         if self._attached is None or self._attached.incarnation != attached.incarnation:
             await self._map(attached)
-        request = say.Attach(worker_id=self._worker_id, mapped=attached.incarnation, process=self._process)
-        await self._bus.request(subject, request, say.Attached, timeout_s=2.0)
+        request = messages.Attach(
+            worker_id=self._worker_id, mapped=attached.incarnation, process=self._process
+        )
+        await self._bus.request(subject, request, messages.Attached, timeout_s=2.0)
         return self.view
 
-    async def _map(self, attached: say.Attached) -> None:
+    async def _map(self, attached: messages.Attached) -> None:
         geometry = Geometry.of(attached.layout, attached.slots)
         view = PoolView.attach(attached.segment, geometry)
         if not view.alive():
@@ -134,7 +136,7 @@ class StoreClient:
             orders = [order_id for order_id, at in self._orders.items() if now - at < KEEP_S]
             if orders:
                 with contextlib.suppress(NatsError):  # tried again at the next turn
-                    keep = say.KeepOrders(worker_id=self._worker_id, order_ids=orders)
+                    keep = messages.KeepOrders(worker_id=self._worker_id, order_ids=orders)
                     await self._bus.publish(subjects.store(self._node_id, "keep"), keep)
 
     # --- put and fetch --------------------------------------------------------------------------------------
@@ -148,14 +150,14 @@ class StoreClient:
         head_keys: bytes = b"",
         tenant: str = "",
         block_bytes: int = 0,
-    ) -> say.PutOpened:
+    ) -> messages.PutOpened:
         """Leases what is here, reserves slots for the rest. `head_keys`: of the chain before, when it is not
         whole.
 
         Raises StoreFull (QuotaExceeded), WrongTenant, WrongSize, AgentUnreachable;
         NotAttached after a restart while older orders are still open.
         """
-        request = say.OpenPut(
+        request = messages.OpenPut(
             order_id=order_id,
             worker_id=self._worker_id,
             block_keys=block_keys,
@@ -165,12 +167,12 @@ class StoreClient:
             block_bytes=block_bytes,
         )
         try:
-            opened = await self.ask("open_put", request, say.PutOpened)
+            opened = await self.ask("open_put", request, messages.PutOpened)
         except NotAttached:
             if self._orders:
                 raise
             await self.attach(timeout_s=ASK_S)
-            opened = await self.ask("open_put", request, say.PutOpened)
+            opened = await self.ask("open_put", request, messages.PutOpened)
         self._orders[order_id] = time.monotonic()
         self._pushes[order_id] = 0
         return opened
@@ -184,13 +186,13 @@ class StoreClient:
         blocks: int,
         replicas: Sequence[str] = (),
         traceparent: str = "",
-    ) -> say.Fetched:
+    ) -> messages.Fetched:
         """Blocks of the order become readable here, layer by layer (`KvLoaded`), and are committed. When the
         source fails, `replicas` are tried.
 
         Raises BlockMissing (with `held`), OrderUnknown, or a TransferError; then nothing was committed.
         """
-        request = say.FetchBlocks(
+        request = messages.FetchBlocks(
             order_id=order_id,
             worker_id=self._worker_id,
             source_node_id=source_node_id,
@@ -199,17 +201,17 @@ class StoreClient:
             replica_node_ids=list(replicas),
             traceparent=traceparent,
         )
-        fetched = await self.ask("fetch", request, say.Fetched, long=True)
+        fetched = await self.ask("fetch", request, messages.Fetched, long=True)
         if fetched.missing:
             raise BlockMissing(f"{source_node_id} has {fetched.held} of {blocks} blocks", held=fetched.held)
         return fetched
 
     async def commit(self, order_id: str, *, first_block: int, blocks: int) -> None:
         """These blocks are written: those with keys become visible to others. Raises OrderUnknown."""
-        request = say.CommitBlocks(
+        request = messages.CommitBlocks(
             order_id=order_id, worker_id=self._worker_id, first_block=first_block, blocks=blocks
         )
-        await self.ask("commit", request, say.Done, long=True)
+        await self.ask("commit", request, messages.Done, long=True)
 
     # --- push -----------------------------------------------------------------------------------------------
 
@@ -217,26 +219,30 @@ class StoreClient:
         self, order_id: str, request_id: str, *, target_node_id: str, decode_worker_id: str
     ) -> None:
         """Room for the order's blocks at the target; the decode worker is told. Raises StoreFull,
-        PeerUnreachable, LayoutMismatch, OrderUnknown (also: the decode side released the order already)."""
-        request = say.OpenPush(
+        HolderUnreachable, LayoutMismatch, OrderUnknown (also: the decode side released the order already)."""
+        request = messages.OpenPush(
             order_id=order_id,
             request_id=request_id,
             worker_id=self._worker_id,
             target_node_id=target_node_id,
             decode_worker_id=decode_worker_id,
         )
-        await self.ask("open_push", request, say.Done, long=True)
+        await self.ask("open_push", request, messages.Done, long=True)
 
     def push(self, order_id: str, *, layer: int, first_block: int, blocks: int) -> None:
         """Layer `layer` of these blocks is written here: send it on. Returns at once; from any thread."""
         assert self._loop is not None, "attach first"
         if threading.get_ident() == self._loop_thread:
-            self._push(say.PushLayer(order_id=order_id, layer=layer, first_block=first_block, blocks=blocks))
+            self._push(
+                messages.PushLayer(order_id=order_id, layer=layer, first_block=first_block, blocks=blocks)
+            )
         else:
-            layer_push = say.PushLayer(order_id=order_id, layer=layer, first_block=first_block, blocks=blocks)
+            layer_push = messages.PushLayer(
+                order_id=order_id, layer=layer, first_block=first_block, blocks=blocks
+            )
             self._loop.call_soon_threadsafe(self._push, layer_push)
 
-    def _push(self, layer_push: say.PushLayer) -> None:
+    def _push(self, layer_push: messages.PushLayer) -> None:
         self._pushes[layer_push.order_id] += 1
         if layer_push.order_id in self._orders:
             self._orders[layer_push.order_id] = time.monotonic()
@@ -253,23 +259,23 @@ class StoreClient:
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
 
-    async def _send_some(self, pushes: list[say.PushLayer]) -> None:
-        message = say.PushLayers(worker_id=self._worker_id, pushes=pushes)
+    async def _send_some(self, pushes: list[messages.PushLayer]) -> None:
+        message = messages.PushLayers(worker_id=self._worker_id, pushes=pushes)
         with contextlib.suppress(bus_errors.BusError):  # a lost push is found by close_push
-            await self._ask("push", message, say.Done, self._long_s())
+            await self._ask("push", message, messages.Done, self._long_s())
 
-    async def close_push(self, order_id: str, *, traceparent: str = "") -> say.Pushed:
+    async def close_push(self, order_id: str, *, traceparent: str = "") -> messages.Pushed:
         """Returns when everything pushed is readable at the target and committed there. Raises what made it
         fail.
         """
         await asyncio.sleep(0)  # pushes from other threads come first
-        request = say.ClosePush(
+        request = messages.ClosePush(
             order_id=order_id,
             worker_id=self._worker_id,
             pushes=self._pushes[order_id],
             traceparent=traceparent,
         )
-        return await self.ask("close_push", request, say.Pushed, long=True)
+        return await self.ask("close_push", request, messages.Pushed, long=True)
 
     def keep(self, order_id: str) -> None:
         """An order that was opened by another verb is kept alive too, until `release` or `KEEP_S`."""
@@ -283,13 +289,13 @@ class StoreClient:
         """
         self._pushes.pop(order_id, None)
         self._orders.pop(order_id, None)
-        request = say.ReleaseBlocks(order_id=order_id, worker_id=self._worker_id)
+        request = messages.ReleaseBlocks(order_id=order_id, worker_id=self._worker_id)
         with contextlib.suppress(AgentUnreachable):
-            await self.ask("release", request, say.Done)
+            await self.ask("release", request, messages.Done)
 
-    async def status(self) -> say.StoreStatus:
+    async def status(self) -> messages.StoreStatus:
         """How full the node is."""
-        return await self.ask("status", say.StoreStatusRequest(), say.StoreStatus)
+        return await self.ask("status", messages.StoreStatusRequest(), messages.StoreStatus)
 
     async def close(self) -> None:
         """Lets go of the mapping. Orders must have been released."""

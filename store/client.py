@@ -9,7 +9,7 @@ Three answers that are not a value, three errors (`halfmoon.store.errors`):
 
 - `BlockMissing`: nobody that was asked has the block.
 - `TransferError` (`TransferTimeout`, `TransferRefused`, `BytesCorrupted`): it was found, but did not arrive.
-- `AgentUnreachable`, `PeerUnreachable`: the holder, or somebody who may be one, does not answer.
+- `AgentUnreachable`, `HolderUnreachable`: the holder, or somebody who may be one, does not answer.
 
 A batch gives one answer a key: the error itself, not raised, where one key failed.
 """
@@ -28,14 +28,14 @@ import xxhash
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.schemas import store as say
+from halfmoon.schemas import store as messages
 from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.store.agent_client import StoreClient
+from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import (
     AgentUnreachable,
     BlockMissing,
     BytesCorrupted,
-    PeerUnreachable,
+    HolderUnreachable,
     StoreError,
     WrongSize,
 )
@@ -61,7 +61,7 @@ class Held:
     kept alive by the client, and ends with it.
     """
 
-    def __init__(self, client: Client, order_id: str, arrays: list[Array]) -> None:
+    def __init__(self, client: StoreClient, order_id: str, arrays: list[Array]) -> None:
         self._client = client
         self._order_id = order_id
         self.arrays = arrays
@@ -91,7 +91,7 @@ class _Found(NamedTuple):
     orders: list[str]
 
 
-class Client:
+class StoreClient:
     """See the module. Use it from one event loop; make it with `connect`."""
 
     def __init__(self, bus: Bus, *, node_id: str, tenant: str = "", peers: Sequence[str] = ()) -> None:
@@ -101,14 +101,14 @@ class Client:
         self._tenant = tenant
         self._peers = [peer for peer in peers if peer != node_id]
         self._party = f"client-{uuid.uuid4().hex[:16]}"
-        self._door = StoreClient(bus, node_id=node_id, worker_id=self._party)
+        self._door = AgentClient(bus, node_id=node_id, worker_id=self._party)
         self._own_bus = False
         self._held: set[str] = set()
 
     @classmethod
     async def connect(
         cls, url: str = "nats://127.0.0.1:4222", *, node_id: str, tenant: str = "", peers: Sequence[str] = ()
-    ) -> Client:
+    ) -> StoreClient:
         """Connects to NATS and maps the memory of the node's agent. Raises BusError, AgentUnreachable."""
         bus = await Bus.connect(BusConfig(url=url), name=f"store-client-{node_id}")
         client = cls(bus, node_id=node_id, tenant=tenant, peers=peers)
@@ -132,7 +132,7 @@ class Client:
         if self._own_bus:
             await self._bus.close()
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> StoreClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -166,7 +166,7 @@ class Client:
 
     async def exists(self, key: bytes) -> bool:
         """Whether this node or a peer has it, in memory or on its SSD; keeps nothing alive. Raises
-        PeerUnreachable.
+        HolderUnreachable.
         """
         answer = (await self.batch_exists([key]))[0]
         if isinstance(answer, StoreError):
@@ -189,10 +189,10 @@ class Client:
         await self._pin(keys, 0, hard)
 
     async def _pin(self, keys: Sequence[bytes], ttl_ns: int, hard: bool) -> None:
-        request = say.PinBlocks(
+        request = messages.PinBlocks(
             party=self._party, block_keys=_joined(keys), ttl_ns=ttl_ns, hard=hard, tenant=self._tenant
         )
-        await self._door.ask("pin", request, say.Done)
+        await self._door.ask("pin", request, messages.Done)
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -248,19 +248,19 @@ class Client:
 
     async def batch_exists(self, keys: Sequence[bytes]) -> list[bool | StoreError]:
         """As `exists`."""
-        request = say.ProbeBlocks(block_keys=_joined(keys), tenant=self._tenant)
-        probed = await self._door.ask("probe", request, say.Probed)
+        request = messages.ProbeBlocks(block_keys=_joined(keys), tenant=self._tenant)
+        probed = await self._door.ask("probe", request, messages.Probed)
         here = {*probed.dram, *probed.ssd}
         missing = [i for i in range(len(keys)) if i not in here]
         holders, silent = await self._ask_peers([keys[i] for i in missing])
         there = {missing[at] for at in holders}
-        unknown = PeerUnreachable(f"{', '.join(silent)} did not answer")
+        unknown = HolderUnreachable(f"{', '.join(silent)} did not answer")
         return [True if i in here or i in there else unknown if silent else False for i in range(len(keys))]
 
     async def batch_remove(self, keys: Sequence[bytes]) -> list[bool]:
         """As `remove`."""
-        request = say.RemoveBlocks(block_keys=_joined(keys), tenant=self._tenant)
-        removed = await self._door.ask("remove", request, say.Removed)
+        request = messages.RemoveBlocks(block_keys=_joined(keys), tenant=self._tenant)
+        removed = await self._door.ask("remove", request, messages.Removed)
         return [i in removed.removed for i in range(len(keys))]
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Client:
     async def _find(self, keys: Sequence[bytes], block_bytes: int) -> _Found:
         """Leases the blocks here, and brings those that peers have."""
         order_id = self._new_order()
-        request = say.TakeBlocks(
+        request = messages.TakeBlocks(
             order_id=order_id,
             party=self._party,
             block_keys=_joined(keys),
@@ -307,7 +307,7 @@ class Client:
         found = _Found({}, {}, [order_id])
         self._door.keep(order_id)
         try:
-            taken = await self._door.ask("take", request, say.Taken, long=True)
+            taken = await self._door.ask("take", request, messages.Taken, long=True)
             places = zip(taken.present, zip(taken.slots, taken.checksums, strict=True), strict=True)
             found.slots.update(places)
             missing = [i for i in range(len(keys)) if i not in found.slots]
@@ -325,7 +325,7 @@ class Client:
             if at in holders:
                 by_holder.setdefault(tuple(holders[at]), []).append(i)
             elif silent:
-                found.problems[i] = PeerUnreachable(
+                found.problems[i] = HolderUnreachable(
                     f"block {keys[i].hex()}: {', '.join(silent)} did not answer"
                 )
             else:

@@ -11,7 +11,7 @@
     ├── LayoutMismatch       the two sides do not agree on what a block is
     ├── AgentUnreachable     the node's own store agent does not answer
     └── TransferError        bytes did not arrive
-        ├── PeerUnreachable  nobody there: dead, cut off, or never joined
+        ├── HolderUnreachable  nobody there: dead, cut off, or never joined
         ├── TransferRefused  the other side said no, and why
         ├── TransferTimeout  the deadline passed, or nothing moved for too long
         └── BytesCorrupted   they arrived, but are not what was committed
@@ -96,7 +96,7 @@ class TransferError(StoreError):
     code = "transfer_failed"
 
 
-class PeerUnreachable(TransferError):
+class HolderUnreachable(TransferError):
     """Nobody there: dead, cut off, or never joined."""
 
     code = "peer_unreachable"
@@ -133,7 +133,7 @@ _BY_CODE: dict[str, type[StoreError]] = {
         LayoutMismatch,
         AgentUnreachable,
         TransferError,
-        PeerUnreachable,
+        HolderUnreachable,
         TransferRefused,
         TransferTimeout,
         BytesCorrupted,

@@ -9,7 +9,7 @@ from nats.errors import Error as NatsError
 
 from halfmoon.bus import errors as bus_errors
 from halfmoon.bus.connection import Bus
-from halfmoon.schemas import store as say
+from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
 from halfmoon.schemas.types import KEY_BYTES
 
@@ -22,11 +22,13 @@ async def find_holders(
     bus: Bus, node_ids: Sequence[str], block_keys: bytes, tenant: str = "", *, mark: str = ""
 ) -> tuple[dict[int, list[str]], list[str]]:
     """Which nodes have the key of that index, those that have it in memory first; and which did not answer."""
-    request = say.ProbeBlocks(block_keys=block_keys, tenant=tenant, mark=mark)
+    request = messages.ProbeBlocks(block_keys=block_keys, tenant=tenant, mark=mark)
 
-    async def ask(node_id: str) -> say.Probed | None:
+    async def ask(node_id: str) -> messages.Probed | None:
         try:
-            return await bus.request(subjects.store(node_id, "probe"), request, say.Probed, timeout_s=PROBE_S)
+            return await bus.request(
+                subjects.store(node_id, "probe"), request, messages.Probed, timeout_s=PROBE_S
+            )
         except (bus_errors.BusError, NatsError):
             return None
 
@@ -53,7 +55,7 @@ async def find_holders(
     return holders, [node_id for node_id in node_ids if answers.get(node_id) is None]
 
 
-def _all_held(asking: Mapping[str, asyncio.Task[say.Probed | None]], blocks: int) -> bool:
+def _all_held(asking: Mapping[str, asyncio.Task[messages.Probed | None]], blocks: int) -> bool:
     """Whether the nodes that have answered hold all blocks between them."""
     answers = [task.result() for task in asking.values() if task.done()]
     found = {i for answer in answers if answer is not None for i in (*answer.dram, *answer.ssd)}

@@ -28,7 +28,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.policy import SECOND_NS, Layout
 from halfmoon.schemas.types import Message
-from halfmoon.store.agent_client import StoreClient
+from halfmoon.store.agent_client import AgentClient
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
 
@@ -62,7 +62,7 @@ class Worker(ABC):
 
     role: Role
 
-    def __init__(self, bus: Bus, engine: Any, store: StoreClient | None, config: WorkerConfig) -> None:
+    def __init__(self, bus: Bus, engine: Any, store: AgentClient | None, config: WorkerConfig) -> None:
         self.bus = bus
         self.engine = engine
         self.store = store

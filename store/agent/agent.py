@@ -1,6 +1,6 @@
 """The store agent: one a node. Owns the node's pool and its memory, moves blocks, answers leases.
 
-Structure: `book` (what is where, under a lock) · `announcer` (tells the log) · `peers` (other agents) ·
+Structure: `guard` (what is where, under a lock) · `announcer` (tells the log) · `peers` (other agents) ·
 transports (bytes) · `serve` (requests). The event loop does control; threads copy and hash. What an order has
 under way here (fetches, a push) is in `self._work`, so that a release at any moment ends it, waits until
 nothing is touched any more, and only then frees the slots.
@@ -38,21 +38,21 @@ from halfmoon.store.agent.ssd_load import make_tier
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import (
     BytesCorrupted,
+    HolderUnreachable,
     NotAttached,
     OrderUnknown,
-    PeerUnreachable,
     StoreError,
     TransferError,
     TransferTimeout,
 )
 from halfmoon.store.pool.checksums import block_sum, slots_sums
 from halfmoon.store.pool.eviction import make_eviction
-from halfmoon.store.pool.guard import WORKER, Book, peer_writer
+from halfmoon.store.pool.guard import WORKER, PoolGuard, peer_writer
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import PoolView, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Change, Owner
 from halfmoon.store.transports.base import Peer, Transport
-from halfmoon.store.transports.engine import Engine, Kind, Moved
+from halfmoon.store.transports.engine import TransferEngine, TransferStats, TransportKind
 from halfmoon.store.transports.rdma.transport import RdmaTransport
 from halfmoon.store.transports.shm import ShmTransport
 from halfmoon.store.transports.tcp.transport import TcpTransport
@@ -80,7 +80,7 @@ class StoreAgent:
         self.announcer = Announcer(
             bus, node_id=config.node_id, incarnation=self.incarnation, heartbeat_ns=config.heartbeat_ns
         )
-        self.book = Book(
+        self.guard = PoolGuard(
             Pool(config.slot_count, eviction=make_eviction(config.eviction), quotas=config.slot_quotas),
             ttl_ns=config.lease_ttl_ns,
             grace_ns=config.writer_grace_ns,
@@ -107,7 +107,7 @@ class StoreAgent:
         #: What a reader's lease may take in all, when its blocks come from the SSD first.
         self.promotion_ns_max = int(config.control_timeout_s * 0.6e9)
         self._segment: Segment | None = None
-        self._engine: Engine | None = None
+        self._engine: TransferEngine | None = None
         self.rdma: RdmaTransport | None = None
         #: Name of a transport, and why it is not there.
         self.absent: dict[str, str] = {}
@@ -136,7 +136,7 @@ class StoreAgent:
                 self.view.touch
             )  # the kernel clears the pages now, not under the first transfer
             self._topology = await asyncio.to_thread(read_topology, config.topology)
-            transports: dict[Kind, Transport] = {}
+            transports: dict[TransportKind, Transport] = {}
             if config.transport in ("auto", "shm"):
                 transports["shm"] = ShmTransport(self.view, self.executor)
             if (rdma := open_rdma(self)) is not None:
@@ -144,7 +144,7 @@ class StoreAgent:
             if config.port >= 0:
                 self._tcp = TcpTransport(
                     self.view,
-                    self.book,
+                    self.guard,
                     config,
                     incarnation=self.incarnation,
                     host=host_id(),
@@ -153,7 +153,7 @@ class StoreAgent:
                 self._tcp.start()
                 if config.transport in ("auto", "tcp"):
                     transports["tcp"] = self._tcp
-            self._engine = Engine(
+            self._engine = TransferEngine(
                 transports, host=host_id(), stripes=config.stripe_count, counters=self.counters
             )
             decisions = await self.bus.open_decisions(config.node_id)
@@ -168,7 +168,7 @@ class StoreAgent:
             self.kv_events.start()
             if self.tier is not None:
                 self.kv_events.add(await self.tier.start())
-            self.announcer.start(self.book, self._joined, self.tier.keys if self.tier is not None else list)
+            self.announcer.start(self.guard, self._joined, self.tier.keys if self.tier is not None else list)
             self.spawn(self._sweep())
         except BaseException:
             await self.stop()
@@ -202,7 +202,7 @@ class StoreAgent:
         self._segment = None
 
     @property
-    def moved(self) -> Mapping[tuple[str, str], Moved]:
+    def moved(self) -> Mapping[tuple[str, str], TransferStats]:
         """By transport and direction."""
         return self._engine.moved if self._engine is not None else {}
 
@@ -252,7 +252,7 @@ class StoreAgent:
     # --- peers ----------------------------------------------------------------------------------------------
 
     def transport_to(self, peer: Peer) -> Transport:
-        """Raises PeerUnreachable when there is no common transport."""
+        """Raises HolderUnreachable when there is no common transport."""
         assert self._engine is not None
         self._engine.paths(peer)
         return self._engine
@@ -268,7 +268,7 @@ class StoreAgent:
     def failed(self, node_id: str, problem: StoreError) -> None:
         """A peer could not be read or written: counted, suspected, and asked anew next time."""
         self.counters[f"failed_{problem.code}"] += 1
-        if isinstance(problem, PeerUnreachable | TransferTimeout | BytesCorrupted):
+        if isinstance(problem, HolderUnreachable | TransferTimeout | BytesCorrupted):
             self.announcer.suspect(node_id, f"{problem.code}: {problem}")
         if isinstance(problem, TransferError):
             self.peers.forget(node_id)
@@ -292,7 +292,7 @@ class StoreAgent:
         self._processes[worker_id] = process
         if known is not None and known != process:
             self.attached.discard(worker_id)
-            for owner in self.book.party(worker_id):
+            for owner in self.guard.party(worker_id):
                 await self.release(owner)
 
     async def know_agent(self, node_id: str, incarnation: str) -> None:
@@ -302,8 +302,8 @@ class StoreAgent:
         if known is not None and known != incarnation:
             self.peers.forget(node_id)
             writer = peer_writer(node_id)
-            for owner in self.book.party(writer):
-                self.book.release(owner, writers=[writer])
+            for owner in self.guard.party(writer):
+                self.guard.release(owner, writers=[writer])
 
     def require_attached(self, worker_id: str) -> None:
         """Raises NotAttached: the worker would write to, or read, the memory of an agent that is gone."""
@@ -341,13 +341,13 @@ class StoreAgent:
     async def release(self, owner: Owner) -> None:
         """By the worker itself: it will not write any more. Idempotent."""
         await self.end_work(owner, "released")
-        self.book.release(owner, writers=[WORKER], remember=True)
+        self.guard.release(owner, writers=[WORKER], remember=True)
 
     async def release_order(self, order_id: str) -> None:
         """By the conductor: its workers may be dead, or may still write for a while."""
-        for owner in {*self.book.owners(order_id), *(o for o in self._work if o.order_id == order_id)}:
+        for owner in {*self.guard.owners(order_id), *(o for o in self._work if o.order_id == order_id)}:
             await self.end_work(owner, "released by the conductor")
-        self.book.release_order(order_id)
+        self.guard.release_order(order_id)
 
     async def commit(
         self,
@@ -362,7 +362,7 @@ class StoreAgent:
 
         Raises OrderUnknown, also when the order was released while its blocks were hashed.
         """
-        slots = self.book.to_commit(owner, first_block, blocks)
+        slots = self.guard.to_commit(owner, first_block, blocks)
         if not slots:
             return
         view = self.view
@@ -372,11 +372,11 @@ class StoreAgent:
         if check is not None:
             check(checksums)
         # From here on nothing waits, so that the slots are still the order's when their sums are written.
-        still = self.book.to_commit(owner, first_block, blocks)
+        still = self.guard.to_commit(owner, first_block, blocks)
         for (i, slot), some in zip(slots.items(), sums, strict=True):
             if still.get(i) == slot:
                 view.sums[slot] = some
-        self.book.commit(owner, checksums)
+        self.guard.commit(owner, checksums)
 
     # --- background -----------------------------------------------------------------------------------------
 
@@ -400,6 +400,6 @@ class StoreAgent:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self.config.sweep_ns / 1e9)
-            for owner in self.book.sweep():
+            for owner in self.guard.sweep():
                 self.counters["holds_expired"] += 1
                 self.spawn(self.end_work(owner, "the lease expired"))

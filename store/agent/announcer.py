@@ -28,7 +28,7 @@ from halfmoon.schemas.events import (
     TierLost,
 )
 from halfmoon.schemas.keys import join_keys
-from halfmoon.store.pool.guard import Book
+from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.slots import Change
 
 #: 16-byte keys in base64 are 22 bytes each: 45 KiB a message, below the log's 64 KiB.
@@ -48,7 +48,7 @@ class Announcer:
         self._heartbeat_ns = heartbeat_ns
         self._pending: list[Change] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._book: Book | None = None
+        self._guard: PoolGuard | None = None
         self._ssd_keys: Callable[[], list[bytes]] = list
         self._joined: Callable[[], StoreJoined] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -58,12 +58,12 @@ class Announcer:
         self.listeners: list[Callable[[list[Change]], None]] = []
 
     def start(
-        self, book: Book, joined: Callable[[], StoreJoined], ssd_keys: Callable[[], list[bytes]] = list
+        self, guard: PoolGuard, joined: Callable[[], StoreJoined], ssd_keys: Callable[[], list[bytes]] = list
     ) -> None:
-        """Joins: `joined` makes the first message of every announcement, `book` and `ssd_keys` have the
+        """Joins: `joined` makes the first message of every announcement, `guard` and `ssd_keys` have the
         inventory.
         """
-        self._book, self._joined, self._ssd_keys = book, joined, ssd_keys
+        self._guard, self._joined, self._ssd_keys = guard, joined, ssd_keys
         self.announce()
         self._beating = asyncio.create_task(self._beat())
 
@@ -109,12 +109,12 @@ class Announcer:
 
     def announce(self) -> None:
         """Joins again with the whole inventory; nothing older counts then."""
-        if self._book is None or self._joined is None:
+        if self._guard is None or self._joined is None:
             return
         self.flush()
         if not self._append(self._joined()):
             return
-        tiers: list[tuple[Tier, list[bytes]]] = [("dram", self._book.keys()), ("ssd", self._ssd_keys())]
+        tiers: list[tuple[Tier, list[bytes]]] = [("dram", self._guard.keys()), ("ssd", self._ssd_keys())]
         parts = [
             (tier, keys[i : i + KEYS_PER_MESSAGE])
             for tier, keys in tiers
@@ -164,8 +164,8 @@ class Announcer:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_ns / 1e9)
-            assert self._book is not None
-            counts = self._book.counts()
+            assert self._guard is not None
+            counts = self._guard.counts()
             heartbeat = StoreHeartbeat(
                 node_id=self._node_id,
                 incarnation=self._incarnation,

@@ -28,7 +28,7 @@ from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, Hello, LeaseB
 from halfmoon.store.agent.peers import Peers
 from halfmoon.store.errors import BytesCorrupted, OrderUnknown, StoreError
 from halfmoon.store.pool.slots import Hold, Owner
-from halfmoon.store.transports.base import Call, Peer, Slice, Stop, Transport, in_thread
+from halfmoon.store.transports.base import Call, Cancellation, Peer, Slice, Transport, in_thread
 
 if TYPE_CHECKING:
     from halfmoon.store.agent.agent import StoreAgent
@@ -135,11 +135,11 @@ async def _fetch_from(
 ) -> Fetched | int:
     """Leases, reads, verifies, commits. An int: a miss, the holder has only so many. `more`: there is another
     holder to turn to, so that this one is not waited for as long."""
-    hold = agent.book.hold(owner)
+    hold = agent.guard.hold(owner)
     number = next(_numbers)
     writer = f"fetch-{number}"
     end = EndLease(order_id=request.order_id, party=f"{agent.config.node_id}-{agent.incarnation}-{number}")
-    agent.book.open_writer(owner, writer, time.monotonic_ns() + agent.config.lease_ttl_ns)
+    agent.guard.open_writer(owner, writer, time.monotonic_ns() + agent.config.lease_ttl_ns)
     asked = False
     moved = 0
     try:
@@ -164,7 +164,7 @@ async def _fetch_from(
         else:
             await tell_loaded(agent, request, agent.config.layout.layers - 1)
     finally:
-        agent.book.close_writer(owner, writer)
+        agent.guard.close_writer(owner, writer)
         if asked:  # answered or not: a lease whose answer is still on the way must end too
             agent.spawn(agent.peers.tell(node_id, "end_lease", end))
     agent.counters["fetched_bytes"] += moved
@@ -195,19 +195,19 @@ async def copy_local(agent: StoreAgent, owner: Owner, hold: Hold, request: Fetch
     """The blocks that must be moved. Those that another order committed here meanwhile are copied within the
     pool.
     """
-    missing = agent.book.to_commit(owner, request.first_block, request.blocks)
-    here = [i for i in missing if agent.book.find(hold.keys[i]) is not None]
+    missing = agent.guard.to_commit(owner, request.first_block, request.blocks)
+    here = [i for i in missing if agent.guard.find(hold.keys[i]) is not None]
     if here:
         lender = Owner(owner.order_id, f"copy-{next(_numbers)}")
-        lent, _ = agent.book.lease(lender, [hold.keys[i] for i in here], 0)
+        lent, _ = agent.guard.lease(lender, [hold.keys[i] for i in here], 0)
         blocks = agent.view.blocks
         try:
             for i, slot in zip(here, lent.slots, strict=True):
                 copy = functools.partial(np.copyto, blocks[hold.slots[i]], blocks[slot])
                 call = Call(owner.order_id, owner.party, time.monotonic_ns() + agent.config.transfer_ns_max)
-                await in_thread(agent.executor, copy, Stop(call))
+                await in_thread(agent.executor, copy, Cancellation(call))
         finally:
-            agent.book.release(lender)
+            agent.guard.release(lender)
     return [i for i in missing if i not in here]
 
 

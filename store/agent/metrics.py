@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from halfmoon.bus.telemetry.metrics import Values, counter, gauge, histogram
 from halfmoon.store.errors import (
     BytesCorrupted,
-    PeerUnreachable,
+    HolderUnreachable,
     TransferError,
     TransferRefused,
     TransferTimeout,
@@ -25,11 +25,11 @@ from halfmoon.store.pool.slots import Change
 
 if TYPE_CHECKING:
     from halfmoon.store.agent.agent import StoreAgent
-    from halfmoon.store.transports.engine import Moved
+    from halfmoon.store.transports.engine import TransferStats
 
 #: Codes of what a move can fail with; each is shown from the start, or Prometheus would not see its first
 #: one.
-FAILURES = (TransferError, PeerUnreachable, TransferRefused, TransferTimeout, BytesCorrupted)
+FAILURES = (TransferError, HolderUnreachable, TransferRefused, TransferTimeout, BytesCorrupted)
 
 KINDS = ("stored", "evicted")
 #: Prefixes of the agent's counters that are families of their own: name, text, label.
@@ -67,7 +67,7 @@ class StoreMetrics(Collector):
 
     def _cache(self) -> Iterable[Metric]:
         agent = self._agent
-        counts, tier = agent.book.counts(), agent.tier
+        counts, tier = agent.guard.counts(), agent.tier
         block_bytes = agent.config.layout.block_bytes
         used: dict[tuple[str, ...], float] = {("dram",): counts.slots - counts.free}
         room: dict[tuple[str, ...], float] = {("dram",): counts.slots}
@@ -91,7 +91,7 @@ class StoreMetrics(Collector):
         moved = self._agent.moved
         way = ("transport", "direction")
 
-        def each(read: Callable[[Moved], float]) -> Values:
+        def each(read: Callable[[TransferStats], float]) -> Values:
             return {key: read(it) for key, it in moved.items()}
 
         yield counter("halfmoon_transfer_bytes", "Bytes of KVCache moved.", way, each(lambda it: it.bytes))

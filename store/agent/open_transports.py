@@ -25,7 +25,7 @@ def open_rdma(agent: StoreAgent) -> RdmaTransport | None:
     try:
         return RdmaTransport(
             agent.view,
-            agent.book,
+            agent.guard,
             agent.config,
             agent.executor,
             incarnation=agent.incarnation,

@@ -20,7 +20,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.store import Done, Hello
 from halfmoon.schemas.types import Message
-from halfmoon.store.errors import LayoutMismatch, PeerUnreachable, StoreError, TransferRefused, from_code
+from halfmoon.store.errors import HolderUnreachable, LayoutMismatch, StoreError, TransferRefused, from_code
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Peer
 
@@ -66,7 +66,7 @@ class Peers:
     async def get(self, node_id: str, *, incarnation: str = "") -> Peer:
         """The peer; asked anew when `incarnation` is another than what is known.
 
-        Raises PeerUnreachable, LayoutMismatch, TransferRefused (it is not of this cluster).
+        Raises HolderUnreachable, LayoutMismatch, TransferRefused (it is not of this cluster).
         """
         known = self._known.get(node_id)
         if known is not None and incarnation in ("", known.incarnation):
@@ -109,14 +109,14 @@ class Peers:
     async def ask(
         self, node_id: str, verb: str, message: Message, kind: type[M], *, timeout_s: float = 0.0
     ) -> M:
-        """A control request to another agent. Raises PeerUnreachable, or the error that it answers."""
+        """A control request to another agent. Raises HolderUnreachable, or the error that it answers."""
         try:
             subject = subjects.store(node_id, verb)
             return await self._bus.request(subject, message, kind, timeout_s=timeout_s or self._timeout_s)
         except bus_errors.PeerError as problem:
             raise from_code(problem.code, f"{node_id}: {problem.message}") from None
         except bus_errors.BusError as problem:
-            raise PeerUnreachable(f"store {node_id}: {problem}") from None
+            raise HolderUnreachable(f"store {node_id}: {problem}") from None
 
     async def tell(self, node_id: str, verb: str, message: Message) -> None:
         """As `ask`, when nothing can be done about a failure."""

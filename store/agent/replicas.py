@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from halfmoon.schemas import store as say
+from halfmoon.schemas import store as messages
 from halfmoon.schemas.decisions import ReplicateBlocks
 from halfmoon.schemas.keys import join_keys, split_keys
 from halfmoon.schemas.replicas import Drained, DrainStore, Replicate, Replicated
@@ -41,7 +41,7 @@ async def replicate(agent: StoreAgent, request: Replicate) -> Replicated:
 
     Raises TransferError.
     """
-    keys = [key for key in split_keys(request.block_keys) if agent.book.find(key) is None]
+    keys = [key for key in split_keys(request.block_keys) if agent.guard.find(key) is None]
     copied = 0
     full = False
     while keys and not full:
@@ -52,9 +52,9 @@ async def replicate(agent: StoreAgent, request: Replicate) -> Replicated:
             some = some[done + 1 :]  # the one that stopped it is not at the source
     agent.counters["replicated_blocks"] += copied
     if request.move:
-        here = [key for key in split_keys(request.block_keys) if agent.book.find(key) is not None]
-        forget = say.RemoveBlocks(block_keys=join_keys(here), mark=request.mark)
-        await agent.peers.ask(request.source_node_id, "remove", forget, say.Removed)
+        here = [key for key in split_keys(request.block_keys) if agent.guard.find(key) is not None]
+        forget = messages.RemoveBlocks(block_keys=join_keys(here), mark=request.mark)
+        await agent.peers.ask(request.source_node_id, "remove", forget, messages.Removed)
     return Replicated(blocks=copied, full=full)
 
 
@@ -63,13 +63,13 @@ async def _copy(agent: StoreAgent, keys: Sequence[bytes], request: Replicate) ->
     me = agent.config.node_id
     owner = Owner(f"replica-{me}-{agent.incarnation}-{next(_numbers)}", me)
     try:
-        agent.book.open_put(owner, keys, len(keys), writer=me, tenant=request.mark)
+        agent.guard.open_put(owner, keys, len(keys), writer=me, tenant=request.mark)
     except StoreError:
         return 0, True
     try:
         if request.spare:
-            agent.book.mark_spare(owner)
-        wanted = say.FetchBlocks(
+            agent.guard.mark_spare(owner)
+        wanted = messages.FetchBlocks(
             order_id=owner.order_id,
             worker_id=me,
             source_node_id=request.source_node_id,
@@ -78,7 +78,7 @@ async def _copy(agent: StoreAgent, keys: Sequence[bytes], request: Replicate) ->
         )
         fetched = await agent.run_for(owner, fetch_blocks(agent, owner, wanted))
         if fetched.missing and fetched.held:
-            wanted = say.FetchBlocks(
+            wanted = messages.FetchBlocks(
                 order_id=owner.order_id,
                 worker_id=me,
                 source_node_id=request.source_node_id,
@@ -88,14 +88,14 @@ async def _copy(agent: StoreAgent, keys: Sequence[bytes], request: Replicate) ->
             fetched = await agent.run_for(owner, fetch_blocks(agent, owner, wanted))
         return fetched.blocks, False
     finally:
-        agent.book.release(owner, writers=[me])
+        agent.guard.release(owner, writers=[me])
 
 
 async def drain(agent: StoreAgent, request: DrainStore) -> Drained:
     """See the module. Returns when as much as possible is elsewhere; the agent leaves after the answer."""
     others = [node_id for node_id in request.target_node_ids if node_id != agent.config.node_id]
     by_mark: dict[str, list[bytes]] = {}
-    for key, mark in agent.book.hottest():
+    for key, mark in agent.guard.hottest():
         by_mark.setdefault(mark, []).append(key)
     total = sum(map(len, by_mark.values()))
     room = {node_id: free for node_id in others if (free := await _free(agent, node_id)) > 0}
@@ -135,7 +135,7 @@ async def _hand_over(agent: StoreAgent, keys: Sequence[bytes], mark: str, room: 
 async def _free(agent: StoreAgent, node_id: str) -> int:
     """Slots that the node can give to blocks from here: free ones, and half of what it could evict."""
     try:
-        status = await agent.peers.ask(node_id, "status", say.StoreStatusRequest(), say.StoreStatus)
+        status = await agent.peers.ask(node_id, "status", messages.StoreStatusRequest(), messages.StoreStatus)
     except StoreError:
         return 0
     return status.slots_free + (status.slots_committed - status.slots_leased) // 2

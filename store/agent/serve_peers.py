@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from halfmoon.schemas import store as say
+from halfmoon.schemas import store as messages
 from halfmoon.schemas.keys import split_keys
 from halfmoon.store.agent.ssd_load import promote
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, TransferRefused
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from halfmoon.store.agent.agent import StoreAgent
 
 
-async def hello(agent: StoreAgent, request: say.Hello) -> say.Hello:
+async def hello(agent: StoreAgent, request: messages.Hello) -> messages.Hello:
     try:
         agent.peers.accept(request)
     except TransferRefused:
@@ -27,36 +27,38 @@ async def hello(agent: StoreAgent, request: say.Hello) -> say.Hello:
     return agent.hello()
 
 
-async def lease(agent: StoreAgent, request: say.LeaseBlocks) -> say.Leased:
+async def lease(agent: StoreAgent, request: messages.LeaseBlocks) -> messages.Leased:
     owner = Owner(request.order_id, request.party)
     keys = split_keys(request.block_keys)
     if agent.tier is not None:
         # The reader waits no longer than it does for any answer; what is not here by then is a miss.
         await promote(agent, keys[request.first_block :], time.monotonic_ns() + agent.promotion_ns_max)
     try:
-        hold, checksums = agent.book.lease(owner, keys, request.first_block)
+        hold, checksums = agent.guard.lease(owner, keys, request.first_block)
     except BlockMissing as problem:
-        return say.Leased(incarnation=agent.incarnation, missing=True, held=problem.held)
-    return say.Leased(incarnation=agent.incarnation, slots=hold.slots, checksums=checksums)
+        return messages.Leased(incarnation=agent.incarnation, missing=True, held=problem.held)
+    return messages.Leased(incarnation=agent.incarnation, slots=hold.slots, checksums=checksums)
 
 
-async def end_lease(agent: StoreAgent, request: say.EndLease) -> say.LeaseEnded:
-    return say.LeaseEnded(held=agent.book.release(Owner(request.order_id, request.party), remember=True))
+async def end_lease(agent: StoreAgent, request: messages.EndLease) -> messages.LeaseEnded:
+    return messages.LeaseEnded(
+        held=agent.guard.release(Owner(request.order_id, request.party), remember=True)
+    )
 
 
-async def reserve(agent: StoreAgent, request: say.ReserveBlocks) -> say.Reserved:
+async def reserve(agent: StoreAgent, request: messages.ReserveBlocks) -> messages.Reserved:
     keys = split_keys(request.block_keys)
     if request.blocks < len(keys):
         raise ValueError(f"blocks: {request.blocks} is less than the number of keys, {len(keys)}")
     agent.require_attached(request.decode_worker_id)
     writer = _writer(request.order_id, request.writer_node_id)
-    hold = agent.book.open_put(writer, keys, request.blocks, writer=writer.party, tenant=request.tenant)
+    hold = agent.guard.open_put(writer, keys, request.blocks, writer=writer.party, tenant=request.tenant)
     try:
-        agent.book.share(writer, Owner(request.order_id, request.decode_worker_id))
+        agent.guard.share(writer, Owner(request.order_id, request.decode_worker_id))
     except StoreError:
-        agent.book.release(writer, writers=[writer.party])
+        agent.guard.release(writer, writers=[writer.party])
         raise
-    return say.Reserved(
+    return messages.Reserved(
         incarnation=agent.incarnation,
         slots=hold.slots,
         present=hold.present,
@@ -64,32 +66,32 @@ async def reserve(agent: StoreAgent, request: say.ReserveBlocks) -> say.Reserved
     )
 
 
-async def renew(agent: StoreAgent, request: say.RenewBlocks) -> say.Done:
+async def renew(agent: StoreAgent, request: messages.RenewBlocks) -> messages.Done:
     writer = _writer(request.order_id, request.writer_node_id)
-    agent.book.renew(writer, writer.party)
+    agent.guard.renew(writer, writer.party)
     with contextlib.suppress(OrderUnknown):  # the reader has all it wants
-        agent.book.hold(Owner(request.order_id, request.decode_worker_id))
-    return say.Done()
+        agent.guard.hold(Owner(request.order_id, request.decode_worker_id))
+    return messages.Done()
 
 
-async def settle(agent: StoreAgent, request: say.SettleBlocks) -> say.Done:
+async def settle(agent: StoreAgent, request: messages.SettleBlocks) -> messages.Done:
     writer = _writer(request.order_id, request.writer_node_id)
-    agent.book.close_writer(writer, writer.party)
-    hold = agent.book.hold(writer)
+    agent.guard.close_writer(writer, writer.party)
+    hold = agent.guard.hold(writer)
     await agent.commit(writer, 0, len(hold.slots))
-    agent.book.release(writer)
-    return say.Done()
+    agent.guard.release(writer)
+    return messages.Done()
 
 
-async def drop(agent: StoreAgent, request: say.DropBlocks) -> say.Done:
+async def drop(agent: StoreAgent, request: messages.DropBlocks) -> messages.Done:
     """The reader of the reservation is told by the writer (`TransferFailed`)."""
     writer = _writer(request.order_id, request.writer_node_id)
-    agent.book.release(writer, writers=[writer.party], remember=True)
-    agent.book.release(Owner(request.order_id, request.decode_worker_id), remember=True)
-    return say.Done()
+    agent.guard.release(writer, writers=[writer.party], remember=True)
+    agent.guard.release(Owner(request.order_id, request.decode_worker_id), remember=True)
+    return messages.Done()
 
 
-async def pair(agent: StoreAgent, request: say.QueuePair) -> say.QueuePair:
+async def pair(agent: StoreAgent, request: messages.QueuePair) -> messages.QueuePair:
     if agent.rdma is None:
         raise TransferRefused(
             f"{agent.config.node_id} has no RDMA: {agent.absent.get('rdma', 'not started')}"

@@ -11,7 +11,7 @@ from nats.aio.subscription import Subscription
 
 from halfmoon.bus.errors import PeerError
 from halfmoon.schemas import replicas as copies
-from halfmoon.schemas import store as say
+from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
 from halfmoon.schemas.keys import join_keys, split_keys
 from halfmoon.schemas.types import Message
@@ -33,36 +33,36 @@ if TYPE_CHECKING:
 async def serve_all(agent: StoreAgent) -> list[Subscription]:
     """Subscribes every verb."""
     verbs: list[tuple[str, type[Message], Callable[[StoreAgent, Any], Awaitable[Message]]]] = [
-        ("attach", say.Attach, attach),
-        ("open_put", say.OpenPut, open_put),
-        ("fetch", say.FetchBlocks, fetch),
-        ("commit", say.CommitBlocks, commit),
-        ("open_push", say.OpenPush, open_push),
-        ("close_push", say.ClosePush, close_push),
-        ("release", say.ReleaseBlocks, release),
-        ("status", say.StoreStatusRequest, status),
+        ("attach", messages.Attach, attach),
+        ("open_put", messages.OpenPut, open_put),
+        ("fetch", messages.FetchBlocks, fetch),
+        ("commit", messages.CommitBlocks, commit),
+        ("open_push", messages.OpenPush, open_push),
+        ("close_push", messages.ClosePush, close_push),
+        ("release", messages.ReleaseBlocks, release),
+        ("status", messages.StoreStatusRequest, status),
         ("replicate", copies.Replicate, replicas.replicate),
         ("drain", copies.DrainStore, replicas.drain),
-        ("probe", say.ProbeBlocks, clients.probe),
-        ("take", say.TakeBlocks, clients.take),
-        ("remove", say.RemoveBlocks, clients.remove),
-        ("pin", say.PinBlocks, clients.pin),
-        ("hello", say.Hello, peers.hello),
-        ("lease", say.LeaseBlocks, peers.lease),
-        ("end_lease", say.EndLease, peers.end_lease),
-        ("reserve", say.ReserveBlocks, peers.reserve),
-        ("renew", say.RenewBlocks, peers.renew),
-        ("settle", say.SettleBlocks, peers.settle),
-        ("drop", say.DropBlocks, peers.drop),
-        ("pair", say.QueuePair, peers.pair),
+        ("probe", messages.ProbeBlocks, clients.probe),
+        ("take", messages.TakeBlocks, clients.take),
+        ("remove", messages.RemoveBlocks, clients.remove),
+        ("pin", messages.PinBlocks, clients.pin),
+        ("hello", messages.Hello, peers.hello),
+        ("lease", messages.LeaseBlocks, peers.lease),
+        ("end_lease", messages.EndLease, peers.end_lease),
+        ("reserve", messages.ReserveBlocks, peers.reserve),
+        ("renew", messages.RenewBlocks, peers.renew),
+        ("settle", messages.SettleBlocks, peers.settle),
+        ("drop", messages.DropBlocks, peers.drop),
+        ("pair", messages.QueuePair, peers.pair),
     ]
     node_id = agent.config.node_id
     subscriptions = [
         await agent.bus.serve(
-            subjects.store(node_id, "push"), say.PushLayers, functools.partial(push, agent)
+            subjects.store(node_id, "push"), messages.PushLayers, functools.partial(push, agent)
         ),
         await agent.bus.subscribe(
-            subjects.store(node_id, "keep"), say.KeepOrders, functools.partial(keep, agent)
+            subjects.store(node_id, "keep"), messages.KeepOrders, functools.partial(keep, agent)
         ),
     ]
     for verb, kind, answer in verbs:
@@ -77,7 +77,7 @@ async def _answer(
     try:
         if (
             agent.tracing is not None
-            and isinstance(request, say.FetchBlocks | say.ClosePush)
+            and isinstance(request, messages.FetchBlocks | messages.ClosePush)
             and request.traceparent
         ):
             return await traced(agent, agent.tracing, answer, request)
@@ -92,12 +92,12 @@ async def _answer(
 # --- the node's workers -------------------------------------------------------------------------------------
 
 
-async def attach(agent: StoreAgent, request: say.Attach) -> say.Attached:
+async def attach(agent: StoreAgent, request: messages.Attach) -> messages.Attached:
     me = agent.hello()
     await agent.know_process(request.worker_id, request.process)
     if request.mapped == agent.incarnation:
         agent.attached.add(request.worker_id)
-    return say.Attached(
+    return messages.Attached(
         node_id=me.node_id,
         incarnation=me.incarnation,
         segment=me.segment,
@@ -108,7 +108,7 @@ async def attach(agent: StoreAgent, request: say.Attach) -> say.Attached:
     )
 
 
-async def open_put(agent: StoreAgent, request: say.OpenPut) -> say.PutOpened:
+async def open_put(agent: StoreAgent, request: messages.OpenPut) -> messages.PutOpened:
     keys = split_keys(request.block_keys)
     if request.blocks < len(keys):
         raise ValueError(f"blocks: {request.blocks} is less than the number of keys, {len(keys)}")
@@ -117,8 +117,8 @@ async def open_put(agent: StoreAgent, request: say.OpenPut) -> say.PutOpened:
     heads = split_keys(request.head_keys)
     clients.require_size(agent, request.block_bytes)
     tenant = tenant_mark(request.tenant)
-    hold = agent.book.open_put(owner, keys, request.blocks, writer=WORKER, heads=heads, tenant=tenant)
-    return say.PutOpened(
+    hold = agent.guard.open_put(owner, keys, request.blocks, writer=WORKER, heads=heads, tenant=tenant)
+    return messages.PutOpened(
         slots=hold.slots,
         present=hold.present,
         incarnation=agent.incarnation,
@@ -126,16 +126,16 @@ async def open_put(agent: StoreAgent, request: say.OpenPut) -> say.PutOpened:
     )
 
 
-async def commit(agent: StoreAgent, request: say.CommitBlocks) -> say.Done:
+async def commit(agent: StoreAgent, request: messages.CommitBlocks) -> messages.Done:
     owner = Owner(request.order_id, request.worker_id)
-    _in_range(agent.book.hold(owner), request.first_block, request.blocks)
+    _in_range(agent.guard.hold(owner), request.first_block, request.blocks)
     await agent.commit(owner, request.first_block, request.blocks)
-    return say.Done()
+    return messages.Done()
 
 
-async def fetch(agent: StoreAgent, request: say.FetchBlocks) -> say.Fetched:
+async def fetch(agent: StoreAgent, request: messages.FetchBlocks) -> messages.Fetched:
     owner = Owner(request.order_id, request.worker_id)
-    hold = agent.book.hold(owner)
+    hold = agent.guard.hold(owner)
     _in_range(hold, request.first_block, request.blocks)
     if not all(hold.keys[request.first_block : request.first_block + request.blocks]):
         raise ValueError("a block without a key cannot be fetched")
@@ -144,23 +144,23 @@ async def fetch(agent: StoreAgent, request: say.FetchBlocks) -> say.Fetched:
     return await agent.run_for(owner, fetch_blocks(agent, owner, request))
 
 
-async def open_push(agent: StoreAgent, request: say.OpenPush) -> say.Done:
+async def open_push(agent: StoreAgent, request: messages.OpenPush) -> messages.Done:
     owner = Owner(request.order_id, request.worker_id)
     if agent.push_of(owner) is not None:
         raise ValueError(f"order {request.order_id} pushes already")
     return await agent.run_for(owner, _open_push(agent, owner, request))
 
 
-async def _open_push(agent: StoreAgent, owner: Owner, request: say.OpenPush) -> say.Done:
+async def _open_push(agent: StoreAgent, owner: Owner, request: messages.OpenPush) -> messages.Done:
     """Reserves at the target. When this is cancelled after the request left, the target is told to drop."""
-    hold = agent.book.hold(owner)
+    hold = agent.guard.hold(owner)
     config = agent.config
     peer = reserved = transport = None
     if request.target_node_id == config.node_id:
         agent.require_attached(request.decode_worker_id)
-        agent.book.share(owner, Owner(request.order_id, request.decode_worker_id))
+        agent.guard.share(owner, Owner(request.order_id, request.decode_worker_id))
     else:
-        reserve = say.ReserveBlocks(
+        reserve = messages.ReserveBlocks(
             order_id=request.order_id,
             decode_worker_id=request.decode_worker_id,
             writer_node_id=config.node_id,
@@ -168,14 +168,14 @@ async def _open_push(agent: StoreAgent, owner: Owner, request: say.OpenPush) -> 
             blocks=len(hold.slots),
             tenant=hold.tenant,
         )
-        drop = say.DropBlocks(
+        drop = messages.DropBlocks(
             order_id=request.order_id,
             decode_worker_id=request.decode_worker_id,
             writer_node_id=config.node_id,
         )
         try:
             peer = await agent.peers.get(request.target_node_id)
-            reserved = await agent.peers.ask(peer.node_id, "reserve", reserve, say.Reserved)
+            reserved = await agent.peers.ask(peer.node_id, "reserve", reserve, messages.Reserved)
             peer = await agent.peers.get(peer.node_id, incarnation=reserved.incarnation)
             transport = agent.transport_to(peer)
         except BaseException as problem:
@@ -207,10 +207,10 @@ async def _open_push(agent: StoreAgent, owner: Owner, request: say.OpenPush) -> 
     )
     agent.work(owner).push = running
     await running.start()
-    return say.Done()
+    return messages.Done()
 
 
-def push(agent: StoreAgent, request: say.PushLayers) -> say.Done:
+def push(agent: StoreAgent, request: messages.PushLayers) -> messages.Done:
     """Answered as soon as it is heard; `close_push` says how it went, and finds out when one was lost."""
     for layer in request.pushes:
         owner = Owner(layer.order_id, request.worker_id)
@@ -219,42 +219,42 @@ def push(agent: StoreAgent, request: say.PushLayers) -> say.Done:
             agent.counters["pushes_unknown"] += 1
             continue
         try:
-            agent.book.hold(owner)
+            agent.guard.hold(owner)
         except OrderUnknown as problem:
             running.fail(problem)
             continue
         running.push(layer)
-    return say.Done()
+    return messages.Done()
 
 
-def keep(agent: StoreAgent, request: say.KeepOrders) -> None:
+def keep(agent: StoreAgent, request: messages.KeepOrders) -> None:
     """No answer: an order that is gone says so at its next request."""
     for order_id in request.order_ids:
         with contextlib.suppress(OrderUnknown):
-            agent.book.hold(Owner(order_id, request.worker_id))
+            agent.guard.hold(Owner(order_id, request.worker_id))
 
 
-async def close_push(agent: StoreAgent, request: say.ClosePush) -> say.Pushed:
+async def close_push(agent: StoreAgent, request: messages.ClosePush) -> messages.Pushed:
     owner = Owner(request.order_id, request.worker_id)
     running = agent.push_of(owner)
     if running is None:
         raise OrderUnknown(f"order {request.order_id} has no push here")
-    agent.book.hold(owner)
+    agent.guard.hold(owner)
     pushed = await running.close(request.pushes)
     if running.opened.target_node_id == agent.config.node_id:
-        await agent.commit(owner, 0, len(agent.book.hold(owner).slots))
+        await agent.commit(owner, 0, len(agent.guard.hold(owner).slots))
     agent.counters["pushed_bytes"] += pushed.bytes
     return pushed
 
 
-async def release(agent: StoreAgent, request: say.ReleaseBlocks) -> say.Done:
+async def release(agent: StoreAgent, request: messages.ReleaseBlocks) -> messages.Done:
     await agent.release(Owner(request.order_id, request.worker_id))
-    return say.Done()
+    return messages.Done()
 
 
-async def status(agent: StoreAgent, _: say.StoreStatusRequest) -> say.StoreStatus:
-    counts = agent.book.counts()
-    return say.StoreStatus(
+async def status(agent: StoreAgent, _: messages.StoreStatusRequest) -> messages.StoreStatus:
+    counts = agent.guard.counts()
+    return messages.StoreStatus(
         node_id=agent.config.node_id,
         incarnation=agent.incarnation,
         slots=counts.slots,

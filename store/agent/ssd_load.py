@@ -35,7 +35,7 @@ def make_tier(agent: StoreAgent) -> SsdTier:
 
     return SsdTier(
         config,
-        agent.book,
+        agent.guard,
         view=lambda: agent.view,
         announce=agent.announcer.add,
         counters=agent.counters,
@@ -49,10 +49,10 @@ async def load_own(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fet
     Raises OrderUnknown, TransferError.
     """
     started_ns = time.monotonic_ns()
-    hold = agent.book.hold(owner)
+    hold = agent.guard.hold(owner)
     writer = f"ssd-{next(_numbers)}"
     deadline_ns = started_ns + agent.config.transfer_ns_max
-    agent.book.open_writer(owner, writer, deadline_ns + agent.config.writer_grace_ns)
+    agent.guard.open_writer(owner, writer, deadline_ns + agent.config.writer_grace_ns)
     moved = 0
     try:
         wanted = await copy_local(agent, owner, hold, request)
@@ -76,7 +76,7 @@ async def load_own(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fet
         else:
             await tell_loaded(agent, request, agent.config.layout.layers - 1)
     finally:
-        agent.book.close_writer(owner, writer)
+        agent.guard.close_writer(owner, writer)
     return Fetched(bytes=moved, elapsed_ns=time.monotonic_ns() - started_ns, blocks=request.blocks)
 
 
@@ -87,7 +87,7 @@ async def promote(agent: StoreAgent, keys: Sequence[bytes], deadline_ns: int) ->
     tier = agent.tier
     if tier is None:
         return
-    missing = [key for key in keys if agent.book.find(key) is None and tier.find(key) is not None]
+    missing = [key for key in keys if agent.guard.find(key) is None and tier.find(key) is not None]
     by_tenant: dict[bytes, list[bytes]] = {}
     for key in missing:
         entry = tier.find(key)
@@ -96,7 +96,7 @@ async def promote(agent: StoreAgent, keys: Sequence[bytes], deadline_ns: int) ->
     for tenant, some in by_tenant.items():
         owner = Owner(f"promote-{next(_numbers)}", agent.config.node_id)
         try:
-            hold = agent.book.open_put(
+            hold = agent.guard.open_put(
                 owner, some, len(some), writer="ssd", tenant=tenant.hex() if any(tenant) else ""
             )
         except StoreError as problem:
@@ -117,7 +117,7 @@ async def promote(agent: StoreAgent, keys: Sequence[bytes], deadline_ns: int) ->
         except StoreError as problem:
             agent.counters[f"promotion_{problem.code}"] += 1
         finally:
-            agent.book.release(owner, writers=["ssd"])
+            agent.guard.release(owner, writers=["ssd"])
 
 
 async def _read_layers(
@@ -166,4 +166,4 @@ async def _commit(
 
     await agent.commit(owner, first, blocks, check=check)
     for i, at in zip(indices, lent, strict=True):
-        agent.book.credit(hold.keys[i], at.entry.hits + 1)
+        agent.guard.credit(hold.keys[i], at.entry.hits + 1)

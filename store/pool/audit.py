@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfmoon.store.pool.idle_queues import Room
-from halfmoon.store.pool.slots import Counts, Hold, Slot, State, Writer
+from halfmoon.store.pool.idle_queues import IdleQueues
+from halfmoon.store.pool.slots import Counts, Hold, Slot, SlotState, Writer
 
 
 def counts(slots: Sequence[Slot], holds: int) -> Counts:
-    by_state = dict.fromkeys(State, 0)
+    by_state = dict.fromkeys(SlotState, 0)
     leased = leases = 0
     for slot in slots:
         by_state[slot.state] += 1
-        if slot.state is State.COMMITTED and slot.holders:
+        if slot.state is SlotState.COMMITTED and slot.holders:
             leased += 1
             leases += slot.holders
     return Counts(
         slots=len(slots),
-        free=by_state[State.FREE],
-        reserved=by_state[State.RESERVED],
-        committed=by_state[State.COMMITTED],
-        condemned=by_state[State.CONDEMNED],
+        free=by_state[SlotState.FREE],
+        reserved=by_state[SlotState.RESERVED],
+        committed=by_state[SlotState.COMMITTED],
+        condemned=by_state[SlotState.CONDEMNED],
         leased=leased,
         leases=leases,
         holds=holds,
@@ -34,7 +34,7 @@ def check_slots(
     holds: Mapping[Any, Hold],
     writers: Mapping[Any, Writer],
     free_slots: Sequence[int],
-    room: Room,
+    queues: IdleQueues,
 ) -> None:
     """Raises AssertionError with the values in it."""
     holders = [0] * len(slots)
@@ -51,16 +51,18 @@ def check_slots(
     for number, slot in enumerate(slots):
         here = (number, slot)
         assert (slot.holders, slot.writers) == (holders[number], writing[number]), here
-        assert (slot.state is State.FREE) == (number in free), here
-        idle = slot.state is State.COMMITTED and not slot.holders and not slot.writers
-        assert (number in room) == idle, here
+        assert (slot.state is SlotState.FREE) == (number in free), here
+        idle = slot.state is SlotState.COMMITTED and not slot.holders and not slot.writers
+        assert (number in queues) == idle, here
         match slot.state:
-            case State.FREE:
+            case SlotState.FREE:
                 assert (slot.holders, slot.writers) == (0, 0), here
-            case State.RESERVED:
+            case SlotState.RESERVED:
                 assert slot.holders, here
-            case State.CONDEMNED:
+            case SlotState.CONDEMNED:
                 assert slot.writers > slot.holders == 0, here
-            case State.COMMITTED:
+            case SlotState.COMMITTED:
                 pass
-    assert len(room) == sum(number in room for number in range(len(slots))), "an idle slot is in two orders"
+    assert len(queues) == sum(number in queues for number in range(len(slots))), (
+        "an idle slot is in two orders"
+    )

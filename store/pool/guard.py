@@ -1,4 +1,4 @@
-"""The pool behind a lock, with a clock. The event loop changes it; transport threads ask it (`Gate`) before
+"""The pool behind a lock, with a clock. The event loop changes it; transport threads ask it (`SlotAccess`) before
 they touch a slot.
 
 Also remembers, for one lease's time, what was released before it was ever opened: an order may be cancelled
@@ -26,7 +26,7 @@ def peer_writer(node_id: str) -> str:
     return f"node-{node_id}"
 
 
-class Book:
+class PoolGuard:
     """See the module. Every method may be called from any thread."""
 
     def __init__(
@@ -246,7 +246,7 @@ class Book:
         if owner in self._gone or Owner(owner.order_id, "") in self._gone:
             raise OrderUnknown(f"order {owner.order_id} was released before it was opened")
 
-    # --- Gate: from transport threads -----------------------------------------------------------------------
+    # --- SlotAccess: from transport threads -----------------------------------------------------------------
 
     def begin_write(self, order_id: str, party: str, slots: Sequence[int]) -> str:
         owner = Owner(order_id, party)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from halfmoon.store.pool.eviction import Eviction, LeastRecentlyUsed
 
 
-class Room:
+class IdleQueues:
     """Idle slots, in the order in which they go. Spare copies and softly pinned slots have orders of their
     own.
     """

@@ -38,15 +38,15 @@ from halfmoon.store.errors import (
 )
 from halfmoon.store.pool import audit
 from halfmoon.store.pool.eviction import Eviction, LeastRecentlyUsed
-from halfmoon.store.pool.idle_queues import Room
-from halfmoon.store.pool.slots import Change, Counts, Hold, Idle, Owner, Slot, State, Writer
+from halfmoon.store.pool.idle_queues import IdleQueues
+from halfmoon.store.pool.slots import Change, Counts, Hold, Idle, Owner, Slot, SlotState, Writer
 
 #: Hard pins may hold one slot in so many, so that puts go on.
 PINNED_SHARE = 2
 
 
 class Pool:
-    """See the module. Not thread safe; `Book` is."""
+    """See the module. Not thread safe; `PoolGuard` is."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Pool:
         self.writers: dict[tuple[Owner, str], Writer] = {}
         self._free = list(range(slots - 1, -1, -1))
         self._by_key: dict[bytes, int] = {}
-        self._room = Room(eviction if eviction is not None else LeastRecentlyUsed())
+        self._idle = IdleQueues(eviction if eviction is not None else LeastRecentlyUsed())
         self._quotas = dict(quotas)
         #: Slots that are not free, by tenant.
         self._used: Counter[str] = Counter()
@@ -90,7 +90,7 @@ class Pool:
             raise StoreError(f"order {owner.order_id} names a block twice")
         self.require_tenant(keys, tenant)
         needed = blocks - len(present)
-        idle = len(self._room) - sum(1 for slot in here if slot in self._room)
+        idle = len(self._idle) - sum(1 for slot in here if slot in self._idle)
         if needed > len(self._free) + idle:
             raise StoreFull(
                 f"{needed} blocks wanted, {len(self._free)} free and {idle} evictable of {len(self.slots)}"
@@ -105,7 +105,7 @@ class Pool:
             if slot is None:
                 slot = self._take_free()
                 self.slots[slot] = Slot(
-                    State.RESERVED, keys[i] if i < len(keys) else b"", holders=1, tenant=tenant
+                    SlotState.RESERVED, keys[i] if i < len(keys) else b"", holders=1, tenant=tenant
                 )
                 self._used[tenant] += 1
             taken.append(slot)
@@ -138,12 +138,12 @@ class Pool:
         done = []
         for i in sorted(checksums):
             slot = self.slots[hold.slots[i]]
-            if slot.state is not State.RESERVED or not slot.key:
+            if slot.state is not SlotState.RESERVED or not slot.key:
                 continue
             if slot.key in self._by_key:
                 slot.key = b""
                 continue
-            slot.state = State.COMMITTED
+            slot.state = SlotState.COMMITTED
             slot.checksum = checksums[i]
             self._by_key[slot.key] = hold.slots[i]
             self._changes.append(Change("stored", slot.key))
@@ -195,7 +195,7 @@ class Pool:
             self._settle(slot)
         for key in reversed(hold.heads):
             if (head := self._by_key.get(key)) is not None:
-                self._room.touch(head)
+                self._idle.touch(head)
         return True
 
     def owners(self, order_id: str) -> list[Owner]:
@@ -219,7 +219,7 @@ class Pool:
         return len(self._free)
 
     def readable(self, slot: int) -> bool:
-        return self.slots[slot].state is State.COMMITTED
+        return self.slots[slot].state is SlotState.COMMITTED
 
     # --- pins, removal, idle blocks -------------------------------------------------------------------------
 
@@ -243,9 +243,9 @@ class Pool:
             slot.pinned_until_ns = max(slot.pinned_until_ns, until_ns)
             if number not in self._pinned:
                 self._pinned.add(number)
-                if number in self._room:
-                    self._room.discard(number)
-                    self._room.add(number, slot.key, pinned=True)
+                if number in self._idle:
+                    self._idle.discard(number)
+                    self._idle.add(number, slot.key, pinned=True)
 
     def pin_hard(self, owner: Owner, keys: Sequence[bytes], *, until_ns: int) -> None:
         """A lease that lasts until then, whoever is active. Raises BlockMissing; StoreFull when too much of
@@ -261,18 +261,18 @@ class Pool:
     def remove(self, key: bytes) -> bool:
         """Forgets an idle block. False: it is not here, or somebody holds it."""
         slot = self._by_key.get(key)
-        if slot is None or slot not in self._room:
+        if slot is None or slot not in self._idle:
             return False
         self._empty(slot)
         return True
 
     def next_victims(self, count: int) -> list[Idle]:
         """Blocks that will be evicted next, in about that order."""
-        return [Idle(number, self.slots[number]) for number in self._room.first(count, lambda _: True)]
+        return [Idle(number, self.slots[number]) for number in self._idle.first(count, lambda _: True)]
 
     def still(self, idle: Idle) -> bool:
         """Whether the block has been there, unchanged, since `next_victims` named it."""
-        return self.slots[idle.number] is idle.slot and idle.slot.state is State.COMMITTED
+        return self.slots[idle.number] is idle.slot and idle.slot.state is SlotState.COMMITTED
 
     # --- writers --------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Pool:
         """`name` may write into the reserved slots of the hold until `deadline_ns`. Raises OrderUnknown."""
         hold = self.hold(owner)
         assert (owner, name) not in self.writers, (owner, name)
-        slots = [slot for slot in hold.slots if self.slots[slot].state is State.RESERVED]
+        slots = [slot for slot in hold.slots if self.slots[slot].state is SlotState.RESERVED]
         for slot in slots:
             self.slots[slot].writers += 1
         self.writers[owner, name] = Writer(deadline_ns, slots)
@@ -309,7 +309,7 @@ class Pool:
         for slot in slots:
             if slot not in held:
                 return f"slot {slot} is not reserved for this order"
-            if self.slots[slot].state is not State.RESERVED:
+            if self.slots[slot].state is not SlotState.RESERVED:
                 return f"slot {slot} is {self.slots[slot].state.value}"
         return ""
 
@@ -319,7 +319,7 @@ class Pool:
         for owner in self.owners(order_id):
             held.update(self.holds[owner].slots)
         for slot in slots:
-            if slot not in held or self.slots[slot].state is not State.COMMITTED:
+            if slot not in held or self.slots[slot].state is not SlotState.COMMITTED:
                 return f"slot {slot} is not leased for this order"
         return ""
 
@@ -354,16 +354,16 @@ class Pool:
         """The invariant: every slot is accounted for exactly once. Raises AssertionError with the values in
         it.
         """
-        audit.check_slots(self.slots, self.holds, self.writers, self._free, self._room)
-        used = Counter(slot.tenant for slot in self.slots if slot.state is not State.FREE)
+        audit.check_slots(self.slots, self.holds, self.writers, self._free, self._idle)
+        used = Counter(slot.tenant for slot in self.slots if slot.state is not SlotState.FREE)
         assert used == +self._used, (used, self._used)
         over = [tenant for tenant, quota in self._quotas.items() if used[tenant] > quota]
         assert not over, (over, used)
         for number, slot in enumerate(self.slots):
             assert (slot.pinned_until_ns > 0) == (number in self._pinned), (number, slot)
-            if slot.state is State.COMMITTED:
+            if slot.state is SlotState.COMMITTED:
                 assert self._by_key.get(slot.key) == number, (number, slot)
-        committed = sum(slot.state is State.COMMITTED for slot in self.slots)
+        committed = sum(slot.state is SlotState.COMMITTED for slot in self.slots)
         assert len(self._by_key) == committed, (len(self._by_key), committed)
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ class Pool:
         quota = self._quotas.get(tenant)
         if quota is None or (over := self._used[tenant] + needed - quota) <= 0:
             return
-        own = self._room.first(over, lambda slot: self.slots[slot].tenant == tenant and slot not in keep)
+        own = self._idle.first(over, lambda slot: self.slots[slot].tenant == tenant and slot not in keep)
         if len(own) < over:
             raise QuotaExceeded(
                 f"{needed} blocks wanted; the tenant may have {quota} and uses {self._used[tenant]}"
@@ -390,7 +390,7 @@ class Pool:
             self._empty(slot)
 
     def _hold_slot(self, number: int) -> None:
-        self._room.remove(number)
+        self._idle.remove(number)
         self.slots[number].holders += 1
 
     def _settle(self, number: int) -> None:
@@ -398,24 +398,24 @@ class Pool:
         slot = self.slots[number]
         if slot.holders:
             return
-        if slot.state is State.COMMITTED:
+        if slot.state is SlotState.COMMITTED:
             if not slot.writers:
-                self._room.add(
+                self._idle.add(
                     number, slot.key, pinned=number in self._pinned, spare=slot.spare and not slot.hits
                 )
         elif slot.writers:
-            slot.state, slot.key = State.CONDEMNED, b""
-        elif slot.state is not State.FREE:
+            slot.state, slot.key = SlotState.CONDEMNED, b""
+        elif slot.state is not SlotState.FREE:
             self._free_slot(number)
 
     def _take_free(self) -> int:
         if not self._free:
-            self._empty(self._room.victim())
+            self._empty(self._idle.victim())
         return self._free.pop()
 
     def _empty(self, number: int) -> None:
         """Forgets the block of a slot that was idle."""
-        self._room.discard(number)
+        self._idle.discard(number)
         key = self.slots[number].key
         del self._by_key[key]
         self._changes.append(Change("evicted", key))
@@ -431,6 +431,6 @@ class Pool:
         slot = self.slots[number]
         slot.pinned_until_ns = 0
         self._pinned.discard(number)
-        if number in self._room:
-            self._room.discard(number)
-            self._room.add(number, slot.key, pinned=False)
+        if number in self._idle:
+            self._idle.discard(number)
+            self._idle.add(number, slot.key, pinned=False)

@@ -11,7 +11,7 @@ import xxhash
 from halfmoon.schemas.events import Tier
 
 
-class State(Enum):
+class SlotState(Enum):
     """Of a slot; see the module."""
 
     FREE = "free"
@@ -46,7 +46,7 @@ class Idle(NamedTuple):
 class Slot:
     """One block of memory, and who needs it."""
 
-    state: State = State.FREE
+    state: SlotState = SlotState.FREE
     #: b"" for a slot without a key: a partial tail, or a block that another order committed first.
     key: bytes = b""
     #: xxh3_64 of the block's per-layer xxh3_64 sums; of a committed slot.

@@ -30,11 +30,11 @@ from typing import Literal, NamedTuple, TypeVar
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import BlockMissing, StoreError, TransferError
 from halfmoon.store.pool.eviction import Eviction, make_eviction
-from halfmoon.store.pool.guard import Book
+from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.pool.slots import Change, Idle
 from halfmoon.store.tiers.ssd_file import Entry, Move, SsdFile, TierError, runs_of
-from halfmoon.store.transports.base import Call, Stop, in_thread
+from halfmoon.store.transports.base import Call, Cancellation, in_thread
 
 #: One batch of the write-back; a read waits behind no more than this.
 BATCH_BYTES = 32 * 1024 * 1024
@@ -62,7 +62,7 @@ class SsdTier:
     def __init__(
         self,
         config: StoreConfig,
-        book: Book,
+        guard: PoolGuard,
         *,
         view: Callable[[], PoolView],
         announce: Callable[[list[Change]], None],
@@ -70,7 +70,7 @@ class SsdTier:
         lost: Callable[[str], None],
     ) -> None:
         self._config = config
-        self._book = book
+        self._guard = guard
         self._view = view
         self._announce = announce
         self._counters = counters
@@ -267,23 +267,23 @@ class SsdTier:
         if file is None:
             raise TransferError("the SSD is gone")
         blocks = self._view().blocks
-        stop = Stop(call)
+        cancellation = Cancellation(call)
 
         def read(run: Sequence[Move]) -> None:
-            stop.check()
+            cancellation.check()
             some = [blocks[at.slot, at.first_layer : at.first_layer + at.layers] for at in run]
             file.read(run[0].record, run[0].first_layer, some)
 
         runs = runs_of(moves, self._config.layout, self._config.ssd_threads)
         self._reading += 1
         works = [
-            asyncio.ensure_future(in_thread(self._threads, functools.partial(read, run), stop))
+            asyncio.ensure_future(in_thread(self._threads, functools.partial(read, run), cancellation))
             for run in runs
         ]
         try:
             await asyncio.wait(works)
         finally:
-            stop.tell()
+            cancellation.cancel()
             for work in works:
                 work.cancel()
             results = await asyncio.gather(*works, return_exceptions=True)
@@ -329,7 +329,7 @@ class SsdTier:
         if file is None:
             return 0
         # More than the file holds would be written round and round.
-        window = self._book.next_victims(min(ahead, file.records // 2))
+        window = self._guard.next_victims(min(ahead, file.records // 2))
         hits_min = self._config.ssd_hits_min
         wanted = [
             idle for idle in window if idle.slot.hits >= hits_min and idle.slot.key not in self._records
@@ -381,7 +381,7 @@ class SsdTier:
             file.write(run[0].record, [blocks[at.slot] for at in run])
         kept = {}
         for record, idle in pairs.items():
-            if self._book.still(
+            if self._guard.still(
                 idle
             ):  # else it was evicted meanwhile: what was copied may be another block's bytes
                 slot = idle.slot

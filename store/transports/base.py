@@ -92,7 +92,7 @@ class Transport(Protocol):
         """Ends what is under way (with TransferError) and lets go of everything. Idempotent."""
 
 
-class Gate(Protocol):
+class SlotAccess(Protocol):
     """What a receiver asks its agent about a request that came over a network. Called from a transport's
     thread.
     """
@@ -107,14 +107,14 @@ class Gate(Protocol):
         """ "" when the order leases the slots."""
 
 
-class Stop:
-    """Tells a copying thread to end, and is asked between two copies. Raises what it was told to."""
+class Cancellation:
+    """Ends a copying thread early: the thread asks `check` between two copies."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._told = threading.Event()
 
-    def tell(self) -> None:
+    def cancel(self) -> None:
         self._told.set()
 
     def check(self) -> None:
@@ -159,7 +159,7 @@ def joined(items: Sequence[Slice]) -> list[Slice]:
     return runs
 
 
-async def in_thread(executor: Executor, work: Callable[[], T], stop: Stop) -> T:
+async def in_thread(executor: Executor, work: Callable[[], T], cancellation: Cancellation) -> T:
     """Runs `work` in `executor`. When cancelled, tells it to stop and waits until it has, so that nothing is
     touched afterwards.
     """
@@ -167,7 +167,7 @@ async def in_thread(executor: Executor, work: Callable[[], T], stop: Stop) -> T:
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        stop.tell()
+        cancellation.cancel()
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError, TransferError):
                 await asyncio.shield(future)

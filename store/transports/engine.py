@@ -27,14 +27,14 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from halfmoon.bus.telemetry.metrics import LATENCY_S, Times
-from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError, TransferTimeout
+from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError, TransferTimeout
 from halfmoon.store.transports.base import Call, Peer, Slice, Transport, moved_bytes
 from halfmoon.store.transports.tcp.transport import TcpTransport
 from halfmoon.store.transports.topology import NEAR
 
-Kind = Literal["shm", "rdma", "tcp"]
+TransportKind = Literal["shm", "rdma", "tcp"]
 #: Best first, with the bandwidth that is assumed until it was measured (bytes/s).
-KINDS: dict[Kind, float] = {"shm": 8e9, "rdma": 4e9, "tcp": 1.5e9}
+KINDS: dict[TransportKind, float] = {"shm": 8e9, "rdma": 4e9, "tcp": 1.5e9}
 SLICE_BYTES = 8 * 1024 * 1024
 #: Slices under way at once in all; more wait their turn.
 UNDER_WAY_MAX = 32
@@ -45,7 +45,7 @@ REST_NS = 100_000_000
 REST_NS_MAX = 10_000_000_000
 
 
-class Moved:
+class TransferStats:
     """What went over a transport in one direction since the start. `descriptors`: contiguous runs, one a
     block.
     """
@@ -61,7 +61,7 @@ class Moved:
 class Path:
     """One way to one incarnation of a peer, and how it has been doing."""
 
-    def __init__(self, kind: Kind, transport: Transport, peer: Peer, distance: int) -> None:
+    def __init__(self, kind: TransportKind, transport: Transport, peer: Peer, distance: int) -> None:
         self.kind = kind
         self.transport = transport
         #: The peer, with the one endpoint that this path uses.
@@ -71,32 +71,37 @@ class Path:
         self.in_flight_bytes = 0
         self.moves = 0
         self.failures = 0
-        self.rests_until_ns = 0
+        self.backoff_until_ns = 0
 
     def usable(self, now_ns: int) -> bool:
         """Not resting; after a failure one move at a time, until one went well."""
-        return now_ns >= self.rests_until_ns and (not self.failures or not self.moves)
+        return now_ns >= self.backoff_until_ns and (not self.failures or not self.moves)
 
     def score(self, size: int) -> float:
         """Expected time, in seconds; lower is better."""
         return (self.in_flight_bytes + size) / self.bytes_s * self.distance / NEAR
 
-    def went_well(self, size: int, elapsed_ns: int, at_once: int) -> None:
+    def succeeded(self, size: int, elapsed_ns: int, at_once: int) -> None:
         self.failures = 0
         if size >= MEASURED_BYTES_MIN:
             measured = size * at_once * 1e9 / max(1, elapsed_ns)
             self.bytes_s += (measured - self.bytes_s) * EWMA_WEIGHT
 
     def failed(self, now_ns: int) -> None:
-        self.rests_until_ns = now_ns + min(REST_NS_MAX, REST_NS << min(self.failures, 16))
+        self.backoff_until_ns = now_ns + min(REST_NS_MAX, REST_NS << min(self.failures, 16))
         self.failures += 1
 
 
-class Engine:
+class TransferEngine:
     """See the module. `transports` of this node; `host`: whose peers' memory can be mapped here."""
 
     def __init__(
-        self, transports: Mapping[Kind, Transport], *, host: str, stripes: int, counters: Counter[str]
+        self,
+        transports: Mapping[TransportKind, Transport],
+        *,
+        host: str,
+        stripes: int,
+        counters: Counter[str],
     ) -> None:
         self._transports = transports
         self._host = host
@@ -105,17 +110,17 @@ class Engine:
         self._room = asyncio.Semaphore(UNDER_WAY_MAX)
         self._paths: dict[tuple[str, str], list[Path]] = {}
         #: By transport, and "read" or "write".
-        self.moved: defaultdict[tuple[str, str], Moved] = defaultdict(Moved)
+        self.moved: defaultdict[tuple[str, str], TransferStats] = defaultdict(TransferStats)
 
     def paths(self, peer: Peer) -> list[Path]:
-        """Best transport first. Raises PeerUnreachable when there is none."""
+        """Best transport first. Raises HolderUnreachable when there is none."""
         known = self._paths.get((peer.node_id, peer.incarnation))
         if known is None:
             for old in [key for key in self._paths if key[0] == peer.node_id]:
                 del self._paths[old]
             known = self._paths[peer.node_id, peer.incarnation] = self._find(peer)
         if not known:
-            raise PeerUnreachable(
+            raise HolderUnreachable(
                 f"{peer.node_id} is on another host, and no transport leads to it from here"
             )
         return known
@@ -192,7 +197,7 @@ class Engine:
                     if call.remaining_s() <= 0:
                         break
                     self._counters[f"retried_{path.kind}"] += 1
-            raise problem or PeerUnreachable(f"every path to {paths[0].peer.node_id} rests after a failure")
+            raise problem or HolderUnreachable(f"every path to {paths[0].peer.node_id} rests after a failure")
         finally:
             self._room.release()
 
@@ -206,7 +211,7 @@ class Engine:
         try:
             await move(path.peer, items, call)
             elapsed_ns = time.monotonic_ns() - started_ns
-            path.went_well(size, elapsed_ns, at_once)
+            path.succeeded(size, elapsed_ns, at_once)
             moved.bytes += size
             moved.descriptors += len(items)
             moved.times.observe(elapsed_ns)
@@ -214,7 +219,7 @@ class Engine:
             moved.failures[problem.code] += 1
             # A deadline that was too short is not the path's fault.
             if (
-                isinstance(problem, PeerUnreachable | TransferTimeout | BytesCorrupted)
+                isinstance(problem, HolderUnreachable | TransferTimeout | BytesCorrupted)
                 and call.remaining_s() > 0
             ):
                 path.failed(time.monotonic_ns())

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError
+from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError
 from halfmoon.store.pool.segment import PoolView, SegmentError
 from halfmoon.store.transports.base import (
     Call,
+    Cancellation,
     Peer,
     Slice,
-    Stop,
     check_items,
     in_thread,
     joined,
@@ -56,7 +56,7 @@ class ShmTransport:
         self._executor = executor
         self._mapped: dict[str, _Mapped] = {}
         self._mapping = asyncio.Lock()
-        self._running: set[Stop] = set()
+        self._running: set[Cancellation] = set()
         self._closed = False
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
@@ -73,8 +73,8 @@ class ShmTransport:
 
     async def close(self) -> None:
         self._closed = True
-        for stop in self._running:
-            stop.tell()
+        for cancellation in self._running:
+            cancellation.cancel()
         for node_id in list(self._mapped):
             self.forget(node_id)
 
@@ -82,45 +82,51 @@ class ShmTransport:
         if self._closed:
             raise TransferError("the transport is closed")
         check_items(self._view.geometry, peer.geometry, items)
-        stop = Stop(call)
-        stop.check()
+        cancellation = Cancellation(call)
+        cancellation.check()
         mapped = self._mapped.get(peer.node_id)
         if mapped is None or mapped.incarnation != peer.incarnation:
-            mapped = await self._map(peer, stop)
+            mapped = await self._map(peer, cancellation)
         remote = mapped.view
         mapped.users += 1
-        self._running.add(stop)
+        self._running.add(cancellation)
         try:
             if not call.verify and moved_bytes(peer.geometry, items) <= INLINE_BYTES:
-                self._copy(remote, items, call, stop, reading)
+                self._copy(remote, items, call, cancellation, reading)
             else:
-                await in_thread(self._executor, lambda: self._copy(remote, items, call, stop, reading), stop)
+                await in_thread(
+                    self._executor,
+                    lambda: self._copy(remote, items, call, cancellation, reading),
+                    cancellation,
+                )
         finally:
-            self._running.discard(stop)
+            self._running.discard(cancellation)
             mapped.users -= 1
             mapped.close_if_unused()
 
-    async def _map(self, peer: Peer, stop: Stop) -> _Mapped:
+    async def _map(self, peer: Peer, cancellation: Cancellation) -> _Mapped:
         """Maps a peer once, however many moves ask for it at the same time."""
         async with self._mapping:
             known = self._mapped.get(peer.node_id)
             if known is not None and known.incarnation == peer.incarnation:
                 return known
-            view = await in_thread(self._executor, lambda: _attach(peer), stop)
+            view = await in_thread(self._executor, lambda: _attach(peer), cancellation)
             self.forget(peer.node_id)
             self._mapped[peer.node_id] = mapped = _Mapped(peer.incarnation, view)
             self._executor.submit(view.touch)
             return mapped
 
-    def _copy(self, remote: PoolView, items: Sequence[Slice], call: Call, stop: Stop, reading: bool) -> None:
+    def _copy(
+        self, remote: PoolView, items: Sequence[Slice], call: Call, cancellation: Cancellation, reading: bool
+    ) -> None:
         mine, theirs = self._view.blocks, remote.blocks
         step = max(1, PIECE_BYTES // max(1, remote.geometry.layer_block_bytes))
         if not remote.alive():
-            raise PeerUnreachable(f"the agent of segment {remote.name} is dead")
+            raise HolderUnreachable(f"the agent of segment {remote.name} is dead")
         for item in joined(items):
             end = item.first_layer + item.layers
             for first in range(item.first_layer, end, step):
-                stop.check()
+                cancellation.check()
                 run = slice(first, min(first + step, end))
                 if reading:
                     np.copyto(mine[item.local_slot, run], theirs[item.remote_slot, run])
@@ -129,7 +135,7 @@ class ShmTransport:
             if call.verify and reading:
                 self._verify(remote, item)
         if not remote.alive():
-            raise PeerUnreachable(f"the agent of segment {remote.name} died")
+            raise HolderUnreachable(f"the agent of segment {remote.name} died")
 
     def _verify(self, remote: PoolView, item: Slice) -> None:
         for layer in range(item.first_layer, item.first_layer + item.layers):
@@ -144,8 +150,8 @@ def _attach(peer: Peer) -> PoolView:
     try:
         view = PoolView.attach(peer.segment, peer.geometry)
     except SegmentError as problem:
-        raise PeerUnreachable(str(problem)) from None
+        raise HolderUnreachable(str(problem)) from None
     if not view.alive():
         view.close()
-        raise PeerUnreachable(f"the agent of segment {peer.segment} is dead")
+        raise HolderUnreachable(f"the agent of segment {peer.segment} is dead")
     return view

@@ -73,7 +73,7 @@ from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.store.pool.pool import Pool
-from halfmoon.store.pool.slots import Owner, State
+from halfmoon.store.pool.slots import Owner, SlotState
 
 DIGEST_EVENTS = 100
 LEASE_TTL_NS = 10 * S
@@ -561,7 +561,7 @@ class World:
             self.changes(store)
         for number in hold.slots:
             slot = store.pool.slots[number]
-            assert slot.state is not State.RESERVED or slot.holders == 1, (
+            assert slot.state is not SlotState.RESERVED or slot.holders == 1, (
                 "a block leased twice",
                 node_id,
                 number,

@@ -26,10 +26,10 @@ from halfmoon.conductor.live.metrics import ConductorMetrics
 from halfmoon.schemas.events import Endpoint, StateDigested, StoreHeartbeat, StoreJoined, StoreSuspected
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.slo import tbt_ns
-from halfmoon.store.errors import PeerUnreachable
+from halfmoon.store.errors import HolderUnreachable
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Call, Peer, Slice
-from halfmoon.store.transports.engine import Engine
+from halfmoon.store.transports.engine import TransferEngine
 from halfmoon.workers.frontend.slo import Slo
 from tests.observability.parts import SMALL, shown
 
@@ -85,7 +85,7 @@ class Failing:
 
     async def read(self, peer: Peer, items: list[Slice], call: Call) -> None:
         if peer.node_id != "good":
-            raise PeerUnreachable("no route")
+            raise HolderUnreachable("no route")
 
     write = read
 
@@ -100,11 +100,11 @@ async def test_transfers_are_counted_by_transport_and_direction() -> None:
     def peer(node_id: str) -> Peer:
         return Peer(node_id, "i", "h", "s", geometry, (Endpoint(transport="shm", address="s"),))
 
-    engine = Engine({"shm": Failing()}, host="h", stripes=1, counters=Counter())
+    engine = TransferEngine({"shm": Failing()}, host="h", stripes=1, counters=Counter())
     call = Call("o", "p", 2**62)
     await engine.read(peer("good"), [Slice(0, 1, 0, 4), Slice(1, 2, 0, 3)], call)
     await engine.read(peer("good"), [Slice(0, 1, 0, 1)], call)
-    with pytest.raises(PeerUnreachable):
+    with pytest.raises(HolderUnreachable):
         await engine.write(peer("bad"), [Slice(0, 1, 0, 4)], call)
     read, write = engine.moved["shm", "read"], engine.moved["shm", "write"]
     assert (read.bytes, read.descriptors, sum(read.times.counts), read.failures) == (8000, 3, 2, {})

@@ -22,7 +22,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import QueuePair
 from halfmoon.store.errors import (
     BytesCorrupted,
-    PeerUnreachable,
+    HolderUnreachable,
     TransferError,
     TransferRefused,
     TransferTimeout,
@@ -270,7 +270,7 @@ def test_a_link_that_goes_down_and_comes_back() -> None:
         try:
             for _ in range(2):
                 started = time.monotonic()
-                with pytest.raises(PeerUnreachable, match="port 1 of rxe0 is DOWN"):
+                with pytest.raises(HolderUnreachable, match="port 1 of rxe0 is DOWN"):
                     await one.transport.read(two.peer, items, call(seconds=20))
                 assert time.monotonic() - started < 15
         finally:

@@ -23,7 +23,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.events import StoreSuspected
 from halfmoon.schemas.kv import KvReady
 from halfmoon.schemas.subjects import events_of_kind
-from halfmoon.store.errors import PeerUnreachable, TransferError
+from halfmoon.store.errors import HolderUnreachable, TransferError
 from halfmoon.store.pool.segment import remove_stale
 
 pytestmark = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two RDMA devices: make test-rdma")
@@ -150,7 +150,7 @@ def test_a_killed_peer_is_seen_and_suspected_and_its_next_life_is_served(url: st
         killed = time.monotonic()
         with pytest.raises(TransferError) as problem:
             await prefill.close_push("o1")
-        assert isinstance(problem.value, PeerUnreachable), problem.value
+        assert isinstance(problem.value, HolderUnreachable), problem.value
         print(f"seen after {time.monotonic() - killed:.2f} s: {problem.value}")
         await until(lambda: bool(suspected), timeout_s=30)
         assert suspected[0].node_id == "n2"

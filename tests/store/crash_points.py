@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from store_harness import Cluster, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.store.client import Client, key_of
+from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.errors import BlockMissing
 from halfmoon.store.pool.segment import remove_stale
 from halfmoon.store.tiers import ssd
@@ -43,16 +43,16 @@ BLOCKS = 12
 KEYS = [key_of(f"crash {number}") for number in range(2 * BLOCKS)]
 #: Lines in these files are steps; the tier's come first.
 FILES = (
-    "ssd",
-    "ssd_file",
-    "promotion",
-    "pool",
-    "room",
-    "book",
-    "eviction",
-    "agent",
-    "serve",
-    "serve_clients",
+    "tiers/ssd",
+    "tiers/ssd_file",
+    "agent/ssd_load",
+    "pool/pool",
+    "pool/idle_queues",
+    "pool/guard",
+    "pool/eviction",
+    "agent/agent",
+    "agent/serve_workers",
+    "agent/serve_clients",
 )
 TIER_FILES = 3
 #: A line of a file, by the file's place in FILES.
@@ -64,7 +64,7 @@ def value(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, BLOCK, np.uint8)
 
 
-async def start(here: Cluster, path: str) -> tuple[Any, Client]:
+async def start(here: Cluster, path: str) -> tuple[Any, StoreClient]:
     agent = await here.agent(
         "n1",
         slots=SLOTS,
@@ -73,7 +73,7 @@ async def start(here: Cluster, path: str) -> tuple[Any, Client]:
         ssd_bytes=64 * (BLOCK + 64) + 8192,
         ssd_ahead_percent=100,
     )
-    client = await Client.connect(here.url, node_id="n1")
+    client = await StoreClient.connect(here.url, node_id="n1")
     here.stack.push_async_callback(client.close)
     return agent, client
 
@@ -104,7 +104,7 @@ class Steps:
     def __init__(self, last: Line, turn: int) -> None:
         self.counts: Counter[Line] = Counter()
         self._last, self._turn = last, turn
-        root = Path(ssd.__file__).parent
+        root = Path(ssd.__file__).parents[1]
         self._files = {str(root / f"{name}.py"): place for place, name in enumerate(FILES)}
 
     def start(self) -> None:
@@ -161,9 +161,9 @@ async def look(url: str, name: str, path: str, said: list[bytes]) -> tuple[int, 
     async with cluster(url) as here:
         here.name = name
         agent, client = await start(here, path)
-        agent.book.check()
+        agent.guard.check()
         agent.tier.check()
-        counts = agent.book.counts()
+        counts = agent.guard.counts()
         assert (counts.free, counts.holds) == (SLOTS, 0), counts
         found = missing = 0
         for number, key in enumerate(KEYS):
@@ -177,9 +177,9 @@ async def look(url: str, name: str, path: str, said: list[bytes]) -> tuple[int, 
             assert into == value(number).tobytes(), f"wrong bytes in block {number}"
             found += 1
         assert agent.counters["ssd_corrupted"] == 0, "a block was shown that is not what was put"
-        agent.book.check()
+        agent.guard.check()
         agent.tier.check()
-        counts = agent.book.counts()
+        counts = agent.guard.counts()
         assert (counts.holds, counts.reserved, counts.condemned) == (0, 0, 0), counts
         return found, missing
 
@@ -189,6 +189,8 @@ def run(url: str, directory: Path, points: int, seed: int) -> Iterator[tuple[str
     ssd.IDLE_S = 0.002
     counts, said = play(url, f"c{os.getpid()}", str(directory / "whole"), (-1, 0), 0)
     assert len(said) == 2 * BLOCKS + 2, said
+    unseen = {*range(len(FILES))} - {place for place, _ in counts}
+    assert not unseen, f"the story reaches no line of {[FILES[place] for place in sorted(unseen)]}"
     draw = random.Random(seed)
     lines = sorted(counts)
     draw.shuffle(lines)

@@ -32,7 +32,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.conductor.simulation.trace import read_trace
 from halfmoon.store.agent.agent import StoreAgent
-from halfmoon.store.agent_client import StoreClient
+from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import BlockMissing, StoreError, StoreFull, TransferTimeout
 from halfmoon.store.pool.segment import PAGE_BYTES
@@ -68,7 +68,7 @@ async def agent_process(url: str, cluster: str, path: str) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     try:
         while not ended.is_set():
-            agent.book.check()
+            agent.guard.check()
             assert agent.tier is not None
             agent.tier.check()
             await asyncio.sleep(1)
@@ -92,7 +92,7 @@ def anonymous_mib(pid: int) -> float:
 class Worker:
     """Plays orders."""
 
-    def __init__(self, client: StoreClient, seed: int) -> None:
+    def __init__(self, client: AgentClient, seed: int) -> None:
         self.client = client
         self.draw = random.Random(seed)
         self.late = self.blocks = self.hits = self.loaded = self.full = self.given_up = self.forgotten = 0
@@ -151,7 +151,7 @@ async def drive(url: str, pid: int, hours: int) -> dict[str, Any]:
         for a in read_trace(TRACE)
     ]
     bus = await Bus.connect(BusConfig(url=url), name="w1")
-    client = StoreClient(bus, node_id="n1", worker_id="w1")
+    client = AgentClient(bus, node_id="n1", worker_id="w1")
     await client.attach()
     worker = Worker(client, seed=1)
     memory = []

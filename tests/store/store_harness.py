@@ -14,7 +14,7 @@ from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.subjects import kv_for
 from halfmoon.store.agent.agent import StoreAgent
-from halfmoon.store.agent_client import StoreClient
+from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.config import StoreConfig
 
 SECRET = "the tests' secret"
@@ -71,15 +71,15 @@ class Cluster:
         return agent
 
     async def _finish(self, agent: StoreAgent) -> None:
-        agent.book.check()
+        agent.guard.check()
         await agent.stop()
 
-    async def client(self, node_id: str, worker_id: str) -> StoreClient:
+    async def client(self, node_id: str, worker_id: str) -> AgentClient:
         """A worker of the node, attached, whose KV messages are kept in `heard`."""
         bus = await self.bus(worker_id)
         self.heard[worker_id] = heard = []
         await bus.subscribe(kv_for(worker_id), KvMessage, heard.append)
-        client = StoreClient(bus, node_id=node_id, worker_id=worker_id)
+        client = AgentClient(bus, node_id=node_id, worker_id=worker_id)
         await client.attach()
         self.stack.push_async_callback(client.close)
         return client

@@ -12,7 +12,7 @@ from store_harness import Cluster, cluster, keys, until
 
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferOpened
 from halfmoon.schemas.store import QueuePair, RemoteMemory
-from halfmoon.store.agent_client import StoreClient
+from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import BlockMissing, TransferError, TransferRefused
 
 Story = Callable[[Cluster], Awaitable[None]]
@@ -28,14 +28,14 @@ def tell(url: str, story: Story) -> None:
     asyncio.run(run())
 
 
-def fill(client: StoreClient, slots: list[int], seed: int) -> None:
+def fill(client: AgentClient, slots: list[int], seed: int) -> None:
     """Random bytes, equal for equal seeds."""
     for i, slot in enumerate(slots):
         shape = client.view.blocks[slot].shape
         client.view.blocks[slot] = np.random.default_rng(seed + i).integers(0, 256, shape, np.uint8)
 
 
-def same(client: StoreClient, slots: list[int], seed: int) -> bool:
+def same(client: AgentClient, slots: list[int], seed: int) -> bool:
     shape = client.view.blocks[0].shape
     return all(
         np.array_equal(
@@ -45,7 +45,7 @@ def same(client: StoreClient, slots: list[int], seed: int) -> bool:
     )
 
 
-async def stored(client: StoreClient, order_id: str, block_keys: bytes, seed: int) -> None:
+async def stored(client: AgentClient, order_id: str, block_keys: bytes, seed: int) -> None:
     """Puts whole blocks and lets go of them."""
     opened = await client.open_put(order_id, block_keys, blocks=len(block_keys) // 16)
     fill(client, opened.slots, seed)
@@ -72,8 +72,8 @@ def test_a_fetch_brings_the_bytes_and_tells_of_layers_in_order(nats_url: str, tr
             await two.fetch("o2", "n1", first_block=2, blocks=2)
         assert caught.value.held in (0, 1)
         await two.release("o2")
-        await until(lambda: here.agents["n1"].book.counts().leases == 0)
-        counts = here.agents["n2"].book.counts()
+        await until(lambda: here.agents["n1"].guard.counts().leases == 0)
+        counts = here.agents["n2"].guard.counts()
         assert (counts.committed, counts.reserved, counts.holds, counts.condemned) == (3, 0, 0, 0)
 
     tell(nats_url, story)
@@ -103,10 +103,10 @@ def test_a_push_is_readable_layer_by_layer_and_committed_at_its_close(nats_url: 
         assert same(two, first.slots, 3)
         await one.commit("o1", first_block=0, blocks=4)
         await one.release("o1")
-        assert here.agents["n2"].book.counts().holds == 1
+        assert here.agents["n2"].guard.counts().holds == 1
         await two.release("o1")
         for node, committed in (("n1", 3), ("n2", 3)):
-            counts = here.agents[node].book.counts()
+            counts = here.agents[node].guard.counts()
             assert (counts.committed, counts.reserved, counts.holds, counts.condemned) == (committed, 0, 0, 0)
 
     tell(nats_url, story)
@@ -127,9 +127,9 @@ def test_a_push_to_the_own_node_moves_nothing_and_both_workers_hold_the_slots(na
         message: Any = here.heard["w2"][0]
         assert message.slots == opened.slots
         assert same(two, message.slots, 5)
-        assert here.agents["n1"].book.counts().reserved == 1
+        assert here.agents["n1"].guard.counts().reserved == 1
         await two.release("o1")
-        counts = here.agents["n1"].book.counts()
+        counts = here.agents["n1"].guard.counts()
         assert (counts.free, counts.committed, counts.holds) == (30, 2, 0)
 
     tell(nats_url, story)

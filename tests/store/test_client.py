@@ -10,11 +10,11 @@ import pytest
 import torch
 from store_harness import Cluster, cluster
 
-from halfmoon.store.client import Client, key_of
+from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.errors import (
     BlockMissing,
     BytesCorrupted,
-    PeerUnreachable,
+    HolderUnreachable,
     QuotaExceeded,
     StoreError,
     StoreFull,
@@ -40,14 +40,16 @@ def value(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, BLOCK, np.uint8)
 
 
-async def open_client(here: Cluster, node_id: str, tenant: str = "", peers: tuple[str, ...] = ()) -> Client:
-    client = await Client.connect(here.url, node_id=node_id, tenant=tenant, peers=peers)
+async def open_client(
+    here: Cluster, node_id: str, tenant: str = "", peers: tuple[str, ...] = ()
+) -> StoreClient:
+    client = await StoreClient.connect(here.url, node_id=node_id, tenant=tenant, peers=peers)
     here.stack.push_async_callback(client.close)
     return client
 
 
 def idle(here: Cluster, node_id: str) -> bool:
-    counts = here.agents[node_id].book.counts()
+    counts = here.agents[node_id].guard.counts()
     return (counts.holds, counts.leases, counts.reserved, counts.condemned) == (0, 0, 0, 0)
 
 
@@ -105,7 +107,7 @@ def test_a_miss_a_failed_transfer_and_an_unreachable_holder_are_three_answers(na
             await client.get_into(key_of("c"), into)
         await client.get_into(a, into)
         assert into == value(1).tobytes()
-        slot = other.book.find(b)
+        slot = other.guard.find(b)
         assert slot is not None
         other.view.blocks[slot, 1, 5] ^= (
             1  # the memory of the holder goes bad: what arrives is not what was put
@@ -114,12 +116,12 @@ def test_a_miss_a_failed_transfer_and_an_unreachable_holder_are_three_answers(na
             await client.get_into(b, into)
         assert isinstance(caught.value, TransferError)
         await other.stop()
-        with pytest.raises(PeerUnreachable):
+        with pytest.raises(HolderUnreachable):
             await client.get_into(b, into)
-        assert isinstance((await client.batch_exists([b]))[0], PeerUnreachable)
+        assert isinstance((await client.batch_exists([b]))[0], HolderUnreachable)
         answers = await client.batch_get_into([a, b], [into, bytearray(BLOCK)])
         assert answers[0] is None  # it is here since it was read
-        assert isinstance(answers[1], PeerUnreachable)
+        assert isinstance(answers[1], HolderUnreachable)
         assert idle(here, "n1")
 
     tell(nats_url, story)
@@ -169,7 +171,7 @@ def test_a_tenant_at_its_quota_gives_up_its_own_blocks_and_nobody_elses(nats_url
             await small.put(key, value(10 + i))
         assert await other.batch_exists(others) == [True] * 4
         assert await small.batch_exists(own) == [False] * 3 + [True] * 3
-        assert agent.book.counts().free == 1
+        assert agent.guard.counts().free == 1
         with pytest.raises(QuotaExceeded, match=r"the tenant may have 3 and uses 3"):
             _first(await small.batch_put({key_of(f"x{i}"): value(i) for i in range(4)}))
         held = [await small.get(key) for key in own[3:]]
@@ -208,13 +210,13 @@ def test_a_soft_pin_goes_last_a_hard_pin_stays_and_both_end_by_themselves(nats_u
         await client.pin([keys[12]], ttl_s=0.05)
         await client.pin([keys[1]], ttl_s=0.05, hard=True)
         await asyncio.sleep(0.3)
-        assert agent.book.counts().holds == 0
+        assert agent.guard.counts().holds == 0
         for i in range(17, 23):
             await client.put(keys[i], value(i))
         assert await client.batch_exists([keys[1], keys[12]]) == [False, False]
         await client.pin(keys[17:20], ttl_s=60, hard=True)
         await client.unpin(keys[17:20], hard=True)
-        assert agent.book.counts().holds == 0
+        assert agent.guard.counts().holds == 0
 
     tell(nats_url, story)
 
@@ -232,13 +234,13 @@ def test_four_hundred_blocks_into_a_pool_of_two_hundred_with_fifty_leased(nats_u
         held = [await client.get(key) for key in leased]
         keys = [key_of(str(i)) for i in range(400)]
         for first in range(0, 400, 10):
-            lease_ends = [hold.expires_ns for hold in agent.book._pool.holds.values()]
+            lease_ends = [hold.expires_ns for hold in agent.guard._pool.holds.values()]
             assert all(await client.batch_exists(leased))
             await client.batch_exists(keys[:first][-150:])
-            assert lease_ends == [hold.expires_ns for hold in agent.book._pool.holds.values()]
+            assert lease_ends == [hold.expires_ns for hold in agent.guard._pool.holds.values()]
             put = await client.batch_put({keys[i]: value(1000 + i) for i in range(first, first + 10)})
             assert put == [None] * 10
-            agent.book.check()
+            agent.guard.check()
         assert all(one.array.tobytes() == value(i).tobytes() for i, one in enumerate(held))
         # Least recently put goes first, though all of them were asked for just now.
         assert await client.batch_exists(keys) == [False] * 250 + [True] * 150

@@ -15,10 +15,10 @@ from store_harness import layout
 from transport_harness import Side, call
 
 from halfmoon.schemas.events import Endpoint
-from halfmoon.store.errors import PeerUnreachable, TransferError, TransferTimeout
+from halfmoon.store.errors import HolderUnreachable, TransferError, TransferTimeout
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Call, Peer, Slice
-from halfmoon.store.transports.engine import SLICE_BYTES, Engine, cut
+from halfmoon.store.transports.engine import SLICE_BYTES, TransferEngine, cut
 from halfmoon.store.transports.topology import TopologyInvalid, read_topology
 
 GEOMETRY = Geometry(slots=64, layers=4, layer_block_bytes=1 << 20)
@@ -61,8 +61,8 @@ def peer(*endpoints: tuple[str, str, int], incarnation: str = "i") -> Peer:
     return Peer("n", incarnation, "host", "segment", GEOMETRY, found)
 
 
-def engine(stripes: int = 1, **transports: Any) -> Engine:
-    return Engine(transports, host="host", stripes=stripes, counters=Counter())
+def engine(stripes: int = 1, **transports: Any) -> TransferEngine:
+    return TransferEngine(transports, host="host", stripes=stripes, counters=Counter())
 
 
 BATCH = [Slice(i, i, 0, 4) for i in range(8)]  # 32 MiB: four slices
@@ -92,16 +92,16 @@ def test_a_failed_path_is_replaced_by_another_then_by_another_transport_then_it_
         there = peer(("rdma", "r1", 10), ("rdma", "r2", 20), ("tcp", "t1", 10))
         await over.read(there, BATCH[:1], call())
         assert rdma.addresses == ["r1"]
-        rdma.broken["r1"] = PeerUnreachable("cut")
+        rdma.broken["r1"] = HolderUnreachable("cut")
         await over.read(there, BATCH[:1], call())
         assert rdma.addresses == ["r1", "r2"]
         rdma.broken["r2"] = TransferTimeout("slow")
         await over.read(there, BATCH[:1], call())
         assert (rdma.addresses, tcp.addresses) == (["r1", "r2"], ["t1"])
-        tcp.broken["t1"] = PeerUnreachable("cut too")
-        with pytest.raises(PeerUnreachable, match="cut too"):
+        tcp.broken["t1"] = HolderUnreachable("cut too")
+        with pytest.raises(HolderUnreachable, match="cut too"):
             await over.read(there, BATCH[:1], call())
-        with pytest.raises(PeerUnreachable, match="rests"):
+        with pytest.raises(HolderUnreachable, match="rests"):
             await over.read(there, BATCH[:1], call())
         again = peer(("rdma", "r1", 10), incarnation="restarted")
         rdma.broken.clear()
@@ -116,16 +116,16 @@ def test_a_path_rests_longer_after_each_failure_and_is_probed_by_one_move() -> N
         over = engine(tcp=tcp)
         there = peer(("tcp", "t1", 10), ("tcp", "t2", 100))
         (best, _) = over.paths(there)
-        tcp.broken["t1"] = PeerUnreachable("cut")
+        tcp.broken["t1"] = HolderUnreachable("cut")
         rests = []
         for _ in range(3):
-            best.rests_until_ns = 0
+            best.backoff_until_ns = 0
             before_ns = time.monotonic_ns()
             await over.read(there, BATCH[:1], call())
-            rests.append(best.rests_until_ns - before_ns)
+            rests.append(best.backoff_until_ns - before_ns)
         assert rests[0] < rests[1] < rests[2]
         tcp.broken.clear()
-        best.rests_until_ns = 0
+        best.backoff_until_ns = 0
         tcp.moved.clear()
         await asyncio.gather(*(over.read(there, BATCH[:1], call()) for _ in range(3)))
         assert sorted(tcp.addresses) == ["t1", "t2", "t2"]
@@ -180,7 +180,7 @@ def test_real_bytes_come_over_tcp_when_the_memory_cannot_be_mapped_and_striped()
         mapped = Side("shm", "one", shape=shape, slots=8)
         one.meet(two)
         assert one.tcp is not None
-        over = Engine(
+        over = TransferEngine(
             {"shm": mapped.transport, "tcp": one.tcp}, host=two.peer.host, stripes=3, counters=one.counters
         )
         try:

@@ -24,10 +24,10 @@ from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.errors import (
     AgentUnreachable,
     BytesCorrupted,
+    HolderUnreachable,
     LayoutMismatch,
     NotAttached,
     OrderUnknown,
-    PeerUnreachable,
     StoreError,
     StoreFull,
     TransferError,
@@ -94,14 +94,14 @@ async def empty(agent: StoreAgent) -> None:
     """No lease, no reservation, nothing condemned."""
 
     def clean() -> bool:
-        counts = agent.book.counts()
+        counts = agent.guard.counts()
         return (counts.reserved, counts.leases, counts.condemned, counts.holds) == (0, 0, 0, 0)
 
     try:
         await until(clean)
     except AssertionError:
-        raise AssertionError(f"left behind: {agent.book.counts()}") from None
-    agent.book.check()
+        raise AssertionError(f"left behind: {agent.guard.counts()}") from None
+    agent.guard.check()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -155,12 +155,12 @@ def test_a_peer_killed_in_the_middle_of_a_fetch(nats_url: str, transport: str) -
         process.kill()
         process.wait()  # holds the loop, so that at most the groups under way go on
         started = time.monotonic()
-        with pytest.raises(PeerUnreachable):
+        with pytest.raises(HolderUnreachable):
             await fetching
         assert time.monotonic() - started < 3
         assert len([m for m in here.heard["w2"] if isinstance(m, KvLoaded)]) < 16
-        assert here.agents["n2"].book.counts().committed == 0
-        with pytest.raises(PeerUnreachable):
+        assert here.agents["n2"].guard.counts().committed == 0
+        with pytest.raises(HolderUnreachable):
             await two.fetch("o2", "n1", first_block=0, blocks=24)
         await two.release("o2")
         await empty(here.agents["n2"])
@@ -207,7 +207,7 @@ def test_a_push_whose_target_dies_fails_and_says_so(nats_url: str, transport: st
         process.kill()
         process.wait()
         two.push("o1", layer=1, first_block=0, blocks=2)
-        with pytest.raises(PeerUnreachable):
+        with pytest.raises(HolderUnreachable):
             await two.close_push("o1")
         await until(lambda: any(isinstance(m, TransferFailed) for m in here.heard["w1"]))
         await two.release("o1")
@@ -333,7 +333,7 @@ def test_slots_that_a_late_worker_may_write_are_not_given_away(nats_url: str) ->
             Ordered(cause_seq=1, position=0, decision=ReleaseOrder(order_id="o1", node_id="n1")),
             target_id="n1",
         )
-        await until(lambda: agent.book.counts().condemned == 3)
+        await until(lambda: agent.guard.counts().condemned == 3)
         with pytest.raises(StoreFull):
             await one.open_put("o2", b"", blocks=2)
         fill(one, late.slots, 9)
@@ -342,7 +342,7 @@ def test_slots_that_a_late_worker_may_write_are_not_given_away(nats_url: str) ->
         with pytest.raises(OrderUnknown):
             await one.open_put("o1", b"", blocks=1)
         await one.release("o1")
-        assert agent.book.counts().free == 4
+        assert agent.guard.counts().free == 4
 
     tell(nats_url, story)
 
@@ -355,11 +355,11 @@ def test_what_is_not_renewed_expires_and_what_waits_is_kept(nats_url: str) -> No
         await waits.open_put("o1", keys(1), blocks=2)
         await dies.open_put("o2", keys(2), blocks=2)
         await dies.close()
-        await until(lambda: agent.book.counts().condemned == 2)
-        await until(lambda: agent.book.counts().condemned == 0)
-        assert agent.book.counts().reserved == 2
+        await until(lambda: agent.guard.counts().condemned == 2)
+        await until(lambda: agent.guard.counts().condemned == 0)
+        assert agent.guard.counts().reserved == 2
         await asyncio.sleep(1)
-        assert agent.book.counts().reserved == 2
+        assert agent.guard.counts().reserved == 2
         await waits.release("o1")
         await empty(agent)
 
@@ -373,8 +373,8 @@ def test_the_log_hears_everything_in_order_and_again_when_asked(nats_url: str) -
         for number in range(0, 12, 2):
             await stored(one, f"o{number}", keys(number, number + 1), seed=number)
         owner = Owner("late", "w1")
-        agent.book.open_put(owner, [keys(99)], 1, writer="worker")
-        agent.book.commit(owner, {0: 0})
+        agent.guard.open_put(owner, [keys(99)], 1, writer="worker")
+        agent.guard.commit(owner, {0: 0})
         agent.announcer.announce()  # with changes still waiting to be told
         bus = await here.bus("conductor")
         order = Ordered(cause_seq=1, position=0, decision=AnnounceYourself(role="store", target_id="n1"))
@@ -415,18 +415,18 @@ def test_three_answers_for_three_failures(nats_url: str) -> None:
         one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
         await stored(one, "o1", keys(1), seed=1)
         await two.open_put("o2", keys(1), blocks=1)
-        slot = here.agents["n1"].book.find(keys(1))
+        slot = here.agents["n1"].guard.find(keys(1))
         assert slot is not None
         one.view.blocks[slot, 1, 5] ^= 1
         for node, kind in (
             ("n1", BytesCorrupted),
-            ("nobody", PeerUnreachable),
+            ("nobody", HolderUnreachable),
             ("n3", LayoutMismatch),
             ("n4", TransferRefused),
         ):
             with pytest.raises(kind):
                 await two.fetch("o2", node, first_block=0, blocks=1)
-        assert agent.book.counts().committed == 0
+        assert agent.guard.counts().committed == 0
         assert here.agents["n4"].counters["refused_hello"] == 1
         one.view.blocks[slot, 1, 5] ^= 1
         await two.fetch("o2", "n1", first_block=0, blocks=1)

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from store_harness import cluster, until
 
-from halfmoon.store.client import Client, key_of
+from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.errors import TransferError
 
 BLOCK = 4 * 8192
@@ -62,7 +62,7 @@ def test_a_subscriber_knows_what_the_node_holds_and_a_late_one_asks_for_the_rest
             )
             subscriber.connect(events_at)
             await asyncio.sleep(0.3)  # until it is known to the publisher; what was before comes by replay
-            client = await Client.connect(nats_url, node_id="n1")
+            client = await StoreClient.connect(nats_url, node_id="n1")
             here.stack.push_async_callback(client.close)
             assert agent.tier is not None
             for number in range(16):
@@ -83,7 +83,7 @@ def test_a_subscriber_knows_what_the_node_holds_and_a_late_one_asks_for_the_rest
                         assert event["type"] == "BlockRemoved"
                         assert hashes <= holds[event["medium"]]
                         holds[event["medium"]] -= hashes
-            assert holds == {"CPU": set(agent.book.keys()), "STORAGE": set(agent.tier.keys())}
+            assert holds == {"CPU": set(agent.guard.keys()), "STORAGE": set(agent.tier.keys())}
             assert sorted(heard) == list(range(1, len(heard) + 1))
 
             dealer = context.socket(zmq.DEALER)

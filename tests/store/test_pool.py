@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreFull
 from halfmoon.store.pool.eviction import EvictionName, make_eviction
 from halfmoon.store.pool.pool import Pool
-from halfmoon.store.pool.slots import Owner, State
+from halfmoon.store.pool.slots import Owner, SlotState
 
 SLOTS = 6
 
@@ -234,7 +234,7 @@ class Books(RuleBasedStateMachine):
     def writer(self, owner: Owner, late: int) -> None:
         if owner in self.holds and (owner, "x") not in self.writers:
             self.pool.open_writer(owner, "x", deadline_ns=self.now + late)
-            slots = {s for s in self.holds[owner][0] if self.pool.slots[s].state is State.RESERVED}
+            slots = {s for s in self.holds[owner][0] if self.pool.slots[s].state is SlotState.RESERVED}
             self.writers[owner, "x"] = (self.now + late, slots)
 
     @rule(owner=owners)
@@ -276,11 +276,11 @@ class Books(RuleBasedStateMachine):
         self.pool.check()
         held = {slot for slots, _, _ in self.holds.values() for slot in slots}
         counts = self.pool.counts()
-        assert counts.reserved == sum(self.pool.slots[s].state is State.RESERVED for s in held)
+        assert counts.reserved == sum(self.pool.slots[s].state is SlotState.RESERVED for s in held)
         assert counts.free + counts.reserved + counts.committed + counts.condemned == SLOTS
         under_writers = set().union(*(slots for _, slots in self.writers.values())) if self.writers else set()
         assert counts.condemned == len(
-            {s for s in under_writers - held if self.pool.slots[s].state is not State.COMMITTED}
+            {s for s in under_writers - held if self.pool.slots[s].state is not SlotState.COMMITTED}
         )
 
 

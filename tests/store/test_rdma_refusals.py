@@ -40,12 +40,12 @@ def pair(keeper_number: int = 1, *, secret: str = SECRET, **changes: Any) -> Que
     return wire.sign(QueuePair(**{**fields, **changes}), secret)
 
 
-def keeper(node_id: str = "two", incarnation: str = "two-1") -> wire.Doorkeeper:
-    return wire.Doorkeeper(node_id, incarnation, SECRET)
+def keeper(node_id: str = "two", incarnation: str = "two-1") -> wire.OfferVerifier:
+    return wire.OfferVerifier(node_id, incarnation, SECRET)
 
 
-def refusal(of: wire.Doorkeeper, message: QueuePair) -> str:
-    with pytest.raises(wire.Refused) as problem:
+def refusal(of: wire.OfferVerifier, message: QueuePair) -> str:
+    with pytest.raises(wire.OfferRefused) as problem:
         of.admit(message)
     return problem.value.name
 
@@ -102,7 +102,7 @@ def test_another_cluster_another_node_another_life() -> None:
 
 
 def test_only_the_answer_to_this_very_offer_counts() -> None:
-    one = wire.Doorkeeper("one", "one-1", SECRET)
+    one = wire.OfferVerifier("one", "one-1", SECRET)
     offer = pair(one.number())
     back = {
         "node_id": "two",
@@ -121,7 +121,7 @@ def test_only_the_answer_to_this_very_offer_counts() -> None:
         ("proof", pair(1, **back, secret="another")),
     ]
     for name, answer in wrong:
-        with pytest.raises(wire.Refused) as problem:
+        with pytest.raises(wire.OfferRefused) as problem:
             one.check_answer(answer, offer)
         assert problem.value.name == name
 
@@ -163,7 +163,7 @@ def test_messages_hold_every_layer_once_within_their_limits(layer_bytes: int) ->
 
 
 def test_the_largest_message_fits_into_a_mailbox() -> None:
-    from halfmoon.store.transports.rdma.pair import CELL_BYTES
+    from halfmoon.store.transports.rdma.connection import CELL_BYTES
 
     most = wire.LAYERS_PER_MESSAGE // wire.RUNS_PER_MESSAGE
     arrived = wire.Arrived(

@@ -136,7 +136,7 @@ def make(config_rdma: str) -> rdma.RdmaTransport:
     try:
         return rdma.RdmaTransport(
             side.view,
-            side.book,
+            side.guard,
             side.config,
             side.executor,
             incarnation="i",

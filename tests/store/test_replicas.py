@@ -21,7 +21,7 @@ from halfmoon.schemas.decisions import Ordered, ReplicateBlocks
 from halfmoon.schemas.events import StoreSuspected
 from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.replicas import Drained, DrainStore, Replicate, Replicated
-from halfmoon.store.client import Client
+from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import StoreError
 from halfmoon.store.pool.slots import tenant_mark
 
@@ -60,7 +60,7 @@ def test_a_holder_killed_in_the_middle_of_a_thousand_gets_costs_no_answer(
         size = shape.block_bytes
         values = {key(i): value(i, size) for i in range(blocks)}
         for node in ("n1", "n2"):
-            async with await Client.connect(here.url, node_id=node) as put:
+            async with await StoreClient.connect(here.url, node_id=node) as put:
                 answers = await put.batch_put(values)
                 assert answers == [None] * blocks
         slowest_s = {False: 0.0, True: 0.0}  # before the death and after it
@@ -68,7 +68,7 @@ def test_a_holder_killed_in_the_middle_of_a_thousand_gets_costs_no_answer(
         done = 0
         killed_at = 0
         numbers = iter(range(GETS))
-        async with await Client.connect(here.url, node_id="n3", peers=["n1", "n2"]) as reader:
+        async with await StoreClient.connect(here.url, node_id="n3", peers=["n1", "n2"]) as reader:
 
             async def read() -> None:
                 nonlocal done, killed_at
@@ -105,7 +105,7 @@ def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: s
         agents = {node: await here.agent(node, slots=16) for node in ("n1", "n2", "n3")}
         size = agents["n1"].config.layout.block_bytes
         values = {key(i): value(i, size) for i in range(6)}
-        async with await Client.connect(here.url, node_id="n1", tenant="t") as one:
+        async with await StoreClient.connect(here.url, node_id="n1", tenant="t") as one:
             await one.batch_put(values)
             bus = await here.bus("program")
             asked = Replicate(
@@ -115,29 +115,29 @@ def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: s
             assert done == Replicated(blocks=6)
             done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=10)
             assert done == Replicated(blocks=0)  # it has them
-            assert agents["n1"].book.counts().committed == agents["n2"].book.counts().committed == 6
+            assert agents["n1"].guard.counts().committed == agents["n2"].guard.counts().committed == 6
             moved = msgspec.structs.replace(asked, move=True, source_node_id="n2")
             assert await bus.request(
                 subjects.store("n3", "replicate"), moved, Replicated, timeout_s=10
             ) == Replicated(blocks=6)
-            assert [agent.book.counts().committed for agent in agents.values()] == [6, 0, 6]
+            assert [agent.guard.counts().committed for agent in agents.values()] == [6, 0, 6]
         order = ReplicateBlocks(
             node_id="n2", source_node_id="n3", block_keys=join_keys([key(0), key(1)]), tenant="t"
         )
         await (await here.bus("conductor")).order(
             Ordered(cause_seq=1, position=0, decision=order), target_id="n2"
         )
-        await until(lambda: agents["n2"].book.counts().committed == 2)
-        async with await Client.connect(here.url, node_id="n2", tenant="t") as two:
+        await until(lambda: agents["n2"].guard.counts().committed == 2)
+        async with await StoreClient.connect(here.url, node_id="n2", tenant="t") as two:
             into = np.zeros(size, np.uint8)
             await two.get_into(key(1), into, verify=True)
             assert np.array_equal(into, values[key(1)])
-        async with await Client.connect(here.url, node_id="n2", tenant="another") as other:
+        async with await StoreClient.connect(here.url, node_id="n2", tenant="another") as other:
             with pytest.raises(StoreError):
                 await other.get_into(key(1), into)
         for agent in agents.values():
             await until(
-                lambda agent=agent: (agent.book.counts().holds, agent.book.counts().reserved) == (0, 0)
+                lambda agent=agent: (agent.guard.counts().holds, agent.guard.counts().reserved) == (0, 0)
             )
 
     tell(nats_url, story)
@@ -150,7 +150,7 @@ def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str)
         size = agents["n1"].config.layout.block_bytes
         values = {key(i): value(i, size) for i in range(20)}
         bus = await here.bus("operator")
-        async with await Client.connect(here.url, node_id="n1") as one:
+        async with await StoreClient.connect(here.url, node_id="n1") as one:
             await one.batch_put(values)
             for _ in range(3):  # hot
                 await one.batch_get_into([key(3), key(4)], [np.zeros(size, np.uint8)] * 2)
@@ -163,12 +163,12 @@ def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str)
         assert drained == Drained(moved=15, elsewhere=1, left=4)
         await asyncio.wait_for(agents["n1"].drained.wait(), 5)
         await agents["n1"].stop(reason="drained")
-        kept = set(agents["n2"].book.keys()) | set(agents["n3"].book.keys())
+        kept = set(agents["n2"].guard.keys()) | set(agents["n3"].guard.keys())
         assert len(kept) == 16
         assert kept >= {key(0), key(3), key(4)}  # the hot ones, whatever else had to go
         for node in ("n2", "n3"):
-            async with await Client.connect(here.url, node_id=node) as reader:
-                for name in agents[node].book.keys():  # noqa: SIM118
+            async with await StoreClient.connect(here.url, node_id=node) as reader:
+                for name in agents[node].guard.keys():  # noqa: SIM118
                     into = np.zeros(size, np.uint8)
                     await reader.get_into(name, into, verify=True)
                     assert np.array_equal(into, values[name])
@@ -182,8 +182,8 @@ def test_a_copy_that_nobody_reads_goes_before_what_is_used(nats_url: str) -> Non
         size = one.config.layout.block_bytes
         bus = await here.bus("program")
         async with (
-            await Client.connect(here.url, node_id="n1") as there,
-            await Client.connect(here.url, node_id="n2") as here_too,
+            await StoreClient.connect(here.url, node_id="n1") as there,
+            await StoreClient.connect(here.url, node_id="n2") as here_too,
         ):
             await here_too.batch_put({key(i): value(i, size) for i in range(4)})
             for _ in range(3):
@@ -197,7 +197,7 @@ def test_a_copy_that_nobody_reads_goes_before_what_is_used(nats_url: str) -> Non
             ).blocks == 6
             await here_too.get_into(key(12), np.zeros(size, np.uint8))  # this one is of use
             await here_too.batch_put({key(i): value(i, size) for i in range(20, 25)})
-            assert set(two.book.keys()) == {key(i) for i in (*range(4), 12, *range(20, 25))}
+            assert set(two.guard.keys()) == {key(i) for i in (*range(4), 12, *range(20, 25))}
 
     tell(nats_url, story)
 
@@ -209,7 +209,7 @@ def test_a_holder_that_hangs_is_passed_over_and_suspected(nats_url: str) -> None
         await node_process(here, "n2", "tcp", slots=4, layers=1)
         agent = await here.agent("n3", transport="tcp", layout=shape, slots=4, control_timeout_s=1.0)
         for node in ("n1", "n2"):
-            async with await Client.connect(here.url, node_id=node) as put:
+            async with await StoreClient.connect(here.url, node_id=node) as put:
                 await put.put(key(1), value(1, shape.block_bytes))
         three = await here.client("n3", "w3")
         await three.open_put("o", key(1), blocks=1)

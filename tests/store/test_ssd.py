@@ -19,7 +19,7 @@ from halfmoon.schemas.events import BlocksEvicted, BlocksStored, Event, StoreInv
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.kv import KvLoaded
 from halfmoon.store.agent.agent import StoreAgent
-from halfmoon.store.client import Client, key_of
+from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.errors import BlockMissing, WrongTenant
 from halfmoon.store.tiers.ssd import SsdTier
 from halfmoon.store.tiers.ssd_file import ENTRY_BYTES, PAGE_BYTES, Entry, SsdFile, TierError
@@ -49,7 +49,9 @@ def value(number: int) -> np.ndarray:
 KEYS = [key_of(str(number)) for number in range(200)]
 
 
-async def start(here: Cluster, path: Path, node_id: str = "n1", **changes: Any) -> tuple[StoreAgent, Client]:
+async def start(
+    here: Cluster, path: Path, node_id: str = "n1", **changes: Any
+) -> tuple[StoreAgent, StoreClient]:
     fields: dict[str, Any] = {
         "slots": 8,
         "eviction": "lru",
@@ -58,7 +60,7 @@ async def start(here: Cluster, path: Path, node_id: str = "n1", **changes: Any) 
         "ssd_ahead_percent": 100,
     }
     agent = await here.agent(node_id, **{**fields, **changes})
-    client = await Client.connect(here.url, node_id=node_id)
+    client = await StoreClient.connect(here.url, node_id=node_id)
     here.stack.push_async_callback(client.close)
     return agent, client
 
@@ -68,14 +70,14 @@ def tier(agent: StoreAgent) -> SsdTier:
     return agent.tier
 
 
-async def put_through(agent: StoreAgent, client: Client, numbers: range) -> None:
+async def put_through(agent: StoreAgent, client: StoreClient, numbers: range) -> None:
     """One after another, as fast as the disk keeps up."""
     for number in numbers:
         await client.put(KEYS[number], value(number))
         await until(lambda n=number: tier(agent).find(KEYS[n]) is not None)
 
 
-async def is_right(client: Client, number: int) -> bool:
+async def is_right(client: StoreClient, number: int) -> bool:
     into = bytearray(BLOCK)
     await client.get_into(KEYS[number], into, verify=True)
     return into == value(number).tobytes()
@@ -100,7 +102,7 @@ def test_what_dram_gives_up_comes_back_as_it_was(nats_url: str, tmp_path: Path) 
         assert await client.batch_exists(KEYS[:41]) == [True] * 40 + [False]
         for number in range(40):
             assert await is_right(client, number)
-            agent.book.check()
+            agent.guard.check()
             tier(agent).check()
         assert agent.counters["ssd_read_bytes"] >= 32 * BLOCK
         assert await client.batch_remove([KEYS[3], KEYS[39]]) == [True, True]
@@ -140,7 +142,7 @@ def test_a_reader_on_another_node_gets_it_and_the_log_knows_the_tiers(nats_url: 
         agent, client = await start(here, tmp_path / "tier")
         await here.agent("n2", transport="tcp")
         await put_through(agent, client, range(20))
-        other = await Client.connect(here.url, node_id="n2", peers=["n1"])
+        other = await StoreClient.connect(here.url, node_id="n2", peers=["n1"])
         here.stack.push_async_callback(other.close)
         for number in (0, 7, 19):
             assert await is_right(other, number)
@@ -176,10 +178,10 @@ def test_a_worker_loads_from_its_own_node_layer_by_layer(nats_url: str, tmp_path
         await until(lambda: bool(here.heard["w1"]))
         assert here.heard["w1"][-1] == KvLoaded(order_id="o1", layer=3, first_block=0, blocks=4)
         await worker.release("o1")
-        counts = agent.book.counts()
+        counts = agent.guard.counts()
         assert (counts.committed, counts.holds, counts.condemned) == (8 - counts.free, 0, 0)
         tier(agent).check()
-        assert agent.book._pool.slots[agent.book.find(KEYS[1]) or 0].hits == 1
+        assert agent.guard._pool.slots[agent.guard.find(KEYS[1]) or 0].hits == 1
 
     tell(nats_url, story)
 
@@ -264,11 +266,11 @@ def test_bytes_that_changed_on_the_disk_are_a_miss_and_are_forgotten(nats_url: s
 def test_another_tenant_is_refused_what_comes_from_the_disk(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier")
-        mine = await Client.connect(here.url, node_id="n1", tenant="acme")
+        mine = await StoreClient.connect(here.url, node_id="n1", tenant="acme")
         here.stack.push_async_callback(mine.close)
         await mine.put(KEYS[0], value(0))
         await put_through(agent, client, range(1, 20))
-        assert agent.book.find(KEYS[0]) is None
+        assert agent.guard.find(KEYS[0]) is None
         with pytest.raises(BlockMissing):
             await client.get_into(KEYS[0], bytearray(BLOCK))
         assert not await client.remove(KEYS[0])
@@ -354,7 +356,7 @@ def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(
         }
         assert words[what] in lost[0].reason
         tier(agent)._reopen_s = 0.01
-        agent.book.check()
+        agent.guard.check()
 
     tell(nats_url, story)
 

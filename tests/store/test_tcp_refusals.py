@@ -17,11 +17,11 @@ from store_harness import until
 from transport_harness import Side, another_key, call
 
 from halfmoon.schemas.events import Endpoint
-from halfmoon.store.errors import PeerUnreachable, TransferError, TransferRefused, TransferTimeout
+from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused, TransferTimeout
 from halfmoon.store.pool.slots import Owner
-from halfmoon.store.transports.base import Peer, Slice, Stop
+from halfmoon.store.transports.base import Cancellation, Peer, Slice
 from halfmoon.store.transports.tcp import wire
-from halfmoon.store.transports.tcp.channel import CurveChannel, PlainChannel, Watch
+from halfmoon.store.transports.tcp.channel import CurveChannel, PlainChannel, StallTimer
 
 Story = Callable[[Side, Side], Awaitable[None]]
 
@@ -56,10 +56,10 @@ def test_a_server_that_knows_the_greeting_but_not_the_secret() -> None:
 
             def lie() -> None:
                 channel = PlainChannel(liar.accept()[0], frame_bytes_max=65536)
-                watch = patience()
-                channel.receive(watch)
+                timer = patience()
+                channel.receive(timer)
                 challenge = wire.Challenge(nonce=secrets.token_bytes(16), proof=secrets.token_bytes(32))
-                channel.send([b"", wire.encode(challenge)], watch)
+                channel.send([b"", wire.encode(challenge)], timer)
                 channel.close()
 
             lying = asyncio.create_task(asyncio.to_thread(lie))
@@ -115,8 +115,8 @@ def test_reads_without_a_lease_and_writes_without_a_reservation() -> None:
     tell(story)
 
 
-def patience() -> Watch:
-    return Watch(Stop(call(seconds=10)), 5_000_000_000, "raw")
+def patience() -> StallTimer:
+    return StallTimer(Cancellation(call(seconds=10)), 5_000_000_000, "raw")
 
 
 def elsewhere(two: Side, listener: socket.socket) -> Peer:
@@ -199,7 +199,7 @@ def test_frames_before_authentication(kind: str) -> None:
         )
         for frames in ((b"", header, b"x" * 8192), (b"\0" * 32, header), (b"", b"rubbish"), (b"",)):
             _, refusal = await raw.ask(*frames)
-            assert isinstance(refusal, wire.Refusal)
+            assert isinstance(refusal, wire.RefusalFrame)
         assert two.counters["refused_unauthenticated"] == 2
         assert two.counters["refused_malformed"] == 2
         assert not two.view.blocks.any()
@@ -215,7 +215,7 @@ def test_wrong_sizes_and_wrong_sums(kind: str) -> None:
         good = b"x" * 8192
         for payload in ([b"x" * 8191], [b"x" * 8193], [], [good, good]):
             _, refusal = await raw.ask(*raw.write(slot=slot), *payload)
-            assert isinstance(refusal, wire.Refusal), payload
+            assert isinstance(refusal, wire.RefusalFrame), payload
         assert (two.counters["refused_wrong_size"], two.counters["refused_corrupted"]) == (3, 1)
         _, refusal = await raw.ask(*raw.write(slot=slot), good)
         assert (refusal.kind, two.counters["refused_corrupted"]) == ("corrupted", 2)
@@ -224,9 +224,9 @@ def test_wrong_sizes_and_wrong_sums(kind: str) -> None:
         _, refusal = await raw.ask(*raw.write(slot=slot, layers=5), good)
         _, refusal = await raw.ask(*raw.write(slot=slot + 99), good)
         assert two.counters["refused_outside"] == 2
-        two.book.release_order("o")
-        two.book.close_writer(Owner("o", "w"), "node-one")
-        assert two.book.counts().free == 16
+        two.guard.release_order("o")
+        two.guard.close_writer(Owner("o", "w"), "node-one")
+        assert two.guard.counts().free == 16
 
     raw_story(story, kind=kind)
 
@@ -239,7 +239,7 @@ def test_a_replayed_or_forged_header_ends_the_session(kind: str) -> None:
         sealed = raw.write(slot=slot)
         await raw.ask(*sealed, b"x" * 8192)
         _, refusal = await raw.ask(*sealed, b"y" * 8192)
-        assert isinstance(refusal, wire.Refusal)
+        assert isinstance(refusal, wire.RefusalFrame)
         assert two.view.blocks[slot, 0, 0] != ord("y")
         _, refusal = await raw.ask(*raw.write(slot=slot), b"z" * 8192)
         assert refusal.reason == "authenticate first"
@@ -281,9 +281,9 @@ def test_a_writer_that_stops_in_the_middle_of_a_frame_frees_the_slot() -> None:
         raw.channel.socket.sendall(prefix + mac + header + b"x" * 8191)
         await until(raw.channel.broken)  # after stall_ns_max, which is 1 s
         assert two.counters["tcp_written_bytes"] == 0
-        two.book.release_order("o")
-        two.book.close_writer(Owner("o", "w"), "node-one")
-        assert two.book.counts().free == 16
+        two.guard.release_order("o")
+        two.guard.close_writer(Owner("o", "w"), "node-one")
+        assert two.guard.counts().free == 16
 
     raw_story(story)
 
@@ -296,7 +296,7 @@ def test_a_server_that_hangs_is_a_timeout_and_one_that_is_not_there_is_unreachab
             with pytest.raises(TransferTimeout):
                 await one.transport.read(peer, [Slice(0, 0, 0, 1)], call())
             assert time.monotonic() - started > 0.9
-        with pytest.raises(PeerUnreachable):
+        with pytest.raises(HolderUnreachable):
             await one.transport.read(peer, [Slice(0, 0, 0, 1)], call())
 
     tell(story)

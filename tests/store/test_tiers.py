@@ -131,7 +131,7 @@ class Tiers(RuleBasedStateMachine):
         return Owner(f"o{self.number}", "w")
 
     def held(self) -> set[bytes]:
-        pool = self.agent.book._pool
+        pool = self.agent.guard._pool
         return {pool.slots[slot].key for hold in pool.holds.values() for slot in hold.slots}
 
     @rule(first=st.integers(0, KEYS - 1), count=st.integers(1, 4), give_up=st.booleans())
@@ -139,7 +139,7 @@ class Tiers(RuleBasedStateMachine):
         numbers = [n for n in range(first, min(first + count, KEYS)) if tenant_of(n) == tenant_of(first)]
         keys, owner, tenant = [key(n) for n in numbers], self.owner(), tenant_of(first)
         here = [k in self.announced.tiers["dram"] for k in keys]
-        pool = self.agent.book._pool
+        pool = self.agent.guard._pool
         kept = len(
             {slot for hold in pool.holds.values() for slot in hold.slots}
             | {pool.find(k) for k in keys} - {None}
@@ -149,7 +149,7 @@ class Tiers(RuleBasedStateMachine):
             | {k for k in keys if tenant and pool.find(k) is not None}
         )
         try:
-            hold = self.agent.book.open_put(owner, keys, len(keys), writer=WORKER, tenant=tenant)
+            hold = self.agent.guard.open_put(owner, keys, len(keys), writer=WORKER, tenant=tenant)
         except StoreFull:
             over = bool(tenant) and own_kept + here.count(False) > QUOTA
             assert over or kept + here.count(False) > SLOTS
@@ -167,7 +167,7 @@ class Tiers(RuleBasedStateMachine):
     def lease(self, first: int, count: int) -> None:
         owner, numbers = self.owner(), list(range(first, min(first + count, KEYS)))
         try:
-            self.agent.book.lease(owner, [key(n) for n in numbers], 0)
+            self.agent.guard.lease(owner, [key(n) for n in numbers], 0)
         except BlockMissing:
             assert not all(key(n) in self.announced.tiers["dram"] for n in numbers)
             return
@@ -178,12 +178,12 @@ class Tiers(RuleBasedStateMachine):
         if self.leases:
             owner = data.draw(st.sampled_from(sorted(self.leases)))
             del self.leases[owner]
-            assert self.agent.book.release(owner)
+            assert self.agent.guard.release(owner)
 
     @rule(number=st.integers(0, KEYS - 1), hard=st.booleans(), on=st.booleans())
     def pin(self, number: int, hard: bool, on: bool) -> None:
         try:
-            self.agent.book.pin("p", [key(number)], tenant_of(number), hard=hard, ttl_ns=10**12 if on else 0)
+            self.agent.guard.pin("p", [key(number)], tenant_of(number), hard=hard, ttl_ns=10**12 if on else 0)
         except BlockMissing:
             assert key(number) not in self.announced.tiers["dram"]
         except StoreFull:
@@ -221,7 +221,7 @@ class Tiers(RuleBasedStateMachine):
     @rule(number=st.integers(0, KEYS - 1))
     def remove(self, number: int) -> None:
         idle = key(number) in self.announced.tiers["dram"] and key(number) not in self.held()
-        assert bool(self.agent.book.remove([key(number)], tenant_of(number))) == idle
+        assert bool(self.agent.guard.remove([key(number)], tenant_of(number))) == idle
         self.tier.remove([key(number)])
         self.bad.discard(key(number))
 
@@ -229,7 +229,7 @@ class Tiers(RuleBasedStateMachine):
     def ask_for_anothers(self, number: int) -> None:
         if key(number) in self.announced.tiers["dram"]:
             try:
-                self.agent.book.take(self.owner(), [key(number)], tenant_mark("evil"))
+                self.agent.guard.take(self.owner(), [key(number)], tenant_mark("evil"))
             except WrongTenant:
                 return
             raise AssertionError("another tenant's block was given out")
@@ -262,22 +262,22 @@ class Tiers(RuleBasedStateMachine):
     def all_is_accounted_for(self) -> None:
         if not hasattr(self, "loop"):
             return
-        book = self.agent.book
-        book.check()
+        guard = self.agent.guard
+        guard.check()
         self.tier.check()
-        assert self.announced.tiers == {"dram": set(book.keys()), "ssd": set(self.tier.keys())}
-        counts = book.counts()
+        assert self.announced.tiers == {"dram": set(guard.keys()), "ssd": set(self.tier.keys())}
+        counts = guard.counts()
         assert counts.free + counts.reserved + counts.committed + counts.condemned == SLOTS
         for number in range(KEYS):
-            if (slot := book.find(key(number))) is not None:
+            if (slot := guard.find(key(number))) is not None:
                 assert np.array_equal(self.agent.view.blocks[slot], value(number)), (
                     f"wrong bytes in block {number}"
                 )
         for number in {n for numbers in self.leases.values() for n in numbers} | self.pinned:
-            assert book.find(key(number)) is not None, f"block {number} was evicted though it is held"
+            assert guard.find(key(number)) is not None, f"block {number} was evicted though it is held"
         for owner in self.leases:
             with contextlib.suppress(OrderUnknown, StoreError):
-                book.renew(owner, WORKER)
+                guard.renew(owner, WORKER)
 
 
 class TiersS3Fifo(Tiers):

@@ -12,7 +12,7 @@ from store_harness import layout
 from transport_harness import KINDS, Side, call, noise
 
 from halfmoon.schemas.policy import Layout
-from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError, TransferTimeout
+from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError, TransferTimeout
 from halfmoon.store.transports.base import Slice
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -138,7 +138,7 @@ def test_a_peer_that_is_gone_is_unreachable_at_once(kind: str) -> None:
         await two.close()
         started = time.monotonic()
         for _ in range(2):
-            with pytest.raises(PeerUnreachable):
+            with pytest.raises(HolderUnreachable):
                 await one.transport.read(peer, items, call())
             one.transport.forget("two")
         assert time.monotonic() - started < 2

@@ -19,9 +19,9 @@ from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello, QueuePair
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.errors import PeerUnreachable
+from halfmoon.store.errors import HolderUnreachable
 from halfmoon.store.pool.checksums import block_sum, layer_sums
-from halfmoon.store.pool.guard import Book, peer_writer
+from halfmoon.store.pool.guard import PoolGuard, peer_writer
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Geometry, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Owner
@@ -60,7 +60,7 @@ class Side:
         self.config = StoreConfig(**{**fields, **changes})
         self.incarnation = uuid.uuid4().hex[:16]
         self.counters: Counter[str] = Counter()
-        self.book = Book(Pool(slots), ttl_ns=60 * 10**9, grace_ns=10**9, announce=lambda changes: None)
+        self.guard = PoolGuard(Pool(slots), ttl_ns=60 * 10**9, grace_ns=10**9, announce=lambda changes: None)
         self.segment = Segment.create(segment_name(self.config.cluster, node_id), self.config.geometry)
         self.view = self.segment.view
         self.executor = ThreadPoolExecutor(2)
@@ -74,7 +74,7 @@ class Side:
         elif kind == "rdma":
             self.rdma = self.transport = RdmaTransport(
                 self.view,
-                self.book,
+                self.guard,
                 self.config,
                 self.executor,
                 incarnation=self.incarnation,
@@ -85,7 +85,7 @@ class Side:
         else:
             self.tcp = self.transport = TcpTransport(
                 self.view,
-                self.book,
+                self.guard,
                 self.config,
                 incarnation=self.incarnation,
                 host=host_id(),
@@ -122,22 +122,22 @@ class Side:
         """As over the bus: encoded, and nobody answers for an agent that is gone."""
         rdma = self.others[node_id].rdma
         if rdma is None or self.others[node_id].closed:
-            raise PeerUnreachable(f"nobody serves {node_id}")
+            raise HolderUnreachable(f"nobody serves {node_id}")
         return decode(encode(rdma.accept(decode(encode(offer), QueuePair))), QueuePair)
 
     def stored(self, *numbers: int, seed: int = 1, order_id: str = "o") -> list[int]:
         """Committed blocks, leased under the order; their slots."""
         owner = Owner(order_id, "store")
-        hold = self.book.open_put(owner, split_keys(keys(*numbers)), len(numbers), writer="worker")
+        hold = self.guard.open_put(owner, split_keys(keys(*numbers)), len(numbers), writer="worker")
         for i, slot in enumerate(hold.slots):
             self.view.blocks[slot] = noise(self.view.blocks[slot].shape, seed + i)
             self.view.sums[slot] = layer_sums(self.view, slot)
-        self.book.commit(owner, {i: block_sum(self.view.sums[slot]) for i, slot in enumerate(hold.slots)})
+        self.guard.commit(owner, {i: block_sum(self.view.sums[slot]) for i, slot in enumerate(hold.slots)})
         return list(hold.slots)
 
     def reserved(self, blocks: int, *, order_id: str = "o", party: str = "w") -> list[int]:
         owner = Owner(order_id, party)
-        return list(self.book.open_put(owner, [], blocks, writer=peer_writer("one")).slots)
+        return list(self.guard.open_put(owner, [], blocks, writer=peer_writer("one")).slots)
 
     async def close(self) -> None:
         self.closed = True

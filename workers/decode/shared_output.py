@@ -14,7 +14,7 @@ from halfmoon.bus.errors import BusError
 from halfmoon.schemas.keys import chain_keys
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.store.agent_client import StoreClient
+from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import StoreError
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.workers.decode.sequence import Sequence
@@ -32,7 +32,7 @@ def shares_output(layout: Layout, sequence: Sequence) -> bool:
 
 
 async def share_output(
-    store: StoreClient,
+    store: AgentClient,
     pool: PoolView,
     cache: Any,
     layout: Layout,

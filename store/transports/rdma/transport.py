@@ -34,12 +34,19 @@ import numpy as np
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.store import QueuePair, RemoteMemory
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.errors import PeerUnreachable, TransferError, TransferRefused, TransferTimeout
+from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused, TransferTimeout
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Call, Gate, Peer, Slice, Stop, check_items
+from halfmoon.store.transports.base import Call, Cancellation, Peer, Slice, SlotAccess, check_items
 from halfmoon.store.transports.rdma import wire
+from halfmoon.store.transports.rdma.connection import (
+    CELL_BYTES,
+    CELLS,
+    MAILBOX_BYTES,
+    PairBroken,
+    RdmaConnection,
+    RdmaContext,
+)
 from halfmoon.store.transports.rdma.device import RdmaAbsent, Wanted, choose, why_down
-from halfmoon.store.transports.rdma.pair import CELL_BYTES, CELLS, MAILBOX_BYTES, Ground, Pair, PairBroken
 from halfmoon.store.transports.rdma.verbs import Memory, Verbs
 from halfmoon.store.transports.tcp.wire import run_sums
 
@@ -55,10 +62,10 @@ class _Links:
     """Of one peer: idle pairs, the room for more, and one exchange at a time, so that offers arrive in order."""
 
     def __init__(self) -> None:
-        self.idle: list[Pair] = []
+        self.idle: list[RdmaConnection] = []
         self.room = asyncio.Semaphore(PAIRS_PER_PEER)
         self.connecting = asyncio.Lock()
-        self.used: set[Pair] = set()
+        self.used: set[RdmaConnection] = set()
 
 
 class RdmaTransport:
@@ -67,7 +74,7 @@ class RdmaTransport:
     def __init__(
         self,
         view: PoolView,
-        gate: Gate,
+        access: SlotAccess,
         config: StoreConfig,
         executor: Executor,
         *,
@@ -79,37 +86,37 @@ class RdmaTransport:
         if config.rdma == "off":
             raise RdmaAbsent("rdma is off")
         self._view = view
-        self._gate = gate
+        self._access = access
         self._config = config
         self._incarnation = incarnation
         self._counters = counters
         self._exchange = exchange
-        self._doorkeeper = wire.Doorkeeper(config.node_id, incarnation, config.cluster_secret)
+        self._offers = wire.OfferVerifier(config.node_id, incarnation, config.cluster_secret)
         self._verbs = Verbs(choose(Wanted.parse(config.rdma)), pairs_max=PAIRS)
         try:
-            self._ground = self._make_ground(executor)
+            self._context = self._make_context(executor)
         except BaseException:
             self._verbs.close()
             raise
         self._homes = [i * MAILBOX_BYTES for i in reversed(range(self._verbs.pairs_max))]
         self._numbers = itertools.count(1)
-        self._pairs: dict[int, Pair] = {}
+        self._pairs: dict[int, RdmaConnection] = {}
         #: Those that others made, the longest unused first.
-        self._served: OrderedDict[int, Pair] = OrderedDict()
+        self._served: OrderedDict[int, RdmaConnection] = OrderedDict()
         self._links: dict[str, _Links] = {}
-        self._running: set[Stop] = set()
+        self._running: set[Cancellation] = set()
         self._judging: set[asyncio.Task[None]] = set()
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._verbs.fd, self._completed)
         self.endpoints = [Endpoint(transport="rdma", address=self._verbs.port.gid)]
 
-    def _make_ground(self, executor: Executor) -> Ground:
+    def _make_context(self, executor: Executor) -> RdmaContext:
         view, verbs = self._view, self._verbs
         pool = verbs.register(view.blocks.ctypes.data, view.geometry.file_bytes)
         mailboxes = np.frombuffer(mmap.mmap(-1, verbs.pairs_max * MAILBOX_BYTES), np.uint8)
         registered = verbs.register(mailboxes.ctypes.data, mailboxes.nbytes)
-        return Ground(view, pool, registered, mailboxes, executor, self._config.stall_ns_max)
+        return RdmaContext(view, pool, registered, mailboxes, executor, self._config.stall_ns_max)
 
     def __str__(self) -> str:
         return str(self._verbs.port)
@@ -134,8 +141,8 @@ class RdmaTransport:
         self._closed = True
         for pair in self._pairs.values():
             pair.fail(TransferError("the transport is closed"))
-        for stop in self._running:
-            stop.tell()
+        for cancellation in self._running:
+            cancellation.cancel()
         with contextlib.suppress(TimeoutError):  # whoever waits for an answer over the bus fails by itself
             async with asyncio.timeout(CLOSE_S):
                 while self._running:
@@ -151,27 +158,33 @@ class RdmaTransport:
     async def _move(self, peer: Peer, items: Sequence[Slice], call: Call, *, reading: bool) -> None:
         self._require_open()
         check_items(self._view.geometry, peer.geometry, items)
-        stop = Stop(call)
-        stop.check()
+        cancellation = Cancellation(call)
+        cancellation.check()
         links = self._links.setdefault(peer.node_id, _Links())
-        self._running.add(stop)
+        self._running.add(cancellation)
         try:
             async with asyncio.timeout(call.remaining_s()), links.room:
-                await self._try(links, peer, items, call, stop, reading)
+                await self._try(links, peer, items, call, cancellation, reading)
         except TimeoutError:
             raise TransferTimeout(f"the deadline passed while moving to or from {peer.node_id}") from None
         finally:
-            self._running.discard(stop)
+            self._running.discard(cancellation)
 
     async def _try(
-        self, links: _Links, peer: Peer, items: Sequence[Slice], call: Call, stop: Stop, reading: bool
+        self,
+        links: _Links,
+        peer: Peer,
+        items: Sequence[Slice],
+        call: Call,
+        cancellation: Cancellation,
+        reading: bool,
     ) -> None:
         """On an idle pair or a new one; once more on a new one when the idle one had died."""
         while True:
             pair, fresh = await self._pair_to(links, peer)
             links.used.add(pair)
             try:
-                await (pair.read if reading else pair.write)(peer, items, call, stop)
+                await (pair.read if reading else pair.write)(peer, items, call, cancellation)
                 return
             except PairBroken:
                 self._counters["rdma_pairs_broken"] += 1
@@ -187,7 +200,7 @@ class RdmaTransport:
                 else:
                     links.idle.append(pair)
 
-    async def _pair_to(self, links: _Links, peer: Peer) -> tuple[Pair, bool]:
+    async def _pair_to(self, links: _Links, peer: Peer) -> tuple[RdmaConnection, bool]:
         """An idle pair, or a new one (True)."""
         while links.idle:
             pair = links.idle.pop()
@@ -199,24 +212,22 @@ class RdmaTransport:
 
     # --- endpoints ------------------------------------------------------------------------------------------
 
-    async def _connect(self, links: _Links, peer: Peer) -> Pair:
+    async def _connect(self, links: _Links, peer: Peer) -> RdmaConnection:
         """Raises TransferError, or what the exchange raises."""
         port = self._verbs.port
         if why := why_down(port.device, port.number):
-            raise PeerUnreachable(f"{peer.node_id}: {why}")
+            raise HolderUnreachable(f"{peer.node_id}: {why}")
         self._require_open()
         pair = self._make()
         try:
             still = [one.their_qpn for one in (*links.idle, *links.used)]
-            offer = self._describe(
-                pair, peer.node_id, peer.incarnation, self._doorkeeper.number(), still=still
-            )
+            offer = self._describe(pair, peer.node_id, peer.incarnation, self._offers.number(), still=still)
             answer = await self._exchange(peer.node_id, offer)
             self._require_open()
             try:
-                self._doorkeeper.check_answer(answer, offer)
+                self._offers.check_answer(answer, offer)
                 self._check_fabric(answer)
-            except wire.Refused as problem:
+            except wire.OfferRefused as problem:
                 self._counters[f"refused_rdma_{problem.name}"] += 1
                 raise TransferRefused(str(problem)) from None
             if answer.region.size != peer.geometry.file_bytes:
@@ -236,9 +247,9 @@ class RdmaTransport:
         """
         self._require_open()
         try:
-            self._doorkeeper.admit(offer)
+            self._offers.admit(offer)
             self._check_fabric(offer)
-        except wire.Refused as problem:
+        except wire.OfferRefused as problem:
             self._counters[f"refused_rdma_{problem.name}"] += 1
             raise TransferRefused(str(problem)) from None
         for pair in list(self._served.values()):
@@ -258,7 +269,7 @@ class RdmaTransport:
 
     def _describe(
         self,
-        pair: Pair,
+        pair: RdmaConnection,
         node_id: str,
         incarnation: str,
         number: int,
@@ -266,7 +277,7 @@ class RdmaTransport:
         answer: bool = False,
         still: Sequence[int] = (),
     ) -> QueuePair:
-        port, pool, mailboxes = self._verbs.port, self._ground.pool, self._ground.mailboxes
+        port, pool, mailboxes = self._verbs.port, self._context.pool, self._context.mailboxes
         mine = Memory(mailboxes.address + pair.home, CELLS * CELL_BYTES, 0, mailboxes.rkey)
         bare = QueuePair(
             node_id=self._config.node_id,
@@ -291,17 +302,17 @@ class RdmaTransport:
         mine = self._verbs.port.ethernet
         if other.ethernet != mine:
             kinds = {True: "RoCE", False: "InfiniBand"}
-            raise wire.Refused(
+            raise wire.OfferRefused(
                 "fabric", f"{other.node_id} is on {kinds[other.ethernet]}, this agent on {kinds[mine]}"
             )
 
     # --- pairs ----------------------------------------------------------------------------------------------
 
-    def _make(self) -> Pair:
+    def _make(self) -> RdmaConnection:
         """A pair that is not connected yet. Raises TransferError when there is no room for it."""
         if not self._homes:
             self._evict()
-        pair = Pair(next(self._numbers), self._verbs.pair(), self._ground, self._homes.pop())
+        pair = RdmaConnection(next(self._numbers), self._verbs.pair(), self._context, self._homes.pop())
         self._pairs[pair.number] = pair
         return pair
 
@@ -317,7 +328,7 @@ class RdmaTransport:
             raise TransferError(f"all {self._verbs.pairs_max} queue pairs are in use")
         self._counters["rdma_pairs_evicted"] += 1
 
-    def _destroy(self, pair: Pair) -> None:
+    def _destroy(self, pair: RdmaConnection) -> None:
         pair.fail(TransferError(f"the queue pair to {pair.node_id} was closed"))
         pair.handle.close()
         self._served.pop(pair.number, None)
@@ -332,7 +343,7 @@ class RdmaTransport:
 
     # --- what others write ----------------------------------------------------------------------------------
 
-    def _judge(self, pair: Pair, cell: int, size: int) -> None:
+    def _judge(self, pair: RdmaConnection, cell: int, size: int) -> None:
         """An immediate of a writer: its bytes are there."""
         if cell >= CELLS or size > CELL_BYTES:
             self._counters["refused_rdma_malformed"] += 1
@@ -343,45 +354,45 @@ class RdmaTransport:
         self._judging.add(task)
         task.add_done_callback(self._judging.discard)
 
-    async def _judge_in_thread(self, pair: Pair, cell: int, raw: bytes) -> None:
-        judged = await self._loop.run_in_executor(self._ground.executor, self._check, raw)
-        if judged.name:
-            self._counters[f"refused_{judged.name}"] += 1
+    async def _judge_in_thread(self, pair: RdmaConnection, cell: int, raw: bytes) -> None:
+        verdict = await self._loop.run_in_executor(self._context.executor, self._check, raw)
+        if verdict.name:
+            self._counters[f"refused_{verdict.name}"] += 1
         if pair.problem is None:
             try:
-                pair.tell(cell, wire.pack(judged), answer=True)
+                pair.tell(cell, wire.pack(verdict), answer=True)
             except TransferError as problem:
                 pair.fail(problem)
         if pair.problem is not None:
             self._destroy(pair)
 
-    def _check(self, raw: bytes) -> wire.Judged:
+    def _check(self, raw: bytes) -> wire.WriteVerdict:
         """In a thread: were they allowed, and are they what was sent?"""
         try:
             arrived = wire.arrived_decoder.decode(raw)
         except msgspec.DecodeError as problem:
-            return wire.Judged("malformed", f"malformed: {problem}")
+            return wire.WriteVerdict("malformed", f"malformed: {problem}")
         at = self._view.geometry
         for run in arrived.runs:
             inside = 0 <= run.slot < at.slots and run.first_layer >= 0 and run.layers >= 1
             if not inside or run.first_layer + run.layers > at.layers:
-                return wire.Judged("outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers}")
+                return wire.WriteVerdict("outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers}")
         if len(arrived.sums) != sum(run.layers for run in arrived.runs):
-            return wire.Judged("malformed_write", "as many checksums as layers, please")
-        if reason := self._gate.begin_write(
+            return wire.WriteVerdict("malformed_write", "as many checksums as layers, please")
+        if reason := self._access.begin_write(
             arrived.order_id, arrived.party, [run.slot for run in arrived.runs]
         ):
-            return wire.Judged("no_reservation", reason[:500])
+            return wire.WriteVerdict("no_reservation", reason[:500])
         try:
             sums = iter(arrived.sums)
             for run in arrived.runs:
                 expected = [next(sums) for _ in range(run.layers)]
                 if run_sums(self._view, run.slot, run.first_layer, run.layers) != expected:
-                    return wire.Judged("corrupted", f"slot {run.slot} is not what was sent")
+                    return wire.WriteVerdict("corrupted", f"slot {run.slot} is not what was sent")
         finally:
-            self._gate.end_write(arrived.order_id, arrived.party)
+            self._access.end_write(arrived.order_id, arrived.party)
         self._counters["rdma_written_bytes"] += len(arrived.sums) * at.layer_block_bytes
-        return wire.Judged()
+        return wire.WriteVerdict()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -25,7 +25,7 @@ RUNS_PER_MESSAGE = 32
 LAYERS_PER_MESSAGE = 512
 
 
-class Refused(Exception):
+class OfferRefused(Exception):
     """`name` counts it, the text is the answer."""
 
     def __init__(self, name: str, reason: str) -> None:
@@ -43,7 +43,7 @@ def _proof(pair: QueuePair, secret: str) -> str:
     return hmac.new(secret.encode(), b"halfmoon pair\0" + encode(bare), hashlib.sha256).hexdigest()
 
 
-class Doorkeeper:
+class OfferVerifier:
     """Judges what others offer, and numbers what is offered to them."""
 
     def __init__(self, node_id: str, incarnation: str, secret: str) -> None:
@@ -63,32 +63,36 @@ class Doorkeeper:
         """Raises Refused for what is not genuine, not meant for this agent, an answer, or no news."""
         self._check(offer)
         if offer.answer:
-            raise Refused("foreign", "that is an answer, and nothing was asked")
+            raise OfferRefused("foreign", "that is an answer, and nothing was asked")
         sender = (offer.node_id, offer.incarnation)
         if offer.number <= self._taken.get(sender, 0):
-            raise Refused("replayed", f"endpoint message {offer.number} of {offer.node_id} was taken already")
+            raise OfferRefused(
+                "replayed", f"endpoint message {offer.number} of {offer.node_id} was taken already"
+            )
         self._taken[sender] = offer.number
 
     def check_answer(self, answer: QueuePair, offer: QueuePair) -> None:
         """Raises Refused for what is no answer to this offer."""
         self._check(answer)
         if (answer.node_id, answer.incarnation) != (offer.to_node_id, offer.to_incarnation):
-            raise Refused("foreign", f"{answer.node_id} answers for {offer.to_node_id}, or was restarted")
+            raise OfferRefused(
+                "foreign", f"{answer.node_id} answers for {offer.to_node_id}, or was restarted"
+            )
         if not answer.answer or answer.number != offer.number:
-            raise Refused(
+            raise OfferRefused(
                 "replayed", f"{answer.node_id} answers endpoint message {answer.number}, not {offer.number}"
             )
 
     def _check(self, pair: QueuePair) -> None:
         if not hmac.compare_digest(pair.proof.encode(), _proof(pair, self._secret).encode()):
-            raise Refused("proof", f"{pair.node_id} does not know the cluster's secret")
+            raise OfferRefused("proof", f"{pair.node_id} does not know the cluster's secret")
         if (pair.to_node_id, pair.to_incarnation) != (self._node_id, self._incarnation):
-            raise Refused("foreign", f"meant for {pair.to_node_id} as it was at {pair.to_incarnation}")
+            raise OfferRefused("foreign", f"meant for {pair.to_node_id} as it was at {pair.to_incarnation}")
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True):
     """In a mailbox with the last write of a message: these runs are there, and have these checksums (xxh3_64
-    of every layer of every run, in order). Answered by Judged.
+    of every layer of every run, in order). Answered by WriteVerdict.
     """
 
     order_id: str
@@ -97,7 +101,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True):
     sums: list[int]
 
 
-class Judged(msgspec.Struct, frozen=True, array_like=True):
+class WriteVerdict(msgspec.Struct, frozen=True, array_like=True):
     """`refusal` is "" when the bytes are readable; `name` is what refusals are counted under."""
 
     name: str = ""
@@ -105,7 +109,7 @@ class Judged(msgspec.Struct, frozen=True, array_like=True):
 
 
 arrived_decoder = msgspec.msgpack.Decoder(Arrived)
-judged_decoder = msgspec.msgpack.Decoder(Judged)
+verdict_decoder = msgspec.msgpack.Decoder(WriteVerdict)
 pack = msgspec.msgpack.Encoder().encode
 
 

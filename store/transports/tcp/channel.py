@@ -19,8 +19,8 @@ from typing import Protocol
 import zmq
 import zmq.utils.monitor
 
-from halfmoon.store.errors import PeerUnreachable, TransferRefused, TransferTimeout
-from halfmoon.store.transports.base import Stop
+from halfmoon.store.errors import HolderUnreachable, TransferRefused, TransferTimeout
+from halfmoon.store.transports.base import Cancellation
 
 POLL_MS = 50
 SCRATCH_BYTES = 96 * 1024
@@ -33,7 +33,7 @@ _KEY_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
-class Broken(Exception):
+class ConnectionBroken(Exception):
     """The connection ended. `kind`: "malformed" or "truncated" when what came over it is no message."""
 
     def __init__(self, reason: str, kind: str = "") -> None:
@@ -45,11 +45,11 @@ class FrameMissing(Exception):
     """The message has fewer frames than it should."""
 
 
-class Watch:
-    """How long one waits: until told to stop, until the deadline, or until nothing moved for `stall_ns_max`."""
+class StallTimer:
+    """Ends a wait that was cancelled, is past its deadline, or saw no byte for `stall_ns_max`."""
 
-    def __init__(self, stop: Stop, stall_ns_max: int, peer: str) -> None:
-        self._stop = stop
+    def __init__(self, cancellation: Cancellation, stall_ns_max: int, peer: str) -> None:
+        self._cancellation = cancellation
         self._stall_ns_max = stall_ns_max
         self._peer = peer
         self._moved_ns = time.monotonic_ns()
@@ -58,14 +58,14 @@ class Watch:
         self._moved_ns = time.monotonic_ns()
 
     def check(self) -> None:
-        """Raises TransferError when it was long enough."""
-        self._stop.check()
+        """Raises TransferError when the wait is over: cancelled, past its deadline, or stalled."""
+        self._cancellation.check()
         if time.monotonic_ns() - self._moved_ns >= self._stall_ns_max:
             raise TransferTimeout(f"nothing from {self._peer} for {self._stall_ns_max // 1_000_000} ms")
 
 
-class Waits(Protocol):
-    """What a channel asks while it waits (`Watch` here, the server has its own)."""
+class Waiter(Protocol):
+    """What a channel asks while it waits (`StallTimer` here, the server has its own)."""
 
     def moved(self) -> None: ...
 
@@ -86,12 +86,12 @@ class Frames(Protocol):
         """
 
 
-class Channel(Frames, Protocol):
-    """Raises Broken, and what `watch` raises."""
+class TcpChannel(Frames, Protocol):
+    """One end of a connection. Its methods raise ConnectionBroken, and what `waiter` raises."""
 
-    def send(self, frames: Sequence[bytes | memoryview], watch: Waits) -> None: ...
+    def send(self, frames: Sequence[bytes | memoryview], waiter: Waiter) -> None: ...
 
-    def receive(self, watch: Waits) -> None:
+    def receive(self, waiter: Waiter) -> None:
         """Waits for a message; its frames come next."""
 
     def broken(self) -> bool:
@@ -109,22 +109,24 @@ class PlainChannel:
         self._sizes: deque[int] = deque()
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._start = self._end = 0
-        self._watch: Waits | None = None
+        self._waiter: Waiter | None = None
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The kernel's own timeouts: one system call moves megabytes and still returns to look at the watch.
+        # The kernel's own timeouts: one system call moves megabytes and still returns to ask the waiter.
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, POLL_MS * 1000))
 
     @classmethod
-    def connect(cls, address: str, watch: Watch, *, frame_bytes_max: int, timeout_s: float) -> PlainChannel:
-        """`address`: `tcp://host:port`. Raises Broken."""
+    def connect(
+        cls, address: str, waiter: StallTimer, *, frame_bytes_max: int, timeout_s: float
+    ) -> PlainChannel:
+        """`address`: `tcp://host:port`. Raises ConnectionBroken."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        watch.check()
+        waiter.check()
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
         except (OSError, ValueError) as problem:
-            raise Broken(str(problem)) from None
+            raise ConnectionBroken(str(problem)) from None
         return cls(connection, frame_bytes_max=frame_bytes_max)
 
     def close(self) -> None:
@@ -142,7 +144,7 @@ class PlainChannel:
 
     # --- out ------------------------------------------------------------------------------------------------
 
-    def send(self, frames: Sequence[bytes | memoryview], watch: Waits) -> None:
+    def send(self, frames: Sequence[bytes | memoryview], waiter: Waiter) -> None:
         sizes = [len(frame) for frame in frames]
         prefix = struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes)
         pending = [memoryview(frame) for frame in (prefix, *frames)]
@@ -151,28 +153,28 @@ class PlainChannel:
             try:
                 sent = self.socket.sendmsg(pending[first : first + FRAMES_MAX])
             except BlockingIOError:
-                watch.check()
+                waiter.check()
                 continue
             except OSError as problem:
-                raise Broken(str(problem)) from None
-            watch.moved()
+                raise ConnectionBroken(str(problem)) from None
+            waiter.moved()
             while first < len(pending) and sent >= len(pending[first]):
                 sent -= len(pending[first])
                 first += 1
             if sent:
                 pending[first] = pending[first][sent:]
-                watch.check()
+                waiter.check()
 
     # --- in -------------------------------------------------------------------------------------------------
 
-    def receive(self, watch: Waits) -> None:
-        self.during(watch)
+    def receive(self, waiter: Waiter) -> None:
+        self.during(waiter)
         while not self._prefix():
-            self._more_scratch(watch)
+            self._more_scratch(waiter)
 
-    def during(self, watch: Waits) -> None:
+    def during(self, waiter: Waiter) -> None:
         """What is asked while the frames of this message come."""
-        self._watch = watch
+        self._waiter = waiter
 
     def whole(self) -> bool:
         """Reads what has come, without waiting; whether all of a message (of less than SCRATCH_BYTES) is
@@ -180,14 +182,14 @@ class PlainChannel:
         """
         while not self._prefix() or sum(self._sizes) > self._end - self._start:
             if sum(self._sizes) > SCRATCH_BYTES // 2:
-                raise Broken("an answer that is too long", "malformed")
+                raise ConnectionBroken("an answer that is too long", "malformed")
             self._compact()
             try:
                 self._got(self.socket.recv_into(self._scratch[self._end :], 0, socket.MSG_DONTWAIT))
             except BlockingIOError:
                 return False
             except OSError as problem:
-                raise Broken(str(problem)) from None
+                raise ConnectionBroken(str(problem)) from None
         return True
 
     def more(self) -> bool:
@@ -198,7 +200,7 @@ class PlainChannel:
             raise FrameMissing("a frame is missing")
         size = self._sizes.popleft()
         if size > SMALL_BYTES_MAX:
-            raise Broken(f"a header of {size} bytes", "malformed")
+            raise ConnectionBroken(f"a header of {size} bytes", "malformed")
         frame = bytearray(size)
         self._fill(memoryview(frame))
         return bytes(frame)
@@ -232,19 +234,19 @@ class PlainChannel:
             return False
         (count,) = struct.unpack_from("<I", self._scratch, self._start)
         if not 1 <= count <= FRAMES_MAX:
-            raise Broken(f"a message of {count} frames", "malformed")
+            raise ConnectionBroken(f"a message of {count} frames", "malformed")
         if ready < 4 + 4 * count:
             return False
         sizes = struct.unpack_from(f"<{count}I", self._scratch, self._start + 4)
         if max(sizes) > self._frame_bytes_max:
-            raise Broken(f"a frame of {max(sizes)} bytes", "malformed")
+            raise ConnectionBroken(f"a frame of {max(sizes)} bytes", "malformed")
         self._sizes.extend(sizes)
         self._start += 4 + 4 * count
         return True
 
     def _fill(self, buffer: memoryview) -> None:
         """From the scratch first, then from the socket."""
-        assert self._watch is not None
+        assert self._waiter is not None
         done = min(len(buffer), self._end - self._start)
         if done:
             buffer[:done] = self._scratch[self._start : self._start + done]
@@ -253,24 +255,24 @@ class PlainChannel:
             try:
                 got = self.socket.recv_into(buffer[done:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
-                self._watch.check()
+                self._waiter.check()
                 continue
             except OSError as problem:
-                raise Broken(str(problem)) from None
+                raise ConnectionBroken(str(problem)) from None
             if not got:
-                raise Broken("it closed the connection in the middle of a message", "truncated")
+                raise ConnectionBroken("it closed the connection in the middle of a message", "truncated")
             done += got
-            self._watch.moved()
+            self._waiter.moved()
 
-    def _more_scratch(self, watch: Waits) -> None:
+    def _more_scratch(self, waiter: Waiter) -> None:
         self._compact()
         try:
             self._got(self.socket.recv_into(self._scratch[self._end :]))
-            watch.moved()
+            waiter.moved()
         except BlockingIOError:
-            watch.check()
+            waiter.check()
         except OSError as problem:
-            raise Broken(str(problem)) from None
+            raise ConnectionBroken(str(problem)) from None
 
     def _compact(self) -> None:
         if self._start == self._end:
@@ -283,7 +285,7 @@ class PlainChannel:
     def _got(self, size: int) -> None:
         if not size:
             kind = "truncated" if self._end > self._start or self._sizes else ""
-            raise Broken("it closed the connection", kind)
+            raise ConnectionBroken("it closed the connection", kind)
         self._end += size
 
 
@@ -326,21 +328,21 @@ class CurveChannel:
     def broken(self) -> bool:
         return bool(self._monitor.poll(0))
 
-    def handshake(self, watch: Waits) -> None:
-        """Waits until both ends took the other's key. Raises TransferRefused, PeerUnreachable."""
+    def handshake(self, waiter: Waiter) -> None:
+        """Waits until both ends took the other's key. Raises TransferRefused, HolderUnreachable."""
         while not self._connected:
-            self._wait(watch)
+            self._wait(waiter)
 
-    def send(self, frames: Sequence[bytes | memoryview], watch: Waits) -> None:
+    def send(self, frames: Sequence[bytes | memoryview], waiter: Waiter) -> None:
         try:
             self._socket.send_multipart(frames, copy=False)
         except zmq.ZMQError as problem:
-            raise Broken(str(problem)) from None
+            raise ConnectionBroken(str(problem)) from None
 
-    def receive(self, watch: Waits) -> None:
-        while not self._wait(watch):
+    def receive(self, waiter: Waiter) -> None:
+        while not self._wait(waiter):
             pass
-        watch.moved()
+        waiter.moved()
         self._first = True
 
     def more(self) -> bool:
@@ -355,7 +357,7 @@ class CurveChannel:
     def into(self, buffer: memoryview) -> int:
         return self._socket.recv_into(buffer) if self.more() else -1
 
-    def _wait(self, watch: Waits) -> bool:
+    def _wait(self, waiter: Waiter) -> bool:
         """Whether a message is there, within POLL_MS."""
         ready = dict(self._poller.poll(POLL_MS))
         if self._socket in ready:
@@ -371,7 +373,7 @@ class CurveChannel:
                     f"{self._peer} and we do not agree on encryption, or its key is another"
                 )
             else:
-                raise PeerUnreachable(f"the connection to {self._peer} broke")
+                raise HolderUnreachable(f"the connection to {self._peer} broke")
         else:
-            watch.check()
+            waiter.check()
         return False

@@ -1,7 +1,7 @@
 """The calling end of TCP: one connection to a peer, used for one move at a time.
 
 Several requests are under way, so that the peer never waits for us; a move of a few KiB is one exchange
-without a thread (`Link.exchange`). A peer that dies is seen at once (its connection breaks), one that hangs
+without a thread (`TcpLink.exchange`). A peer that dies is seen at once (its connection breaks), one that hangs
 after
 `stall_ns_max`. A link that failed is not used again.
 """
@@ -13,20 +13,20 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 
-from halfmoon.store.errors import BytesCorrupted, PeerUnreachable, TransferError, TransferRefused
+from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError, TransferRefused
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.base import Call, Peer, Slice
 from halfmoon.store.transports.tcp import wire
-from halfmoon.store.transports.tcp.channel import Channel, FrameMissing, PlainChannel, Watch
+from halfmoon.store.transports.tcp.channel import FrameMissing, PlainChannel, StallTimer, TcpChannel
 
 UNDER_WAY = 4
 WAKE_S = 0.05
 
 
-class Link:
-    """Raises TransferErrors, and Broken."""
+class TcpLink:
+    """Raises TransferErrors, and ConnectionBroken."""
 
-    def __init__(self, channel: Channel, view: PoolView, peer: Peer, address: str) -> None:
+    def __init__(self, channel: TcpChannel, view: PoolView, peer: Peer, address: str) -> None:
         self.peer = peer
         self.address = address
         self._channel = channel
@@ -40,90 +40,90 @@ class Link:
         """Whether an idle link's connection has ended meanwhile."""
         return self._channel.broken()
 
-    def authenticate(self, node_id: str, secret: str, watch: Watch) -> None:
+    def authenticate(self, node_id: str, secret: str, timer: StallTimer) -> None:
         """Both ends prove that they know the secret. Raises TransferRefused when either does not."""
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        self._channel.send([b"", wire.encode(wire.Greeting(nonce=nonce))], watch)
-        challenge = self._answer(watch)
+        self._channel.send([b"", wire.encode(wire.Greeting(nonce=nonce))], timer)
+        challenge = self._answer(timer)
         if not isinstance(challenge, wire.Challenge):
             raise TransferRefused(f"{self.peer.node_id} answers a greeting with {type(challenge).__name__}")
         nonces = nonce + challenge.nonce
         if not secrets.compare_digest(challenge.proof, wire.proof(secret, "server", nonces)):
             raise TransferRefused(f"{self.peer.node_id} does not know the cluster's secret")
         answer = wire.Answer(node_id=node_id, proof=wire.proof(secret, "client", nonces, node_id))
-        self._channel.send([b"", wire.encode(answer)], watch)
+        self._channel.send([b"", wire.encode(answer)], timer)
         self._session = wire.Session(wire.proof(secret, "session", nonces), "client")
-        welcome = self._answer(watch)
+        welcome = self._answer(timer)
         if not isinstance(welcome, wire.Welcome) or welcome.incarnation != self.peer.incarnation:
-            raise PeerUnreachable(f"{self.peer.node_id} was restarted")
+            raise HolderUnreachable(f"{self.peer.node_id} was restarted")
 
     # --- moves, blocking ------------------------------------------------------------------------------------
 
-    def read(self, items: Sequence[Slice], call: Call, watch: Watch) -> None:
+    def read(self, items: Sequence[Slice], call: Call, timer: StallTimer) -> None:
         at_once = wire.STREAM_BYTES if isinstance(self._channel, PlainChannel) else wire.MESSAGE_BYTES
         messages = wire.split(items, self._view.geometry.layer_block_bytes, at_once)
         waiting: deque[list[Slice]] = deque()
         while True:
             while len(waiting) < UNDER_WAY and (message := next(messages, None)) is not None:
-                self._send(_read(message, call), watch)
+                self._send(_read(message, call), timer)
                 waiting.append(message)
             if not waiting:
                 return
-            self._take(waiting.popleft(), self._answer(watch), watch)
+            self._take(waiting.popleft(), self._answer(timer), timer)
 
-    def write(self, items: Sequence[Slice], call: Call, watch: Watch) -> None:
+    def write(self, items: Sequence[Slice], call: Call, timer: StallTimer) -> None:
         under_way = 0
         for message in wire.split(items, self._view.geometry.layer_block_bytes):
-            watch.check()
-            self._send_write(message, call, watch)
+            timer.check()
+            self._send_write(message, call, timer)
             under_way += 1
             if under_way == UNDER_WAY:
-                _acknowledged(self.peer, self._answer(watch))
+                _acknowledged(self.peer, self._answer(timer))
                 under_way -= 1
         for _ in range(under_way):
-            _acknowledged(self.peer, self._answer(watch))
+            _acknowledged(self.peer, self._answer(timer))
 
     # --- a small move, on the event loop --------------------------------------------------------------------
 
     def can_exchange(self) -> bool:
         return isinstance(self._channel, PlainChannel)
 
-    async def exchange(self, message: list[Slice], call: Call, watch: Watch, *, reading: bool) -> None:
+    async def exchange(self, message: list[Slice], call: Call, timer: StallTimer, *, reading: bool) -> None:
         """One message there and its answer back, both of a few KiB: nothing here waits but for the answer."""
         channel = self._channel
         assert isinstance(channel, PlainChannel)
         if reading:
-            self._send(_read(message, call), watch)
+            self._send(_read(message, call), timer)
         else:
-            self._send_write(message, call, watch)
-        channel.during(watch)
+            self._send_write(message, call, timer)
+        channel.during(timer)
         while not channel.whole():
             await _readable(channel, WAKE_S)
-            watch.check()
-        answer = self._answer(watch)
+            timer.check()
+        answer = self._answer(timer)
         if reading:
-            self._take(message, answer, watch)
+            self._take(message, answer, timer)
         else:
             _acknowledged(self.peer, answer)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _send_write(self, message: list[Slice], call: Call, watch: Watch) -> None:
+    def _send_write(self, message: list[Slice], call: Call, timer: StallTimer) -> None:
         sums: list[int] = []
         for item in message:
             sums += wire.run_sums(self._view, item.local_slot, item.first_layer, item.layers)
         runs = [wire.Run(item.remote_slot, item.first_layer, item.layers) for item in message]
         header = wire.Write(order_id=call.order_id, party=call.party, runs=runs, sums=sums)
         payload = [wire.memory(self._view, i.local_slot, i.first_layer, i.layers) for i in message]
-        self._send(header, watch, payload)
+        self._send(header, timer, payload)
 
-    def _take(self, message: list[Slice], chunk: wire.AnyHeader, watch: Watch) -> None:
+    def _take(self, message: list[Slice], chunk: wire.AnyFrame, timer: StallTimer) -> None:
         """The payload of a chunk, straight into the slots, verified."""
         if not isinstance(chunk, wire.Chunk):
             raise TransferRefused(f"{self.peer.node_id} answers a read with {type(chunk).__name__}")
         sums = iter(chunk.sums)
         for item in message:
-            watch.check()
+            timer.check()
             into = wire.memory(self._view, item.local_slot, item.first_layer, item.layers)
             if self._channel.into(into) != len(into):
                 raise TransferRefused(f"{self.peer.node_id} sent a truncated frame")
@@ -133,20 +133,20 @@ class Link:
                     f"slot {item.remote_slot} from {self.peer.node_id} is not what was committed"
                 )
 
-    def _send(self, header: wire.AnyHeader, watch: Watch, payload: Sequence[memoryview] = ()) -> None:
+    def _send(self, header: wire.AnyFrame, timer: StallTimer, payload: Sequence[memoryview] = ()) -> None:
         assert self._session is not None
-        self._channel.send([*self._session.seal(header), *payload], watch)
+        self._channel.send([*self._session.seal(header), *payload], timer)
 
-    def _answer(self, watch: Watch) -> wire.AnyHeader:
+    def _answer(self, timer: StallTimer) -> wire.AnyFrame:
         """The next header; its payload is still to be received."""
-        watch.check()
-        self._channel.receive(watch)
+        timer.check()
+        self._channel.receive(timer)
         try:
             mac, raw = self._channel.small(), self._channel.small()
             header = self._session.open(mac, raw) if self._session and mac else wire.decode(raw)
         except (FrameMissing, wire.FrameInvalid) as problem:
             raise TransferRefused(f"{self.peer.node_id}: {problem}") from None
-        if isinstance(header, wire.Refusal):
+        if isinstance(header, wire.RefusalFrame):
             kind: type[TransferError] = BytesCorrupted if header.kind == "corrupted" else TransferRefused
             raise kind(f"{self.peer.node_id}: {header.reason}")
         if self._session and not mac:
@@ -177,6 +177,6 @@ def _read(message: list[Slice], call: Call) -> wire.Read:
     return wire.Read(order_id=call.order_id, runs=runs)
 
 
-def _acknowledged(peer: Peer, answer: wire.AnyHeader) -> None:
+def _acknowledged(peer: Peer, answer: wire.AnyFrame) -> None:
     if not isinstance(answer, wire.Ack):
         raise TransferRefused(f"{peer.node_id} answers a write with {type(answer).__name__}")

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.tcp.channel import Broken, FrameMissing, PlainChannel
+from halfmoon.store.transports.tcp.channel import ConnectionBroken, FrameMissing, PlainChannel
 from halfmoon.store.transports.tcp.service import Caller, TcpService
 from halfmoon.store.transports.tcp.wire import frame_bytes_max
 
@@ -102,7 +102,7 @@ class PlainServer:
                 channel.during(busy)
                 self._service.receive(channel, caller, lambda frames: channel.send(frames, busy))
                 channel.drain()
-        except Broken as problem:
+        except ConnectionBroken as problem:
             if problem.kind:
                 self._service.count(f"refused_{problem.kind}")
         finally:
@@ -128,9 +128,9 @@ class _Waiting:
 
     def check(self) -> None:
         if self._server.closed:
-            raise Broken("closed")
+            raise ConnectionBroken("closed")
         if self._caller.session is None and time.monotonic() - self._since_s > ADMISSION_S:
-            raise Broken("not admitted in time")
+            raise ConnectionBroken("not admitted in time")
 
 
 class _Moving:
@@ -146,7 +146,7 @@ class _Moving:
 
     def check(self) -> None:
         if self._server.closed or time.monotonic_ns() - self._moved_ns > self._stall_ns_max:
-            raise Broken("stalled")
+            raise ConnectionBroken("stalled")
 
 
 class CurveServer:

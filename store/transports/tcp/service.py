@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Gate
+from halfmoon.store.transports.base import SlotAccess
 from halfmoon.store.transports.tcp import wire
 from halfmoon.store.transports.tcp.channel import FrameMissing, Frames
 
@@ -29,7 +29,7 @@ class Caller:
     session: wire.Session | None = None
 
 
-class Refuse(Exception):
+class RequestRefused(Exception):
     """`name` counts it, the text is the answer."""
 
     def __init__(self, name: str, reason: str) -> None:
@@ -41,10 +41,10 @@ class TcpService:
     """Serves reads and writes of the pool to authenticated peers; from any thread."""
 
     def __init__(
-        self, view: PoolView, gate: Gate, *, secret: str, incarnation: str, counters: Counter[str]
+        self, view: PoolView, access: SlotAccess, *, secret: str, incarnation: str, counters: Counter[str]
     ) -> None:
         self._view = view
-        self._gate = gate
+        self._access = access
         self._secret = secret
         self._incarnation = incarnation
         self._counters = counters
@@ -55,7 +55,7 @@ class TcpService:
             self._counters[name] += number
 
     def receive(self, frames: Frames, caller: Caller, reply: Reply) -> None:
-        """One message: does what it asks, or says why not. Frames may be left over. Raises Broken when the
+        """One message: does what it asks, or says why not. Frames may be left over. Raises ConnectionBroken when the
         connection ends."""
         try:
             mac, raw = frames.small(), frames.small()
@@ -70,18 +70,18 @@ class TcpService:
                     self._write(header, frames)
                     reply(caller.session.seal(wire.Ack()))
                 case _:
-                    raise Refuse("malformed", f"{type(header).__name__} is no request")
-        except (Refuse, FrameMissing, wire.FrameInvalid) as problem:
-            name = problem.name if isinstance(problem, Refuse) else "malformed"
+                    raise RequestRefused("malformed", f"{type(header).__name__} is no request")
+        except (RequestRefused, FrameMissing, wire.FrameInvalid) as problem:
+            name = problem.name if isinstance(problem, RequestRefused) else "malformed"
             if name == "malformed" and caller.session is not None:
                 caller.nonces, caller.session = b"", None
             self.count(f"refused_{name}")
-            refusal = wire.Refusal(
+            refusal = wire.RefusalFrame(
                 reason=str(problem), kind="corrupted" if name == "corrupted" else "refused"
             )
             reply(caller.session.seal(refusal) if caller.session else (b"", wire.encode(refusal)))
 
-    def _admit(self, caller: Caller, header: wire.AnyHeader, reply: Reply) -> None:
+    def _admit(self, caller: Caller, header: wire.AnyFrame, reply: Reply) -> None:
         match header:
             case wire.Greeting(nonce=nonce) if len(nonce) == wire.NONCE_BYTES:
                 caller.nonces = nonce + secrets.token_bytes(wire.NONCE_BYTES)
@@ -90,16 +90,16 @@ class TcpService:
             case wire.Answer(node_id=node_id, proof=theirs) if caller.nonces:
                 nonces, caller.nonces = caller.nonces, b""
                 if not secrets.compare_digest(theirs, wire.proof(self._secret, "client", nonces, node_id)):
-                    raise Refuse("wrong_secret", "the cluster's secret is another")
+                    raise RequestRefused("wrong_secret", "the cluster's secret is another")
                 caller.session = wire.Session(wire.proof(self._secret, "session", nonces), "server")
                 reply(caller.session.seal(wire.Welcome(incarnation=self._incarnation)))
             case _:
-                raise Refuse("unauthenticated", "authenticate first")
+                raise RequestRefused("unauthenticated", "authenticate first")
 
     def _read(self, session: wire.Session, header: wire.Read, reply: Reply) -> None:
         self._check_runs(header.runs)
-        if reason := self._gate.begin_read(header.order_id, [run.slot for run in header.runs]):
-            raise Refuse("no_lease", reason)
+        if reason := self._access.begin_read(header.order_id, [run.slot for run in header.runs]):
+            raise RequestRefused("no_lease", reason)
         sums: list[int] = []
         for run in header.runs:
             sums += self._view.sums[run.slot, run.first_layer : run.first_layer + run.layers].tolist()
@@ -110,33 +110,33 @@ class TcpService:
     def _write(self, header: wire.Write, frames: Frames) -> None:
         self._check_runs(header.runs)
         if len(header.sums) != sum(run.layers for run in header.runs):
-            raise Refuse("malformed_write", "as many checksums as layers, please")
+            raise RequestRefused("malformed_write", "as many checksums as layers, please")
         slots = [run.slot for run in header.runs]
-        if reason := self._gate.begin_write(header.order_id, header.party, slots):
-            raise Refuse("no_reservation", reason)
+        if reason := self._access.begin_write(header.order_id, header.party, slots):
+            raise RequestRefused("no_reservation", reason)
         try:
             sums = iter(header.sums)
             for run in header.runs:
                 into = wire.memory(self._view, run.slot, run.first_layer, run.layers)
                 size = frames.into(into)
                 if size < 0:
-                    raise Refuse("wrong_size", "payload is missing")
+                    raise RequestRefused("wrong_size", "payload is missing")
                 if size != len(into):
-                    raise Refuse("wrong_size", f"a frame of {size} bytes where {len(into)} were due")
+                    raise RequestRefused("wrong_size", f"a frame of {size} bytes where {len(into)} were due")
                 self.count("tcp_written_bytes", size)
                 expected = [next(sums) for _ in range(run.layers)]
                 if wire.run_sums(self._view, run.slot, run.first_layer, run.layers) != expected:
-                    raise Refuse("corrupted", f"slot {run.slot} is not what was sent")
+                    raise RequestRefused("corrupted", f"slot {run.slot} is not what was sent")
             if frames.more():
-                raise Refuse("wrong_size", "more payload than was announced")
+                raise RequestRefused("wrong_size", "more payload than was announced")
         finally:
-            self._gate.end_write(header.order_id, header.party)
+            self._access.end_write(header.order_id, header.party)
 
     def _check_runs(self, runs: Sequence[wire.Run]) -> None:
         at = self._view.geometry
         for run in runs:
             inside = 0 <= run.slot < at.slots and run.first_layer >= 0 and run.layers >= 1
             if not inside or run.first_layer + run.layers > at.layers:
-                raise Refuse(
+                raise RequestRefused(
                     "outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers} outside of the pool"
                 )

@@ -18,11 +18,20 @@ import zmq
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.store import Hello
 from halfmoon.store.config import StoreConfig
-from halfmoon.store.errors import PeerUnreachable, TransferError, TransferRefused
+from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Call, Gate, Peer, Slice, Stop, check_items, in_thread, moved_bytes
-from halfmoon.store.transports.tcp.channel import Broken, CurveChannel, PlainChannel, Watch
-from halfmoon.store.transports.tcp.link import Link
+from halfmoon.store.transports.base import (
+    Call,
+    Cancellation,
+    Peer,
+    Slice,
+    SlotAccess,
+    check_items,
+    in_thread,
+    moved_bytes,
+)
+from halfmoon.store.transports.tcp.channel import ConnectionBroken, CurveChannel, PlainChannel, StallTimer
+from halfmoon.store.transports.tcp.link import TcpLink
 from halfmoon.store.transports.tcp.server import CurveServer, PlainServer
 from halfmoon.store.transports.tcp.service import TcpService
 from halfmoon.store.transports.tcp.wire import RUNS_PER_MESSAGE, frame_bytes_max
@@ -31,7 +40,7 @@ LOOPBACK = "127.0.0.1"
 LINK_THREADS = 8
 #: Up to here a move is one exchange on the event loop (some 60 µs), beyond it is for a thread.
 SMALL_BYTES = 32 * 1024
-Work = Callable[[Link, Watch], None]
+Work = Callable[[TcpLink, StallTimer], None]
 
 
 class TcpTransport:
@@ -40,7 +49,7 @@ class TcpTransport:
     def __init__(
         self,
         view: PoolView,
-        gate: Gate,
+        access: SlotAccess,
         config: StoreConfig,
         *,
         incarnation: str,
@@ -53,12 +62,12 @@ class TcpTransport:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = zmq.curve_keypair()
         self._executor = ThreadPoolExecutor(LINK_THREADS, thread_name_prefix="store-link")
-        self._idle: dict[str, deque[Link]] = defaultdict(deque)
-        self._running: set[Stop] = set()
+        self._idle: dict[str, deque[TcpLink]] = defaultdict(deque)
+        self._running: set[Cancellation] = set()
         self._closed = False
         self.endpoints: list[Endpoint] = []
         service = TcpService(
-            view, gate, secret=config.cluster_secret, incarnation=incarnation, counters=counters
+            view, access, secret=config.cluster_secret, incarnation=incarnation, counters=counters
         )
         self._plain = PlainServer(view, service, stall_ns_max=config.stall_ns_max)
         self._curve = CurveServer(self._context, view, service, self._keys)
@@ -102,11 +111,11 @@ class TcpTransport:
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         if not await self._small(peer, items, call, reading=True):
-            await self._move(peer, items, call, lambda link, watch: link.read(items, call, watch))
+            await self._move(peer, items, call, lambda link, timer: link.read(items, call, timer))
 
     async def write(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         if not await self._small(peer, items, call, reading=False):
-            await self._move(peer, items, call, lambda link, watch: link.write(items, call, watch))
+            await self._move(peer, items, call, lambda link, timer: link.write(items, call, timer))
 
     def forget(self, node_id: str) -> None:
         for link in self._idle.pop(node_id, ()):
@@ -116,8 +125,8 @@ class TcpTransport:
         if self._closed:
             return
         self._closed = True
-        for stop in self._running:
-            stop.tell()
+        for cancellation in self._running:
+            cancellation.cancel()
         self._executor.shutdown(wait=True)
         for node_id in list(self._idle):
             self.forget(node_id)
@@ -139,19 +148,19 @@ class TcpTransport:
             if link is not None:
                 self._idle[peer.node_id].append(link)
             return False
-        stop = Stop(call)
-        self._running.add(stop)
+        cancellation = Cancellation(call)
+        self._running.add(cancellation)
         try:
-            stop.check()
-            watch = Watch(stop, self._config.stall_ns_max, peer.node_id)
-            await link.exchange(list(items), call, watch, reading=reading)
+            cancellation.check()
+            timer = StallTimer(cancellation, self._config.stall_ns_max, peer.node_id)
+            await link.exchange(list(items), call, timer, reading=reading)
         except BaseException as problem:
             link.close()
-            if isinstance(problem, Broken):
-                raise PeerUnreachable(f"{peer.node_id}: {problem}") from None
+            if isinstance(problem, ConnectionBroken):
+                raise HolderUnreachable(f"{peer.node_id}: {problem}") from None
             raise
         finally:
-            self._running.discard(stop)
+            self._running.discard(cancellation)
         self._put_idle(link)
         return True
 
@@ -162,34 +171,36 @@ class TcpTransport:
             raise TransferError("the transport is closed")
         check_items(self._view.geometry, peer.geometry, items)
         endpoint = self._endpoint(peer)
-        stop = Stop(call)
-        stop.check()
-        self._running.add(stop)
+        cancellation = Cancellation(call)
+        cancellation.check()
+        self._running.add(cancellation)
         try:
-            await in_thread(self._executor, functools.partial(self._run, peer, endpoint, work, stop), stop)
+            await in_thread(
+                self._executor, functools.partial(self._run, peer, endpoint, work, cancellation), cancellation
+            )
         finally:
-            self._running.discard(stop)
+            self._running.discard(cancellation)
 
-    def _run(self, peer: Peer, endpoint: Endpoint, work: Work, stop: Stop) -> None:
+    def _run(self, peer: Peer, endpoint: Endpoint, work: Work, cancellation: Cancellation) -> None:
         """On an idle link or a new one, which is idle again afterwards if it did not fail."""
         link = self._take_idle(peer, endpoint)
-        watch = Watch(stop, self._config.stall_ns_max, peer.node_id)
+        timer = StallTimer(cancellation, self._config.stall_ns_max, peer.node_id)
         try:
             if link is None:
-                link = self._connect(peer, endpoint, watch)
-                link.authenticate(self._config.node_id, self._config.cluster_secret, watch)
-            work(link, watch)
-        except (zmq.ZMQError, Broken) as problem:
+                link = self._connect(peer, endpoint, timer)
+                link.authenticate(self._config.node_id, self._config.cluster_secret, timer)
+            work(link, timer)
+        except (zmq.ZMQError, ConnectionBroken) as problem:
             if link is not None:
                 link.close()
-            raise PeerUnreachable(f"{peer.node_id}: {problem}") from None
+            raise HolderUnreachable(f"{peer.node_id}: {problem}") from None
         except BaseException:
             if link is not None:
                 link.close()
             raise
         self._put_idle(link)
 
-    def _take_idle(self, peer: Peer, endpoint: Endpoint) -> Link | None:
+    def _take_idle(self, peer: Peer, endpoint: Endpoint) -> TcpLink | None:
         """An idle link to this endpoint of this incarnation. (Of a deque, `popleft` and `append` are atomic.)"""
         idle = self._idle[peer.node_id]
         for _ in range(len(idle)):
@@ -205,20 +216,20 @@ class TcpTransport:
                 return link
         return None
 
-    def _put_idle(self, link: Link) -> None:
+    def _put_idle(self, link: TcpLink) -> None:
         if self._closed:
             link.close()
         else:
             self._idle[link.peer.node_id].append(link)
 
-    def _connect(self, peer: Peer, endpoint: Endpoint, watch: Watch) -> Link:
+    def _connect(self, peer: Peer, endpoint: Endpoint, timer: StallTimer) -> TcpLink:
         longest = frame_bytes_max(self._view)
         if not endpoint.public_key:
             timeout_s = self._config.stall_ns_max / 1e9
             plain = PlainChannel.connect(
-                endpoint.address, watch, frame_bytes_max=longest, timeout_s=timeout_s
+                endpoint.address, timer, frame_bytes_max=longest, timeout_s=timeout_s
             )
-            return Link(plain, self._view, peer, endpoint.address)
+            return TcpLink(plain, self._view, peer, endpoint.address)
         curve = CurveChannel(
             self._context,
             endpoint.address,
@@ -228,11 +239,11 @@ class TcpTransport:
             frame_bytes_max=longest,
         )
         try:
-            curve.handshake(watch)
+            curve.handshake(timer)
         except BaseException:
             curve.close()
             raise
-        return Link(curve, self._view, peer, endpoint.address)
+        return TcpLink(curve, self._view, peer, endpoint.address)
 
     def ways(self, peer: Peer) -> list[Endpoint]:
         """The peer's endpoints on which both ends agree on encryption."""

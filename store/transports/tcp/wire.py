@@ -52,47 +52,47 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     layers: int
 
 
-class Header(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class FrameHeader(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What every message begins with."""
 
     #: Counts the messages of one direction of a connection, from 1.
     number: int = 0
 
 
-class Greeting(Header, frozen=True, kw_only=True):
+class Greeting(FrameHeader, frozen=True, kw_only=True):
     """A client says who it is."""
 
     nonce: bytes
 
 
-class Challenge(Header, frozen=True, kw_only=True):
+class Challenge(FrameHeader, frozen=True, kw_only=True):
     """The server asks for proof."""
 
     nonce: bytes
     proof: bytes
 
 
-class Answer(Header, frozen=True, kw_only=True):
+class Answer(FrameHeader, frozen=True, kw_only=True):
     """The proof."""
 
     node_id: str
     proof: bytes
 
 
-class Welcome(Header, frozen=True, kw_only=True):
+class Welcome(FrameHeader, frozen=True, kw_only=True):
     """The server takes the client."""
 
     incarnation: str
 
 
-class Read(Header, frozen=True, kw_only=True):
+class Read(FrameHeader, frozen=True, kw_only=True):
     """Asks for block-layers."""
 
     order_id: str
     runs: list[Run]
 
 
-class Write(Header, frozen=True, kw_only=True):
+class Write(FrameHeader, frozen=True, kw_only=True):
     """`sums`: xxh3_64 of every layer of every run, in order; so in Chunk."""
 
     order_id: str
@@ -101,25 +101,25 @@ class Write(Header, frozen=True, kw_only=True):
     sums: list[int]
 
 
-class Chunk(Header, frozen=True, kw_only=True):
+class Chunk(FrameHeader, frozen=True, kw_only=True):
     """Answers one Read: all of its runs."""
 
     sums: list[int]
 
 
-class Ack(Header, frozen=True, kw_only=True):
+class Ack(FrameHeader, frozen=True, kw_only=True):
     """Answers one Write: its bytes are readable."""
 
 
-class Refusal(Header, frozen=True, kw_only=True):
+class RefusalFrame(FrameHeader, frozen=True, kw_only=True, tag="Refusal"):
     """Answers anything. Without a mac before the session exists."""
 
     reason: str
     kind: Literal["refused", "corrupted"] = "refused"
 
 
-AnyHeader = Greeting | Challenge | Answer | Welcome | Read | Write | Chunk | Ack | Refusal
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyHeader)
+AnyFrame = Greeting | Challenge | Answer | Welcome | Read | Write | Chunk | Ack | RefusalFrame
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyFrame)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -127,14 +127,14 @@ class FrameInvalid(Exception):
     """Bytes that are no message of this protocol, or not of this session."""
 
 
-def encode(header: AnyHeader) -> bytes:
+def encode(header: AnyFrame) -> bytes:
     return _encoder.encode(header)
 
 
-def decode(raw: bytes) -> AnyHeader:
+def decode(raw: bytes) -> AnyFrame:
     """Raises FrameInvalid."""
     try:
-        header: AnyHeader = _decoder.decode(raw)
+        header: AnyFrame = _decoder.decode(raw)
         return header
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise FrameInvalid(f"malformed header: {problem}") from None
@@ -156,13 +156,13 @@ class Session:
         self._mine, self._theirs = (b"server", b"client") if me == "server" else (b"client", b"server")
         self._sent = self._received = 0
 
-    def seal(self, header: AnyHeader) -> tuple[bytes, bytes]:
+    def seal(self, header: AnyFrame) -> tuple[bytes, bytes]:
         """`(mac, header)`, numbered."""
         self._sent += 1
         raw = encode(msgspec.structs.replace(header, number=self._sent))
         return hmac.digest(self._keys[self._mine], raw, hashlib.sha256), raw
 
-    def open(self, mac: bytes, raw: bytes) -> AnyHeader:
+    def open(self, mac: bytes, raw: bytes) -> AnyFrame:
         """Raises FrameInvalid for a header that the other end did not make, or made for another moment."""
         if not hmac.compare_digest(mac, hmac.digest(self._keys[self._theirs], raw, hashlib.sha256)):
             raise FrameInvalid("wrong mac")

@@ -3,7 +3,7 @@ a future.
 
 A pair has CELLS mailbox cells in each direction. A read's message uses a cell to hold the checksums that it
 reads along with the blocks; a write's message ends with a WRITE with immediate into the peer's cell
-(`Arrived`: "these are there"), which the peer checks and answers the same way (`Judged`). Immediates are
+(`Arrived`: "these are there"), which the peer checks and answers the same way (`WriteVerdict`). Immediates are
 `cell << 24 | bytes`.
 """
 
@@ -21,13 +21,13 @@ import numpy.typing as npt
 from halfmoon.schemas.store import QueuePair
 from halfmoon.store.errors import (
     BytesCorrupted,
-    PeerUnreachable,
+    HolderUnreachable,
     TransferError,
     TransferRefused,
     TransferTimeout,
 )
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Call, Peer, Slice, Stop, in_thread
+from halfmoon.store.transports.base import Call, Cancellation, Peer, Slice, in_thread
 from halfmoon.store.transports.rdma import wire
 from halfmoon.store.transports.rdma.verbs import RECEIVES, Completion, Memory, QueuePairHandle
 from halfmoon.store.transports.tcp.wire import Run, run_sums
@@ -49,12 +49,12 @@ _REFUSED = {"REM_ACCESS_ERR", "REM_INV_REQ_ERR", "REM_OP_ERR", "LOC_PROT_ERR", "
 FLUSHED = "WR_FLUSH_ERR"
 
 
-class PairBroken(PeerUnreachable):
+class PairBroken(HolderUnreachable):
     """The device has given the pair up; a new one may do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class RdmaContext:
     """What all pairs of a transport share: memory, and where to hash."""
 
     view: PoolView
@@ -65,12 +65,12 @@ class Ground:
     stall_ns_max: int
 
 
-class Pair:
+class RdmaConnection:
     """One end. `home`: offset of its cells in the mailboxes. `told` is called with (cell, bytes) for every
     immediate that is no answer.
     """
 
-    def __init__(self, number: int, handle: QueuePairHandle, ground: Ground, home: int) -> None:
+    def __init__(self, number: int, handle: QueuePairHandle, context: RdmaContext, home: int) -> None:
         self.number = number
         self.handle = handle
         self.home = home
@@ -78,10 +78,10 @@ class Pair:
         self.their_qpn = 0
         self.problem: TransferError | None = None
         self.told: Callable[[int, int], None] = self._answered
-        self._ground = ground
+        self._context = context
         self._pool = self._mailbox = (0, 0)
         self._under_way: dict[int, asyncio.Future[None]] = {}
-        self._judged: dict[int, wire.Judged] = {}
+        self._verdicts: dict[int, wire.WriteVerdict] = {}
         for _ in range(RECEIVES):
             self._receive()
 
@@ -134,22 +134,22 @@ class Pair:
         try:
             if not (cell < CELLS and size <= CELL_BYTES):
                 raise ValueError(f"cell {cell}, {size} bytes")
-            self._judged[cell] = wire.judged_decoder.decode(self.heard(cell, size))
+            self._verdicts[cell] = wire.verdict_decoder.decode(self.heard(cell, size))
             self._end(cell)
         except ValueError as problem:  # msgspec's errors among them
             self.fail(TransferRefused(f"{self.node_id} answers what cannot be read: {problem}"))
 
     def _receive(self) -> None:
-        ground = self._ground
+        context = self._context
         self.handle.receive(
-            self.number << 16 | RECEIVED, ground.mailboxes, ground.mailboxes.address + self.home
+            self.number << 16 | RECEIVED, context.mailboxes, context.mailboxes.address + self.home
         )
 
     # --- mailboxes ------------------------------------------------------------------------------------------
 
     def heard(self, cell: int, size: int) -> bytes:
         start = self.home + cell * CELL_BYTES
-        return self._ground.mailbox_bytes[start : start + size].tobytes()
+        return self._context.mailbox_bytes[start : start + size].tobytes()
 
     def _out(self, cell: int) -> int:
         """Offset of the cell that this end writes from."""
@@ -159,41 +159,41 @@ class Pair:
         """Into the peer's cell, with an immediate. Raises TransferError."""
         if len(raw) > CELL_BYTES:
             raise TransferError(f"a message of {len(raw)} bytes does not fit into a mailbox")
-        ground, start = self._ground, self._out(cell)
-        ground.mailbox_bytes[start : start + len(raw)] = np.frombuffer(raw, np.uint8)
+        context, start = self._context, self._out(cell)
+        context.mailbox_bytes[start : start + len(raw)] = np.frombuffer(raw, np.uint8)
         # Its completion ends nothing: that of a message is its answer, and an answer has none.
         wr_id = self.number << 16 | 0xFF
         address, rkey = self._mailbox
         remote = (address + cell * CELL_BYTES, rkey)
-        at = ground.mailboxes.address + start
-        self.handle.write(wr_id, ground.mailboxes, at, remote, len(raw), immediate=cell << 24 | len(raw))
+        at = context.mailboxes.address + start
+        self.handle.write(wr_id, context.mailboxes, at, remote, len(raw), immediate=cell << 24 | len(raw))
 
     # --- moving ---------------------------------------------------------------------------------------------
 
-    async def read(self, peer: Peer, items: Sequence[Slice], call: Call, stop: Stop) -> None:
+    async def read(self, peer: Peer, items: Sequence[Slice], call: Call, cancellation: Cancellation) -> None:
         waiting: deque[tuple[int, list[Slice]]] = deque()
         for number, message in enumerate(wire.messages(items, peer.geometry.layer_block_bytes)):
             if len(waiting) == CELLS:
-                await self._take(*waiting.popleft(), stop)
+                await self._take(*waiting.popleft(), cancellation)
             cell = number % CELLS
             self._begin(cell)
             self._post_read(cell, message, peer)
             waiting.append((cell, message))
         while waiting:
-            await self._take(*waiting.popleft(), stop)
+            await self._take(*waiting.popleft(), cancellation)
 
-    async def write(self, peer: Peer, items: Sequence[Slice], call: Call, stop: Stop) -> None:
-        view, waiting = self._ground.view, deque[int]()
+    async def write(self, peer: Peer, items: Sequence[Slice], call: Call, cancellation: Cancellation) -> None:
+        view, waiting = self._context.view, deque[int]()
         for number, message in enumerate(wire.messages(items, peer.geometry.layer_block_bytes)):
             # Hashed while earlier messages are on their way.
-            sums = await self._sums(view, message, stop)
+            sums = await self._sums(view, message, cancellation)
             if len(waiting) == CELLS:
                 await self._accepted(waiting.popleft())
             cell = number % CELLS
             self._begin(cell)
             for local, theirs, size in self._pieces(message, peer):
                 wr_id = self.number << 16 | 0xFF
-                self.handle.write(wr_id, self._ground.pool, local, (theirs, self._pool[1]), size)
+                self.handle.write(wr_id, self._context.pool, local, (theirs, self._pool[1]), size)
             runs = [Run(item.remote_slot, item.first_layer, item.layers) for item in message]
             arrived = wire.Arrived(order_id=call.order_id, party=call.party, runs=runs, sums=sums)
             self.tell(cell, wire.pack(arrived), answer=False)
@@ -207,56 +207,56 @@ class Pair:
             raise self.problem
 
     def _post_read(self, cell: int, message: list[Slice], peer: Peer) -> None:
-        ground, at = self._ground, peer.geometry
-        scratch = ground.mailboxes.address + self._out(cell)
+        context, at = self._context, peer.geometry
+        scratch = context.mailboxes.address + self._out(cell)
         wr_id = self.number << 16 | cell
         table, rkey = self._pool[0] + at.table_offset, self._pool[1]
         for item in message:
             theirs = table + 8 * (item.remote_slot * at.layers + item.first_layer)
-            self.handle.read(wr_id, ground.mailboxes, scratch, (theirs, rkey), 8 * item.layers, last=False)
+            self.handle.read(wr_id, context.mailboxes, scratch, (theirs, rkey), 8 * item.layers, last=False)
             scratch += 8 * item.layers
         pieces = list(self._pieces(message, peer))
         for number, (local, theirs, size) in enumerate(pieces, 1):
-            self.handle.read(wr_id, ground.pool, local, (theirs, rkey), size, last=number == len(pieces))
+            self.handle.read(wr_id, context.pool, local, (theirs, rkey), size, last=number == len(pieces))
 
     def _pieces(self, message: list[Slice], peer: Peer) -> Iterator[tuple[int, int, int]]:
         """Local address, remote address, bytes of every work request."""
         layers, layer_bytes = peer.geometry.layers, peer.geometry.layer_block_bytes
         for item in message:
-            local = self._ground.pool.address + (item.local_slot * layers + item.first_layer) * layer_bytes
+            local = self._context.pool.address + (item.local_slot * layers + item.first_layer) * layer_bytes
             theirs = self._pool[0] + (item.remote_slot * layers + item.first_layer) * layer_bytes
             size = item.layers * layer_bytes
             step = max(PIECE_BYTES, -(-size // PIECES))
             for start in range(0, size, step):
                 yield local + start, theirs + start, min(step, size - start)
 
-    async def _take(self, cell: int, message: list[Slice], stop: Stop) -> None:
+    async def _take(self, cell: int, message: list[Slice], cancellation: Cancellation) -> None:
         await self._wait(cell)
         start = self._out(cell)
         layers = sum(item.layers for item in message)
-        expected = self._ground.mailbox_bytes[start : start + 8 * layers].view(np.uint64).tolist()
-        if await self._sums(self._ground.view, message, stop) != expected:
+        expected = self._context.mailbox_bytes[start : start + 8 * layers].view(np.uint64).tolist()
+        if await self._sums(self._context.view, message, cancellation) != expected:
             raise BytesCorrupted(f"what came from {self.node_id} over RDMA is not what was committed")
 
-    async def _sums(self, view: PoolView, message: list[Slice], stop: Stop) -> list[int]:
+    async def _sums(self, view: PoolView, message: list[Slice], cancellation: Cancellation) -> list[int]:
         def hashed() -> list[int]:
             sums: list[int] = []
             for item in message:
-                stop.check()
+                cancellation.check()
                 sums += run_sums(view, item.local_slot, item.first_layer, item.layers)
             return sums
 
-        return await in_thread(self._ground.executor, hashed, stop)
+        return await in_thread(self._context.executor, hashed, cancellation)
 
     async def _accepted(self, cell: int) -> None:
         await self._wait(cell)
-        judged = self._judged.pop(cell)
-        if judged.name:
-            kind = BytesCorrupted if judged.name == "corrupted" else TransferRefused
-            raise kind(f"{self.node_id}: {judged.refusal}")
+        verdict = self._verdicts.pop(cell)
+        if verdict.name:
+            kind = BytesCorrupted if verdict.name == "corrupted" else TransferRefused
+            raise kind(f"{self.node_id}: {verdict.refusal}")
 
     async def _wait(self, cell: int) -> None:
-        stall_ns = self._ground.stall_ns_max
+        stall_ns = self._context.stall_ns_max
         try:
             await asyncio.wait_for(self._under_way[cell], stall_ns / 1e9)
         except TimeoutError:
