@@ -25,10 +25,10 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.conductor.code_version import LOG_VERSION, code_version
 from halfmoon.conductor.core.machine import SNAPSHOT_VERSION, Core
 from halfmoon.conductor.live import shell
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import (
     BlocksStored,
     ClusterConfigured,
-    CostProfile,
     Event,
     FrontendJoined,
     PrefillFinished,
@@ -39,9 +39,10 @@ from halfmoon.schemas.events import (
     WorkerHeartbeat,
     WorkerJoined,
 )
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout, Policy
 
-HOUR_NS = 3600 * 1_000_000_000
+HOUR_NS = 3600 * SECOND_NS
 NEVER = 1_000_000
 LAYOUT = Layout(
     model="m", model_fingerprint="f", layers=10, kv_heads=1, head_dim=25, block_tokens=100, dtype="bfloat16"

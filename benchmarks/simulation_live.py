@@ -30,10 +30,10 @@ from halfmoon.conductor.simulation.report import error
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import (
     ClusterConfigured,
-    CostProfile,
     PrefillFinished,
     RequestArrived,
     RequestFinished,

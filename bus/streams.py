@@ -13,8 +13,8 @@ from nats.errors import Error as NatsError
 
 from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
+from halfmoon.schemas.numbers import SECOND_NS
 
-SECOND_NS = 1_000_000_000
 STREAM_NAME_IN_USE = 10058
 _MISSING = 10059
 _NO_PEERS = 10005

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from halfmoon.cli.options import OptionInvalid
-from halfmoon.schemas.events import CostProfile
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.model.files import ModelConfig, load_config, model_fingerprint
 
@@ -93,17 +93,9 @@ def measure_profile(engine: Any, layout: Layout) -> CostProfile:
     """What this machine takes; from the cache of earlier measurements where there is one."""
     if layout.layers == 0:
         return CostProfile()
-    from halfmoon.workers.model.profiler import measured_profile
+    from halfmoon.workers.profiler import measured_profile
 
-    measured = measured_profile(engine)
-    return CostProfile(
-        prefill_base_ns=measured.prefill_base_ns,
-        prefill_per_token_ps=measured.prefill_per_token_ps,
-        prefill_per_token2_fs=measured.prefill_per_token2_fs,
-        decode_base_ns=measured.decode_base_ns,
-        decode_per_sequence_ns=measured.decode_per_sequence_ns,
-        decode_per_context_token_ps=measured.decode_per_context_token_ps,
-    )
+    return measured_profile(engine)
 
 
 __all__ = ["ModelConfig", "build_engine", "context_tokens_max", "device_of", "layout_of", "measure_profile"]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.bus.config import BusConfig
-from halfmoon.bus.streams import SECOND_NS, StreamLimits
+from halfmoon.bus.streams import StreamLimits
+from halfmoon.schemas.numbers import SECOND_NS
 
 PREFIX = "HALFMOON_"
 DEFAULT_NATS = "nats://127.0.0.1:4222"

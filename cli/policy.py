@@ -19,12 +19,13 @@ from halfmoon.bus.errors import PeerUnreachable
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, stream_limits
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged
+from halfmoon.schemas.numbers import MS_NS, SECOND_NS
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
 ANSWER_S = 2.0
 IN_FORCE_S = 5.0
-_UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+_UNITS_NS = {"ns": 1, "us": 1_000, "ms": MS_NS, "s": SECOND_NS}
 Subparsers = Any
 
 

@@ -34,7 +34,8 @@ from halfmoon.cli.options import (
     stream_limits,
 )
 from halfmoon.cli.tracing import add_tracing, start_tracing, stop_tracing
-from halfmoon.schemas.policy import SECOND_NS, Policy
+from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.policy import Policy
 
 HEALTH_S = 1.0
 

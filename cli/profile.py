@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import Any
 
+import msgspec
 import orjson
 
 from halfmoon.cli import model as models
@@ -24,12 +25,12 @@ def add(subparsers: Any) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
-    from halfmoon.workers.model.profiler import measure
+    from halfmoon.workers.profiler import measure
 
     layout = models.layout_of(args)
     engine = models.build_engine(args, layout, kv_blocks=layout.blocks(models.context_tokens_max(args)))
     profile = measure(engine, budget_s=args.budget_s)
-    fields = {name: getattr(profile, name) for name in profile.__dataclass_fields__}
+    fields = msgspec.structs.asdict(profile)
     if args.json:
         print(orjson.dumps({"model": layout.model, "dtype": layout.dtype, **fields}).decode())
         return 0

@@ -17,10 +17,10 @@ import msgspec
 import orjson
 from msgspec import Meta
 
+from halfmoon.schemas.numbers import MS_NS
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.types import Id
 
-MILLISECOND_NS = 1_000_000
 _SEED_MASK = 2**63 - 1
 #: HTTP status of a client that left before its answer (nginx's number); it appears in metrics only.
 CLIENT_GONE = 499
@@ -77,7 +77,7 @@ class ApiError(Exception):
         """`retry-after` in whole seconds (at least 1) and `retry-after-ms`; empty when there is nothing to say."""
         if not self.retry_after_ns:
             return {}
-        milliseconds = max(1, -(-self.retry_after_ns // MILLISECOND_NS))
+        milliseconds = max(1, -(-self.retry_after_ns // MS_NS))
         return {"retry-after": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
 
 
@@ -307,8 +307,8 @@ def _ask(body: _Body, max_tokens: int | None, *, chat: bool, **prompt: Any) -> A
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        ttft_slo_ns=round((slo.ttft_ms or 0) * MILLISECOND_NS) if slo else 0,
-        tbt_slo_ns=round((slo.tbt_ms or 0) * MILLISECOND_NS) if slo else 0,
+        ttft_slo_ns=round((slo.ttft_ms or 0) * MS_NS) if slo else 0,
+        tbt_slo_ns=round((slo.tbt_ms or 0) * MS_NS) if slo else 0,
         tenant=body.tenant or "",
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,

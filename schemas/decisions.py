@@ -41,6 +41,14 @@ class Fetch(Part, frozen=True):
     #: Other nodes that have all of them, for the case that this one fails.
     replicas: list[Id] = []
 
+    def clipped(self, local: int, usable: int) -> Fetch | None:
+        """The part that continues a local prefix of `local` blocks and ends at `usable`; None when there is none."""
+        end = min(self.first_block + self.blocks, usable)
+        # A prefix has no gap: a fetch that begins after the local blocks is of no use.
+        if not self.first_block <= local < end:
+            return None
+        return Fetch(node_id=self.node_id, first_block=local, blocks=end - local, replicas=self.replicas)
+
 
 class StartPrefill(Message, frozen=True):
     """To a prefill worker: compute the prompt's KV and push it to `decode_node_id`.

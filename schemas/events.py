@@ -10,6 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout, Policy
 from halfmoon.schemas.types import (
     BlockKeys,
@@ -70,21 +71,6 @@ class StateDigested(Message, frozen=True):
 
 
 # --- workers ----------------------------------------------------------------------------------------------------
-
-
-class CostProfile(Part, frozen=True):
-    """Fitted cost of one worker, in integers (1 ns = 1000 ps = 1,000,000 fs).
-
-    Prefill of n tokens with p cached: `base + per_token·(n-p) + per_token2·(n²-p²)`; decode step:
-    `base + per_sequence·batch + per_context_token·(context tokens in the batch)`.
-    Source: Mooncake (FAST'25), equation 1, for the form of the first."""
-
-    prefill_base_ns: Ns = 0
-    prefill_per_token_ps: Ns = 0
-    prefill_per_token2_fs: Ns = 0
-    decode_base_ns: Ns = 0
-    decode_per_sequence_ns: Ns = 0
-    decode_per_context_token_ps: Ns = 0
 
 
 class WorkerJoined(Message, frozen=True):

@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.types import Blocks, Ns, Part
-
-SECOND_NS = 1_000_000_000
 
 PolicyName = Literal[
     "halfmoon", "mooncake", "local_cache_aware", "least_loaded", "round_robin", "random", "dynamo"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from halfmoon.schemas.policy import SECOND_NS, Layout
+from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.policy import Layout
 from halfmoon.store.pool.eviction import EvictionName
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.pool.slots import tenant_mark

@@ -17,16 +17,11 @@ from typing import Any, TypeVar
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.tracing import Tracing
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision
-from halfmoon.schemas.events import (
-    CostProfile,
-    Role,
-    WorkerDraining,
-    WorkerHeartbeat,
-    WorkerJoined,
-    WorkerLeft,
-)
-from halfmoon.schemas.policy import SECOND_NS, Layout
+from halfmoon.schemas.events import Role, WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
+from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import Message
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.workers.token_inbox import TokenInbox

@@ -18,12 +18,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from halfmoon.bus.connection import Bus
+from halfmoon.schemas.numbers import SECOND_NS
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SECOND_NS = 1_000_000_000
 
 #: Bounds of histograms, in seconds: of a request's stages; of tokens and steps; of what the control plane
 #: does.

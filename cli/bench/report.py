@@ -16,9 +16,9 @@ from typing import Any
 from halfmoon.cli.bench.clients import Record
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.simulation.report import Spread, spread
+from halfmoon.schemas.numbers import MS_NS
+from halfmoon.schemas.slo import tbt_ns
 
-MS_NS = 1_000_000
-TBT_WORST_PERCENT = 10
 #: What an objective may be about, and its name in the table.
 MEASURES = {
     "ttft": "Time to First Token",
@@ -52,9 +52,8 @@ def measures(record: Record) -> dict[str, int]:
     """ns by measure, of a finished request; without those that one message cannot have."""
     last_ns = record.heard_ns[-1]
     found = {"ttft": record.heard_ns[0] - record.due_ns, "e2el": last_ns - record.due_ns}
-    if gaps := sorted(intervals(record), reverse=True):
-        worst = gaps[: max(1, len(gaps) * TBT_WORST_PERCENT // 100)]
-        found["tbt"] = sum(worst) // len(worst)
+    if gaps := intervals(record):
+        found["tbt"] = tbt_ns(gaps)
         found["tpot"] = (last_ns - record.heard_ns[0]) // max(1, record.completion_tokens - 1)
     return found
 

@@ -19,7 +19,7 @@ import xxhash
 
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.simulation.trace import TRACE_BLOCK_TOKENS, Arrival
-from halfmoon.schemas.policy import SECOND_NS
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.types import KEY_BYTES
 
 #: A trace's lengths are divided by these at most; a power of two, so that blocks stay whole.

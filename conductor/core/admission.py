@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import msgspec
 
-from halfmoon.conductor.core.cost import answer_class, expected_decode_ns, expected_tokens, step_ns
+from halfmoon.conductor.core.cost import answer_class, expected_decode_ns, expected_tokens
 from halfmoon.conductor.core.fetch_plan import Matched
 from halfmoon.conductor.core.overload import queue_allowed_ns
 from halfmoon.conductor.core.placement import (
@@ -233,7 +233,7 @@ def _over_slo(
     worker = state.workers[decode.worker_id]
     context = request.prompt_tokens + placement.answer_tokens
     load = decode_load(state, worker, end_ns)
-    tbt_ns = step_ns(worker.cost, load.sequences + 1, load.context_tokens + context)
+    tbt_ns = worker.cost.step_ns(load.sequences + 1, load.context_tokens + context)
     if tbt_ns <= tbt_limit and _pool_tbt_ns(state, decodes, end_ns) <= tbt_limit:
         return None
     return Refusal(
@@ -296,7 +296,7 @@ def _pool_tbt_ns(state: State, decodes: list[DecodeCandidate], end_ns: int) -> i
         worker = state.workers[candidate.worker_id]
         load = decode_load(state, worker, end_ns)
         if load.sequences:
-            total += step_ns(worker.cost, load.sequences, load.context_tokens)
+            total += worker.cost.step_ns(load.sequences, load.context_tokens)
     return total // len(decodes)
 
 
@@ -324,7 +324,7 @@ def _wait_ns(
             tokens - order.context_tokens,
             blocks - order.reserved_blocks,
         )
-        within = tbt_limit_ns == 0 or step_ns(worker.cost, sequences + 1, tokens + context) <= tbt_limit_ns
+        within = tbt_limit_ns == 0 or worker.cost.step_ns(sequences + 1, tokens + context) <= tbt_limit_ns
         if within and has_room(worker, sequences, blocks, candidate.blocks):
             return max(end_ns - now_ns, RETRY_NS_MIN)
     return 0

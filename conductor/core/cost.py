@@ -1,8 +1,8 @@
-"""What things will take: prefill, a decode step, a transfer, the length of an answer.
+"""Learned costs: refitted profiles, the bandwidth of links, the length of answers.
 
-Predictions are integers (ns), made from the integers of a `CostProfile`. The coefficients are refitted from
-what workers report, by recursive least squares with floats under + - * / only, so that every conductor gets
-the same bits.
+Predictions are integers (ns), made by the formulas of `CostProfile`. Its coefficients are refitted from what
+workers report, by recursive least squares with floats under + - * / only, so that every conductor gets the
+same bits.
 
 Source: Mooncake (FAST'25), equation 1, for the form of prefill; the transfer term and its sharing are ours.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from halfmoon.schemas.events import CostProfile
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.numbers import SECOND_NS
 
 #: Relative error of one measurement: how much a new one counts.
 NOISE = 0.1
@@ -24,7 +25,7 @@ OUTLIER = 4.0
 EWMA_TENTHS = 3
 #: A bandwidth that was not measured for this long is forgotten: one bad transfer must not close a link for
 #: ever.
-LINK_STALE_NS = 60_000_000_000
+LINK_STALE_NS = 60 * SECOND_NS
 #: Answers that count in a running mean of lengths.
 MEAN_WINDOW = 64
 #: Expected tokens of an answer when none was seen yet.
@@ -35,25 +36,7 @@ EXPECTED_TOKENS_FIRST = 256
 _PREFILL_TYPICAL = (1.0, 1_000.0, 1_000_000.0)
 _DECODE_TYPICAL = (1.0, 8.0, 8_000.0)
 #: Taken for the time at the typical size when a profile says nothing (all zeros).
-_UNKNOWN_NS = 1_000_000_000.0
-
-
-def prefill_ns(cost: CostProfile, tokens: int, cached: int) -> int:
-    """Time to compute a prompt of `tokens` of which the first `cached` need not be."""
-    return (
-        cost.prefill_base_ns
-        + cost.prefill_per_token_ps * (tokens - cached) // 1_000
-        + cost.prefill_per_token2_fs * (tokens * tokens - cached * cached) // 1_000_000
-    )
-
-
-def step_ns(cost: CostProfile, sequences: int, context_tokens: int) -> int:
-    """Time of one decode step: the time between two tokens."""
-    return (
-        cost.decode_base_ns
-        + cost.decode_per_sequence_ns * sequences
-        + cost.decode_per_context_token_ps * context_tokens // 1_000
-    )
+_UNKNOWN_NS = float(SECOND_NS)
 
 
 # --- refitting ----------------------------------------------------------------------------------------------
@@ -175,7 +158,7 @@ def measured_link(
     """The moving average after one more transfer, which shared its source with `sharing - 1` others."""
     if moved_bytes <= 0 or took_ns <= 0:
         return link
-    seen = min(max(1, moved_bytes * 1_000_000_000 * sharing // took_ns), 2**50)
+    seen = min(max(1, moved_bytes * SECOND_NS * sharing // took_ns), 2**50)
     if link is None or now_ns - link.measured_ns > LINK_STALE_NS:
         return Link(bytes_s=seen, measured_ns=now_ns)
     return Link(bytes_s=((10 - EWMA_TENTHS) * link.bytes_s + EWMA_TENTHS * seen) // 10, measured_ns=now_ns)
@@ -183,7 +166,7 @@ def measured_link(
 
 def transfer_ns(moved_bytes: int, bytes_s: int, sharing: int, latency_ns: int) -> int:
     """A transfer that shares its source with `sharing - 1` others."""
-    return latency_ns + moved_bytes * sharing * 1_000_000_000 // bytes_s
+    return latency_ns + moved_bytes * sharing * SECOND_NS // bytes_s
 
 
 # --- answers ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
-from halfmoon.conductor.core.cost import LINK_STALE_NS, Link, prefill_ns, transfer_ns
+from halfmoon.conductor.core.cost import LINK_STALE_NS, Link, transfer_ns
 from halfmoon.conductor.core.state import State, Worker
 
 #: A run of blocks from the first, and the nodes that hold just so much.
@@ -153,7 +153,7 @@ class _Source:
         worker = self.worker
         transfer = self.transfer_ns(blocks, worker.block_bytes)
         first_layer = self.transfer_ns(blocks, worker.layer_block_bytes)
-        prefill = prefill_ns(worker.cost, self.tokens, blocks * worker.block_tokens)
+        prefill = worker.cost.prefill_ns(self.tokens, blocks * worker.block_tokens)
         ttft = max(self.queue_ns, first_layer) + max(transfer, prefill)
         return Cut(
             blocks, self.node_id, transfer, prefill, ttft, self.sharing, blocks > self.dram, self.local
@@ -196,7 +196,7 @@ class _Source:
 
     def _transfer_reaches_prefill(self, blocks: int) -> bool:
         worker = self.worker
-        prefill = prefill_ns(worker.cost, self.tokens, blocks * worker.block_tokens)
+        prefill = worker.cost.prefill_ns(self.tokens, blocks * worker.block_tokens)
         return self.transfer_ns(blocks, worker.block_bytes) >= prefill
 
     def _first_layer_exceeds_queue(self, blocks: int) -> bool:
@@ -283,11 +283,11 @@ def papers_rule(
         dram = matched.dram.get(worker.node_id, 0)
         if local <= dram:
             return None
-        prefill = prefill_ns(worker.cost, tokens, local * worker.block_tokens)
+        prefill = worker.cost.prefill_ns(tokens, local * worker.block_tokens)
         return Cut(local, worker.node_id, 0, prefill, queue + prefill, 1, True, dram)
     here = _Source(state, worker, tokens, source, now_ns, queue, local, state.links)
     transfer = here.transfer_ns(blocks, worker.block_bytes)
-    prefill = prefill_ns(worker.cost, tokens, blocks * worker.block_tokens)
+    prefill = worker.cost.prefill_ns(tokens, blocks * worker.block_tokens)
     return Cut(
         blocks, node_id, transfer, prefill, queue + transfer + prefill, sharing, blocks > here.dram, local
     )

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from halfmoon.conductor.core.cost import LINK_STALE_NS, Link, step_ns
-from halfmoon.schemas.events import CostProfile
+from halfmoon.conductor.core.cost import LINK_STALE_NS, Link
+from halfmoon.schemas.cost_profile import CostProfile
 
 if TYPE_CHECKING:
     from halfmoon.conductor.core.state import Store, Worker
@@ -181,7 +181,7 @@ def decode_row(worker: Worker) -> DecodeRow:
     blocks_free = NO_KV_BLOCKS
     if worker.block_bytes:
         blocks_free = worker.kv_blocks - worker.reserved_blocks if sequences < worker.batch_max else -1
-    return DecodeRow(step_ns(worker.cost, sequences + 1, worker.context_tokens), blocks_free)
+    return DecodeRow(worker.cost.step_ns(sequences + 1, worker.context_tokens), blocks_free)
 
 
 def _tokens_max(worker: Worker) -> int:

@@ -18,7 +18,6 @@ The contract with a shell:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import Any, assert_never
 
 import msgspec
@@ -39,6 +38,7 @@ from halfmoon.conductor.core.explanation import Explanation, explain
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.reconcile import compare_orders
 from halfmoon.conductor.core.state import Decisions, Order, State
+from halfmoon.schemas.codec import digest
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import (
     BlocksEvicted,
@@ -134,7 +134,7 @@ class Core:
 
     def digest(self) -> str:
         """Names the whole state; equal for equal logs, whatever the process."""
-        return blake2b(self.snapshot(), digest_size=16).hexdigest()
+        return digest(self.snapshot())
 
     def snapshot(self) -> bytes:
         return _encoder.encode(_Snapshot(SNAPSHOT_VERSION, self.state))

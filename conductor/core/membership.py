@@ -13,9 +13,9 @@ from halfmoon.conductor.core.cost import decode_fit, prefill_fit
 from halfmoon.conductor.core.orders import arm, end, place_parked, withdraw
 from halfmoon.conductor.core.reconcile import lose_orders
 from halfmoon.conductor.core.state import Decisions, Frontend, State, Store, Worker
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import AnnounceYourself, FailRequest
 from halfmoon.schemas.events import (
-    CostProfile,
     FrontendHeartbeat,
     FrontendJoined,
     StoreHeartbeat,

@@ -13,12 +13,12 @@ from itertools import islice
 
 import msgspec
 
-from halfmoon.conductor.core.cost import prefill_ns, step_ns
 from halfmoon.conductor.core.fetch_plan import Matched, cheapest, load_from_own_ssd, papers_rule, unmeasured
 from halfmoon.conductor.core.load_index import Pool, PrefillRow
 from halfmoon.conductor.core.state import State, Worker
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Fetch
-from halfmoon.schemas.events import CostProfile, RequestArrived
+from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import PolicyName
 from halfmoon.schemas.types import KEY_BYTES
 
@@ -156,7 +156,7 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
     if pool.rows[first].orders < policy.queued_max_per_worker:
         best = _candidate(state, pool.workers[first], tokens, matched, now_ns)
         rank = (best.ttft_ns + best.copies_ns, best.transfer_ns, best.orders, first)
-    queue_max_ns = rank[0] - prefill_ns(pool.least, tokens, blocks * pool.block_tokens)
+    queue_max_ns = rank[0] - pool.least.prefill_ns(tokens, blocks * pool.block_tokens)
     places = [place for _, place in pool.lightest(now_ns + queue_max_ns) if place != first]
     idle = _Idle(state, tokens, matched, now_ns)
     for bound in sorted(_bounds(state, matched, tokens, blocks, now_ns, places, rank)):
@@ -201,7 +201,7 @@ def _bounds(
     for place in places:
         worker = pool.workers[place]
         free_ns, behind_ns, orders = pool.rows[place]
-        bound_ns = prefill_ns(worker.cost, tokens, cached) + max(behind_ns, free_ns - now_ns)
+        bound_ns = worker.cost.prefill_ns(tokens, cached) + max(behind_ns, free_ns - now_ns)
         if bound_ns <= rank[0]:
             lacking = blocks - min(held.get(worker.node_id, 0), blocks)
             if lacking:
@@ -242,7 +242,7 @@ class _Idle:
             if cost == worker.cost:
                 return first_token_ns, transfer, 0, place
         blocks_max = (self._tokens - 1) // worker.block_tokens if worker.block_bytes else 0
-        first_token_ns, transfer = prefill_ns(worker.cost, self._tokens, 0), 0
+        first_token_ns, transfer = worker.cost.prefill_ns(self._tokens, 0), 0
         cut = (
             unmeasured(state, worker, self._tokens, matched, self._now_ns, blocks_max) if blocks_max else None
         )
@@ -278,7 +278,7 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
     local = min(matched.dram.get(node_id, 0), blocks_max)
     copies = copies_ns(state, worker.cost, worker.block_tokens, min(matched.longest, blocks_max) - local)
     cached, transfer, source, sharing, ssd = local, 0, "", 1, False
-    prefill = prefill_ns(worker.cost, tokens, local * worker.block_tokens)
+    prefill = worker.cost.prefill_ns(tokens, local * worker.block_tokens)
     ttft = queue + prefill
     if blocks_max and matched.longest > local:
         if policy.name in LOCAL_POLICIES:
@@ -362,7 +362,7 @@ def _decode_candidate(state: State, worker: Worker, matched: Matched, context: i
     return DecodeCandidate(
         worker_id=worker.worker_id,
         node_id=worker.node_id,
-        tbt_ns=step_ns(worker.cost, sequences + 1, worker.context_tokens + context),
+        tbt_ns=worker.cost.step_ns(sequences + 1, worker.context_tokens + context),
         blocks=blocks,
         reserved_blocks=worker.reserved_blocks,
         room=has_room(worker, sequences, worker.reserved_blocks, blocks),
@@ -402,7 +402,7 @@ def lightest(state: State, request: RequestArrived, matched: Matched, answer_tok
             limit_ns = min(limit_ns, step + most_ns - least_ns)
             worker = pool.workers[place]
             sequences, held = len(worker.orders), matched.held.get(worker.node_id, 0)
-            tbt_ns = step_ns(worker.cost, sequences + 1, worker.context_tokens + context)
+            tbt_ns = worker.cost.step_ns(sequences + 1, worker.context_tokens + context)
             near.append((tbt_ns, -held, sequences, place))
     if not near:
         return None

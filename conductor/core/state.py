@@ -15,8 +15,9 @@ from halfmoon.conductor.core.block_index import BlockIndex
 from halfmoon.conductor.core.cost import Answers, Fit, Link
 from halfmoon.conductor.core.load_index import Pools
 from halfmoon.conductor.core.overload import Offered
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision, Prediction
-from halfmoon.schemas.events import CostProfile, RequestArrived, Role
+from halfmoon.schemas.events import RequestArrived, Role
 from halfmoon.schemas.policy import Layout, Policy
 
 if TYPE_CHECKING:

@@ -18,12 +18,13 @@ from prometheus_client.registry import Collector
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.tasks import within
-from halfmoon.bus.telemetry.metrics import SECOND_NS, STEP_S, Times, Values, counter, gauge, histogram
+from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge, histogram
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Decision, RejectReason
 from halfmoon.schemas.events import EVENT_TYPES
+from halfmoon.schemas.numbers import SECOND_NS
 
 REFRESH_S = 1.0
 

@@ -16,6 +16,7 @@ from halfmoon.conductor.replay.logfile import (
     ProgressLine,
     SnapshotLine,
 )
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.types import KEY_BYTES
 
 _KEYS = "block_keys"
@@ -23,8 +24,8 @@ _KEYS = "block_keys"
 
 def clock(at_ns: int) -> str:
     """Time of day, UTC, to the microsecond."""
-    at = datetime.datetime.fromtimestamp(at_ns // 1_000_000_000, datetime.UTC)
-    return f"{at:%H:%M:%S}.{at_ns % 1_000_000_000 // 1_000:06d}"
+    at = datetime.datetime.fromtimestamp(at_ns // SECOND_NS, datetime.UTC)
+    return f"{at:%H:%M:%S}.{at_ns % SECOND_NS // 1_000:06d}"
 
 
 def described(line: Line) -> str:
@@ -84,7 +85,7 @@ def _is_span(name: str, value: Any) -> bool:
 
 def duration(value_ns: int) -> str:
     """In the unit that suits it."""
-    if abs(value_ns) >= 1_000_000_000:
+    if abs(value_ns) >= SECOND_NS:
         return f"{value_ns / 1e9:.3f} s"
     if abs(value_ns) >= 1_000_000:
         return f"{value_ns / 1e6:.1f} ms"

@@ -27,7 +27,8 @@ from halfmoon.conductor.simulation.report import Report, Slo, summarise
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import Cluster
-from halfmoon.schemas.events import CostProfile, StoreJoined, WorkerJoined
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.events import StoreJoined, WorkerJoined
 from halfmoon.schemas.policy import Policy
 
 #: From the pool into a worker's cache; no event tells, and it is never the bottleneck on a machine with

@@ -11,18 +11,16 @@ import heapq
 import math
 from bisect import bisect_right
 
-from halfmoon.schemas.events import CostProfile
-
-#: A request's TBT is the mean of the longest tenth of its token intervals.
-LONGEST_TENTH = 10
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.slo import TBT_WORST_PERCENT
 
 
 def tbt_ns(intervals: list[tuple[float, int]]) -> int:
-    """Mean of the longest tenth (at least one) of intervals given as (ns, how many)."""
+    """As `schemas.slo.tbt_ns`, of intervals given as (ns, how many)."""
     count = sum(times for _, times in intervals)
     if not count:
         return 0
-    left = wanted = max(1, count // LONGEST_TENTH)
+    left = wanted = max(1, count * TBT_WORST_PERCENT // 100)
     total = 0.0
     for length, times in sorted(intervals, reverse=True):
         taken = min(times, left)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from halfmoon.conductor.core.cost import prefill_ns
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
 from halfmoon.conductor.simulation.block_cache import Pool
 from halfmoon.conductor.simulation.clock import Clock
@@ -100,7 +99,7 @@ class MixedWorker:
 
     def predicted_ns(self, request: MixedRequest) -> int:
         used = self.cached_blocks(request) * self.block_tokens
-        return prefill_ns(self.profile.cost, request.outcome.prompt_tokens, used)
+        return self.profile.cost.prefill_ns(request.outcome.prompt_tokens, used)
 
     def begin(self, request: MixedRequest) -> None:
         request.queued_ns = self.predicted_ns(request)
@@ -162,7 +161,7 @@ class MixedWorker:
         if self._stalled_since_ns < 0:
             self._stalled_since_ns = self.clock.now_ns
         tokens = request.outcome.prompt_tokens
-        took_ns = int(prefill_ns(self.profile.cost, tokens, request.used) * self.clock.jitter())
+        took_ns = int(self.profile.cost.prefill_ns(tokens, request.used) * self.clock.jitter())
         self.prefill_ns += took_ns
         request.outcome.compute_ns = took_ns
         self.clock.after(took_ns, self._prefilled, request)
@@ -237,7 +236,7 @@ class MixedWorker:
             request = self.prefilling[0]
             tokens = min(budget, request.outcome.prompt_tokens - request.computed)
             after = request.computed + tokens
-            part_ns = prefill_ns(cost, after, request.computed) - cost.prefill_base_ns
+            part_ns = cost.prefill_ns(after, request.computed) - cost.prefill_base_ns
             request.outcome.compute_ns += part_ns
             computed += part_ns
             request.computed = after

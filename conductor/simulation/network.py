@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from halfmoon.conductor.simulation.clock import Clock
-
-SECOND_NS = 1_000_000_000
+from halfmoon.schemas.numbers import SECOND_NS
 
 
 class Transfer:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from halfmoon.conductor.core.cost import prefill_ns
-from halfmoon.conductor.simulation.network import SECOND_NS, Transfer
+from halfmoon.conductor.simulation.network import Transfer
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
+from halfmoon.schemas.numbers import SECOND_NS
 
 if TYPE_CHECKING:
     from halfmoon.conductor.simulation.nodes import Node
@@ -124,11 +124,10 @@ class PrefillWorker:
         here = dict.fromkeys(job.held)
         while job.local < usable and job.local < len(job.keys) and job.keys[job.local] in here:
             job.local += 1
-        for fetch in order.fetches:
-            first = max(fetch.first_block, job.local)
-            blocks = min(fetch.first_block + fetch.blocks, usable) - first
-            if blocks > 0 and first == job.local:
-                self._fetch(job, world.nodes[fetch.node_id], job.keys[first : first + blocks])
+        for ordered in order.fetches:
+            fetch = ordered.clipped(job.local, usable)
+            if fetch is not None:
+                self._fetch(job, world.nodes[fetch.node_id], job.keys[job.local : job.local + fetch.blocks])
                 break
 
     def _fetch(self, job: Job, source: Node, keys: list[bytes]) -> None:
@@ -168,7 +167,7 @@ class PrefillWorker:
         world, order = self.world, job.order
         now_ns = job.started_ns = world.clock.now_ns
         used = (job.local + job.fetched) * world.block_tokens
-        job.compute_ns = int(prefill_ns(world.profile.cost, order.prompt_tokens, used) * world.clock.jitter())
+        job.compute_ns = int(world.profile.cost.prefill_ns(order.prompt_tokens, used) * world.clock.jitter())
         # What is cached is loaded from the pool, layer by layer, while layers are computed.
         load_ns = used * world.profile.token_bytes * SECOND_NS // world.profile.load_bytes_s
         job.compute_ns = max(job.compute_ns, load_ns)

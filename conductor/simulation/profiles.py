@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from halfmoon.schemas.events import CostProfile
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 
 

@@ -9,8 +9,7 @@ import msgspec
 
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.world import LoadSample
-
-MS_NS = 1_000_000
+from halfmoon.schemas.numbers import MS_NS
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):

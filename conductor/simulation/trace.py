@@ -20,7 +20,8 @@ from typing import BinaryIO
 import msgspec
 import zstandard
 
-MS_NS = 1_000_000
+from halfmoon.schemas.numbers import MS_NS
+
 #: Tokens of a block that an id names, in Mooncake's traces.
 TRACE_BLOCK_TOKENS = 512
 #: No prompt is longer: a length beyond is taken for a fault of the file.

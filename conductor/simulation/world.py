@@ -48,7 +48,8 @@ from halfmoon.schemas.events import (
     TimerFired,
     WorkerJoined,
 )
-from halfmoon.schemas.policy import SECOND_NS, Policy
+from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.types import KEY_BYTES
 
 HEARTBEAT_NS = 10 * SECOND_NS

@@ -25,7 +25,7 @@ from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.page import whys
 from halfmoon.conductor.view.request_tracker import request_view
 from halfmoon.schemas import subjects
-from halfmoon.schemas.policy import SECOND_NS
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.view import Explained, Grounds
 
 #: Events from the snapshot to the request, at most: some ten seconds of computing.

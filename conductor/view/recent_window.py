@@ -36,7 +36,7 @@ from halfmoon.schemas.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from halfmoon.schemas.policy import SECOND_NS
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.status import RequestCounts
 from halfmoon.schemas.view import LinkUse, Refused, Series, Spread, Told
 

@@ -17,7 +17,7 @@ from halfmoon.conductor.replay.logfile import EventLine, SnapshotLine
 from halfmoon.conductor.replay.timeline import decode_bar, prefill_bar
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import DecodeStarted, RequestArrived, Stamped
-from halfmoon.schemas.policy import SECOND_NS
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.view import RequestView, Stage, Stretch
 
 #: A request is followed when none was for so long.

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from halfmoon.bus.connection import Bus
-from halfmoon.conductor.core.cost import step_ns
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.conductor.core.state import State, Worker
@@ -198,7 +197,7 @@ def _load(worker: Worker, state: State) -> WorkerLoad:
     if worker.role == "prefill":
         predicted_ns, slo_ns = queue_ns(worker, state.at_ns), state.policy.ttft_slo_ns
     else:
-        predicted_ns = step_ns(worker.cost, len(worker.orders), worker.context_tokens) if worker.orders else 0
+        predicted_ns = worker.cost.step_ns(len(worker.orders), worker.context_tokens) if worker.orders else 0
         slo_ns = state.policy.tbt_slo_ns
     return WorkerLoad(worker_id=worker.worker_id, load=1_000 * predicted_ns // max(1, slo_ns))
 

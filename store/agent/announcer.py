@@ -28,6 +28,7 @@ from halfmoon.schemas.events import (
     TierLost,
 )
 from halfmoon.schemas.keys import join_keys
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.slots import Change
 
@@ -35,7 +36,7 @@ from halfmoon.store.pool.slots import Change
 KEYS_PER_MESSAGE = 2048
 BATCH_S = 0.001
 OVERLOADED_S = 0.25
-SUSPECT_AGAIN_NS = 1_000_000_000
+SUSPECT_AGAIN_NS = SECOND_NS
 
 
 class Announcer:

@@ -27,6 +27,7 @@ from conductor_scripts import LAYOUT, MS, PROFILE, S, keys
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.live.shell import target
 from halfmoon.schemas.codec import digest as digest_of
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
     CancelOrder,
@@ -42,7 +43,6 @@ from halfmoon.schemas.events import (
     BlocksEvicted,
     BlocksStored,
     ClusterConfigured,
-    CostProfile,
     DecodeFailed,
     DecodeRefused,
     DecodeStarted,

@@ -6,11 +6,11 @@ from typing import Any
 
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.machine import Core
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision, SetTimer
 from halfmoon.schemas.events import (
     BlocksStored,
     ClusterConfigured,
-    CostProfile,
     Event,
     FrontendJoined,
     PrefillFinished,

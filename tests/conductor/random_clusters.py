@@ -22,6 +22,7 @@ from conductor_scripts import LAYOUT, MS, NULL_LAYOUT, PROFILE, S, keys
 from halfmoon.conductor.core import admission
 from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.codec import encode
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
     CancelOrder,
@@ -38,7 +39,6 @@ from halfmoon.schemas.events import (
     BlocksEvicted,
     BlocksStored,
     ClusterConfigured,
-    CostProfile,
     DecodeFailed,
     DecodeRefused,
     DecodeStarted,

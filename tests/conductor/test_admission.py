@@ -18,8 +18,9 @@ from conductor_scripts import (
     prefilled,
 )
 
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Prediction, RejectRequest, StartDecode, StartPrefill
-from halfmoon.schemas.events import CostProfile, WorkerDraining
+from halfmoon.schemas.events import WorkerDraining
 from halfmoon.schemas.policy import AdmissionName
 
 QUIET = {"heartbeat_ns": 10**12}

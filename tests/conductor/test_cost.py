@@ -16,13 +16,11 @@ from halfmoon.conductor.core.cost import (
     learn_answer,
     measured_link,
     prefill_fit,
-    prefill_ns,
     refit_decode,
     refit_prefill,
-    step_ns,
     transfer_ns,
 )
-from halfmoon.schemas.events import CostProfile
+from halfmoon.schemas.cost_profile import CostProfile
 
 TRUE = CostProfile(
     prefill_base_ns=29 * MS,
@@ -35,10 +33,10 @@ TRUE = CostProfile(
 
 
 def test_a_prediction_is_the_formula_in_whole_nanoseconds() -> None:
-    assert prefill_ns(TRUE, 1_000, 0) == 29 * MS + 392 * MS + 146 * MS
-    assert prefill_ns(TRUE, 1_000, 600) == 29 * MS + 392 * MS * 400 // 1_000 + 146 * (1_000_000 - 360_000)
-    assert step_ns(TRUE, 4, 1_000) == 37_500_000 + 4 * 340_000 + 6_200_000
-    assert prefill_ns(CostProfile(), 10_000, 0) == step_ns(CostProfile(), 10, 10_000) == 0
+    assert TRUE.prefill_ns(1_000, 0) == 29 * MS + 392 * MS + 146 * MS
+    assert TRUE.prefill_ns(1_000, 600) == 29 * MS + 392 * MS * 400 // 1_000 + 146 * (1_000_000 - 360_000)
+    assert TRUE.step_ns(4, 1_000) == 37_500_000 + 4 * 340_000 + 6_200_000
+    assert CostProfile().prefill_ns(10_000, 0) == CostProfile().step_ns(10, 10_000) == 0
 
 
 def test_a_transfer_is_latency_and_bytes_over_its_share_of_the_bandwidth() -> None:
@@ -53,18 +51,18 @@ def test_measurements_lead_to_the_true_costs_from_any_profile(joined: CostProfil
     for _ in range(300):
         tokens = draw.randrange(10, 8_000)
         cached = draw.choice([0, tokens // 2])
-        seen = int(prefill_ns(TRUE, tokens, cached) * draw.uniform(0.93, 1.07))
+        seen = int(TRUE.prefill_ns(tokens, cached) * draw.uniform(0.93, 1.07))
         cost = refit_prefill(fit, cost, tokens, cached, seen)
     for tokens, cached in ((100, 0), (1_000, 0), (4_000, 3_000), (8_000, 0)):
-        assert prefill_ns(cost, tokens, cached) == pytest.approx(prefill_ns(TRUE, tokens, cached), rel=0.12)
+        assert cost.prefill_ns(tokens, cached) == pytest.approx(TRUE.prefill_ns(tokens, cached), rel=0.12)
     step, fit = joined, decode_fit(joined)
     for _ in range(300):
         batch = draw.randrange(1, 64)
         context = batch * draw.randrange(10, 4_000)
-        seen = int(step_ns(TRUE, batch, context) * draw.uniform(0.93, 1.07))
+        seen = int(TRUE.step_ns(batch, context) * draw.uniform(0.93, 1.07))
         step = refit_decode(fit, step, batch, context, seen)
     for batch, context in ((1, 100), (8, 8_000), (64, 100_000)):
-        assert step_ns(step, batch, context) == pytest.approx(step_ns(TRUE, batch, context), rel=0.15)
+        assert step.step_ns(batch, context) == pytest.approx(TRUE.step_ns(batch, context), rel=0.15)
 
 
 def test_nonsense_keeps_coefficients_finite_and_not_negative() -> None:
@@ -84,13 +82,13 @@ def test_a_worker_that_takes_the_same_time_for_everything_is_learned_too() -> No
     for _ in range(500):
         cost = refit_prefill(fit, cost, draw.randrange(10, 8_000), 0, 50 * MS)
     for tokens in (100, 2_000, 8_000):
-        assert prefill_ns(cost, tokens, 0) == pytest.approx(50 * MS, rel=0.15)
+        assert cost.prefill_ns(tokens, 0) == pytest.approx(50 * MS, rel=0.15)
 
 
 def test_one_stalled_measurement_counts_as_a_bounded_one() -> None:
     fit = prefill_fit(TRUE)
     stalled = refit_prefill(fit, TRUE, 1_000, 0, 3_600 * S)
-    assert prefill_ns(stalled, 1_000, 0) < 4 * prefill_ns(TRUE, 1_000, 0)
+    assert stalled.prefill_ns(1_000, 0) < 4 * TRUE.prefill_ns(1_000, 0)
 
 
 def test_a_bandwidth_is_a_moving_average_and_grows_stale() -> None:

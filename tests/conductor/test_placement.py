@@ -25,11 +25,12 @@ from conductor_scripts import (
     stored,
 )
 
-from halfmoon.conductor.core.cost import Link, prefill_ns
+from halfmoon.conductor.core.cost import Link
 from halfmoon.conductor.core.placement import Candidate, candidates, decode_candidates, match
 from halfmoon.conductor.core.state import State
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Fetch, StartDecode, StartPrefill
-from halfmoon.schemas.events import CostProfile, RequestArrived, StoreLeft, StoreSuspected, TierLost
+from halfmoon.schemas.events import RequestArrived, StoreLeft, StoreSuspected, TierLost
 
 US = 1_000
 
@@ -335,7 +336,7 @@ def cheapest_by_trying(state: State, request: RequestArrived, worker_id: str, no
     cap = (n - 1) // size
     matched = match(state, request, now_ns)
     local = min(matched.held.get(worker.node_id, 0), cap)
-    best = queue + prefill_ns(worker.cost, n, local * size)
+    best = queue + worker.cost.prefill_ns(n, local * size)
     for node_id, blocks, _, sharing in matched.sources():
         link = state.links.get(worker.node_id, {}).get(node_id)
         bytes_s = link.bytes_s if link else state.policy.link_bytes_s
@@ -343,7 +344,7 @@ def cheapest_by_trying(state: State, request: RequestArrived, worker_id: str, no
             moved = (cut - local) * sharing * S
             first = state.policy.link_latency_ns + moved * worker.layer_block_bytes // bytes_s
             whole = state.policy.link_latency_ns + moved * worker.block_bytes // bytes_s
-            best = min(best, max(queue, first) + max(whole, prefill_ns(worker.cost, n, cut * size)))
+            best = min(best, max(queue, first) + max(whole, worker.cost.prefill_ns(n, cut * size)))
     return best
 
 
@@ -384,4 +385,4 @@ def test_the_chosen_cut_is_the_best_of_all(seed: int) -> None:
 
 def test_the_layout_of_the_examples_is_what_they_say() -> None:
     assert (LAYOUT.block_bytes, LAYOUT.layer_block_bytes) == (100_000, 10_000)
-    assert prefill_ns(PROFILE, 1_000, 500) == 60 * MS
+    assert PROFILE.prefill_ns(1_000, 500) == 60 * MS

@@ -8,8 +8,9 @@ from typing import Any, get_args
 import pytest
 from conductor_scripts import MS, Script, arrived, decode, keys, prefill, prefilled, stored
 
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
-from halfmoon.schemas.events import CostProfile, PolicyChanged
+from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.policy import Policy, PolicyName
 
 

@@ -20,7 +20,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.telemetry.metrics import exposition, process_registry
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.live.metrics import ConductorMetrics, Tally
-from halfmoon.schemas.events import CostProfile
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.agent.metrics import StoreMetrics

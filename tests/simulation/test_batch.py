@@ -7,7 +7,7 @@ import random
 import pytest
 
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
-from halfmoon.schemas.events import CostProfile
+from halfmoon.schemas.cost_profile import CostProfile
 
 COST = CostProfile(
     decode_base_ns=10_000_000, decode_per_sequence_ns=100_000, decode_per_context_token_ps=25_000

@@ -5,13 +5,14 @@ measured.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict
 
-from halfmoon.workers.model.cost_fit import (
-    CostProfile,
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.workers.cost_fit import (
     DecodeTime,
     PrefillTime,
     by_prompt,
@@ -21,8 +22,8 @@ from halfmoon.workers.model.cost_fit import (
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.files import LoadedModel
 from halfmoon.workers.model.null_engine import NullEngine
-from halfmoon.workers.model.profiler import measured_profile, profile_key
 from halfmoon.workers.model.sampling_params import SampleRequest, SamplingParams
+from halfmoon.workers.profiler import measured_profile, profile_key
 
 TRUE = CostProfile(
     prefill_base_ns=5_000_000, prefill_per_token_ps=400_000_000, prefill_per_token2_fs=150_000_000,
@@ -34,9 +35,9 @@ def test_the_fit_finds_the_coefficients_that_made_the_times() -> None:
     prefills = [
         PrefillTime(n, p, TRUE.prefill_ns(n, p)) for n, p in ((64, 0), (256, 0), (512, 256), (4096, 3840))
     ]
-    decodes = [DecodeTime(b, c, TRUE.decode_ns(b, c)) for b, c in ((1, 16), (1, 4000), (8, 128), (8, 8000))]
+    decodes = [DecodeTime(b, c, TRUE.step_ns(b, c)) for b, c in ((1, 16), (1, 4000), (8, 128), (8, 8000))]
     found = fit_profile(prefills, decodes)
-    for name in TRUE.__dataclass_fields__:
+    for name in TRUE.__struct_fields__:
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
 
 

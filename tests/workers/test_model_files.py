@@ -121,14 +121,14 @@ def test_processes_that_start_at_once_parse_once(empty_cache: Path) -> None:
     path = tiny_gguf(empty_cache / "m.gguf")
     script = """
 import sys, time, torch
-from halfmoon.workers import model_files
-parse = model_files._parse_gguf
+from halfmoon.workers.model import files
+parse = files._parse_gguf
 def noted(*arguments):
     print("parsed", flush=True)
     time.sleep(3)  # so that the others come to wait
     return parse(*arguments)
-model_files._parse_gguf = noted
-print(model_files.load_model(sys.argv[1], dtype=torch.float32).fingerprint)
+files._parse_gguf = noted
+print(files.load_model(sys.argv[1], dtype=torch.float32).fingerprint)
 """
     command = [sys.executable, "-c", script, str(path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(3)]
@@ -178,7 +178,7 @@ import sys
 from halfmoon.workers.model.files import load_config, model_fingerprint
 from halfmoon.workers.model.tokenizer import Tokenizer
 load_config({MODEL!r}); Tokenizer.load({MODEL!r})
-import halfmoon.workers.model.null_engine, halfmoon.workers.model.cost_fit
+import halfmoon.workers.model.null_engine, halfmoon.workers.cost_fit
 assert "torch" not in sys.modules
 print(model_fingerprint({MODEL!r}))
 """

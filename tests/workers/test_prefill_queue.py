@@ -13,8 +13,8 @@ from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas import subjects
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import CancelOrder, StartPrefill
-from halfmoon.schemas.events import CostProfile
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import KvMessage, PrefillResult
 from halfmoon.schemas.policy import Layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.schemas.events import CostProfile
+from halfmoon.schemas.cost_profile import CostProfile
 
 _WEIGHT = 0.1
 
@@ -17,10 +17,10 @@ class StepTimes:
 
     def predict(self, sequences: int, context_tokens: int) -> int:
         """Nanoseconds of one step."""
-        return int(self._model(sequences, context_tokens) * self._ratio)
+        return int(self._profile.step_ns(sequences, context_tokens) * self._ratio)
 
     def observe(self, step_ns: int, sequences: int, context_tokens: int) -> None:
-        expected = self._model(sequences, context_tokens)
+        expected = self._profile.step_ns(sequences, context_tokens)
         if expected > 0:
             self._ratio += _WEIGHT * (step_ns / expected - self._ratio)
         self._steps += 1
@@ -36,11 +36,3 @@ class StepTimes:
         if not steps:
             return (0, 0, 0, 0)
         return (steps, means[0] // steps, means[1] // steps, means[2] // steps)
-
-    def _model(self, sequences: int, context_tokens: int) -> int:
-        profile = self._profile
-        return (
-            profile.decode_base_ns
-            + profile.decode_per_sequence_ns * sequences
-            + profile.decode_per_context_token_ps * context_tokens // 1000
-        )

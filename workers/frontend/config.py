@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-SECOND_NS = 1_000_000_000
+from halfmoon.schemas.numbers import SECOND_NS
 
 
 @dataclass(frozen=True, kw_only=True)

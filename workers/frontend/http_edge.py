@@ -25,6 +25,7 @@ from aiohttp import web
 from halfmoon.bus.telemetry.metrics import CONTENT_TYPE, exposition
 from halfmoon.bus.telemetry.version import VERSION
 from halfmoon.schemas.api import ApiError, Ask, TokenizeBody, chat_ask, completion_ask, decode_body
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.answers import OpenAiForm
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
@@ -213,7 +214,7 @@ class HttpEdge:
         status = await self._status.read()
         if not status["ready"]:
             raise ApiError(
-                503, "no worker yet in one of the pools", code="not_ready", retry_after_ns=1_000_000_000
+                503, "no worker yet in one of the pools", code="not_ready", retry_after_ns=SECOND_NS
             )
         return _json({"status": "ready"})
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from halfmoon.bus.telemetry.metrics import INTERVAL_S, LATENCY_S, SECOND_NS
+from halfmoon.bus.telemetry.metrics import INTERVAL_S, LATENCY_S
 from halfmoon.schemas.decisions import RejectReason
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.slo import Slo
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import msgspec
 from halfmoon.bus.errors import PeerError, PeerUnreachable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.tokens import ResendReply, ResendRequest, TokensSampled
 from halfmoon.workers.frontend.open_request import OpenRequest
 
@@ -41,7 +42,7 @@ class Resends:
         if now_ns - max(request.polled_at_ns, request.heard_at_ns) < config.resend_after_ns:
             return
         if now_ns - request.heard_at_ns > config.silence_ns_max:
-            seconds = config.silence_ns_max // 1_000_000_000
+            seconds = config.silence_ns_max // SECOND_NS
             self._registry.fail(
                 request, ApiError(500, f"nothing was heard for {seconds} s", code="silence"), "silence"
             )

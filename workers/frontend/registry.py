@@ -33,9 +33,10 @@ from halfmoon.schemas.events import (
     RequestArrived,
     RequestCancelled,
 )
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
-from halfmoon.workers.frontend.config import SECOND_NS, FrontendConfig
+from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.metrics import FrontendMetrics
 from halfmoon.workers.frontend.open_request import Listener, OpenRequest, Progress, order_rank
 from halfmoon.workers.frontend.prompts import PromptReader

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from halfmoon.schemas.api import MILLISECOND_NS, ApiError
+from halfmoon.schemas.api import ApiError
 from halfmoon.schemas.decisions import Prediction, RejectRequest
+from halfmoon.schemas.numbers import MS_NS
 
 _STATUS = {"no_worker": 503, "too_long": 413}
 
@@ -20,17 +21,17 @@ def rejection(decision: RejectRequest) -> ApiError:
     )
     error.extra["predicted_ms"] = _milliseconds(decision.predicted)
     error.extra["slo_ms"] = {
-        "ttft": decision.ttft_slo_ns / MILLISECOND_NS,
-        "tbt": decision.tbt_slo_ns / MILLISECOND_NS,
+        "ttft": decision.ttft_slo_ns / MS_NS,
+        "tbt": decision.tbt_slo_ns / MS_NS,
     }
     return error
 
 
 def _milliseconds(predicted: Prediction) -> dict[str, float]:
     return {
-        "queue": predicted.queue_ns / MILLISECOND_NS,
-        "transfer": predicted.transfer_ns / MILLISECOND_NS,
-        "prefill": predicted.prefill_ns / MILLISECOND_NS,
-        "ttft": predicted.ttft_ns / MILLISECOND_NS,
-        "tbt": predicted.tbt_ns / MILLISECOND_NS,
+        "queue": predicted.queue_ns / MS_NS,
+        "transfer": predicted.transfer_ns / MS_NS,
+        "prefill": predicted.prefill_ns / MS_NS,
+        "ttft": predicted.ttft_ns / MS_NS,
+        "tbt": predicted.tbt_ns / MS_NS,
     }

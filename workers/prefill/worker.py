@@ -151,12 +151,11 @@ class PrefillWorker(Worker):
         while job.cached_blocks < usable and job.cached_blocks in job.present:
             job.cached_blocks += 1
         job.transfer_ns = time.monotonic_ns() - started_ns
-        for fetch in job.order.fetches:
-            first = max(fetch.first_block, job.cached_blocks)
-            blocks = min(fetch.first_block + fetch.blocks, usable) - first
-            if blocks > 0 and first == job.cached_blocks:
+        for ordered in job.order.fetches:
+            fetch = ordered.clipped(job.cached_blocks, usable)
+            if fetch is not None:
                 job.fetch_node, job.fetch_replicas = fetch.node_id, fetch.replicas
-                job.fetched_blocks = blocks
+                job.fetched_blocks = fetch.blocks
                 break
         if job.fetched_blocks:
             job.loads = LayerLoads(layout.layers)

@@ -26,8 +26,9 @@ from halfmoon.bus.telemetry.version import VERSION
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError
 from halfmoon.schemas.codec import encode
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, ViewRequest
-from halfmoon.workers.frontend.config import SECOND_NS, FrontendConfig
+from halfmoon.workers.frontend.config import FrontendConfig
 
 EVERY_S = 0.5
 #: A conductor that has not answered for so long is silent.

@@ -1,6 +1,7 @@
-"""Measures an engine and keeps the result, so that a worker can tell what its work will cost.
+"""Measures what prefill and decode cost on an engine, and keeps the result.
 
-``measured_profile`` is what a worker calls at start: cached by model, dtype, device, CPU and threads, else two seconds.
+A worker calls `measured_profile` at its start: from the cache (by model, dtype, device, CPU and threads), or measured
+for two seconds.
 """
 
 from __future__ import annotations
@@ -9,28 +10,25 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import torch
 import xxhash
 
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.workers.cost_fit import DecodeTime, PrefillTime, by_prompt, fit_profile
 from halfmoon.workers.model.cache_files import cache_folder, held_lock, replace_file
-from halfmoon.workers.model.cost_fit import CostProfile, DecodeTime, PrefillTime, by_prompt, fit_profile
 from halfmoon.workers.model.engine import Engine
-
-__all__ = ["CostProfile", "DecodeTime", "PrefillTime", "measure", "measured_profile", "profile_key"]
 
 _QUICK_BUDGET_S = 2.0
 
 
 def measure(engine: Engine, *, budget_s: float) -> CostProfile:
-    """Takes about ``budget_s``, and a little more on a slow machine; the engine's free blocks are used and
-    given back.
+    """Takes about `budget_s`, a little more on a slow machine; borrows the engine's free blocks meanwhile.
 
-    Half the time goes to prefill, chunk after chunk of one growing prompt; half to decode steps, of a few
-    batches and contexts in turn. A step is timed alone, and of repeated ones the fastest counts: a
-    neighbour's noise only adds.
+    Half the time goes to prefill, chunk after chunk of one growing prompt; half to decode steps, of a few batches
+    and contexts in turn.
     """
     size = engine.block_tokens
     limit = min(engine.allocator.free_blocks, engine.config.context_tokens_max // size)
@@ -51,7 +49,7 @@ def measure(engine: Engine, *, budget_s: float) -> CostProfile:
 
 
 def _measure_head(engine: Engine, table: list[int]) -> int:
-    """What the logits of a prompt's last token add to its last chunk."""
+    """Time that the logits of a prompt's last token add to its last chunk."""
     tokens = max(1, engine.block_tokens // 4)
     with_head, without = (
         min(_time_prefill(engine, table, tokens, 0, logits=wanted).elapsed_ns for _ in range(3))
@@ -63,14 +61,13 @@ def _measure_head(engine: Engine, table: list[int]) -> int:
 def _measure_prefill(engine: Engine, table: list[int], until_s: float) -> list[PrefillTime]:
     size = engine.block_tokens
     _time_prefill(engine, table, size, 0)  # the first call of a shape prepares its kernels
-    # A short chunk first: without it base and cost per token cannot be told apart.
+    # A short chunk first: without it the base and the cost per token cannot be told apart.
     times = [
         _time_prefill(engine, table, max(1, size // 4), 0),
         _time_prefill(engine, table, max(1, size // 4), 0),
     ]
     at = 0
-    # Ever longer strides, so that the square shows within the budget; KV of skipped chunks is that of no text
-    # at all.
+    # Ever longer strides, so that the square shows within the budget. The KV of skipped chunks is made up.
     while (at + 1) * size <= len(table) * size:
         times.append(_time_prefill(engine, table, size, at * size))
         if time.monotonic() > until_s and len(times) >= 4:
@@ -80,6 +77,7 @@ def _measure_prefill(engine: Engine, table: list[int], until_s: float) -> list[P
 
 
 def _fastest_prefills(times: Sequence[PrefillTime]) -> list[PrefillTime]:
+    # The fastest of repeated measurements counts: a neighbour's noise only adds.
     fastest: dict[tuple[int, int], PrefillTime] = {}
     for t in times:
         known = fastest.get((t.prompt_tokens, t.cached_tokens))
@@ -104,8 +102,7 @@ def _measure_decode(engine: Engine, table: list[int], context: int, until_s: flo
     while rounds < 2 or (time.monotonic() < until_s and rounds < 20):
         for batch, tokens in shapes:
             tokens = max(1, min(tokens, context))
-            # Tables of their own while there are blocks: sequences that share blocks would share the CPU's
-            # cache too.
+            # Each sequence has a table of its own while there are blocks: shared blocks would share the CPU's cache.
             need = -(-tokens // engine.block_tokens)
             starts = [i * need % (len(table) - need + 1) for i in range(batch)]
             tables = [table[start : start + need] for start in starts]
@@ -120,7 +117,7 @@ def _measure_decode(engine: Engine, table: list[int], context: int, until_s: flo
 
 
 def profile_key(engine: Engine) -> str:
-    """Everything that the measured times depend on."""
+    """Names everything that the measured times depend on."""
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else _cpu_name()
     parts = (
         "3", engine.fingerprint, str(engine.dtype), device, torch.get_num_threads(), torch.__version__,
@@ -130,7 +127,7 @@ def profile_key(engine: Engine) -> str:
 
 
 def measured_profile(engine: Engine, *, budget_s: float = _QUICK_BUDGET_S) -> CostProfile:
-    """From the cache folder, or measured now; of several workers that start at once, one measures."""
+    """The profile in the cache folder, or measured now. When several workers start at once, one measures."""
     path = cache_folder("profiles") / f"{profile_key(engine)}.json"
     known = _read(path)
     if known is not None:
@@ -139,7 +136,7 @@ def measured_profile(engine: Engine, *, budget_s: float = _QUICK_BUDGET_S) -> Co
         known = _read(path)
         if known is None:
             known = measure(engine, budget_s=budget_s)
-            text = json.dumps(asdict(known), indent=1)
+            text = json.dumps(msgspec.structs.asdict(known), indent=1)
             replace_file(path, lambda place: place.write_text(text))
     return known
 
@@ -147,16 +144,15 @@ def measured_profile(engine: Engine, *, budget_s: float = _QUICK_BUDGET_S) -> Co
 def _read(path: Path) -> CostProfile | None:
     try:
         fields = json.loads(path.read_text())
-        profile = CostProfile(**fields)
-    except (OSError, ValueError, TypeError):
+        profile = msgspec.convert(fields, CostProfile)
+    except (OSError, ValueError, msgspec.ValidationError):
         return None
-    return profile if all(type(value) is int and value >= 0 for value in fields.values()) else None
+    # A field that is missing would count as 0.
+    return profile if fields.keys() == set(CostProfile.__struct_fields__) else None
 
 
 def _cpu_name() -> str:
-    """The kind of CPU as the kernel names it, with its instruction set: names alone are vague on virtual
-    machines.
-    """
+    """The kind of CPU as the kernel names it, with its instruction set: on virtual machines names alone are vague."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

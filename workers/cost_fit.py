@@ -1,41 +1,19 @@
-"""What prefill and decode cost on a machine: six integers, and the least squares that find them. Imports no
-torch.
+"""Fits a cost profile to measured times by non-negative least squares. Imports no torch.
 
-``prefill(n, p) = base + per_token * (n - p) + per_token2 * (n**2 - p**2)`` for a prompt of n tokens of which p are
-cached; ``decode(batch, context) = base + per_sequence * batch + per_context_token * context`` for one step,
-whose
-``context`` is the sum over the batch. Source: Mooncake (FAST'25), section 6.1: prefill time is predictable from
-length and cached length; the forms are those of attention and of matrix products.
+The forms are those of `CostProfile`: attention and matrix products are linear in them.
+Source: Mooncake (FAST'25), section 6.1: prefill time is predictable from length and cached length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
+from msgspec.structs import replace
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostProfile:
-    """Integers, so that every process computes the same prediction: 1 ns is 1,000 ps and 1,000,000 fs."""
-
-    prefill_base_ns: int
-    prefill_per_token_ps: int
-    prefill_per_token2_fs: int
-    decode_base_ns: int
-    decode_per_sequence_ns: int
-    decode_per_context_token_ps: int
-
-    def prefill_ns(self, prompt_tokens: int, cached_tokens: int) -> int:
-        n, p = prompt_tokens, cached_tokens
-        linear = self.prefill_per_token_ps * (n - p) // 1_000
-        return self.prefill_base_ns + linear + self.prefill_per_token2_fs * (n * n - p * p) // 1_000_000
-
-    def decode_ns(self, batch: int, context_tokens: int) -> int:
-        context = self.decode_per_context_token_ps * context_tokens // 1_000
-        return self.decode_base_ns + self.decode_per_sequence_ns * batch + context
+from halfmoon.schemas.cost_profile import CostProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +30,13 @@ class DecodeTime:
     """One measured step."""
 
     batch: int
+    #: Sum over the batch.
     context_tokens: int
-    """Sum over the batch."""
     elapsed_ns: int
 
 
 def fit_non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients >= 0 with the least sum of squared relative errors. Tries every subset of columns: there
-    are few.
+    """Coefficients >= 0 with the least sum of squared relative errors, one per column of `rows`.
 
     Relative, since a request of 100 tokens must be predicted as well as one of 8,000.
     """
@@ -68,6 +45,7 @@ def fit_non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -
     matrix = np.asarray(rows, dtype=np.float64) / target[:, None]
     columns = matrix.shape[1]
     best, best_error = [0.0] * columns, float(len(values))
+    # Every subset of the columns is tried: there are few.
     for count in range(1, columns + 1):
         for chosen in combinations(range(columns), count):
             found, *_ = np.linalg.lstsq(matrix[:, chosen], np.ones(len(values)), rcond=None)
@@ -99,11 +77,10 @@ def fit_profile(prefills: Sequence[PrefillTime], decodes: Sequence[DecodeTime]) 
 
 
 def by_prompt(profile: CostProfile, chunk_tokens: int, head_ns: int) -> CostProfile:
-    """From costs of single chunks to those of a prompt, which pays a chunk's base once in ``chunk_tokens``
-    tokens.
+    """The profile of whole prompts, from one fitted to single chunks of `chunk_tokens`.
 
-    n tokens are n / chunk_tokens chunks and half a one on average; the logits (``head_ns``) are computed
-    once.
+    A prompt of n tokens pays a chunk's base n / chunk_tokens times and half once more on average, and the logits
+    (`head_ns`) once.
     """
     return replace(
         profile,
