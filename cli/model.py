@@ -98,4 +98,28 @@ def measure_profile(engine: Any, layout: Layout) -> CostProfile:
     return measured_profile(engine)
 
 
-__all__ = ["ModelConfig", "build_engine", "context_tokens_max", "device_of", "layout_of", "measure_profile"]
+def numerics_warning(engine: Any, layout: Layout) -> str:
+    """One line that says what does not hold of exact numerics on this CPU; "" where all holds, or none is claimed."""
+    if layout.layers == 0 or layout.numerics != "exact":
+        return ""
+    from halfmoon.workers.model.self_test import known_differing_ways
+    from halfmoon.workers.profiler import profile_key
+
+    differing = known_differing_ways(engine, profile_key(engine))
+    if not differing:
+        return ""
+    return (
+        f"warning: {' and '.join(differing)} gave other bits than a request alone and cold: "
+        f"--numerics exact is not to be trusted on this CPU"
+    )
+
+
+__all__ = [
+    "ModelConfig",
+    "build_engine",
+    "context_tokens_max",
+    "device_of",
+    "layout_of",
+    "measure_profile",
+    "numerics_warning",
+]

@@ -370,6 +370,8 @@ async def run_worker(args: argparse.Namespace) -> int:
     engine = models.build_engine(args, layout, kv_blocks=kv_blocks)
     loaded = loop.time()
     profile = models.measure_profile(engine, layout)
+    if warning := models.numerics_warning(engine, layout):
+        say(f"{args.command} worker {worker_id}: {warning}")
     took = f"loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s"
     say(f"{args.command} worker {worker_id}: {took}")
     tracing = start_tracing(args, args.command, worker_id)

@@ -30,9 +30,11 @@ async def run(args: argparse.Namespace) -> int:
     layout = models.layout_of(args)
     engine = models.build_engine(args, layout, kv_blocks=layout.blocks(models.context_tokens_max(args)))
     profile = measure(engine, budget_s=args.budget_s)
+    warning = models.numerics_warning(engine, layout)
     fields = msgspec.structs.asdict(profile)
     if args.json:
-        print(orjson.dumps({"model": layout.model, "dtype": layout.dtype, **fields}).decode())
+        described = {"model": layout.model, "dtype": layout.dtype, "numerics_warning": warning}
+        print(orjson.dumps({**described, **fields}).decode())
         return 0
     print(f"{layout.model}, {layout.dtype}, {layout.numerics} numerics, {args.threads} thread(s)")
     print(
@@ -43,4 +45,8 @@ async def run(args: argparse.Namespace) -> int:
         f"  decode step: {profile.decode_base_ns / 1e6:.2f} ms + {profile.decode_per_sequence_ns / 1e6:.3f} ms·batch"
         f" + {profile.decode_per_context_token_ps / 1e9:.3e} ms·context tokens"
     )
+    if layout.numerics == "exact":
+        print(
+            f"  {warning or 'exact numerics hold: again, from a cache and in a batch the same bits as alone'}"
+        )
     return 0
