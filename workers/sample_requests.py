@@ -25,9 +25,9 @@ def params_of(sampling: Sampling) -> SamplingParams:
     )
 
 
-def end_ids(engine: Any, sampling: Sampling) -> frozenset[int]:
-    """Tokens that end this request's text."""
-    own = frozenset() if sampling.ignore_eos else frozenset(engine.config.eos_token_ids)
+def end_ids(eos_ids: frozenset[int], sampling: Sampling) -> frozenset[int]:
+    """Tokens that end this request's text; `eos_ids` are the model's own."""
+    own = frozenset() if sampling.ignore_eos else eos_ids
     return own | frozenset(sampling.stop_token_ids)
 
 

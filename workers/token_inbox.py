@@ -13,7 +13,7 @@ from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven
 
 #: What was not given by then is asked for: a message of core NATS may be lost.
 GIVE_S = 0.25
-#: Tokens may overtake the order that they belong to (another stream): so many orders' are kept.
+#: Tokens may overtake the order that they belong to (another stream): those of this many orders are kept.
 EARLY_ORDERS_MAX = 256
 TAKE_TIMEOUT_S = 2.0
 TAKE_TRIES = 4
@@ -21,7 +21,7 @@ TAKE_PAUSE_S = 0.2
 
 
 class TokenInbox:
-    """Of one worker. `open` before the first order."""
+    """Tokens for one worker. Call `open` before the first order."""
 
     def __init__(self, bus: Bus, worker_id: str) -> None:
         self._bus = bus
@@ -70,11 +70,6 @@ class TokenInbox:
         self._early[message.order_id] = message.taken
         while len(self._early) > EARLY_ORDERS_MAX:
             self._early.popitem(last=False)
-
-
-def refusal(taken: TakeReply | None) -> str:
-    """Why there are no tokens."""
-    return "the frontend does not answer" if taken is None else "the frontend no longer wants it"
 
 
 def _settle(awaited: asyncio.Future[TakeReply | None], taken: TakeReply | None) -> None:

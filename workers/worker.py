@@ -159,6 +159,10 @@ class Worker(ABC):
         """Orders not yet answered."""
 
     @abstractmethod
+    def kv_blocks_used(self) -> int:
+        """Blocks of the engine's own paged cache in use."""
+
+    @abstractmethod
     async def release_all(self) -> None:
         """Give back whatever open orders hold in the stores."""
 

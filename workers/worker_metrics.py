@@ -6,10 +6,9 @@ worker; waiting for KV, waiting for room in the batch, and the first step by the
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -74,19 +73,21 @@ class WorkerMetrics(Collector):
             case _:
                 pass  # joins and heartbeats
 
-    def joined(self, ready_wall_ns: int) -> None:
-        """A sequence joins the batch; everything of it has been here since `ready_wall_ns` (0: just now)."""
-        self._room_wait.observe(max(0, time.time_ns() - ready_wall_ns) if ready_wall_ns else 0)
+    def waited(self, name: Literal["room_wait", "first_step"], elapsed_ns: int) -> None:
+        """A sequence joined the batch after waiting for room, or made its first step after joining."""
+        match name:
+            case "room_wait":
+                self._room_wait.observe(elapsed_ns)
+            case "first_step":
+                self._first_step.observe(elapsed_ns)
+            case _:
+                assert_never(name)
 
     def stepped(self, step_ns: int, sequences: int, context_tokens: int) -> None:
         """One decode step was made."""
         self._steps.observe(step_ns)
         self._step_sequences += sequences
         self._step_context_tokens += context_tokens
-
-    def first_step(self, ns: int) -> None:
-        """A sequence has made its first step, so long after it joined."""
-        self._first_step.observe(ns)
 
     # --- what is shown --------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class WorkerMetrics(Collector):
         yield counter("halfmoon_orders", "Orders answered, by how they ended.", ("result",), ends)
         yield gauge("halfmoon_orders_open", "Orders taken and not answered.", (), {(): worker.orders_open()})
         blocks = worker.config.kv_blocks
-        used = blocks - worker.engine.allocator.free_blocks
+        used = worker.kv_blocks_used()
         yield gauge(
             "halfmoon_kv_cache_blocks", "Blocks of the worker's own paged cache in use.", (), {(): used}
         )
@@ -108,7 +109,13 @@ class WorkerMetrics(Collector):
             ("model_name",),
             {model: used / blocks},
         )
-        yield from self._prefill(model) if worker.role == "prefill" else self._decode(model)
+        match worker.role:
+            case "prefill":
+                yield from self._prefill(model)
+            case "decode":
+                yield from self._decode(model)
+            case _:
+                assert_never(worker.role)
 
     def _prefill(self, model: tuple[str]) -> Iterable[Metric]:
         cached = {(*model, source): count for source, count in self._cached.items()}

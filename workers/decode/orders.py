@@ -1,178 +1,162 @@
-"""The orders of a decode worker: their tokens, their KVCache, their admission, their end.
+"""The orders of the decode machine: their tokens, their KVCache, their admission, their end. Pure.
 
 An order waits for its tokens (from the frontend), its KV (`TransferOpened` names slots of the node's pool,
-`KvReady` says which layers of which blocks are readable there; a second thread copies them into the engine's
-cache while the batch steps) and its first token (`PrefillResult`). Then the worker checks the SLO once more,
-sends the first token on, and lets the sequence join the batch (`halfmoon.workers.decode.worker`). Exactly one
-of RequestFinished, DecodeRefused and DecodeFailed answers it, unless it was cancelled.
+`KvReady` says which layers of which blocks are readable there; they are copied into the engine's cache while the
+batch steps) and its first token (`PrefillResult`). Then the SLO is checked once more, the first token is
+delivered, and the sequence is ready to join the batch. Exactly one of RequestFinished, DecodeRefused and
+DecodeFailed answers an order, unless it was cancelled.
 
 Source: Mooncake (FAST'25), section 3 (double check before decode).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
 from collections import OrderedDict, deque
+from typing import assert_never
 
-from halfmoon.bus.errors import BusError
-from halfmoon.bus.tail import StreamTail
-from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartDecode
-from halfmoon.schemas.events import DecodeFailed, DecodeRefused, RequestFinished, WorkerHeartbeat
-from halfmoon.schemas.keys import unpack_tokens
-from halfmoon.schemas.kv import KvMessage, KvReady, PrefillResult, TransferFailed, TransferOpened
-from halfmoon.schemas.tokens import ResendReply, ResendRequest
-from halfmoon.store.errors import StoreError
-from halfmoon.workers.decode.deliveries import Deliveries
-from halfmoon.workers.decode.kv_loader import KvLoading
-from halfmoon.workers.decode.sequence import Sequence, Stage
-from halfmoon.workers.decode.shared_output import share_output, shares_output
-from halfmoon.workers.decode.spans import decoded
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.decisions import StartDecode
+from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished
+from halfmoon.schemas.kv import KvLoaded, KvMessage, KvReady, PrefillResult, TransferFailed, TransferOpened
+from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.tokens import TakeReply
+from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.workers.decode.actions import (
+    Action,
+    CopyLayers,
+    EndSpan,
+    Release,
+    Report,
+    ShareOutput,
+    TakeTokens,
+    Wake,
+)
+from halfmoon.workers.decode.deliveries import deliveries_of
+from halfmoon.workers.decode.sequence import DecodeSequence, Stage
 from halfmoon.workers.decode.step_times import StepTimes
-from halfmoon.workers.sample_requests import end_ids, params_of
-from halfmoon.workers.token_inbox import refusal
-from halfmoon.workers.worker import Worker
+from halfmoon.workers.machines import refusal
+from halfmoon.workers.model.block_allocator import BlockAllocator
 
-#: KV messages may overtake the StartDecode order they belong to (another stream): so many orders' are kept.
+#: KV messages may overtake the StartDecode order they belong to (another stream): those of this many orders are kept.
 EARLY_ORDERS_MAX = 256
 #: Finished orders whose tokens can still be sent again.
 FINISHED_MAX = 512
 #: A request that ends with its first token lets the last layers of its KV arrive (they join the pool).
-LAST_LAYERS_S = 0.5
+LAST_LAYERS_NS = SECOND_NS // 2
 
 
-class DecodeOrders(Worker):
-    """See the module; `DecodeWorker` adds the batch."""
+class Orders:
+    """See the module. Every order that is not answered yet, by what it waits for; and the blocks of all of them.
 
-    role = "decode"
+    `now_ns`, `wall_ns` and `out` are of the event that is being handled: the actions go to `out`, in order.
+    """
 
-    async def prepare(self) -> None:
-        self._open: dict[str, Sequence] = {}
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._running: list[Sequence] = []
-        #: The batch that the compute thread works on: what ends meanwhile keeps its blocks until the step is
-        #: over.
-        self._in_step: list[Sequence] = []
-        self._swapped: deque[Sequence] = deque()
-        self._finished_orders: OrderedDict[str, Sequence] = OrderedDict()
-        self._early: OrderedDict[str, list[KvMessage]] = OrderedDict()
-        self._wake = asyncio.Event()
-        self._times = StepTimes(self.config.profile)
-        self._deliveries = Deliveries(self.bus, self.config.worker_id)
-        if self.store is not None:
-            self.store.restarted.append(self._memory_gone)
-        self._pool = await self.store.attach() if self.store else None
-        self._loading = (
-            KvLoading(self.engine, self._pool, self._copies, self.config.layout.layers, self._copied)
-            if self._pool is not None
-            else None
-        )
-        await self.bus.serve(subjects.resend(self.config.worker_id), ResendRequest, self._resend)
-        self.spawn(self._follow_kv(await self.bus.open_kv(self.config.worker_id)))
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        layout: Layout,
+        kv_blocks: int,
+        profile: CostProfile,
+        has_stores: bool,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.worker_id, self.layout, self.has_stores = worker_id, layout, has_stores
+        self.blocks = BlockAllocator(kv_blocks)
+        self.times = StepTimes(profile)
+        #: Every order not yet answered; each is in one of `waiting`, `running` and `swapped`, or is `moving_in`.
+        self.open: dict[str, DecodeSequence] = {}
+        self.waiting: OrderedDict[str, DecodeSequence] = OrderedDict()
+        self.running: list[DecodeSequence] = []
+        self.swapped: deque[DecodeSequence] = deque()
+        #: What the compute thread and the copy thread work on. What ends meanwhile keeps its blocks until they are
+        #: done.
+        self.in_step: list[DecodeSequence] = []
+        self.moving_out: DecodeSequence | None = None
+        self.moving_in: DecodeSequence | None = None
+        self.copies: dict[int, tuple[DecodeSequence, int]] = {}
+        self.sharing: dict[str, DecodeSequence] = {}
+        self.finished: OrderedDict[str, DecodeSequence] = OrderedDict()
+        self.early: OrderedDict[str, list[KvMessage]] = OrderedDict()
+        #: The compute thread waits for Wake.
+        self.asleep = True
+        self.stopped = False
+        self.now_ns = self.wall_ns = 0
+        self.out: list[Action] = []
+        self._eos_ids = eos_ids
+        self._copy_id = 0
 
-    def obey(self, decision: Decision) -> None:
-        match decision:
-            case StartDecode():
-                if decision.order_id not in self._open and decision.order_id not in self._finished_orders:
-                    self._begin(decision)
-            case CancelOrder():
-                if (sequence := self._open.get(decision.order_id)) is not None:
-                    self._drop(sequence)
-                self._early.pop(decision.order_id, None)
-            case AnnounceYourself():
-                for sequence in list(self._open.values()):
-                    self._drop(sequence)
-                self.announce()
-            case _:
-                pass  # not for a decode worker
+    @property
+    def blocks_used(self) -> int:
+        """Blocks of the engine's cache."""
+        return self.blocks.num_blocks - self.blocks.free_blocks
 
-    def heartbeat(self) -> WorkerHeartbeat:
-        steps, step_ns, sequences, context = self._times.take()
-        return WorkerHeartbeat(
-            worker_id=self.config.worker_id,
-            incarnation=self.incarnation,
-            queued=len(self._waiting) + len(self._swapped),
-            running=len(self._running),
-            kv_blocks_used=self.config.kv_blocks - self.engine.allocator.free_blocks,
-            steps=steps,
-            step_ns=step_ns,
-            step_sequences=sequences,
-            step_context_tokens=context,
-            orders=list(self._open),
-            lacking=[order_id for order_id, sequence in self._waiting.items() if self._lacks(sequence)],
-            obeyed_seq=self.obeyed_seq,
-        )
+    def known(self, order_id: str) -> DecodeSequence | None:
+        """An order that is open, or finished not long ago."""
+        return self.open.get(order_id) or self.finished.get(order_id)
 
-    def _lacks(self, sequence: Sequence) -> bool:
-        """Whether something of it has yet to be heard of."""
-        if sequence.result is None:
-            return True
-        return self._loading is not None and not sequence.kv_announced(self.config.layout.layers)
-
-    def orders_open(self) -> int:
-        return len(self._open)
-
-    async def release_all(self) -> None:
-        for sequence in list(self._open.values()):
-            self._drop(sequence)
-            await self._release(sequence.order_id)
+    def lacking(self) -> list[str]:
+        """Orders whose first token, or some of whose KV, has yet to be heard of."""
+        return [
+            order_id
+            for order_id, sequence in self.waiting.items()
+            if sequence.result is None or (self.has_stores and not sequence.kv.announced)
+        ]
 
     # --- an order arrives -----------------------------------------------------------------------------------
 
-    def _begin(self, order: StartDecode) -> None:
-        sequence = Sequence(order, time.monotonic_ns())
-        self._open[order.order_id] = sequence
-        self._waiting[order.order_id] = sequence
-        self.spawn(self._take(sequence))
-        for message in self._early.pop(order.order_id, ()):
+    def begin(self, order: StartDecode) -> None:
+        """Nothing, if it is known already."""
+        if self.stopped or self.known(order.order_id) is not None:
+            return
+        sequence = DecodeSequence(order, self.layout.layers, self.now_ns)
+        self.open[order.order_id] = self.waiting[order.order_id] = sequence
+        self.out.append(TakeTokens(order.frontend_id, order.request_id, order.order_id))
+        for message in self.early.pop(order.order_id, ()):
             self._on_kv(sequence, message)
 
-    async def _take(self, sequence: Sequence) -> None:
-        order = sequence.order
-        reply = await self.inbox.take(order.frontend_id, order.request_id, order.order_id, "decode")
-        if sequence.stage is Stage.ENDED:
+    def take(self, order_id: str, reply: TakeReply | None) -> None:
+        """The frontend's answer; None: it does not answer."""
+        sequence = self.open.get(order_id)
+        if sequence is None or sequence.taken:
             return
         if reply is None or reply.gone:
             self._fail(sequence, refusal(reply), retryable=reply is None)
             return
-        sequence.prompt = unpack_tokens(reply.token_ids)
-        sequence.replay = unpack_tokens(reply.output_ids)
-        sequence.sampling = reply.sampling
-        sequence.params = params_of(reply.sampling)
-        sequence.end_ids = end_ids(self.engine, reply.sampling)
-        sequence.block_keys, sequence.root_key = reply.block_keys, reply.root_key
-        sequence.tenant, sequence.traceparent = reply.tenant, reply.traceparent
-        sequence.max_tokens = reply.max_tokens or order.max_tokens
-        sequence.taken = True
+        sequence.take(reply, self._eos_ids)
         self._advance(sequence)
 
-    async def _follow_kv(self, reader: StreamTail) -> None:
-        async for message in self.bus.follow_kv(reader):
-            sequence = self._open.get(message.order_id)
-            if sequence is not None:
-                self._on_kv(sequence, message)
-            elif message.order_id not in self._finished_orders:
-                self._early.setdefault(message.order_id, []).append(message)
-                while len(self._early) > EARLY_ORDERS_MAX:
-                    self._early.popitem(last=False)
+    def hear(self, message: KvMessage) -> None:
+        """KV progress of an order that is open, or yet to come."""
+        sequence = self.open.get(message.order_id)
+        if sequence is not None:
+            self._on_kv(sequence, message)
+        elif message.order_id not in self.finished:
+            self._keep_early(message)
 
-    def _on_kv(self, sequence: Sequence, message: KvMessage) -> None:
+    def _keep_early(self, message: KvMessage) -> None:
+        self.early.setdefault(message.order_id, []).append(message)
+        while len(self.early) > EARLY_ORDERS_MAX:
+            self.early.popitem(last=False)
+
+    def _on_kv(self, sequence: DecodeSequence, message: KvMessage) -> None:
         match message:
             case TransferOpened() | KvReady():
-                if self._loading is not None:
-                    self._loading.note(sequence, message)
+                if self.has_stores:
+                    sequence.kv.note(message)
             case PrefillResult():
                 sequence.result = message
             case TransferFailed():
                 self._fail(sequence, f"transfer: {message.reason}", retryable=True)
                 return
+            case KvLoaded():
+                return  # for prefill workers
             case _:
-                return
+                assert_never(message)
         self._advance(sequence)
 
-    def _advance(self, sequence: Sequence) -> None:
+    def _advance(self, sequence: DecodeSequence) -> None:
         """Do whatever has become possible for a waiting sequence."""
         if sequence.stage is not Stage.WAITING:
             return
@@ -181,167 +165,238 @@ class DecodeOrders(Worker):
                 return
             self._emit_first(sequence)
             if sequence.finish_reason:
-                self._finish(sequence)
+                self.finish(sequence)
                 return
-        if self._loading is not None and (sequence.table or not self._swapped):
-            self._loading.load(sequence)
-        if sequence.taken and sequence.output and self._kv_here(sequence):
-            if not sequence.ready_wall_ns:
-                sequence.ready_wall_ns = time.time_ns()
-            self._wake.set()
+        # Who was swapped out comes first: nothing new takes blocks before it is back.
+        if sequence.kv.opened and (sequence.table or not self.swapped):
+            self._load(sequence)
+        if sequence.ready:
+            sequence.ready_wall_ns = sequence.ready_wall_ns or self.wall_ns
+            self._wake()
 
-    def _kv_here(self, sequence: Sequence) -> bool:
-        layers = self.config.layout.layers
-        return layers == 0 or sequence.kv_complete(layers)
-
-    def _memory_gone(self) -> None:
-        """The node's store agent restarted: what was on its way through the pool is lost, what runs is not."""
-        for sequence in list(self._waiting.values()):
-            if not self._kv_here(sequence):
-                self._fail(sequence, "the node's store agent restarted", retryable=True)
-
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: DecodeSequence) -> bool:
         """The double check: would the batch still hold this request's SLO, by what steps take here and now?"""
         order = sequence.order
-        if sequence.refusal_checked or order.placement > 1 or not order.tbt_slo_ns:
+        if sequence.slo_checked or order.placement > 1 or not order.tbt_slo_ns:
             return True
-        sequence.refusal_checked = True
-        context = sum(s.length for s in self._running) + len(sequence.prompt)
-        predicted_ns = self._times.predict(len(self._running) + 1, context)
+        sequence.slo_checked = True
+        context = sum(running.length for running in self.running) + len(sequence.prompt)
+        predicted_ns = self.times.predict(len(self.running) + 1, context)
         if predicted_ns <= order.tbt_slo_ns:
             return True
         self._end(sequence)
-        decoded(self.tracing, sequence, self.config.worker_id, error="over the SLO")
+        self._end_span(sequence, error="over the SLO")
         self.report(
             DecodeRefused(
                 order_id=order.order_id,
                 request_id=order.request_id,
-                worker_id=self.config.worker_id,
+                worker_id=self.worker_id,
                 reason=f"a step would take {predicted_ns // 1_000_000} ms, over the SLO",
                 predicted_tbt_ns=predicted_ns,
             )
         )
         return False
 
-    def _emit_first(self, sequence: Sequence) -> None:
+    def _emit_first(self, sequence: DecodeSequence) -> None:
         assert sequence.result is not None
         first = sequence.next_known() or sequence.result.first
-        if sequence.add(first, time.monotonic_ns()):
-            self._deliveries.send([(sequence, 0)])
+        if sequence.add(first, self.now_ns):
+            self.out += deliveries_of([(sequence, 0)], self.worker_id)
 
-    def _copied(self, sequence: Sequence) -> None:
-        if sequence.stage is Stage.ENDED:
-            if sequence.loading == 0:
-                self._free(sequence)
+    # --- its KV ---------------------------------------------------------------------------------------------
+
+    def _load(self, sequence: DecodeSequence) -> None:
+        """Start copying what is readable and not yet copied, unless the cache has no room for the prompt."""
+        kv = sequence.kv
+        if not kv.readable:
             return
-        if self._kv_here(sequence):
-            self.spawn(self._release(sequence.order_id))  # the pool's slots have done their duty
+        if not sequence.table:
+            if not self.blocks.can_allocate(len(kv.slots)):
+                return
+            sequence.table = self.blocks.allocate(len(kv.slots))
+        places = kv.start()
+        if places:
+            kv.copying += 1
+            self._copy_id += 1
+            self.copies[self._copy_id] = (sequence, len(places))
+            table = sequence.table
+            copies = tuple((layer, kv.slots[block], table[block]) for layer, block in places)
+            self.out.append(CopyLayers(self._copy_id, copies))
+
+    def copied(self, copy_id: int) -> None:
+        """A CopyLayers is done."""
+        sequence, count = self.copies.pop(copy_id)
+        kv = sequence.kv
+        kv.copying -= 1
+        kv.copied += count
+        if sequence.stage is Stage.ENDED:
+            self._free_unless_busy(sequence)
+            return
+        if kv.complete:
+            self._release(sequence)  # the pool's slots have done their duty
         self._advance(sequence)
 
-    def _resend(self, request: ResendRequest) -> ResendReply:
-        sequence = self._open.get(request.order_id) or self._finished_orders.get(request.order_id)
-        return self._deliveries.again(request, sequence)
+    def lose_memory(self) -> None:
+        """The pool is empty: what was on its way through it is lost; what runs is not."""
+        for sequence in list(self.waiting.values()):
+            if not sequence.kv.complete:
+                self._fail(sequence, "the node's store agent restarted", retryable=True)
 
     # --- the end of an order --------------------------------------------------------------------------------
 
-    def _finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: DecodeSequence) -> None:
+        """Its last token is out."""
         result = sequence.result
         assert result is not None
-        decoded(self.tracing, sequence, self.config.worker_id)
+        self._end_span(sequence)
         self.report(
             RequestFinished(
                 order_id=sequence.order_id,
                 request_id=sequence.order.request_id,
-                worker_id=self.config.worker_id,
+                worker_id=self.worker_id,
                 finish_reason=sequence.finish_reason,  # type: ignore[arg-type]
                 completion_tokens=len(sequence.output),
                 ttft_ns=result.queue_ns + result.compute_ns,  # transfers overlap both
                 tbt_ns=sequence.tbt_ns(),
-                decode_ns=time.monotonic_ns() - sequence.started_ns if sequence.started_ns else 0,
+                decode_ns=self.now_ns - sequence.started_ns if sequence.started_ns else 0,
                 preemptions=sequence.preemptions,
             )
         )
-        self._finished_orders[sequence.order_id] = sequence
-        while len(self._finished_orders) > FINISHED_MAX:
-            self._finished_orders.popitem(last=False)
-        if self.store is not None and shares_output(self.config.layout, sequence):
-            sequence.stage = Stage.ENDED
-            self._forget(sequence)
-            self.spawn(self._share_output(sequence))
-        else:
-            self._end(sequence)
+        self.finished[sequence.order_id] = sequence
+        while len(self.finished) > FINISHED_MAX:
+            self.finished.popitem(last=False)
+        if self._shares_output(sequence):
+            self._share_output(sequence)
+        self._end(sequence)
 
-    def _fail(self, sequence: Sequence, reason: str, *, retryable: bool) -> None:
+    def _fail(self, sequence: DecodeSequence, reason: str, *, retryable: bool) -> None:
         if sequence.stage is Stage.ENDED:
             return
         self._end(sequence)
-        decoded(self.tracing, sequence, self.config.worker_id, error=reason)
+        self._end_span(sequence, error=reason)
         self.report(
             DecodeFailed(
                 order_id=sequence.order_id,
                 request_id=sequence.order.request_id,
-                worker_id=self.config.worker_id,
+                worker_id=self.worker_id,
                 reason=reason[:500],
                 retryable=retryable,
             )
         )
 
-    def _drop(self, sequence: Sequence) -> None:
-        """Cancelled by the conductor: no answer."""
-        decoded(self.tracing, sequence, self.config.worker_id, cancelled=True)
+    def cancel(self, order_id: str) -> None:
+        """By the conductor: no answer."""
+        self.early.pop(order_id, None)
+        if (sequence := self.open.get(order_id)) is not None:
+            self._drop(sequence)
+
+    def drop_all(self) -> None:
+        """Cancel every order."""
+        for sequence in list(self.open.values()):
+            self._drop(sequence)
+
+    def shared(self, order_id: str) -> None:
+        """A ShareOutput is done."""
+        self._free_unless_busy(self.sharing.pop(order_id))
+
+    def _drop(self, sequence: DecodeSequence) -> None:
+        self._end_span(sequence, cancelled=True)
         sequence.finish_reason = sequence.finish_reason or "abort"
         self._end(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
-        if sequence.stage is Stage.ENDED:
-            return
+    def _end(self, sequence: DecodeSequence) -> None:
+        assert sequence.stage is not Stage.ENDED, ("a second end", sequence.order_id)
         sequence.stage = Stage.ENDED
         self._forget(sequence)
-        if sequence.loading == 0 and sequence not in self._in_step:
-            self._free(sequence)
-        if self.store is not None and not self._kv_here(sequence):
-            pause_s = LAST_LAYERS_S if sequence.finish_reason in ("stop", "length") else 0.0
-            self.spawn(self._release(sequence.order_id, pause_s))
+        self._free_unless_busy(sequence)
+        if not sequence.kv.complete:
+            answered = sequence.finish_reason in ("stop", "length")
+            self._release(sequence, LAST_LAYERS_NS if answered else 0)
 
-    def _forget(self, sequence: Sequence) -> None:
-        self._open.pop(sequence.order_id, None)
-        self._waiting.pop(sequence.order_id, None)
-        if sequence in self._running:
-            self._running.remove(sequence)
-        if sequence in self._swapped:
-            self._swapped.remove(sequence)
-        sequence.swapped = []
+    def _forget(self, sequence: DecodeSequence) -> None:
+        self.open.pop(sequence.order_id, None)
+        self.waiting.pop(sequence.order_id, None)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence in self.swapped:
+            self.swapped.remove(sequence)
+            sequence.held = None
 
-    def _free(self, sequence: Sequence) -> None:
+    def _is_busy(self, sequence: DecodeSequence) -> bool:
+        """A thread still reads or writes its blocks."""
+        return (
+            sequence.kv.copying > 0
+            or sequence in self.in_step
+            or sequence is self.moving_out
+            or sequence is self.moving_in
+            or sequence.order_id in self.sharing
+        )
+
+    def _free_unless_busy(self, sequence: DecodeSequence) -> None:
+        """An ended sequence keeps its blocks until no thread works on them."""
+        if not self._is_busy(sequence):
+            self.free(sequence)
+
+    def free(self, sequence: DecodeSequence) -> None:
+        """Its blocks may be used by others."""
         if sequence.table:
-            self.engine.allocator.free(sequence.table)
+            self.blocks.free(sequence.table)
             sequence.table = []
-        self._load_waiting()
-        self._wake.set()
+        if not self.stopped:
+            self.load_waiting()
+            self._wake()
 
-    def _load_waiting(self) -> None:
-        for waiting in list(self._waiting.values()):
-            if waiting.to_load:
+    def load_waiting(self) -> None:
+        """Go on with every order whose KV waits for blocks."""
+        for waiting in list(self.waiting.values()):
+            if waiting.kv.readable:
                 self._advance(waiting)
 
-    async def _release(self, order_id: str, pause_s: float = 0.0) -> None:
-        if pause_s:
-            await asyncio.sleep(pause_s)
-        if self.store is not None:
-            with contextlib.suppress(StoreError, BusError):  # the lease's own end takes care of it
-                await self.store.release(order_id)
+    def _shares_output(self, sequence: DecodeSequence) -> bool:
+        """It has whole blocks beyond its prompt's that others may use.
 
-    async def _share_output(self, sequence: Sequence) -> None:
-        assert self.store is not None
-        assert self._pool is not None
-        try:
-            await share_output(
-                self.store,
-                self._pool,
-                self.engine.cache,
-                self.config.layout,
-                sequence,
-                lambda copy: self._loop.run_in_executor(self._copies, copy),
+        Only in fast numerics: in exact ones generated KV is not, bit for bit, what a prefill of the same tokens
+        would give.
+        """
+        return bool(
+            self.has_stores
+            and self.layout.numerics == "fast"
+            and self.layout.block_bytes
+            and sequence.root_key
+            and sequence.table
+            and sequence.length // self.layout.block_tokens > len(sequence.block_keys) // KEY_BYTES
+        )
+
+    def _share_output(self, sequence: DecodeSequence) -> None:
+        self.sharing[sequence.order_id] = sequence
+        self.out.append(
+            ShareOutput(
+                order_id=sequence.order_id,
+                root_key=sequence.root_key,
+                tokens=(sequence.prompt + sequence.output)[: sequence.length],
+                known_blocks=len(sequence.block_keys) // KEY_BYTES,
+                table=list(sequence.table),
+                tenant=sequence.tenant,
             )
-        finally:
-            self._free(sequence)
+        )
+
+    # --- words out ------------------------------------------------------------------------------------------
+
+    def report(self, event: DecodeStarted | RequestFinished | DecodeRefused | DecodeFailed) -> None:
+        """For the log."""
+        self.out.append(Report(event))
+
+    def _end_span(self, sequence: DecodeSequence, *, error: str = "", cancelled: bool = False) -> None:
+        if sequence.traceparent:
+            self.out.append(EndSpan(sequence, error, cancelled))
+
+    def _release(self, sequence: DecodeSequence, after_ns: int = 0) -> None:
+        if self.has_stores and not sequence.released:
+            sequence.released = True
+            self.out.append(Release(sequence.order_id, after_ns))
+
+    def _wake(self) -> None:
+        """There may be something to compute."""
+        if self.asleep and not self.stopped:
+            self.asleep = False
+            self.out.append(Wake())

@@ -1,17 +1,18 @@
-"""One request in a decode worker: its tokens, its blocks, how much of its KV has arrived, what was delivered."""
+"""One request in a decode worker: its tokens, its blocks, its KV, what was delivered."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-import numpy as np
-
 from halfmoon.schemas.decisions import StartDecode
+from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.slo import tbt_ns
-from halfmoon.schemas.tokens import Delivery, Timing
+from halfmoon.schemas.tokens import Delivery, TakeReply, Timing
+from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.model.sampling_params import SamplingParams
+from halfmoon.workers.sample_requests import end_ids, params_of
 
 
 class Stage(Enum):
@@ -23,13 +24,15 @@ class Stage(Enum):
     ENDED = "ended"
 
 
-class Sequence:
+class DecodeSequence:
     """Made by a StartDecode order. Times are monotonic ns unless they say otherwise."""
 
-    def __init__(self, order: StartDecode, now_ns: int) -> None:
+    def __init__(self, order: StartDecode, layers: int, now_ns: int) -> None:
         self.order = order
         self.stage = Stage.WAITING
         self.arrived_ns = now_ns
+        # From the frontend.
+        self.taken = False
         self.prompt: list[int] = []
         self.block_keys = b""
         self.root_key = b""
@@ -39,27 +42,27 @@ class Sequence:
         self.params = SamplingParams()
         self.end_ids: frozenset[int] = frozenset()
         self.max_tokens = order.max_tokens
-        self.taken = False
         #: Output tokens that the client has from an earlier placement; they are replayed, not delivered.
         self.replay: list[int] = []
+        # From the prefill worker and the stores.
+        self.result: PrefillResult | None = None
+        self.kv = KvArrival(layers)
+        #: Its lease on slots of the node's pool was given back.
+        self.released = False
+        #: Blocks of the engine's cache; while it is swapped out, how many it needs again and what they held.
+        self.table: list[int] = []
+        self.held_blocks = 0
+        self.held: object = None
+        # What was generated.
         self.output: list[int] = []
         self.tokens: list[SampledToken] = []
-        self.result: PrefillResult | None = None
-        self.slots: list[int] = []
-        self.table: list[int] = []
-        self.swapped: list[np.ndarray] = []
-        self.loading = 0
-        self.to_load: list[tuple[int, int]] = []
-        #: arrived[layer, block]: its copy into the engine's cache was started.
-        self.arrived: np.ndarray | None = None
-        self.loaded = 0
-        self.refusal_checked = False
+        self.finish_reason = ""
+        self.slo_checked = False
         self.ready_wall_ns = 0
         self.started_ns = 0
         self.last_token_ns = 0
         self.intervals_ns: list[int] = []
         self.preemptions = 0
-        self.finish_reason = ""
 
     @property
     def order_id(self) -> str:
@@ -70,20 +73,22 @@ class Sequence:
         """Tokens whose KV is in the cache once the next step's input has been written, less one."""
         return len(self.prompt) + len(self.output) - 1
 
-    def kv_complete(self, layers: int) -> bool:
-        return self.arrived is not None and self.loaded == layers * len(self.slots)
+    @property
+    def ready(self) -> bool:
+        """It may join the batch: tokens, first token and KV are here."""
+        return self.taken and bool(self.output) and self.kv.complete
 
-    def kv_announced(self, layers: int) -> bool:
-        """Everything was heard to be readable in the node's pool, loaded or not."""
-        if self.arrived is None:
-            return False
-        blocks = len(self.slots)
-        waiting = {
-            (layer, block)
-            for layer, block in self.to_load
-            if block < blocks and not self.arrived[layer, block]
-        }
-        return int(self.arrived.sum()) + len(waiting) == layers * blocks
+    def take(self, reply: TakeReply, eos_ids: frozenset[int]) -> None:
+        """The frontend's answer; `eos_ids` end the text unless the request ignores them."""
+        self.taken = True
+        self.prompt = unpack_tokens(reply.token_ids)
+        self.replay = unpack_tokens(reply.output_ids)
+        self.sampling = reply.sampling
+        self.params = params_of(reply.sampling)
+        self.end_ids = end_ids(eos_ids, reply.sampling)
+        self.block_keys, self.root_key = reply.block_keys, reply.root_key
+        self.tenant, self.traceparent = reply.tenant, reply.traceparent
+        self.max_tokens = reply.max_tokens or self.order.max_tokens
 
     def next_known(self) -> SampledToken | None:
         """The token that must come next because the client has it already."""
@@ -110,6 +115,7 @@ class Sequence:
         return tbt_ns(self.intervals_ns)
 
     def timing(self, decode_worker: str) -> Timing:
+        """How the request went until it was ready to decode."""
         result = self.result
         assert result is not None
         return Timing(

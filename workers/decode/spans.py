@@ -9,17 +9,14 @@ from __future__ import annotations
 import time
 
 from halfmoon.bus.telemetry.tracing import Tracing, Value, wall_ns
-from halfmoon.workers.decode.sequence import Sequence
+from halfmoon.workers.decode.actions import EndSpan
 
 
-def decoded(
-    tracing: Tracing | None, sequence: Sequence, worker_id: str, *, error: str = "", cancelled: bool = False
-) -> None:
-    """From the end of its prefill to its last token: waiting for KV, in the queue, the first step, all
-    others.
-    """
-    if tracing is None or not sequence.traceparent:
+def end_decode(tracing: Tracing | None, ended: EndSpan, worker_id: str) -> None:
+    """One span from the end of prefill to the last token; inside: waiting for KV, in the queue, first step, others."""
+    if tracing is None:
         return
+    sequence = ended.sequence
     result, order = sequence.result, sequence.order
     about: dict[str, Value] = {
         "halfmoon.request_id": order.request_id,
@@ -28,7 +25,7 @@ def decoded(
         "halfmoon.placement": order.placement,
         "halfmoon.preemptions": sequence.preemptions,
         "gen_ai.usage.output_tokens": len(sequence.output),
-        "halfmoon.cancelled": cancelled,
+        "halfmoon.cancelled": ended.cancelled,
     }
     began_ns = result.finished_at_ns if result is not None else wall_ns(sequence.arrived_ns)
     span = tracing.begin("decode", sequence.traceparent, began_ns, about)
@@ -43,4 +40,4 @@ def decoded(
         span.child(tracing, "decode.first_step", joined_ns, first_ns)
         if last_ns > first_ns:
             span.child(tracing, "decode.steps", first_ns, last_ns)
-    span.end(max(began_ns, time.time_ns()), error=error)
+    span.end(max(began_ns, time.time_ns()), error=ended.error)

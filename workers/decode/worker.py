@@ -1,135 +1,225 @@
-"""The decode worker: continuous batching. Requests join and leave between two steps; each step makes one
-token of each.
+"""The shell of the decode machine: feeds it what happens, and does what it says. Nothing is decided here.
 
-When the cache has no free block for a running sequence, the one that joined last is swapped out to host
-memory, bit by bit as it is, and rejoins first: nothing is lost and nothing is computed twice. A request whose
-earlier decode worker died comes with the tokens that its client has. They are fed through decode again, not
-delivered: so the rest is, bit for bit, what it would have been.
-
-Source: Orca (OSDI'22), section 3 (joining between steps); vLLM (SOSP'23), section 4.5 (preemption by
-swapping).
+Orders and KV progress come from the bus. The compute thread steps the batch and swaps sequences out and in; the copy
+thread moves KV between the node's pool and the engine's cache meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Callable
+from typing import Any, assert_never
 
-from halfmoon.schemas.events import DecodeStarted
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusError
+from halfmoon.bus.tail import StreamTail
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartDecode
+from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.workers.decode.kv_loader import copy_in, copy_out
-from halfmoon.workers.decode.orders import DecodeOrders
-from halfmoon.workers.decode.sequence import Sequence, Stage
+from halfmoon.schemas.tokens import ResendReply, ResendRequest
+from halfmoon.store.agent_client import AgentClient
+from halfmoon.store.errors import StoreError
+from halfmoon.workers.decode import events
+from halfmoon.workers.decode.actions import (
+    Action,
+    Announce,
+    AnswerResend,
+    CopyLayers,
+    Deliver,
+    EndSpan,
+    Measure,
+    Release,
+    Report,
+    RunStep,
+    ShareOutput,
+    SwapIn,
+    SwapOut,
+    TakeTokens,
+    Wake,
+)
+from halfmoon.workers.decode.cache_copies import copy_in, copy_layers, copy_out
+from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.decode.shared_output import share_output
+from halfmoon.workers.decode.spans import end_decode
+from halfmoon.workers.decode.state import DecodeState
 from halfmoon.workers.sample_requests import request_of, token_of
+from halfmoon.workers.worker import Worker, WorkerConfig
 
 
-class DecodeWorker(DecodeOrders):
-    """See the module."""
+class DecodeWorker(Worker):
+    """See the module; every decision is in `state`."""
+
+    role = "decode"
+
+    def __init__(self, bus: Bus, engine: Any, store: AgentClient | None, config: WorkerConfig) -> None:
+        super().__init__(bus, engine, store, config)
+        self.state = DecodeState(
+            worker_id=config.worker_id,
+            incarnation=self.incarnation,
+            layout=config.layout,
+            kv_blocks=config.kv_blocks,
+            batch_max=config.batch_max,
+            profile=config.profile,
+            has_stores=store is not None,
+            eos_ids=frozenset(engine.config.eos_token_ids),
+        )
+        self._awake = asyncio.Event()
+        #: The next instruction for the compute thread.
+        self._work: RunStep | SwapOut | SwapIn | None = None
 
     async def prepare(self) -> None:
-        await super().prepare()
-        self.spawn(self._run())
+        self._pool = await self.store.attach() if self.store else None
+        if self.store is not None:
+            self.store.restarted.append(lambda: self._feed(events.MemoryLost))
+        await self.bus.serve(subjects.resend(self.config.worker_id), ResendRequest, self._resend)
+        self.spawn(self._follow_kv(await self.bus.open_kv(self.config.worker_id)))
+        self.spawn(self._compute_all())
 
-    async def _run(self) -> None:
+    def obey(self, decision: Decision) -> None:
+        match decision:
+            case StartDecode():
+                self._feed(events.OrderGiven, decision)
+            case CancelOrder():
+                self._feed(events.OrderCancelled, decision.order_id)
+            case AnnounceYourself():
+                self._feed(events.AnnounceAsked)
+            case _:
+                pass  # not for a decode worker
+
+    def heartbeat(self) -> WorkerHeartbeat:
+        return self.state.heartbeat(self.obeyed_seq)
+
+    def orders_open(self) -> int:
+        return len(self.state.orders.open)
+
+    def kv_blocks_used(self) -> int:
+        return self.state.orders.blocks_used
+
+    async def release_all(self) -> None:
+        for action in self._step_machine(events.Stopped):
+            if isinstance(action, Release):
+                await self._release(Release(action.order_id))
+            else:
+                self._do(action)
+
+    # --- the machine ----------------------------------------------------------------------------------------
+
+    def _feed(self, kind: Callable[..., events.Event], *fields: Any) -> None:
+        """Tell the machine what happened, and obey."""
+        for action in self._step_machine(kind, *fields):
+            self._do(action)
+
+    def _step_machine(self, kind: Callable[..., events.Event], *fields: Any) -> list[Action]:
+        return self.state.on(kind(*fields, now_ns=time.monotonic_ns(), wall_ns=time.time_ns()))
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Deliver():
+                self.bus.publish_soon(subjects.tokens(action.frontend_id), action.message)
+            case RunStep() | SwapOut() | SwapIn():
+                assert self._work is None, (self._work, action)
+                self._work = action
+            case Report():
+                self.report(action.event)
+            case Wake():
+                self._awake.set()
+            case CopyLayers():
+                self.spawn(self._copy(action))
+            case TakeTokens():
+                self.spawn(self._take(action))
+            case Release():
+                self.spawn(self._release(action))
+            case Measure():
+                self.metrics.waited(action.name, action.elapsed_ns)
+            case EndSpan():
+                end_decode(self.tracing, action, self.config.worker_id)
+            case ShareOutput():
+                self.spawn(self._share(action))
+            case Announce():
+                self.announce()
+            case AnswerResend():
+                raise AssertionError("a reply to nobody")
+            case _:
+                assert_never(action)
+
+    # --- the bus --------------------------------------------------------------------------------------------
+
+    async def _follow_kv(self, reader: StreamTail) -> None:
+        async for message in self.bus.follow_kv(reader):
+            self._feed(events.KvHeard, message)
+
+    async def _take(self, ask: TakeTokens) -> None:
+        reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, "decode")
+        self._feed(events.TokensTaken, ask.order_id, reply)
+
+    def _resend(self, request: ResendRequest) -> ResendReply:
+        (answer,) = self._step_machine(events.ResendAsked, request)
+        assert isinstance(answer, AnswerResend), answer
+        return answer.reply
+
+    async def _release(self, release: Release) -> None:
+        if release.after_ns:
+            await asyncio.sleep(release.after_ns / SECOND_NS)
+        assert self.store is not None
+        with contextlib.suppress(StoreError, BusError):  # the lease's own end takes care of it
+            await self.store.release(release.order_id)
+
+    # --- the copy thread ------------------------------------------------------------------------------------
+
+    async def _copy(self, order: CopyLayers) -> None:
+        assert self._pool is not None
+        cache, pool, copies = self.engine.cache, self._pool, order.copies
+        await self._loop.run_in_executor(self._copies, copy_layers, cache, pool, copies)
+        self._feed(events.LayersCopied, order.copy_id)
+
+    async def _share(self, output: ShareOutput) -> None:
+        assert self.store is not None
+        assert self._pool is not None
+        try:
+            await share_output(
+                self.store,
+                self._pool,
+                self.engine.cache,
+                self.config.layout,
+                output,
+                lambda copy: self._loop.run_in_executor(self._copies, copy),
+            )
+        finally:
+            self._feed(events.OutputShared, output.order_id)
+
+    # --- the compute thread ---------------------------------------------------------------------------------
+
+    async def _compute_all(self) -> None:
         while True:
-            await self._join()
-            if not self._running:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            await self._make_room()
-            batch = list(self._running)
-            if not batch:
-                continue
-            self._in_step = batch
-            started_ns = time.monotonic_ns()
-            sampled = await self.compute(self._step, batch)
-            now_ns = time.monotonic_ns()
-            self._in_step = []
-            taken = now_ns - started_ns, len(batch), sum(s.length for s in batch)
-            self._times.observe(*taken)
-            self.metrics.stepped(*taken)
-            self._after_step(batch, sampled, now_ns)
-            if self.config.layout.layers == 0:
-                await asyncio.sleep(0)  # an engine that computes nothing must not starve the loop
+            self._feed(events.EngineIdled)
+            work, self._work = self._work, None
+            match work:
+                case None:
+                    await self._awake.wait()
+                    self._awake.clear()
+                case RunStep():
+                    await self._run_step(work)
+                case SwapOut():
+                    held = await self.compute(copy_out, self.engine.cache, work.table)
+                    self._feed(events.SwappedOut, held)
+                case SwapIn():
+                    await self.compute(copy_in, self.engine.cache, work.table, work.held)
+                    self._feed(events.SwappedIn)
 
-    async def _join(self) -> None:
-        """Between two steps: swapped-out sequences first, then those whose KV is here, oldest first."""
-        while self._swapped and len(self._running) < self.config.batch_max:
-            sequence = self._swapped[0]
-            if not self.engine.allocator.can_allocate(sequence.length // self.config.layout.block_tokens + 1):
-                break
-            self._swapped.popleft()
-            await self._swap_in(sequence)
-        if not self._swapped:
-            self._load_waiting()
-        for sequence in list(self._waiting.values()):
-            if len(self._running) >= self.config.batch_max or self._swapped:
-                break
-            if sequence.taken and sequence.output and self._kv_here(sequence):
-                del self._waiting[sequence.order_id]
-                sequence.stage = Stage.RUNNING
-                sequence.started_ns = time.monotonic_ns()
-                self._running.append(sequence)
-                assert sequence.result is not None
-                self.metrics.joined(sequence.ready_wall_ns)
-                self.report(
-                    DecodeStarted(
-                        order_id=sequence.order_id,
-                        request_id=sequence.order.request_id,
-                        worker_id=self.config.worker_id,
-                        wait_ns=max(
-                            0, (sequence.ready_wall_ns or time.time_ns()) - sequence.result.finished_at_ns
-                        ),
-                    )
-                )
-
-    async def _make_room(self) -> None:
-        """Every running sequence gets the block that its next token needs; the last that joined gives way."""
+    async def _run_step(self, step: RunStep) -> None:
+        started_ns = time.monotonic_ns()
+        tokens = await self.compute(self._sample, step.batch)
+        step_ns = time.monotonic_ns() - started_ns
+        self.metrics.stepped(step_ns, len(step.batch), step.context_tokens)
+        self._feed(events.StepEnded, tokens, step_ns)
         if self.config.layout.layers == 0:
-            return
-        for sequence in list(self._running):
-            while (
-                sequence.stage is Stage.RUNNING
-                and sequence.length // self.config.layout.block_tokens >= len(sequence.table)
-            ):
-                if self.engine.allocator.can_allocate(1):
-                    self.engine.allocator.extend(sequence.table)
-                elif not self._take_from_waiting():
-                    await self._swap_out(self._running[-1])
+            await asyncio.sleep(0)  # an engine that computes nothing must not starve the loop
 
-    def _take_from_waiting(self) -> bool:
-        """Blocks of a sequence that waits with a part of its KV; it loads again from the pool."""
-        for sequence in reversed(self._waiting.values()):
-            if sequence.table and sequence.loading == 0 and not self._kv_here(sequence):
-                assert self._loading is not None
-                self.engine.allocator.free(self._loading.take_back(sequence))
-                return True
-        return False
-
-    async def _swap_out(self, sequence: Sequence) -> None:
-        layers = self.config.layout.layers
-        sequence.swapped = await self.compute(copy_out, self.engine.cache, layers, list(sequence.table))
-        if sequence.stage is Stage.ENDED:  # cancelled meanwhile
-            return
-        self._running.remove(sequence)
-        self._free(sequence)
-        sequence.stage = Stage.SWAPPED
-        sequence.preemptions += 1
-        self._swapped.appendleft(sequence)
-
-    async def _swap_in(self, sequence: Sequence) -> None:
-        layers, held = self.config.layout.layers, sequence.swapped
-        table = list(self.engine.allocator.allocate(len(held)))
-        await self.compute(copy_in, self.engine.cache, layers, table, held)
-        if sequence.stage is Stage.ENDED:  # cancelled meanwhile
-            self.engine.allocator.free(table)
-            return
-        sequence.table, sequence.swapped = table, []
-        sequence.stage = Stage.RUNNING
-        self._running.append(sequence)
-
-    def _step(self, batch: list[Sequence]) -> list[SampledToken]:
+    def _sample(self, batch: list[DecodeSequence]) -> list[SampledToken]:
         """On the compute thread: one token of each sequence. Known tokens (a replay) are not drawn."""
         logits = self.engine.decode(
             [s.output[-1] for s in batch], [s.length for s in batch], [s.table for s in batch]
@@ -140,21 +230,3 @@ class DecodeWorker(DecodeOrders):
             s.next_known() or token_of(self.engine, one, s.sampling, logits[row])
             for row, (s, one) in enumerate(zip(batch, sampled, strict=True))
         ]
-
-    def _after_step(self, batch: list[Sequence], sampled: list[SampledToken], now_ns: int) -> None:
-        fresh: list[tuple[Sequence, int]] = []
-        for sequence, token in zip(batch, sampled, strict=True):
-            if sequence.stage is not Stage.RUNNING:
-                continue  # ended during the step
-            index = len(sequence.output)
-            if sequence.add(token, now_ns):
-                fresh.append((sequence, index))
-            if index == 1:
-                self.metrics.first_step(now_ns - sequence.started_ns)
-        self._deliveries.send(fresh)
-        for sequence in batch:
-            if sequence.stage is Stage.ENDED:
-                self._free(sequence)
-        for sequence in batch:
-            if sequence.finish_reason and sequence.stage is Stage.RUNNING:
-                self._finish(sequence)

@@ -30,6 +30,9 @@ class BlockAllocator:
     def free_blocks(self) -> int:
         return self._free
 
+    def is_free(self, block: int) -> bool:
+        return not self._used[block]
+
     def can_allocate(self, count: int) -> bool:
         return count <= self._free
 

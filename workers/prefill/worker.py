@@ -24,11 +24,11 @@ from halfmoon.schemas.events import PrefillFailed, PrefillFinished, WorkerHeartb
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import KvLoaded, PrefillResult
 from halfmoon.store.errors import StoreError
+from halfmoon.workers.machines import refusal
 from halfmoon.workers.prefill.job import Job, Stop, patiently
 from halfmoon.workers.prefill.layer_progress import LayerLoads, LoadFailed
 from halfmoon.workers.prefill.spans import begin_prefill, end_prefill
 from halfmoon.workers.sample_requests import next_token
-from halfmoon.workers.token_inbox import refusal
 from halfmoon.workers.worker import Worker
 
 log = logging.getLogger("halfmoon.prefill")
@@ -72,19 +72,21 @@ class PrefillWorker(Worker):
                 pass  # not for a prefill worker
 
     def heartbeat(self) -> WorkerHeartbeat:
-        engine = self.engine
         return WorkerHeartbeat(
             worker_id=self.config.worker_id,
             incarnation=self.incarnation,
             queued=len(self._queue),
             running=len(self._jobs) - len(self._queue),
-            kv_blocks_used=self.config.kv_blocks - engine.allocator.free_blocks,
+            kv_blocks_used=self.kv_blocks_used(),
             orders=list(self._jobs),
             obeyed_seq=self.obeyed_seq,
         )
 
     def orders_open(self) -> int:
         return len(self._jobs)
+
+    def kv_blocks_used(self) -> int:
+        return self.config.kv_blocks - int(self.engine.allocator.free_blocks)
 
     async def release_all(self) -> None:
         for job in list(self._jobs.values()):

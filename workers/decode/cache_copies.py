@@ -1,0 +1,35 @@
+"""Copies of single layers of blocks between the engine's cache, the node's pool and host memory.
+
+Called on the worker's threads. A cache is `PagedCache` or its like; `layers`, `layer_block_bytes` are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from halfmoon.store.pool.segment import PoolView
+
+
+def copy_layers(cache: Any, pool: PoolView, copies: Iterable[tuple[int, int, int]]) -> None:
+    """From the pool into the cache; each copy is (layer, slot of the pool, block of the cache)."""
+    for layer, slot, block in copies:
+        cache.write_block(layer, block, pool.layer_block(slot, layer))
+
+
+def copy_out(cache: Any, table: list[int]) -> list[np.ndarray]:
+    """The bytes of these blocks, each `[layers, layer_block_bytes]`: a preempted sequence in host memory."""
+    held = [np.empty((cache.layers, cache.layer_block_bytes), dtype=np.uint8) for _ in table]
+    for block, rows in zip(table, held, strict=True):
+        for layer in range(cache.layers):
+            cache.read_block(layer, block, rows[layer])
+    return held
+
+
+def copy_in(cache: Any, table: list[int], held: list[np.ndarray]) -> None:
+    """The reverse of `copy_out`, perhaps into other blocks."""
+    for block, rows in zip(table, held, strict=True):
+        for layer in range(cache.layers):
+            cache.write_block(layer, block, rows[layer])

@@ -1,0 +1,76 @@
+"""KV of one order on its way from slots of the node's pool into the engine's cache, layer by layer of each block."""
+
+from __future__ import annotations
+
+from halfmoon.schemas.kv import KvReady, TransferOpened
+
+
+class KvArrival:
+    """A layer of a block is *readable* in the pool, then *started* (being copied), then *copied*.
+
+    Without layers there is no KV, and all of it is here from the start.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self.opened = False
+        #: `slots[i]` of the pool holds prompt block i.
+        self.slots: list[int] = []
+        #: (layer, block) that were heard of and not started; one may stand here more than once.
+        self.readable: list[tuple[int, int]] = []
+        #: `started[layer * blocks + block]` is 1 from the start of its copy on.
+        self.started = bytearray()
+        #: Copy instructions under way, and layers of blocks that were copied.
+        self.copying = 0
+        self.copied = 0
+
+    @property
+    def complete(self) -> bool:
+        """Everything is in the engine's cache."""
+        return self._layers == 0 or (self.opened and self.copied == len(self.started))
+
+    @property
+    def announced(self) -> bool:
+        """Everything was heard to be readable in the node's pool, copied or not."""
+        if not self.opened:
+            return False
+        fresh = {place for place in self.readable if self._is_fresh(*place)}
+        return self.started.count(1) + len(fresh) == len(self.started)
+
+    def note(self, message: TransferOpened | KvReady) -> None:
+        """The message says what is readable. It may come again at any time: the bus repeats what may be lost."""
+        match message:
+            case TransferOpened():
+                if self.opened:
+                    return  # an order's KV has one place; what was copied from there stays copied
+                self.opened = True
+                self.slots = list(message.slots)
+                self.started = bytearray(self._layers * len(message.slots))
+                for block in message.present:
+                    self.readable += [(layer, block) for layer in range(self._layers)]
+            case KvReady():
+                blocks = range(message.first_block, message.first_block + message.blocks)
+                self.readable += [(message.layer, block) for block in blocks]
+
+    def start(self) -> list[tuple[int, int]]:
+        """(layer, block) of everything readable that was not started before; it counts as started now."""
+        begun = []
+        blocks = len(self.slots)
+        for layer, block in self.readable:
+            if self._is_fresh(layer, block):
+                self.started[layer * blocks + block] = 1
+                begun.append((layer, block))
+        self.readable = []
+        return begun
+
+    def take_back(self) -> None:
+        """Forget the copies: the pool still holds what was copied, and it is copied again later."""
+        assert self.copying == 0, self.copying
+        blocks = len(self.slots)
+        self.readable += [divmod(place, blocks) for place, begun in enumerate(self.started) if begun]
+        self.started = bytearray(len(self.started))
+        self.copied = 0
+
+    def _is_fresh(self, layer: int, block: int) -> bool:
+        blocks = len(self.slots)
+        return layer < self._layers and block < blocks and not self.started[layer * blocks + block]

@@ -1,0 +1,134 @@
+"""The decode machine: events in, actions out. Pure: no clock, no thread, no connection, no tensor.
+
+    order ─▶ waiting ─▶ running ─▶ ended          Each arrow to "ended" may also start at waiting or swapped.
+                          │  ▲
+                          ▼  │
+                         swapped
+
+`orders` holds what waits, runs and ends, and its blocks; `batch` decides what the compute thread does next.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.schemas.policy import Layout
+from halfmoon.workers.decode import invariants
+from halfmoon.workers.decode.actions import Action, Announce, AnswerResend
+from halfmoon.workers.decode.batch import Batch
+from halfmoon.workers.decode.deliveries import resend_reply
+from halfmoon.workers.decode.events import (
+    AnnounceAsked,
+    EngineIdled,
+    Event,
+    KvHeard,
+    LayersCopied,
+    MemoryLost,
+    OrderCancelled,
+    OrderGiven,
+    OutputShared,
+    ResendAsked,
+    StepEnded,
+    Stopped,
+    SwappedIn,
+    SwappedOut,
+    TokensTaken,
+)
+from halfmoon.workers.decode.orders import Orders
+
+
+class DecodeState:
+    """See the module. `has_stores`: the KV comes through a pool (an engine that computes nothing has none).
+
+    `eos_ids` are the model's end tokens. What it holds may be read by anybody; only `on` changes it (and
+    `heartbeat`, the step figures).
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        incarnation: str,
+        layout: Layout,
+        kv_blocks: int,
+        batch_max: int,
+        profile: CostProfile,
+        has_stores: bool = True,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.worker_id, self.incarnation = worker_id, incarnation
+        self.orders = Orders(
+            worker_id=worker_id,
+            layout=layout,
+            kv_blocks=kv_blocks,
+            profile=profile,
+            has_stores=has_stores,
+            eos_ids=eos_ids,
+        )
+        self.batch = Batch(self.orders, batch_max)
+
+    def on(self, event: Event) -> list[Action]:
+        """What follows from `event`: to be done in this order, before the next event."""
+        orders, batch = self.orders, self.batch
+        orders.now_ns, orders.wall_ns = event.now_ns, event.wall_ns
+        orders.out = []
+        match event:
+            case EngineIdled():
+                batch.next_work()
+            case StepEnded():
+                batch.after_step(event.tokens, event.step_ns)
+            case KvHeard():
+                orders.hear(event.message)
+            case LayersCopied():
+                orders.copied(event.copy_id)
+            case OrderGiven():
+                orders.begin(event.order)
+            case TokensTaken():
+                orders.take(event.order_id, event.reply)
+            case OrderCancelled():
+                orders.cancel(event.order_id)
+            case SwappedOut():
+                batch.swapped_out(event.held)
+            case SwappedIn():
+                batch.swapped_in()
+            case OutputShared():
+                orders.shared(event.order_id)
+            case ResendAsked():
+                known = orders.known(event.request.order_id)
+                orders.out.append(AnswerResend(resend_reply(known, event.request.index, self.worker_id)))
+            case MemoryLost():
+                orders.lose_memory()
+            case AnnounceAsked():
+                orders.drop_all()
+                orders.out.append(Announce())
+            case Stopped():
+                orders.stopped = True
+                orders.drop_all()
+            case _:
+                assert_never(event)
+        return orders.out
+
+    def heartbeat(self, obeyed_seq: int) -> WorkerHeartbeat:
+        """How the worker is; the step figures begin again. `obeyed_seq`: cause of the newest decision it was fed."""
+        orders = self.orders
+        steps, step_ns, sequences, context = orders.times.take()
+        return WorkerHeartbeat(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            queued=len(orders.waiting) + len(orders.swapped),
+            running=len(orders.running),
+            kv_blocks_used=orders.blocks_used,
+            steps=steps,
+            step_ns=step_ns,
+            step_sequences=sequences,
+            step_context_tokens=context,
+            orders=list(orders.open),
+            lacking=orders.lacking(),
+            obeyed_seq=obeyed_seq,
+        )
+
+    def validate(self) -> None:
+        """Raises AssertionError, with values, when an invariant does not hold."""
+        invariants.check(self.orders, self.batch.size_max)
