@@ -47,7 +47,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class AnswerResend:
-    """Reply to ResendAsked."""
+    """Reply to ResendRequested."""
 
     reply: ResendReply
 

@@ -1,6 +1,6 @@
 """Stimuli of the decode machine: everything that can happen to a decode worker, in the past tense.
 
-Each carries its time, because the machine has no clock: `now_ns` is monotonic, `wall_ns` is the wall clock.
+Each carries its time, because the machine has no clock: `at_ns` is monotonic, `wall_ns` is the wall clock.
 Every instruction of `halfmoon.workers.decode.actions` that takes time ends in exactly one of them:
 
     TakeTokens ─▶ TokensTaken      CopyLayers ─▶ LayersCopied      ShareOutput ─▶ OutputShared
@@ -21,48 +21,48 @@ from halfmoon.schemas.tokens import ResendRequest, TakeReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Timed:
-    """When it happened."""
+class WorkerEvent:
+    """Something that happened to the worker."""
 
-    now_ns: int
+    at_ns: int
     wall_ns: int
 
 
 # --- from the conductor -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OrderGiven(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderReceived(WorkerEvent):
     """The conductor placed a request here."""
 
     order: StartDecode
 
 
-@dataclass(frozen=True, slots=True)
-class OrderCancelled(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderCancelled(WorkerEvent):
     """The conductor took an order back."""
 
     order_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class AnnounceAsked(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceRequested(WorkerEvent):
     """The conductor does not know this worker: it must drop its orders and join again."""
 
 
 # --- from frontends -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TokensTaken(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensTaken(WorkerEvent):
     """The frontend answered; None: it did not."""
 
     order_id: str
     reply: TakeReply | None
 
 
-@dataclass(frozen=True, slots=True)
-class ResendAsked(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResendRequested(WorkerEvent):
     """A frontend missed tokens."""
 
     request: ResendRequest
@@ -71,55 +71,55 @@ class ResendAsked(_Timed):
 # --- from store agents and prefill workers ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class KvHeard(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvHeard(WorkerEvent):
     """KV progress. The bus may repeat it, and it may come before its order."""
 
     message: KvMessage
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLost(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLost(WorkerEvent):
     """The node's store agent restarted: its pool is empty."""
 
 
 # --- from the worker's own threads --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LayersCopied(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersCopied(WorkerEvent):
     """The instruction CopyLayers with this number is done."""
 
     copy_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineIdled(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdled(WorkerEvent):
     """The compute thread has nothing to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepEnded(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnded(WorkerEvent):
     """RunStep is done: one token of each sequence of its batch, in the batch's order."""
 
     tokens: list[SampledToken]
     step_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class SwappedOut(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedOut(WorkerEvent):
     """SwapOut is done. `held` is the shell's copy of the blocks; the machine hands it back in SwapIn."""
 
     held: object
 
 
-@dataclass(frozen=True, slots=True)
-class SwappedIn(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedIn(WorkerEvent):
     """SwapIn is done."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputShared(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputShared(WorkerEvent):
     """ShareOutput is done, whether or not the pool took the blocks."""
 
     order_id: str
@@ -128,17 +128,17 @@ class OutputShared(_Timed):
 # --- from the process ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped(_Timed):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStopped(WorkerEvent):
     """The worker leaves: nothing more is begun."""
 
 
 Event = (
-    OrderGiven
+    OrderReceived
     | OrderCancelled
-    | AnnounceAsked
+    | AnnounceRequested
     | TokensTaken
-    | ResendAsked
+    | ResendRequested
     | KvHeard
     | MemoryLost
     | LayersCopied
@@ -147,5 +147,5 @@ Event = (
     | SwappedOut
     | SwappedIn
     | OutputShared
-    | Stopped
+    | WorkerStopped
 )

@@ -20,21 +20,21 @@ from halfmoon.workers.decode.actions import Action, Announce, AnswerResend
 from halfmoon.workers.decode.batch import Batch
 from halfmoon.workers.decode.deliveries import resend_reply
 from halfmoon.workers.decode.events import (
-    AnnounceAsked,
+    AnnounceRequested,
     EngineIdled,
     Event,
     KvHeard,
     LayersCopied,
     MemoryLost,
     OrderCancelled,
-    OrderGiven,
+    OrderReceived,
     OutputShared,
-    ResendAsked,
+    ResendRequested,
     StepEnded,
-    Stopped,
     SwappedIn,
     SwappedOut,
     TokensTaken,
+    WorkerStopped,
 )
 from halfmoon.workers.decode.orders import Orders
 
@@ -72,7 +72,7 @@ class DecodeState:
     def on(self, event: Event) -> list[Action]:
         """What follows from `event`: to be done in this order, before the next event."""
         orders, batch = self.orders, self.batch
-        orders.now_ns, orders.wall_ns = event.now_ns, event.wall_ns
+        orders.now_ns, orders.wall_ns = event.at_ns, event.wall_ns
         orders.out = []
         match event:
             case EngineIdled():
@@ -83,7 +83,7 @@ class DecodeState:
                 orders.hear(event.message)
             case LayersCopied():
                 orders.copied(event.copy_id)
-            case OrderGiven():
+            case OrderReceived():
                 orders.begin(event.order)
             case TokensTaken():
                 orders.take(event.order_id, event.reply)
@@ -95,15 +95,15 @@ class DecodeState:
                 batch.swapped_in()
             case OutputShared():
                 orders.shared(event.order_id)
-            case ResendAsked():
+            case ResendRequested():
                 known = orders.known(event.request.order_id)
                 orders.out.append(AnswerResend(resend_reply(known, event.request.index, self.worker_id)))
             case MemoryLost():
                 orders.lose_memory()
-            case AnnounceAsked():
+            case AnnounceRequested():
                 orders.drop_all()
                 orders.out.append(Announce())
-            case Stopped():
+            case WorkerStopped():
                 orders.stopped = True
                 orders.drop_all()
             case _:

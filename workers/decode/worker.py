@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
-from typing import Any, assert_never
+from typing import Any, TypedDict, assert_never
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
@@ -50,6 +49,18 @@ from halfmoon.workers.sample_requests import request_of, token_of
 from halfmoon.workers.worker import Worker, WorkerConfig
 
 
+class Now(TypedDict):
+    """The time of an event."""
+
+    at_ns: int
+    wall_ns: int
+
+
+def now() -> Now:
+    """Of both clocks."""
+    return {"at_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
+
+
 class DecodeWorker(Worker):
     """See the module; every decision is in `state`."""
 
@@ -74,7 +85,7 @@ class DecodeWorker(Worker):
     async def prepare(self) -> None:
         self._pool = await self.store.attach() if self.store else None
         if self.store is not None:
-            self.store.restarted.append(lambda: self._feed(events.MemoryLost))
+            self.store.restarted.append(lambda: self._feed(events.MemoryLost(**now())))
         await self.bus.serve(subjects.resend(self.config.worker_id), ResendRequest, self._resend)
         self.spawn(self._follow_kv(await self.bus.open_kv(self.config.worker_id)))
         self.spawn(self._compute_all())
@@ -82,11 +93,11 @@ class DecodeWorker(Worker):
     def obey(self, decision: Decision) -> None:
         match decision:
             case StartDecode():
-                self._feed(events.OrderGiven, decision)
+                self._feed(events.OrderReceived(order=decision, **now()))
             case CancelOrder():
-                self._feed(events.OrderCancelled, decision.order_id)
+                self._feed(events.OrderCancelled(order_id=decision.order_id, **now()))
             case AnnounceYourself():
-                self._feed(events.AnnounceAsked)
+                self._feed(events.AnnounceRequested(**now()))
             case _:
                 pass  # not for a decode worker
 
@@ -100,21 +111,18 @@ class DecodeWorker(Worker):
         return self.state.orders.blocks_used
 
     async def release_all(self) -> None:
-        for action in self._step_machine(events.Stopped):
+        for action in self.state.on(events.WorkerStopped(**now())):
             if isinstance(action, Release):
-                await self._release(Release(action.order_id))
+                await self._release(action)
             else:
                 self._do(action)
 
     # --- the machine ----------------------------------------------------------------------------------------
 
-    def _feed(self, kind: Callable[..., events.Event], *fields: Any) -> None:
+    def _feed(self, event: events.Event) -> None:
         """Tell the machine what happened, and obey."""
-        for action in self._step_machine(kind, *fields):
+        for action in self.state.on(event):
             self._do(action)
-
-    def _step_machine(self, kind: Callable[..., events.Event], *fields: Any) -> list[Action]:
-        return self.state.on(kind(*fields, now_ns=time.monotonic_ns(), wall_ns=time.time_ns()))
 
     def _do(self, action: Action) -> None:
         match action:
@@ -150,14 +158,14 @@ class DecodeWorker(Worker):
 
     async def _follow_kv(self, reader: StreamTail) -> None:
         async for message in self.bus.follow_kv(reader):
-            self._feed(events.KvHeard, message)
+            self._feed(events.KvHeard(message=message, **now()))
 
     async def _take(self, ask: TakeTokens) -> None:
         reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, "decode")
-        self._feed(events.TokensTaken, ask.order_id, reply)
+        self._feed(events.TokensTaken(order_id=ask.order_id, reply=reply, **now()))
 
     def _resend(self, request: ResendRequest) -> ResendReply:
-        (answer,) = self._step_machine(events.ResendAsked, request)
+        (answer,) = self.state.on(events.ResendRequested(request=request, **now()))
         assert isinstance(answer, AnswerResend), answer
         return answer.reply
 
@@ -174,7 +182,7 @@ class DecodeWorker(Worker):
         assert self._pool is not None
         cache, pool, copies = self.engine.cache, self._pool, order.copies
         await self._loop.run_in_executor(self._copies, copy_layers, cache, pool, copies)
-        self._feed(events.LayersCopied, order.copy_id)
+        self._feed(events.LayersCopied(copy_id=order.copy_id, **now()))
 
     async def _share(self, output: ShareOutput) -> None:
         assert self.store is not None
@@ -189,13 +197,13 @@ class DecodeWorker(Worker):
                 lambda copy: self._loop.run_in_executor(self._copies, copy),
             )
         finally:
-            self._feed(events.OutputShared, output.order_id)
+            self._feed(events.OutputShared(order_id=output.order_id, **now()))
 
     # --- the compute thread ---------------------------------------------------------------------------------
 
     async def _compute_all(self) -> None:
         while True:
-            self._feed(events.EngineIdled)
+            self._feed(events.EngineIdled(**now()))
             work, self._work = self._work, None
             match work:
                 case None:
@@ -205,17 +213,17 @@ class DecodeWorker(Worker):
                     await self._run_step(work)
                 case SwapOut():
                     held = await self.compute(copy_out, self.engine.cache, work.table)
-                    self._feed(events.SwappedOut, held)
+                    self._feed(events.SwappedOut(held=held, **now()))
                 case SwapIn():
                     await self.compute(copy_in, self.engine.cache, work.table, work.held)
-                    self._feed(events.SwappedIn)
+                    self._feed(events.SwappedIn(**now()))
 
     async def _run_step(self, step: RunStep) -> None:
         started_ns = time.monotonic_ns()
         tokens = await self.compute(self._sample, step.batch)
         step_ns = time.monotonic_ns() - started_ns
         self.metrics.stepped(step_ns, len(step.batch), step.context_tokens)
-        self._feed(events.StepEnded, tokens, step_ns)
+        self._feed(events.StepEnded(tokens=tokens, step_ns=step_ns, **now()))
         if self.config.layout.layers == 0:
             await asyncio.sleep(0)  # an engine that computes nothing must not starve the loop
 
