@@ -17,8 +17,7 @@ from halfmoon.conductor.simulation.report import Slo
 from halfmoon.conductor.simulation.trace import Arrival
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("capacity", help="the highest replay speed that a simulated cluster holds")
+def add(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     parser.add_argument("--begin", type=float, default=1.0, help="the speed to look at first")
     parser.add_argument(

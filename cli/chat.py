@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from typing import Any
 
 import orjson
 
@@ -17,18 +16,14 @@ from halfmoon.cli.api_client import ApiClient, ApiFailure, api_client
 from halfmoon.cli.generate import add_sampling, sampling_body, show
 from halfmoon.cli.options import add_bus, add_config
 
-Subparsers = Any
 
-
-def add(subparsers: Subparsers) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser("chat", help="talk to the model")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", nargs="?", help="say this, print the answer, and end; else a conversation")
     parser.add_argument("--system", default="", metavar="TEXT", help="how the model is to behave")
     add_sampling(parser)
     parser.add_argument("--json", action="store_true", help="print each whole answer as JSON, at its end")
     add_bus(parser)
     add_config(parser)
-    return parser
 
 
 async def run(args: argparse.Namespace) -> int:

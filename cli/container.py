@@ -20,20 +20,16 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 from halfmoon.cli.options import OptionInvalid, add_config
-from halfmoon.cli.processes import say
+from halfmoon.cli.output import say
 from halfmoon.cli.supervisor import Child, Supervisor
 
 ROLES = ("conductor", "frontend", "prefill", "decode")
 STORE_STOP_S = 5.0
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "container", help="a role's process in a container, under the first free name"
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("role", choices=ROLES)
     parser.add_argument(
         "--names-dir", default="/run/names", help="shared by the host's containers: locks on names"

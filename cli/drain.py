@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 import orjson
 
@@ -16,10 +15,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.replicas import Drained, DrainStore
 
 
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "drain", help="let a node's store leave, its blocks kept"
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", help="whose store leaves; stop its worker first")
     parser.add_argument(
         "--to", action="append", default=[], metavar="NODE", help="who takes its blocks; else all"
@@ -28,7 +24,6 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_bus(parser)
     add_config(parser)
-    return parser
 
 
 async def run(args: argparse.Namespace) -> int:

@@ -28,11 +28,8 @@ from halfmoon.conductor.replay.offline_log import served
 from halfmoon.conductor.replay.save import follow, save
 from halfmoon.conductor.replay.text import described
 
-Subparsers = Any
 
-
-def add(subparsers: Subparsers) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser("events", help="the event log: save, tail, show")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("save", "tail", "show"))
     parser.add_argument(
         "file", nargs="?", default="", metavar="FILE", help="JSON Lines; compressed when named .zst"
@@ -47,7 +44,6 @@ def add(subparsers: Subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true")
     add_bus(parser)
     add_config(parser)
-    return parser
 
 
 async def run(args: argparse.Namespace) -> int:

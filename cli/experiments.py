@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -68,8 +67,7 @@ def experiments() -> dict[str, Experiment]:
     }
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("experiments", help="reproduce the papers' tables and plots")
+def add(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(NAMES)} (default: all)")
     parser.add_argument("--trace", metavar="FILE", default=DEFAULT_TRACE)

@@ -12,7 +12,6 @@ from halfmoon.bus.errors import BusUnreachable
 from halfmoon.cli.api_client import ApiClient, ApiFailure, api_client
 from halfmoon.cli.options import add_bus, add_config
 
-Subparsers = Any
 _FIELDS: tuple[str, ...] = (
     "max_tokens",
     "temperature",
@@ -26,14 +25,12 @@ _FIELDS: tuple[str, ...] = (
 _FIELDS += ("tenant", "cache_salt", "priority")
 
 
-def add(subparsers: Subparsers) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser("generate", help="continue a text")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", help='the prompt; "-" reads it from standard input')
     add_sampling(parser)
     parser.add_argument("--json", action="store_true", help="print the whole answer as JSON, at its end")
     add_bus(parser)
     add_config(parser)
-    return parser
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

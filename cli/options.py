@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from halfmoon.bus.config import BusConfig
-from halfmoon.bus.streams import StreamLimits
 from halfmoon.schemas.numbers import SECOND_NS
+
+if TYPE_CHECKING:
+    from halfmoon.bus.config import BusConfig
+    from halfmoon.bus.streams import StreamLimits
 
 PREFIX = "HALFMOON_"
 DEFAULT_NATS = "nats://127.0.0.1:4222"
@@ -57,6 +59,9 @@ def add_bus(parser: argparse.ArgumentParser, *, default: str = DEFAULT_NATS) -> 
 
 
 def bus_config(args: argparse.Namespace) -> BusConfig:
+    """How to reach NATS, as the options of `add_bus` say."""
+    from halfmoon.bus.config import BusConfig
+
     return BusConfig(
         url=args.nats,
         user=args.nats_user,
@@ -71,7 +76,9 @@ def bus_config(args: argparse.Namespace) -> BusConfig:
 
 
 def stream_limits(args: argparse.Namespace) -> StreamLimits:
-    """Of streams that are made anew. Raises OptionInvalid."""
+    """Bounds of the streams that this process makes. Raises OptionInvalid."""
+    from halfmoon.bus.streams import StreamLimits
+
     for option, least in (("nats_replicas", 0), ("log_mib_max", 1), ("log_hours_max", 1)):
         if getattr(args, option) < least:
             raise OptionInvalid(f"--{option.replace('_', '-')}: at least {least}")
@@ -130,13 +137,22 @@ def state_directory(cluster: str) -> Path:
 
 
 def parse(
-    parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], argv: Sequence[str]
+    parser: argparse.ArgumentParser,
+    commands: Mapping[str, argparse.ArgumentParser],
+    argv: Sequence[str],
+    add_options: Callable[[str], None],
 ) -> Any:
-    """The arguments, with environment and TOML file applied as defaults. Raises OptionInvalid."""
+    """The arguments, with environment and TOML file applied as defaults. Raises OptionInvalid.
+
+    `add_options` fills the parser of the command that it names. Only the asked-for command's is filled, but a TOML file
+    may speak to all: then each is.
+    """
     command = next((word for word in argv if word in commands), None)
     if command is not None:
         sub = commands[command]
         file = _named_file(argv)
+        for name in commands if file else (command,):
+            add_options(name)
         if file:
             _apply(sub, _from_toml(file, command, commands), file)
         environment = {

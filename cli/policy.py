@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-from typing import Any
 
 import msgspec
 import orjson
@@ -26,13 +25,9 @@ from halfmoon.schemas.status import ConductorStatus, StatusRequest
 ANSWER_S = 2.0
 IN_FORCE_S = 5.0
 _UNITS_NS = {"ns": 1, "us": 1_000, "ms": MS_NS, "s": SECOND_NS}
-Subparsers = Any
 
 
-def add(subparsers: Subparsers) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "policy", help="show or change the conductors' policy"
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "set"))
     parser.add_argument(
         "changes", nargs="*", metavar="KEY=VALUE", help="for `set`; times also as 500ms or 2s"
@@ -40,7 +35,6 @@ def add(subparsers: Subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_bus(parser, default="nats://127.0.0.1:4222")
     add_config(parser)
-    return parser
 
 
 async def run(args: argparse.Namespace) -> int:

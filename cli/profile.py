@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 import msgspec
 import orjson
@@ -13,8 +12,7 @@ from halfmoon.cli import model as models
 from halfmoon.cli.options import add_config, add_model
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("profile", help="measure this machine's cost coefficients")
+def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_config(parser)
     parser.add_argument("--attention", choices=("auto", "sdpa", "flash"), default="auto")

@@ -9,7 +9,6 @@ import gzip
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -26,13 +25,8 @@ from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Divergence, Replay, Verdict, verify
 from halfmoon.schemas.policy import Policy
 
-Subparsers = Any
 
-
-def add(subparsers: Subparsers) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "replay", help="step over a saved log; compare, explain"
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="as `halfmoon events save` wrote it")
     parser.add_argument("--until", type=int, metavar="SEQ", help="stop after this event")
     parser.add_argument(
@@ -52,7 +46,6 @@ def add(subparsers: Subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true")
     add_config(parser)
-    return parser
 
 
 async def run(args: argparse.Namespace) -> int:

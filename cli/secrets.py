@@ -20,13 +20,13 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import nkeys
 
 from halfmoon.bus.permissions import Identity, Role, authorization
 from halfmoon.cli.options import OptionInvalid, add_config
-from halfmoon.cli.processes import say
+from halfmoon.cli.output import say
 
 DAYS = 3650
 _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -53,10 +53,7 @@ cluster {{
 """
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "secrets", help="certificates, credentials and keys of a cluster of containers"
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", help="where to")
     parser.add_argument("--servers", default="nats-0,nats-1,nats-2", help="host names of the NATS servers")
     parser.add_argument("--conductors", type=int, default=5, help="how many of each there may be at most")

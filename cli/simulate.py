@@ -24,8 +24,7 @@ from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("simulate", help="the same conductor over a trace, in a simulated cluster")
+def add(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     parser.add_argument(
         "--speed", type=float, default=1.0, help="how many times as fast the trace is replayed"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import msgspec
 import orjson
@@ -15,8 +14,7 @@ from halfmoon.conductor.simulation.capacity import CapacityUnknown, smallest
 from halfmoon.conductor.simulation.report import Slo
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("size", help="the fewest prefill and decode workers that hold a trace")
+def add(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     parser.add_argument("--speed", type=float, default=1.0)
     parser.add_argument("--workers-max", type=int, default=64, help="of each pool")

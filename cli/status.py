@@ -13,18 +13,15 @@ from halfmoon.bus.errors import BusUnreachable
 from halfmoon.cli.api_client import ApiFailure, api_client
 from halfmoon.cli.options import add_bus, add_config
 
-Subparsers = Any
 WATCH_S = 1.0
 _CLEAR = "\x1b[H\x1b[2J"
 
 
-def add(subparsers: Subparsers) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser("status", help="how the cluster is")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON; with --watch one line a second")
     parser.add_argument("--watch", action="store_true", help="go on until interrupted")
     add_bus(parser)
     add_config(parser)
-    return parser
 
 
 async def run(args: argparse.Namespace) -> int:

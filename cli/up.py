@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer, free_port
@@ -33,7 +33,8 @@ from halfmoon.cli.options import (
     state_directory,
     stream_limits,
 )
-from halfmoon.cli.processes import add_frontend, add_policy, add_store, add_worker, policy_of, say
+from halfmoon.cli.output import say
+from halfmoon.cli.processes.options import add_frontend, add_policy, add_store, add_worker, policy_of
 from halfmoon.cli.supervisor import Child, Supervisor
 from halfmoon.cli.tracing import add_tracing, check_endpoint
 from halfmoon.conductor.live.bootstrap import bootstrap_core
@@ -59,8 +60,7 @@ SERVER_PAUSE_S = 0.1
 START_DEATHS_MAX = 3
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("up", help="a whole cluster on this machine")
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=2, help="prefill nodes")
     parser.add_argument("--decode", type=int, default=2, help="decode nodes")
     parser.add_argument("--conductors", type=int, default=1)

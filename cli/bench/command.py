@@ -37,8 +37,7 @@ REQUESTS = 100
 CONCURRENCY = 8
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="a load on a live cluster, and what its clients saw")
+def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "load: a trace, else --rate (open loop), else --concurrency (closed loop)"
     )

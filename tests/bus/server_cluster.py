@@ -103,5 +103,5 @@ class ServerCluster:
 def secrets_options(place: Path, *more: str) -> argparse.Namespace:
     """As the command line has them."""
     parser = argparse.ArgumentParser()
-    secrets.add(parser.add_subparsers())
-    return parser.parse_args(["secrets", str(place), *more])
+    secrets.add(parser)
+    return parser.parse_args([str(place), *more])

@@ -96,7 +96,7 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
                     assert container["image"] == "halfmoon:0.1.0"
                     found[container["name"]] = {each["name"] for each in container["env"]}
     assert set(found) == {"nats", "conductor", "store", "prefill", "decode", "frontend"}
-    sources = ("options.py", "processes.py", "metrics.py", "container.py")
+    sources = ("options.py", "processes/options.py", "metrics.py", "container.py")
     options = "".join((ROOT / "cli" / name).read_text() for name in sources)
     known = {
         f"HALFMOON_{flag.replace('-', '_').upper()}"

@@ -26,8 +26,8 @@ time.sleep(60)
 
 def options(place: Path, *more: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    secrets.add(parser.add_subparsers())
-    return parser.parse_args(["secrets", str(place), *more])
+    secrets.add(parser)
+    return parser.parse_args([str(place), *more])
 
 
 def test_a_replica_takes_the_first_free_name_also_of_one_that_was_killed(tmp_path: Path) -> None:

@@ -169,8 +169,8 @@ def test_the_commands(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers(dest="command")
     modules = {"generate": generate, "chat": chat, "status": status}
-    for module in modules.values():
-        module.add(subparsers)  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        module.add(subparsers.add_parser(name))  # type: ignore[attr-defined]
 
     async def command(cluster: Any, *words: str) -> tuple[int, str, str]:
         args = parser.parse_args([*words, "--nats", cluster.nats_url])
@@ -204,7 +204,7 @@ def test_the_commands(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands_without_a_cluster_say_so(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers()
-    generate.add(subparsers)
+    generate.add(subparsers.add_parser("generate"))
     for url, words in ((server_url, "no frontend answers"), ("nats://127.0.0.1:1", "no NATS server")):
         assert asyncio.run(generate.run(parser.parse_args(["generate", "x", "--nats", url]))) == 1
         assert words in capsys.readouterr().err

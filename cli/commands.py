@@ -1,0 +1,51 @@
+"""The commands: where each one is, and its line of help.
+
+A command's module has `add(parser)`, which adds its options, and `run(args)`, which does it. It is imported only when
+it is asked for: all together import torch, NATS, HTTP and plotting, which takes a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: `halfmoon NAME`."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("up", "halfmoon.cli.up", "a whole cluster on this machine"),
+    Command("generate", "halfmoon.cli.generate", "continue a text"),
+    Command("chat", "halfmoon.cli.chat", "talk to the model"),
+    Command("status", "halfmoon.cli.status", "how the cluster is"),
+    Command("bench", "halfmoon.cli.bench.command", "a load on a live cluster, and what its clients saw"),
+    Command("events", "halfmoon.cli.events", "the event log: save, tail, show"),
+    Command("replay", "halfmoon.cli.replay", "step over a saved log; compare, explain"),
+    Command("simulate", "halfmoon.cli.simulate", "the same conductor over a trace, in a simulated cluster"),
+    Command("capacity", "halfmoon.cli.capacity", "the highest replay speed that a simulated cluster holds"),
+    Command("size", "halfmoon.cli.size", "the fewest prefill and decode workers that hold a trace"),
+    Command("experiments", "halfmoon.cli.experiments", "reproduce the papers' tables and plots"),
+    Command("policy", "halfmoon.cli.policy", "show or change the conductors' policy"),
+    Command("profile", "halfmoon.cli.profile", "measure this machine's cost coefficients"),
+    Command(
+        "secrets", "halfmoon.cli.secrets", "certificates, credentials and keys of a cluster of containers"
+    ),
+    Command(
+        "container", "halfmoon.cli.container", "a role's process in a container, under the first free name"
+    ),
+    Command("drain", "halfmoon.cli.drain", "let a node's store leave, its blocks kept"),
+    Command(
+        "conductor",
+        "halfmoon.cli.processes.conductor",
+        "decide where requests run; any number may run at once",
+    ),
+    Command("store", "halfmoon.cli.processes.store", "a node's store agent: its KV pool and its data plane"),
+    Command("prefill", "halfmoon.cli.processes.worker", "a prefill worker, beside a store agent"),
+    Command("decode", "halfmoon.cli.processes.worker", "a decode worker, beside a store agent"),
+    Command("frontend", "halfmoon.cli.processes.frontend", "the client edge: NATS API and HTTP"),
+)

@@ -1,0 +1,56 @@
+"""`halfmoon conductor`: decides where requests run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+
+from halfmoon.bus.tasks import end_tasks
+from halfmoon.bus.telemetry.metrics import process_registry
+from halfmoon.cli.metrics import shown
+from halfmoon.cli.output import say
+from halfmoon.cli.processes.lifecycle import connect, until_stopped
+from halfmoon.cli.processes.options import add_policy, add_process, policy_of
+from halfmoon.cli.tracing import start_tracing, stop_tracing
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--id", default=f"conductor-{socket.gethostname()}")
+    add_policy(parser)
+    add_process(parser)
+
+
+async def run(args: argparse.Namespace) -> int:
+    from halfmoon.conductor.live import shell
+    from halfmoon.conductor.live.digest_exchange import Diverged
+    from halfmoon.conductor.live.metrics import ConductorMetrics
+    from halfmoon.conductor.log_reading import LogUnreadable
+
+    tracing = start_tracing(args, "conductor", args.id)
+    bus = await connect(args, args.id)
+    registry = process_registry(bus, role="conductor", process_id=args.id)
+    figures: list[ConductorMetrics] = []
+
+    def started(shell: shell.Shell) -> None:
+        figures.append(ConductorMetrics(bus, shell.core, shell.tally))
+        registry.register(figures[0])
+
+    async def refresh() -> None:
+        for each in figures:
+            await each.refresh()
+
+    running = shell.run(bus, conductor_id=args.id, policy=policy_of(args), started=started, tracing=tracing)
+    task = asyncio.ensure_future(running)
+    say(f"conductor {args.id} follows the log")
+    try:
+        async with shown(args, registry, refresh):
+            await until_stopped(bus, args.health_file, task)
+    except (LogUnreadable, Diverged) as problem:
+        say(f"halfmoon: error: {problem}")
+        return 1
+    finally:
+        await end_tasks([task])
+        await bus.close()
+        stop_tracing(tracing)
+    return 0

@@ -1,0 +1,65 @@
+"""The life of any process of the cluster: it connects, says that it is well, and ends when it is told to."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.tasks import end_tasks
+from halfmoon.cli.options import bus_config, stream_limits
+
+HEALTH_S = 1.0
+
+
+async def connect(args: argparse.Namespace, name: str) -> Bus:
+    """As the options of `add_bus` say. Raises BusUnreachable, BusError."""
+    return await Bus.connect(bus_config(args), name=name, limits=stream_limits(args))
+
+
+def _settle_memory() -> None:
+    """What was loaded stays: the collector need not look at it again, nor run for every 700 small objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+def _touch(file: str) -> None:
+    Path(file).touch()
+
+
+async def _keep_healthy(bus: Bus, file: str) -> None:
+    """What a container's health check looks at: the file is fresh while the event loop turns and NATS is
+    there.
+    """
+    while True:
+        if bus.nc.is_connected:
+            _touch(file)
+        await asyncio.sleep(HEALTH_S)
+
+
+async def until_stopped(bus: Bus, health_file: str, *others: asyncio.Future[Any]) -> None:
+    """Returns at SIGTERM or SIGINT; raises what one of `others` raised."""
+    _settle_memory()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    waiting = asyncio.ensure_future(stop.wait())
+    healthy = [asyncio.ensure_future(_keep_healthy(bus, health_file))] if health_file else []
+    try:
+        done, _ = await asyncio.wait({waiting, *healthy, *others}, return_when=asyncio.FIRST_COMPLETED)
+        for future in done - {waiting}:
+            future.result()
+            raise RuntimeError("a part of the process ended by itself")
+    finally:
+        await end_tasks(healthy)
+        if health_file:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(health_file)

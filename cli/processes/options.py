@@ -1,0 +1,118 @@
+"""Options of the processes, which `halfmoon up` takes as well and hands on."""
+
+from __future__ import annotations
+
+import argparse
+
+from halfmoon.cli.metrics import add_metrics
+from halfmoon.cli.options import add_bus, add_config, add_secret
+from halfmoon.cli.tracing import add_tracing
+from halfmoon.schemas.policy import Policy
+
+
+def add_process(parser: argparse.ArgumentParser) -> None:
+    """What every process takes."""
+    add_bus(parser)
+    add_secret(parser)
+    add_config(parser)
+    add_metrics(parser)
+    add_tracing(parser)
+    parser.add_argument(
+        "--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped"
+    )
+    parser.add_argument(
+        "--health-file", metavar="FILE", default="", help="touched every second while all is well"
+    )
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    defaults = Policy()
+    group = parser.add_argument_group("policy (of a log that is empty; else the log's own is in force)")
+    names = ("halfmoon", "mooncake", "local_cache_aware", "least_loaded", "round_robin", "random", "dynamo")
+    group.add_argument("--policy", choices=names, default=defaults.name)
+    group.add_argument(
+        "--admission", choices=("predicted", "early", "late", "none"), default=defaults.admission
+    )
+    group.add_argument(
+        "--fetch-replicas", type=int, default=2, help="other holders named with a fetch; 0: none"
+    )
+    group.add_argument(
+        "--hot-transfers", type=int, default=4, help="copy a prefix that so many read at once; 0: never"
+    )
+    group.add_argument("--ttft-slo-ms", type=int, default=defaults.ttft_slo_ns // 1_000_000)
+    group.add_argument("--tbt-slo-ms", type=int, default=defaults.tbt_slo_ns // 1_000_000)
+
+
+def policy_of(args: argparse.Namespace) -> Policy:
+    return Policy(
+        name=args.policy,
+        admission=args.admission,
+        ttft_slo_ns=args.ttft_slo_ms * 1_000_000,
+        tbt_slo_ns=args.tbt_slo_ms * 1_000_000,
+        fetch_replicas=args.fetch_replicas,
+        hot_transfers=args.hot_transfers,
+    )
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("store")
+    group.add_argument(
+        "--pool-mib", type=int, default=512, help="size of the node's KV pool in shared memory"
+    )
+    group.add_argument(
+        "--eviction", choices=("lru", "lfu", "s3fifo"), default="s3fifo", help="which block goes first"
+    )
+    group.add_argument(
+        "--ssd", default="", metavar="PATH", help="SSD tier: a file, or a directory to make it in"
+    )
+    group.add_argument("--ssd-bytes", type=int, default=16 << 30, metavar="N", help="size of that file")
+    group.add_argument(
+        "--ssd-hits", type=int, default=0, metavar="K", help="only blocks that were hit so often"
+    )
+    group.add_argument(
+        "--kv-events", default="", metavar="ADDRESS", help="publish KV events (ZMQ, as vLLM does)"
+    )
+    group.add_argument(
+        "--kv-events-replay", default="", metavar="ADDRESS", help="answer who asks for past ones"
+    )
+    group.add_argument(
+        "--quota", action="append", default=[], metavar="TENANT=BYTES", help="of a pool; repeatable"
+    )
+    group.add_argument(
+        "--bind", default="127.0.0.1", help="address of the TCP data plane; with several NICs: A,B"
+    )
+    group.add_argument(
+        "--stripes", type=int, default=0, help="slices of a transfer at once; 0: by the number of cores"
+    )
+    group.add_argument(
+        "--topology", default="", metavar="FILE", help="TOML: NUMA nodes of memory and NICs, over sysfs"
+    )
+    group.add_argument("--data-port", type=int, default=0, help="its port; 0: any free one")
+    group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
+    group.add_argument("--transport", choices=("auto", "shm", "tcp", "rdma"), default="auto")
+    group.add_argument(
+        "--rdma", default="auto", metavar="DEVICE[:PORT[:GID]]", help="RDMA port; auto, or off"
+    )
+    group.add_argument("--encryption", choices=("auto", "always", "never"), default="auto")
+
+
+def add_worker(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("worker")
+    group.add_argument(
+        "--kv-blocks", type=int, default=0, help="blocks of the worker's own cache; 0: by its role"
+    )
+    group.add_argument("--batch-max", type=int, default=16, help="sequences in one decode batch")
+    group.add_argument("--threads", type=int, default=1, help="torch threads")
+    group.add_argument("--attention", choices=("auto", "sdpa", "flash"), default="auto")
+    group.add_argument("--chunk-tokens", type=int, default=1024, help="of a prefill chunk in fast numerics")
+    group.add_argument(
+        "--no-stream-layers", action="store_true", help="push KV after the last layer, to compare"
+    )
+
+
+def add_frontend(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("frontend")
+    group.add_argument("--http-host", default="127.0.0.1")
+    group.add_argument("--http-port", type=int, default=8000, help="0: any free one")
+    group.add_argument("--api-keys-file", default="", metavar="FILE", help="keys of HTTP clients, one a line")
+    group.add_argument("--open-requests-max", type=int, default=4096)

@@ -1,0 +1,90 @@
+"""`halfmoon prefill` and `halfmoon decode`: a worker beside a store agent."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+from halfmoon.bus.telemetry.metrics import process_registry
+from halfmoon.cli import model as models
+from halfmoon.cli.metrics import shown
+from halfmoon.cli.options import add_model
+from halfmoon.cli.output import say
+from halfmoon.cli.processes.lifecycle import connect, until_stopped
+from halfmoon.cli.processes.options import add_process, add_worker
+from halfmoon.cli.tracing import start_tracing, stop_tracing
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--node", required=True, help="name of the node whose pool it maps")
+    parser.add_argument("--id", default="", help="default: the node's name")
+    add_worker(parser)
+    add_model(parser)
+    add_process(parser)
+
+
+async def run(args: argparse.Namespace) -> int:
+    from halfmoon.store.agent_client import AgentClient
+    from halfmoon.workers.decode.worker import DecodeWorker
+    from halfmoon.workers.prefill.worker import PrefillWorker
+    from halfmoon.workers.worker import WorkerConfig
+
+    worker_id = args.id or args.node
+    layout = models.layout_of(args)
+    context = models.context_tokens_max(args)
+    per_request = layout.blocks(context)
+    kv_blocks = args.kv_blocks or (per_request if args.command == "prefill" else 2 * per_request)
+    if layout.layers == 0 and not args.kv_blocks:
+        kv_blocks = 1 << 16
+    loop = asyncio.get_running_loop()
+    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # two workers on two cores collapse when idle threads spin
+    say(
+        f"{args.command} worker {worker_id}: loading {layout.model} ({layout.dtype}, {layout.numerics} numerics)"
+    )
+    started = loop.time()
+    engine = models.build_engine(args, layout, kv_blocks=kv_blocks)
+    loaded = loop.time()
+    profile = models.measure_profile(engine, layout)
+    if warning := models.numerics_warning(engine, layout):
+        say(f"{args.command} worker {worker_id}: {warning}")
+    took = f"loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s"
+    say(f"{args.command} worker {worker_id}: {took}")
+    tracing = start_tracing(args, args.command, worker_id)
+    bus = await connect(args, worker_id)
+    store = AgentClient(bus, node_id=args.node, worker_id=worker_id) if layout.block_bytes else None
+    kind = PrefillWorker if args.command == "prefill" else DecodeWorker
+    worker = kind(
+        bus,
+        engine,
+        store,
+        WorkerConfig(
+            worker_id=worker_id,
+            node_id=args.node,
+            layout=layout,
+            profile=profile,
+            kv_blocks=kv_blocks,
+            context_tokens_max=context,
+            batch_max=args.batch_max if layout.layers else 1024,
+            stream_layers=not args.no_stream_layers,
+            chunk_tokens=args.chunk_tokens,
+        ),
+    )
+    worker.tracing = tracing
+    await worker.start()
+    say(f"{args.command} worker {worker_id} takes orders")
+    registry = process_registry(bus, role=args.command, process_id=worker_id, node_id=args.node)
+    registry.register(worker.metrics)
+    try:
+        async with shown(args, registry):
+            await until_stopped(bus, args.health_file, worker.failed)
+    finally:
+        await worker.stop(drain_s=args.drain_s)
+        if store is not None:
+            await store.close()
+        await bus.close()
+        stop_tracing(tracing)
+    return 0
