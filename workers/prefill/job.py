@@ -1,83 +1,493 @@
-"""One order of a prefill worker, on its way."""
+"""One order of a prefill worker on its way: from its tokens to the last layer pushed. Pure, as its machine.
+
+::
+
+    queued ─ taking ─ opening put ─ prepared ─ opening push ─ computing ─ drawing ─ closing ─ ended
+                          │ ↺ pause               │ ↺ pause      │  ↑
+                          └ fetch, while it waits and computes   └ awaiting fetch
+
+What is heard that the stage does not wait for changes nothing. An order can end from every stage.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import assert_never
 
-from halfmoon.bus.errors import BusError
-from halfmoon.bus.telemetry.tracing import OpenSpan
 from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.events import PrefillFailed, PrefillFinished
+from halfmoon.schemas.keys import unpack_tokens
+from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import TakeReply
-from halfmoon.store.errors import StoreError, StoreFull
-from halfmoon.workers.prefill.layer_progress import LayerLoads
+from halfmoon.schemas.types import KEY_BYTES
+from halfmoon.workers.machines import refusal
+from halfmoon.workers.prefill import actions
+from halfmoon.workers.prefill.actions import Action
+from halfmoon.workers.prefill.events import (
+    BlocksFetched,
+    ChunkStored,
+    ComputingStopped,
+    FetchFailed,
+    FirstTokenDrawn,
+    LayersFetched,
+    LayerStored,
+    LoadFailed,
+    OpenPushFailed,
+    OpenPutFailed,
+    PauseEnded,
+    PrefixLayerLoaded,
+    PromptComputed,
+    PushClosed,
+    PushFailed,
+    PushOpened,
+    PutOpened,
+    StepOfOrder,
+    TokensTaken,
+)
+from halfmoon.workers.prefill.stages import WAITING_STAGES, JobRules, Stage
 
-T = TypeVar("T")
-
-#: How long a full store, and one that does not answer, is asked again.
-STORE_FULL_S = 10.0
-STORE_BACK_S = 3.0
-STORE_PAUSE_S = 0.1
+#: How long a full store, and one that does not answer, is asked again. Without patience a node that restarts would
+#: use up all placements of a request within milliseconds.
+STORE_FULL_NS = 10 * SECOND_NS
+STORE_BACK_NS = 3 * SECOND_NS
+STORE_PAUSE_NS = SECOND_NS // 10
+REASON_CHARACTERS_MAX = 500
 
 
 class Job:
-    """One StartPrefill order on its way. Times are monotonic ns."""
+    """One StartPrefill order. Times are monotonic ns unless they say otherwise.
 
-    def __init__(self, order: StartPrefill, now_ns: int) -> None:
+    `prepare`, `begin_turn`, `step` and `cancel` append what is to be done to `out`.
+    """
+
+    def __init__(self, order: StartPrefill, rules: JobRules, at_ns: int) -> None:
         self.order = order
-        self.arrived_ns = now_ns
+        self.rules = rules
+        self.stage = Stage.QUEUED
         self.cancelled = False
-        self.prepared: asyncio.Task[bool] | None = None
-        self.token_ids: list[int] = []
+        self.arrived_ns = at_ns
         self.reply = TakeReply()
+        self.token_ids: list[int] = []
+        #: When the store was first asked for what the stage waits for, and whether it is asked again after a pause.
+        self.asked_ns = 0
+        self.paused = False
         self.slots: list[int] = []
-        self.present: set[int] = set()
-        self.cached_blocks = 0  # of the prefix, held here before anything was fetched
+        self.present: list[int] = []
+        self.put_ns = 0
+        #: Blocks of the prefix: held here before anything was fetched, and fetched behind them.
+        self.cached_blocks = 0
         self.fetched_blocks = 0
-        self.fetch_node = ""
-        self.fetch_replicas: list[str] = []
+        self.fetching = False
+        self.fetch_node_id = ""
+        self.fetched_layer = -1
         self.fetched_bytes = 0
         self.fetch_ns = 0
-        self.loads: LayerLoads | None = None
-        self.fetching: asyncio.Task[None] | None = None
-        self.transfer_ns = 0
-        self.pushed = 0
-        #: Where it is traced.
-        self.span: OpenSpan | None = None
+        self.started_ns = 0
+        self.compute_ns = 0
+        #: Wall clock.
+        self.finished_at_ns = 0
+        #: (layer, first block, blocks): pushed after the last layer where layers are not streamed.
+        self.held_pushes: list[tuple[int, int, int]] = []
+        self.result: PrefillResult | None = None
 
     @property
     def order_id(self) -> str:
         return self.order.order_id
 
     @property
-    def traceparent(self) -> str:
-        return self.span.traceparent if self.span is not None else ""
+    def prefix_blocks(self) -> int:
+        return self.cached_blocks + self.fetched_blocks
 
+    @property
+    def usable_blocks(self) -> int:
+        """Cached blocks that can save computing: the last token is always computed, for its logits."""
+        return (self.order.prompt_tokens - 1) // self.rules.layout.block_tokens
 
-class Stop(Exception):
-    """The order is not to be finished; `retryable`: elsewhere it may be."""
+    def prepare(self, out: list[Action]) -> None:
+        """Its tokens, its slots, its fetch."""
+        assert self.stage is Stage.QUEUED, self.stage
+        self.stage = Stage.TAKING
+        order = self.order
+        out.append(
+            actions.TakeTokens(
+                order_id=order.order_id, request_id=order.request_id, frontend_id=order.frontend_id
+            )
+        )
 
-    def __init__(self, reason: str, *, retryable: bool) -> None:
-        super().__init__(reason)
-        self.retryable = retryable
+    def begin_turn(self, at_ns: int, out: list[Action]) -> None:
+        """No other order computes until this one has drawn its first token, or ended."""
+        assert self.stage is Stage.PREPARED, self.stage
+        if self.rules.has_store:
+            self.stage, self.asked_ns = Stage.OPENING_PUSH, at_ns
+            self._open_push(out)
+        else:
+            self.started_ns = at_ns
+            self._compute(out)
 
+    def cancel(self, out: list[Action]) -> None:
+        """One that waits ends at once; one that computes stops before its next layer."""
+        if self.cancelled:
+            return
+        self.cancelled = True
+        if self.stage in WAITING_STAGES or self.stage is Stage.AWAITING_FETCH or self.paused:
+            self.fail("cancelled", out, retryable=False)
+        elif self.stage is Stage.COMPUTING:
+            out.append(actions.StopComputing(order_id=self.order_id))
+        # Else something is under way that cannot be taken back: the order ends with it.
 
-async def patiently(job: Job, where: str, ask: Callable[[], Awaitable[T]]) -> T:
-    """What `ask` gives; asked again while a store is full of leased blocks, or its agent is just coming back.
+    def step(self, event: StepOfOrder, out: list[Action]) -> None:
+        """What was under way has gone on, or ended."""
+        match event:
+            case LayerStored():
+                self._layer_stored(event, out)
+            case PrefixLayerLoaded():
+                self._prefix_layer_loaded(event.layer, out)
+            case ChunkStored():
+                self._chunk_stored(event, out)
+            case TokensTaken():
+                self._tokens_taken(event.reply, event.at_ns, out)
+            case PutOpened():
+                self._put_opened(event, out)
+            case OpenPutFailed():
+                self._retry_store(Stage.OPENING_PUT, "own store", event, out)
+            case OpenPushFailed():
+                where = f"decode node {self.order.decode_node_id}"
+                self._retry_store(Stage.OPENING_PUSH, where, event, out)
+            case PauseEnded():
+                self._pause_ended(out)
+            case LayersFetched():
+                self._layers_fetched(event.layer, out)
+            case BlocksFetched():
+                self._blocks_fetched(event, out)
+            case FetchFailed():
+                self._fetch_failed(event.reason, out)
+            case PushOpened():
+                self._push_opened(event.at_ns, out)
+            case PromptComputed():
+                self._prompt_computed(event, out)
+            case LoadFailed():
+                self._load_failed(event.reason, out)
+            case ComputingStopped():
+                self._computing_stopped(out)
+            case FirstTokenDrawn():
+                self._first_token_drawn(event.first, out)
+            case PushClosed():
+                self._push_closed(event.moved_bytes, event.elapsed_ns, out)
+            case PushFailed():
+                self._push_failed(event.reason, out)
+            case _:
+                assert_never(event)
 
-    Without patience a node that restarts would use up all placements of a request within milliseconds.
-    """
-    loop = asyncio.get_running_loop()
-    full_until = loop.time() + STORE_FULL_S
-    back_until = loop.time() + STORE_BACK_S
-    while True:
-        try:
-            return await ask()
-        except (StoreError, BusError) as problem:
-            until = full_until if isinstance(problem, StoreFull) else back_until
-            if job.cancelled:
-                raise Stop("cancelled", retryable=False) from None
-            if loop.time() > until:
-                raise Stop(f"{where}: {problem}", retryable=True) from None
-        await asyncio.sleep(STORE_PAUSE_S)
+    # --- preparing ------------------------------------------------------------------------------------------
+
+    def _tokens_taken(self, reply: TakeReply | None, at_ns: int, out: list[Action]) -> None:
+        if self.stage is not Stage.TAKING:
+            return
+        if reply is None or reply.gone:
+            self.fail(refusal(reply), out, retryable=reply is None)
+            return
+        self.reply = reply
+        if reply.traceparent:
+            out.append(
+                actions.BeginSpan(
+                    order_id=self.order_id,
+                    request_id=self.order.request_id,
+                    prompt_tokens=self.order.prompt_tokens,
+                    traceparent=reply.traceparent,
+                    arrived_ns=self.arrived_ns,
+                )
+            )
+        self.token_ids = unpack_tokens(reply.token_ids)
+        if len(self.token_ids) != self.order.prompt_tokens:
+            self.fail("the frontend's tokens are not those of the order", out, retryable=False)
+        elif self.rules.has_store:
+            self.stage, self.asked_ns = Stage.OPENING_PUT, at_ns
+            self._open_put(out)
+        else:
+            self.stage = Stage.PREPARED
+
+    def _open_put(self, out: list[Action]) -> None:
+        out.append(
+            actions.OpenPut(
+                order_id=self.order_id,
+                block_keys=self.reply.block_keys,
+                blocks=self.rules.layout.blocks(self.order.prompt_tokens),
+                tenant=self.reply.tenant,
+            )
+        )
+
+    def _put_opened(self, event: PutOpened, out: list[Action]) -> None:
+        if self.stage is not Stage.OPENING_PUT:
+            return
+        self.stage = Stage.PREPARED
+        self.put_ns = event.at_ns - self.asked_ns
+        self.slots, self.present = event.slots, event.present
+        present, usable = dict.fromkeys(event.present), self.usable_blocks
+        while self.cached_blocks < usable and self.cached_blocks in present:
+            self.cached_blocks += 1
+        self._fetch(usable, out)
+
+    def _fetch(self, usable: int, out: list[Action]) -> None:
+        """Order the first fetch that continues what is here; blocks that are here already are not fetched."""
+        for ordered in self.order.fetches:
+            fetch = ordered.clipped(self.cached_blocks, usable)
+            if fetch is not None:
+                self.fetching, self.fetched_blocks, self.fetch_node_id = True, fetch.blocks, fetch.node_id
+                out.append(
+                    actions.FetchBlocks(
+                        order_id=self.order_id,
+                        source_node_id=fetch.node_id,
+                        first_block=fetch.first_block,
+                        blocks=fetch.blocks,
+                        replicas=fetch.replicas,
+                    )
+                )
+                return
+
+    def _layers_fetched(self, layer: int, out: list[Action]) -> None:
+        if not self.fetching or layer <= self.fetched_layer:
+            return
+        self.fetched_layer = layer
+        if self.stage is Stage.COMPUTING:
+            out.append(actions.LoadLayers(order_id=self.order_id, layer=layer))
+
+    def _blocks_fetched(self, event: BlocksFetched, out: list[Action]) -> None:
+        if not self.fetching:
+            return
+        self._layers_fetched(self.rules.layout.layers - 1, out)
+        self.fetching = False
+        self.fetch_node_id = event.source_node_id or self.fetch_node_id
+        self.fetched_bytes, self.fetch_ns = event.moved_bytes, event.elapsed_ns
+        if self.stage is Stage.AWAITING_FETCH:
+            self._compute_without_fetch(out)
+
+    def _fetch_failed(self, reason: str, out: list[Action]) -> None:
+        """A failed fetch costs computing from what is held here, nothing else."""
+        if not self.fetching:
+            return
+        self.fetching = False
+        if self.stage is Stage.COMPUTING:
+            # If all layers were loaded before, it goes on; else LoadFailed comes.
+            out.append(actions.FailLoads(order_id=self.order_id, reason=reason))
+        elif self.stage is Stage.AWAITING_FETCH:
+            self._compute_without_fetch(out)
+        elif self.stage in (Stage.PREPARED, Stage.OPENING_PUSH):
+            self.fetched_blocks = 0
+
+    def _retry_store(
+        self, stage: Stage, where: str, event: OpenPutFailed | OpenPushFailed, out: list[Action]
+    ) -> None:
+        """Ask again while a store is full of leased blocks, or its agent is just coming back."""
+        if self.stage is not stage or self.paused:
+            return
+        patience_ns = STORE_FULL_NS if event.full else STORE_BACK_NS
+        if self.cancelled:
+            self.fail("cancelled", out, retryable=False)
+        elif event.at_ns - self.asked_ns > patience_ns:
+            self.fail(f"{where}: {event.reason}", out, retryable=True)
+        else:
+            self.paused = True
+            out.append(actions.PauseOrder(order_id=self.order_id, pause_ns=STORE_PAUSE_NS))
+
+    def _pause_ended(self, out: list[Action]) -> None:
+        if not self.paused:
+            return
+        self.paused = False
+        if self.stage is Stage.OPENING_PUT:
+            self._open_put(out)
+        else:
+            self._open_push(out)
+
+    # --- computing ------------------------------------------------------------------------------------------
+
+    def _open_push(self, out: list[Action]) -> None:
+        order = self.order
+        out.append(
+            actions.OpenPush(
+                order_id=order.order_id,
+                request_id=order.request_id,
+                target_node_id=order.decode_node_id,
+                decode_worker_id=order.decode_worker_id,
+            )
+        )
+
+    def _push_opened(self, at_ns: int, out: list[Action]) -> None:
+        if self.stage is not Stage.OPENING_PUSH or self.paused:
+            return
+        if self.cancelled:
+            self.fail("cancelled", out, retryable=False)
+            return
+        self.started_ns = at_ns
+        self._compute(out)
+
+    def _compute(self, out: list[Action]) -> None:
+        self.stage = Stage.COMPUTING
+        self.held_pushes = []
+        total, begin = len(self.token_ids), self.prefix_blocks * self.rules.layout.block_tokens
+        starts = range(begin, total, self.rules.chunk_tokens)
+        fetched = self.fetched_layer if self.fetched_blocks else self.rules.layout.layers - 1
+        out.append(
+            actions.ComputePrompt(
+                order_id=self.order_id,
+                token_ids=self.token_ids,
+                chunks=[range(start, min(start + self.rules.chunk_tokens, total)) for start in starts],
+                prefix_blocks=self.prefix_blocks,
+                fetched_layer=fetched,
+                slots=self.slots,
+                present=self.present,
+            )
+        )
+
+    def _compute_without_fetch(self, out: list[Action]) -> None:
+        self.fetched_blocks = 0
+        self._compute(out)
+
+    def _prefix_layer_loaded(self, layer: int, out: list[Action]) -> None:
+        last = self.rules.layout.layers - 1
+        if self.rules.stream_layers:
+            self._push(layer, 0, self.prefix_blocks, out)
+        elif layer == last:
+            for every in range(last + 1):
+                self._push(every, 0, self.prefix_blocks, out)
+
+    def _layer_stored(self, event: LayerStored, out: list[Action]) -> None:
+        if self.rules.stream_layers:
+            self._push(event.layer, event.first_block, event.blocks, out)
+        else:
+            self.held_pushes.append((event.layer, event.first_block, event.blocks))
+
+    def _push(self, layer: int, first_block: int, blocks: int, out: list[Action]) -> None:
+        if self.rules.has_store and not self.cancelled:
+            out.append(
+                actions.PushLayer(order_id=self.order_id, layer=layer, first_block=first_block, blocks=blocks)
+            )
+
+    def _chunk_stored(self, event: ChunkStored, out: list[Action]) -> None:
+        # The last block has no key when it is not full: nobody could ask for it.
+        keyed = len(self.reply.block_keys) // KEY_BYTES
+        blocks = min(event.first_block + event.blocks, keyed) - event.first_block
+        if blocks > 0 and not self.cancelled:
+            out.append(
+                actions.CommitBlocks(order_id=self.order_id, first_block=event.first_block, blocks=blocks)
+            )
+
+    def _prompt_computed(self, event: PromptComputed, out: list[Action]) -> None:
+        if self.stage is not Stage.COMPUTING:
+            return
+        if self.cancelled:
+            self.fail("cancelled", out, retryable=False)
+            return
+        for layer, first_block, blocks in self.held_pushes:
+            self._push(layer, first_block, blocks, out)
+        self.stage = Stage.DRAWING
+        self.compute_ns = event.at_ns - self.started_ns
+        self.finished_at_ns = event.finished_at_ns
+        out.append(
+            actions.DrawFirstToken(
+                order_id=self.order_id, sampling=self.reply.sampling, token_ids=self.token_ids
+            )
+        )
+
+    def _load_failed(self, reason: str, out: list[Action]) -> None:
+        if self.stage is not Stage.COMPUTING:
+            return
+        if self.cancelled:
+            self.fail("cancelled", out, retryable=False)
+        elif not self.fetched_blocks:
+            # What was held here before cannot be loaded: another try would find the same.
+            self.fail(f"cached layers: {reason}", out, retryable=True)
+        elif self.fetching:
+            # It still writes to slots that the computation is going to write.
+            self.stage = Stage.AWAITING_FETCH
+        else:
+            self._compute_without_fetch(out)
+
+    def _computing_stopped(self, out: list[Action]) -> None:
+        if self.stage is Stage.COMPUTING and self.cancelled:
+            self.fail("cancelled", out, retryable=False)
+
+    # --- ending ---------------------------------------------------------------------------------------------
+
+    def _first_token_drawn(self, first: SampledToken, out: list[Action]) -> None:
+        if self.stage is not Stage.DRAWING:
+            return
+        if self.cancelled:
+            self.fail("cancelled", out, retryable=False)
+            return
+        self.result = PrefillResult(
+            order_id=self.order_id,
+            request_id=self.order.request_id,
+            first=first,
+            queue_ns=self.started_ns - self.arrived_ns,
+            transfer_ns=self.put_ns + self.fetch_ns,
+            compute_ns=self.compute_ns,
+            cached_tokens=self.prefix_blocks * self.rules.layout.block_tokens,
+            finished_at_ns=self.finished_at_ns,
+        )
+        # The decode worker need not wait for the end of the push: it hears of every layer.
+        out.append(actions.SendResult(decode_worker_id=self.order.decode_worker_id, result=self.result))
+        self.turn = None
+        self.stage = Stage.CLOSING
+        if self.rules.has_store:
+            out.append(actions.ClosePush(order_id=self.order_id))
+        else:
+            self._push_closed(0, 0, out)
+
+    def _push_closed(self, moved_bytes: int, elapsed_ns: int, out: list[Action]) -> None:
+        if self.stage is not Stage.CLOSING:
+            return
+        result = self.result
+        assert result is not None, self.order_id
+        if self.cancelled:
+            self.fail("cancelled", out, retryable=False)
+            return
+        block_tokens = self.rules.layout.block_tokens
+        finished = PrefillFinished(
+            order_id=self.order_id,
+            request_id=self.order.request_id,
+            worker_id=self.rules.worker_id,
+            queue_ns=result.queue_ns,
+            transfer_ns=result.transfer_ns,
+            compute_ns=result.compute_ns,
+            cached_local_tokens=self.cached_blocks * block_tokens,
+            cached_fetched_tokens=self.fetched_blocks * block_tokens,
+            fetched_bytes=self.fetched_bytes,
+            fetch_node_id=self.fetch_node_id if self.fetched_blocks else "",
+            fetch_ns=self.fetch_ns,
+            pushed_bytes=moved_bytes,
+            push_ns=elapsed_ns,
+        )
+        out.append(actions.Report(event=finished))
+        self._end("", out)
+
+    def _push_failed(self, reason: str, out: list[Action]) -> None:
+        if self.stage is Stage.CLOSING:
+            self.fail(f"push to {self.order.decode_node_id}: {reason}", out, retryable=True)
+
+    def fail(self, reason: str, out: list[Action], *, retryable: bool) -> None:
+        """It ends without a result; one that was cancelled is not answered."""
+        if not self.cancelled:
+            failed = PrefillFailed(
+                order_id=self.order_id,
+                request_id=self.order.request_id,
+                worker_id=self.rules.worker_id,
+                reason=reason[:REASON_CHARACTERS_MAX],
+                retryable=retryable,
+            )
+            out.append(actions.Report(event=failed))
+        self._end("cancelled" if self.cancelled else reason, out)
+
+    def _end(self, error: str, out: list[Action]) -> None:
+        self.stage, self.paused, self.fetching = Stage.ENDED, False, False
+        out.append(
+            actions.EndOrder(
+                order_id=self.order_id,
+                arrived_ns=self.arrived_ns,
+                cancelled=self.cancelled,
+                error=error,
+                result=None if error else self.result,
+                cached_local_tokens=self.cached_blocks * self.rules.layout.block_tokens,
+                cached_fetched_tokens=self.fetched_blocks * self.rules.layout.block_tokens,
+            )
+        )

@@ -1,10 +1,7 @@
 """The prefill worker: computes the KV of prompts and streams it, layer by layer, to the decode node.
 
-An order goes through: *take* (tokens from the frontend), *open* (slots in the own node's pool; blocks held
-already are leased), *fetch* (blocks of other nodes, while earlier orders compute), *compute* (chunk by chunk;
-cached layers are loaded by a second thread just ahead of the layer that computes; each finished layer is
-copied to the pool and pushed),
-*close* (everything pushed is readable at the decode node). PrefillFinished or PrefillFailed answers it, exactly once.
+The shell of `PrefillState`: it obeys the machine's actions in their order, and tells it how each one ended. What is
+to be done, and when, is decided there; here are the bus, the store, the compute thread and the clock.
 
 Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4.
 """
@@ -15,19 +12,64 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections.abc import Coroutine
+from typing import assert_never
 
 from halfmoon.bus.errors import BusError
+from halfmoon.bus.telemetry.tracing import OpenSpan
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill
-from halfmoon.schemas.events import PrefillFailed, PrefillFinished, WorkerHeartbeat
-from halfmoon.schemas.keys import unpack_tokens
+from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.kv import KvLoaded, PrefillResult
-from halfmoon.store.errors import StoreError
-from halfmoon.workers.machines import refusal
-from halfmoon.workers.prefill.job import Job, Stop, patiently
-from halfmoon.workers.prefill.layer_progress import LayerLoads, LoadFailed
+from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.store.errors import StoreError, StoreFull
+from halfmoon.workers.prefill.actions import (
+    Action,
+    Announce,
+    BeginSpan,
+    ClosePush,
+    CommitBlocks,
+    ComputePrompt,
+    DrawFirstToken,
+    EndOrder,
+    FailLoads,
+    FetchBlocks,
+    LoadLayers,
+    OpenPush,
+    OpenPut,
+    PauseOrder,
+    PushLayer,
+    Report,
+    SendResult,
+    StopComputing,
+    TakeTokens,
+)
+from halfmoon.workers.prefill.computation import OrderAborted, PromptComputation
+from halfmoon.workers.prefill.events import (
+    AnnounceRequested,
+    BlocksFetched,
+    ComputingStopped,
+    Event,
+    FetchFailed,
+    FirstTokenDrawn,
+    LayersFetched,
+    LoadFailed,
+    OpenPushFailed,
+    OpenPutFailed,
+    OrderCancelled,
+    OrderReceived,
+    PauseEnded,
+    PromptComputed,
+    PushClosed,
+    PushFailed,
+    PushOpened,
+    PutOpened,
+    TokensTaken,
+    WorkerStopped,
+)
+from halfmoon.workers.prefill.layer_progress import LayersMissing
 from halfmoon.workers.prefill.spans import begin_prefill, end_prefill
+from halfmoon.workers.prefill.state import PrefillState
 from halfmoon.workers.sample_requests import next_token
 from halfmoon.workers.worker import Worker
 
@@ -35,396 +77,311 @@ log = logging.getLogger("halfmoon.prefill")
 
 
 class PrefillWorker(Worker):
-    """See the module. One order computes at a time; up to `prepared_max` more have their KV fetched
-    meanwhile.
-    """
+    """See the module. Each action that takes time is a task, which ends in `_hear`."""
 
     role = "prefill"
 
     async def prepare(self) -> None:
-        self._jobs: dict[str, Job] = {}
-        self._queue: deque[Job] = deque()
-        self._wake = asyncio.Event()
+        config = self.config
+        self.state = PrefillState(
+            worker_id=config.worker_id,
+            incarnation=self.incarnation,
+            layout=config.layout,
+            kv_blocks=config.kv_blocks,
+            has_store=self.store is not None,
+            prepared_max=config.prepared_max,
+            chunk_tokens=config.chunk_tokens,
+            stream_layers=config.stream_layers,
+        )
+        #: By order: what is asked for it and ends with it.
+        self._asking: dict[str, set[asyncio.Task[None]]] = {}
+        self._spans: dict[str, OpenSpan] = {}
+        #: Of the order that has the turn: the logits of its last prompt token.
+        self._logits: object = None
+        self._computation: PromptComputation | None = None
+        self._releasing: set[asyncio.Task[None]] = set()
         self._pool = await self.store.attach() if self.store else None
         if self.store:
             await self.bus.subscribe(
-                subjects.kv(self.config.worker_id, KvLoaded.__name__), KvLoaded, self._on_loaded
+                subjects.kv(config.worker_id, KvLoaded.__name__), KvLoaded, self._on_loaded
             )
-        self.spawn(self._run())
 
     def obey(self, decision: Decision) -> None:
+        now_ns = time.monotonic_ns()
         match decision:
             case StartPrefill():
-                if decision.order_id not in self._jobs and not self._stopped:
-                    job = Job(decision, time.monotonic_ns())
-                    self._jobs[decision.order_id] = job
-                    self._queue.append(job)
-                    self._prepare_some()
-                    self._wake.set()
+                self._hear(OrderReceived(at_ns=now_ns, order=decision))
             case CancelOrder():
-                if (known := self._jobs.get(decision.order_id)) is not None:
-                    self._cancel(known)
+                self._hear(OrderCancelled(at_ns=now_ns, order_id=decision.order_id))
             case AnnounceYourself():
-                for open_job in list(self._jobs.values()):
-                    self._cancel(open_job)
-                self.announce()
+                self._hear(AnnounceRequested(at_ns=now_ns))
             case _:
                 pass  # not for a prefill worker
 
     def heartbeat(self) -> WorkerHeartbeat:
-        return WorkerHeartbeat(
-            worker_id=self.config.worker_id,
-            incarnation=self.incarnation,
-            queued=len(self._queue),
-            running=len(self._jobs) - len(self._queue),
-            kv_blocks_used=self.kv_blocks_used(),
-            orders=list(self._jobs),
-            obeyed_seq=self.obeyed_seq,
-        )
+        return self.state.heartbeat(self.obeyed_seq)
 
     def orders_open(self) -> int:
-        return len(self._jobs)
+        return len(self.state.jobs)
 
     def kv_blocks_used(self) -> int:
-        return self.config.kv_blocks - int(self.engine.allocator.free_blocks)
+        return self.state.kv_blocks_used
 
     async def release_all(self) -> None:
-        for job in list(self._jobs.values()):
-            self._cancel(job)
-            await self._release(job)
-
-    def _cancel(self, job: Job) -> None:
-        """One that waits is dropped at once; one that runs stops before its next layer."""
-        job.cancelled = True
-        if job.loads is not None:
-            job.loads.fail("cancelled")
-        if job in self._queue:
-            self._queue.remove(job)
-            self._prepare_some()
-            self._fail(job, Stop("cancelled", retryable=False))
+        self._hear(WorkerStopped(at_ns=time.monotonic_ns()))
+        await asyncio.gather(*self._releasing)
 
     def _on_loaded(self, message: KvLoaded) -> None:
-        job = self._jobs.get(message.order_id)
-        if job is not None and job.loads is not None:
-            job.loads.fetched_up_to(message.layer)
+        self._hear(LayersFetched(at_ns=time.monotonic_ns(), order_id=message.order_id, layer=message.layer))
+
+    # --- the machine ----------------------------------------------------------------------------------------
+
+    def _hear(self, event: Event) -> None:
+        """On the loop. No action calls back before it returns."""
+        for action in self.state.on(event):
+            self._obey_action(action)
+
+    def _tell(self, event: Event) -> None:
+        """From any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we are being stopped
+            self._loop.call_soon_threadsafe(self._hear, event)
+
+    def _obey_action(self, action: Action) -> None:
+        match action:
+            case PushLayer():
+                self._push_layer(action)
+            case CommitBlocks():
+                self.spawn(self._commit(action))
+            case TakeTokens():
+                self._ask(action.order_id, self._take_tokens(action))
+            case BeginSpan():
+                self._begin_span(action)
+            case OpenPut():
+                self._ask(action.order_id, self._open_put(action))
+            case PauseOrder():
+                self._ask(action.order_id, self._pause(action))
+            case FetchBlocks():
+                self._ask(action.order_id, self._fetch(action))
+            case OpenPush():
+                self.spawn(self._open_push(action))
+            case ComputePrompt():
+                self._begin_computing(action)
+            case LoadLayers() | FailLoads() | StopComputing():
+                self._steer_computing(action)
+            case DrawFirstToken():
+                self.spawn(self._draw_first_token(action))
+            case SendResult():
+                self._send_result(action)
+            case ClosePush():
+                self.spawn(self._close_push(action))
+            case Report():
+                self.report(action.event)
+            case EndOrder():
+                self._end_order(action)
+            case Announce():
+                self.announce()
+            case _:
+                assert_never(action)
+
+    def _ask(self, order_id: str, work: Coroutine[None, None, None]) -> None:
+        """As a task that ends with the order."""
+        asking = self._asking.setdefault(order_id, set())
+        task = self.spawn(work)
+        asking.add(task)
+        task.add_done_callback(asking.discard)
+
+    def _traceparent(self, order_id: str) -> str:
+        span = self._spans.get(order_id)
+        return span.traceparent if span is not None else ""
 
     # --- preparing ------------------------------------------------------------------------------------------
 
-    def _prepare_some(self) -> None:
-        for job in list(self._queue)[: self.config.prepared_max]:
-            if job.prepared is None:
-                job.prepared = self.spawn(self._prepare(job))
+    async def _take_tokens(self, action: TakeTokens) -> None:
+        reply = await self.inbox.take(action.frontend_id, action.request_id, action.order_id, "prefill")
+        self._hear(TokensTaken(at_ns=time.monotonic_ns(), order_id=action.order_id, reply=reply))
 
-    async def _prepare(self, job: Job) -> bool:
-        """Tokens, slots, fetches under way. False when the order has been answered already."""
-        order = job.order
-        taken = await self.inbox.take(order.frontend_id, order.request_id, order.order_id, "prefill")
-        if taken is None or taken.gone:
-            self._fail(job, Stop(refusal(taken), retryable=taken is None))
-            return False
-        job.reply = taken
-        begin_prefill(self.tracing, job, self.config.worker_id)
-        job.token_ids = unpack_tokens(taken.token_ids)
-        if len(job.token_ids) != order.prompt_tokens:
-            self._fail(job, Stop("the frontend's tokens are not those of the order", retryable=False))
-            return False
-        if self.store is None:
-            return True
-        try:
-            await self._open(job)
-        except Stop as stop:
-            self._fail(job, stop)
-            return False
-        return True
+    def _begin_span(self, action: BeginSpan) -> None:
+        if self.tracing is not None:
+            span = begin_prefill(self.tracing, action, self.config.worker_id)
+            if span is not None:
+                self._spans[action.order_id] = span
 
-    async def _open(self, job: Job) -> None:
-        store = self.store
-        assert store is not None
-        layout = self.config.layout
-        started_ns = time.monotonic_ns()
-        blocks = layout.blocks(job.order.prompt_tokens)
-        keys, whose = job.reply.block_keys, job.reply.tenant
-        put = await patiently(
-            job, "own store", lambda: store.open_put(job.order_id, keys, blocks=blocks, tenant=whose)
-        )
-        job.slots = list(put.slots)
-        job.present = set(put.present)
-        usable = (job.order.prompt_tokens - 1) // layout.block_tokens  # one token is always computed
-        while job.cached_blocks < usable and job.cached_blocks in job.present:
-            job.cached_blocks += 1
-        job.transfer_ns = time.monotonic_ns() - started_ns
-        for ordered in job.order.fetches:
-            fetch = ordered.clipped(job.cached_blocks, usable)
-            if fetch is not None:
-                job.fetch_node, job.fetch_replicas = fetch.node_id, fetch.replicas
-                job.fetched_blocks = fetch.blocks
-                break
-        if job.fetched_blocks:
-            job.loads = LayerLoads(layout.layers)
-            job.fetching = self.spawn(self._fetch(job, job.loads))
-
-    async def _fetch(self, job: Job, loads: LayerLoads) -> None:
+    async def _open_put(self, action: OpenPut) -> None:
         assert self.store is not None
+        event: PutOpened | OpenPutFailed
         try:
-            first, blocks, others, trace = (
-                job.cached_blocks,
-                job.fetched_blocks,
-                job.fetch_replicas,
-                job.traceparent,
-            )
-            fetched = await self.store.fetch(
-                job.order_id,
-                job.fetch_node,
-                first_block=first,
-                blocks=blocks,
-                replicas=others,
-                traceparent=trace,
+            put = await self.store.open_put(
+                action.order_id, action.block_keys, blocks=action.blocks, tenant=action.tenant
             )
         except (StoreError, BusError) as problem:
-            loads.fail(str(problem))
-            return
-        job.fetch_node, job.fetched_bytes = fetched.source_node_id or job.fetch_node, fetched.bytes
-        job.fetch_ns = fetched.elapsed_ns
-        loads.fetched_up_to(self.config.layout.layers - 1)
-
-    # --- running --------------------------------------------------------------------------------------------
-
-    async def _run(self) -> None:
-        while True:
-            while not self._queue:
-                self._wake.clear()
-                await self._wake.wait()
-            job = self._queue[0]
-            self._prepare_some()
-            assert job.prepared is not None
-            if not job.prepared.done():
-                await asyncio.wait({job.prepared})
-            if job.cancelled:
-                continue
-            self._queue.popleft()
-            self._prepare_some()
-            if not job.prepared.result():
-                continue
-            try:
-                await self._prefill(job)
-            except Stop as stop:
-                self._fail(job, stop)
-
-    async def _prefill(self, job: Job) -> None:
-        if job.cancelled:
-            raise Stop("cancelled", retryable=False)
-        order, layout = job.order, self.config.layout
-        if (store := self.store) is not None:
-            await patiently(
-                job,
-                f"decode node {order.decode_node_id}",
-                lambda: store.open_push(
-                    order.order_id,
-                    order.request_id,
-                    target_node_id=order.decode_node_id,
-                    decode_worker_id=order.decode_worker_id,
-                ),
+            event = OpenPutFailed(
+                at_ns=time.monotonic_ns(),
+                order_id=action.order_id,
+                reason=str(problem),
+                full=isinstance(problem, StoreFull),
             )
-        started_ns = time.monotonic_ns()
-        table = self.engine.allocator.allocate(layout.blocks(order.prompt_tokens))
+        else:
+            event = PutOpened(
+                at_ns=time.monotonic_ns(),
+                order_id=action.order_id,
+                slots=list(put.slots),
+                present=list(put.present),
+            )
+        self._hear(event)
+
+    async def _pause(self, action: PauseOrder) -> None:
+        await asyncio.sleep(action.pause_ns / SECOND_NS)
+        self._hear(PauseEnded(at_ns=time.monotonic_ns(), order_id=action.order_id))
+
+    async def _fetch(self, action: FetchBlocks) -> None:
+        assert self.store is not None
+        order_id, source = action.order_id, action.source_node_id
+        event: BlocksFetched | FetchFailed
         try:
-            logits = await self._compute_all(job, table)
-            finished_ns = time.time_ns()
-            compute_ns = time.monotonic_ns() - started_ns
+            fetched = await self.store.fetch(
+                order_id,
+                source,
+                first_block=action.first_block,
+                blocks=action.blocks,
+                replicas=action.replicas,
+                traceparent=self._traceparent(order_id),
+            )
+        except (StoreError, BusError) as problem:
+            log.warning("order %s: fetch from %s failed (%s): computed instead", order_id, source, problem)
+            event = FetchFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
+        else:
+            event = BlocksFetched(
+                at_ns=time.monotonic_ns(),
+                order_id=order_id,
+                source_node_id=fetched.source_node_id,
+                moved_bytes=fetched.bytes,
+                elapsed_ns=fetched.elapsed_ns,
+            )
+        self._hear(event)
+
+    # --- computing ------------------------------------------------------------------------------------------
+
+    async def _open_push(self, action: OpenPush) -> None:
+        assert self.store is not None
+        event: PushOpened | OpenPushFailed
+        try:
+            await self.store.open_push(
+                action.order_id,
+                action.request_id,
+                target_node_id=action.target_node_id,
+                decode_worker_id=action.decode_worker_id,
+            )
+        except (StoreError, BusError) as problem:
+            event = OpenPushFailed(
+                at_ns=time.monotonic_ns(),
+                order_id=action.order_id,
+                reason=str(problem),
+                full=isinstance(problem, StoreFull),
+            )
+        else:
+            event = PushOpened(at_ns=time.monotonic_ns(), order_id=action.order_id)
+        self._hear(event)
+
+    def _begin_computing(self, action: ComputePrompt) -> None:
+        # Made at once: actions that follow may stop it before its task has begun.
+        computation = self._computation = PromptComputation(
+            action,
+            engine=self.engine,
+            pool=self._pool,
+            layout=self.config.layout,
+            copies=self._copies,
+            tell=self._tell,
+        )
+        self.spawn(self._compute_prompt(computation, len(action.token_ids)))
+
+    async def _compute_prompt(self, computation: PromptComputation, prompt_tokens: int) -> None:
+        order_id = computation.order_id
+        table = self.engine.allocator.allocate(self.config.layout.blocks(prompt_tokens))
+        event: PromptComputed | LoadFailed | ComputingStopped
+        try:
+            self._logits = await self.compute(computation.run, table)
+            finished_at_ns = time.time_ns()
+            event = PromptComputed(
+                at_ns=time.monotonic_ns(), order_id=order_id, finished_at_ns=finished_at_ns
+            )
+        except LayersMissing as problem:
+            event = LoadFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
+        except OrderAborted:
+            event = ComputingStopped(at_ns=time.monotonic_ns(), order_id=order_id)
         finally:
             self.engine.allocator.free(table)
-        first = await self.compute(next_token, self.engine, logits, job.reply.sampling, job.token_ids, [])
-        if job.cancelled:
-            raise Stop("cancelled", retryable=False)
-        result = PrefillResult(
-            order_id=order.order_id,
-            request_id=order.request_id,
-            first=first,
-            queue_ns=started_ns - job.arrived_ns,
-            transfer_ns=job.transfer_ns + job.fetch_ns,
-            compute_ns=compute_ns,
-            cached_tokens=(job.cached_blocks + job.fetched_blocks) * layout.block_tokens,
-            finished_at_ns=finished_ns,
+        self._hear(event)
+
+    def _steer_computing(self, action: LoadLayers | FailLoads | StopComputing) -> None:
+        computation = self._computation
+        assert computation is not None, action
+        assert computation.order_id == action.order_id, (computation.order_id, action)
+        match action:
+            case LoadLayers():
+                computation.loads.fetched_up_to(action.layer)
+            case FailLoads():
+                computation.loads.fail(action.reason)
+            case StopComputing():
+                computation.stop()
+            case _:
+                assert_never(action)
+
+    def _push_layer(self, action: PushLayer) -> None:
+        assert self.store is not None
+        self.store.push(
+            action.order_id, layer=action.layer, first_block=action.first_block, blocks=action.blocks
         )
-        subject = subjects.kv(order.decode_worker_id, PrefillResult.__name__)
-        self.bus.publish_soon(subject, result, message_id=f"{order.order_id}-result")
-        if self.store is None:
-            self._finish(job, result, 0, 0)
-        else:
-            self.spawn(self._close(job, result))
 
-    async def _compute_all(self, job: Job, table: list[int]) -> object:
-        """Logits of the last token. A fetch that fails on the way costs a restart from what is here, nothing
-        else.
-        """
-        try:
-            return await self.compute(self._chunks, job, table)
-        except LoadFailed as problem:
-            if job.cancelled:
-                raise Stop("cancelled", retryable=False) from None
-            log.warning(
-                "order %s: fetch from %s failed (%s): computed instead", job.order_id, job.fetch_node, problem
-            )
-            if job.fetching is not None:
-                await job.fetching
-            job.fetched_blocks = 0
-            job.loads = None
-            return await self.compute(self._chunks, job, table)
-
-    def _chunks(self, job: Job, table: list[int]) -> object:
-        """On the compute thread: every chunk that is not cached, in order."""
-        engine, layout = self.engine, self.config.layout
-        prefix_blocks = job.cached_blocks + job.fetched_blocks
-        step = layout.block_tokens if layout.numerics == "exact" else self.config.chunk_tokens
-        total = len(job.token_ids)
-        begin = prefix_blocks * layout.block_tokens
-        loader = before = None
-        if prefix_blocks and self._pool is not None:
-            loads = job.loads or LayerLoads(layout.layers, fetched=True)
-            loader = self._copies.submit(self._load_prefix, job, loads, table, prefix_blocks)
-            before = loads.wait_loaded
-        logits = None
-        late: list[tuple[int, int, int]] = []
-        try:
-            for start in range(begin, total, step):
-                end = min(start + step, total)
-                blocks = range(start // layout.block_tokens, layout.blocks(end))
-                logits = engine.prefill_chunk(
-                    job.token_ids[start:end],
-                    start,
-                    table,
-                    before_layer=before if start == begin else None,
-                    after_layer=(lambda layer, b=blocks: self._store_layer(job, table, layer, b, late))
-                    if self._pool is not None
-                    else None,
-                    want_logits=end == total,
-                    should_stop=lambda: job.cancelled,
-                )
-                if job.cancelled:
-                    raise Stop("cancelled", retryable=False)
-                if self._pool is not None:
-                    self._soon(self._commit, job, blocks)
-        finally:
-            if loader is not None:
-                if job.loads is not None and job.cancelled:
-                    job.loads.fail("cancelled")
-                with contextlib.suppress(LoadFailed):
-                    loader.result()
-        for layer, first, count in late:
-            self._soon(self._push, job, layer, first, count)
-        return logits
-
-    def _load_prefix(self, job: Job, loads: LayerLoads, table: list[int], prefix_blocks: int) -> None:
-        """On the copy thread: layer by layer, from the pool into the engine's cache, and on to the decode
-        node.
-        """
-        assert self._pool is not None
-        for layer in range(self.config.layout.layers):
-            loads.wait_fetched(layer)
-            for block in range(prefix_blocks):
-                self.engine.cache.write_block(
-                    layer, table[block], self._pool.layer_block(job.slots[block], layer)
-                )
-            loads.loaded_up_to(layer)
-            if self.config.stream_layers:
-                self._soon(self._push, job, layer, 0, prefix_blocks)
-        if not self.config.stream_layers:
-            for layer in range(self.config.layout.layers):
-                self._soon(self._push, job, layer, 0, prefix_blocks)
-
-    def _store_layer(
-        self, job: Job, table: list[int], layer: int, blocks: range, late: list[tuple[int, int, int]]
-    ) -> None:
-        """On the compute thread: one layer of one chunk into the pool's slots (committed ones stay as they
-        are).
-        """
-        assert self._pool is not None
-        for block in blocks:
-            if block not in job.present:
-                self.engine.cache.read_block(
-                    layer, table[block], self._pool.layer_block(job.slots[block], layer)
-                )
-        if self.config.stream_layers:
-            self._soon(self._push, job, layer, blocks.start, len(blocks))
-        else:
-            late.append((layer, blocks.start, len(blocks)))
-
-    def _soon(self, call: object, *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: we are being stopped
-            self._loop.call_soon_threadsafe(call, *args)  # type: ignore[arg-type]
-
-    def _push(self, job: Job, layer: int, first_block: int, blocks: int) -> None:
-        if self.store is not None and not job.cancelled and job.order_id in self._jobs:
-            self.store.push(job.order_id, layer=layer, first_block=first_block, blocks=blocks)
-
-    def _commit(self, job: Job, blocks: range) -> None:
-        keyed = min(blocks.stop, len(job.reply.block_keys) // 16) - blocks.start
-        if keyed > 0 and not job.cancelled:
-            self.spawn(self._commit_blocks(job, blocks.start, keyed))
-
-    async def _commit_blocks(self, job: Job, first_block: int, blocks: int) -> None:
+    async def _commit(self, action: CommitBlocks) -> None:
         assert self.store is not None
         with contextlib.suppress(StoreError, BusError):  # not shared, then; the request itself goes on
-            await self.store.commit(job.order_id, first_block=first_block, blocks=blocks)
+            await self.store.commit(action.order_id, first_block=action.first_block, blocks=action.blocks)
+
+    async def _draw_first_token(self, action: DrawFirstToken) -> None:
+        logits, self._logits = self._logits, None
+        first = await self.compute(next_token, self.engine, logits, action.sampling, action.token_ids, [])
+        self._hear(FirstTokenDrawn(at_ns=time.monotonic_ns(), order_id=action.order_id, first=first))
 
     # --- ending ---------------------------------------------------------------------------------------------
 
-    async def _close(self, job: Job, result: PrefillResult) -> None:
+    def _send_result(self, action: SendResult) -> None:
+        subject = subjects.kv(action.decode_worker_id, PrefillResult.__name__)
+        self.bus.publish_soon(subject, action.result, message_id=f"{action.result.order_id}-result")
+
+    async def _close_push(self, action: ClosePush) -> None:
         assert self.store is not None
+        order_id = action.order_id
+        event: PushClosed | PushFailed
         try:
-            pushed = await self.store.close_push(job.order_id, traceparent=job.traceparent)
+            pushed = await self.store.close_push(order_id, traceparent=self._traceparent(order_id))
         except (StoreError, BusError) as problem:
-            self._fail(job, Stop(f"push to {job.order.decode_node_id}: {problem}", retryable=True))
-            return
-        if job.order_id in self._jobs:
-            self._finish(job, result, pushed.bytes, pushed.elapsed_ns)
-            await self._release(job)
-
-    def _finish(self, job: Job, result: PrefillResult, pushed_bytes: int, push_ns: int) -> None:
-        if self._jobs.pop(job.order_id, None) is None:
-            return
-        end_prefill(self.tracing, job, result, block_tokens=self.config.layout.block_tokens)
-        self.report(
-            PrefillFinished(
-                order_id=job.order_id,
-                request_id=job.order.request_id,
-                worker_id=self.config.worker_id,
-                queue_ns=result.queue_ns,
-                transfer_ns=result.transfer_ns,
-                compute_ns=result.compute_ns,
-                cached_local_tokens=job.cached_blocks * self.config.layout.block_tokens,
-                cached_fetched_tokens=job.fetched_blocks * self.config.layout.block_tokens,
-                fetched_bytes=job.fetched_bytes,
-                fetch_node_id=job.fetch_node if job.fetched_blocks else "",
-                fetch_ns=job.fetch_ns,
-                pushed_bytes=pushed_bytes,
-                push_ns=push_ns,
+            event = PushFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
+        else:
+            event = PushClosed(
+                at_ns=time.monotonic_ns(),
+                order_id=order_id,
+                moved_bytes=pushed.bytes,
+                elapsed_ns=pushed.elapsed_ns,
             )
-        )
+        self._hear(event)
 
-    def _fail(self, job: Job, stop: Stop) -> None:
-        if self._jobs.pop(job.order_id, None) is None:
-            return
-        end_prefill(self.tracing, job, error=str(stop))
-        if not job.cancelled:
-            self.report(
-                PrefillFailed(
-                    order_id=job.order_id,
-                    request_id=job.order.request_id,
-                    worker_id=self.config.worker_id,
-                    reason=str(stop)[:500],
-                    retryable=stop.retryable,
-                )
-            )
-        self.spawn(self._release(job))
+    def _end_order(self, action: EndOrder) -> None:
+        span = self._spans.pop(action.order_id, None)
+        if span is not None and self.tracing is not None:
+            end_prefill(self.tracing, span, action)
+        asking = self._asking.pop(action.order_id, set())
+        if asking or self.store is not None:
+            releasing = self.spawn(self._release(action.order_id, asking))
+            self._releasing.add(releasing)
+            releasing.add_done_callback(self._releasing.discard)
 
-    async def _release(self, job: Job) -> None:
-        if job.prepared is not None and not job.prepared.done():
-            job.prepared.cancel()
-            await asyncio.wait({job.prepared})
-        if self.store is None:
-            return
-        if job.fetching is not None and not job.fetching.done():
-            job.fetching.cancel()
-        with contextlib.suppress(StoreError, BusError):  # the lease's own end takes care of it
-            await self.store.release(job.order_id)
+    async def _release(self, order_id: str, asking: set[asyncio.Task[None]]) -> None:
+        """Slots asked for after the release would stay reserved: first nothing is asked any more."""
+        under_way = [task for task in asking if not task.done()]
+        for task in under_way:
+            task.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
+        if self.store is not None:
+            with contextlib.suppress(StoreError, BusError):  # the lease's own end takes care of it
+                await self.store.release(order_id)

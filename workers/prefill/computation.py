@@ -1,0 +1,129 @@
+"""Computes one prompt on the compute thread, as a `ComputePrompt` says, and tells of every layer.
+
+Three threads share it: the loop hears of fetched layers and of cancellation, the copy thread loads the cached
+layers just ahead of the layer that computes, the compute thread computes and stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from halfmoon.schemas.policy import Layout
+from halfmoon.workers.prefill.actions import ComputePrompt
+from halfmoon.workers.prefill.events import ChunkStored, LayerStored, PrefixLayerLoaded, StepOfOrder
+from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing
+
+
+class OrderAborted(Exception):
+    """The order was cancelled while it computed."""
+
+
+class PromptComputation:
+    """`tell` gets the events, from any thread. `pool` None: nothing is stored, nothing is cached."""
+
+    def __init__(
+        self,
+        prompt: ComputePrompt,
+        *,
+        engine: Any,
+        pool: Any,
+        layout: Layout,
+        copies: Executor,
+        tell: Callable[[StepOfOrder], None],
+    ) -> None:
+        self.order_id = prompt.order_id
+        self.loads = LayerLoads()
+        self.loads.fetched_up_to(prompt.fetched_layer)
+        self._prompt = prompt
+        self._engine = engine
+        self._pool = pool
+        self._layout = layout
+        self._copies = copies
+        self._tell = tell
+        self._stopped = False
+        self._present = frozenset(prompt.present)
+
+    def stop(self) -> None:
+        """Before the next layer; `run` then raises OrderAborted."""
+        self._stopped = True
+        self.loads.fail("cancelled")
+
+    def run(self, table: list[int]) -> object:
+        """On the compute thread: the logits of the last token. `table`: the engine's blocks, by prompt block.
+
+        Raises LayersMissing when cached layers do not come, OrderAborted when it was stopped.
+        """
+        prompt, block_tokens = self._prompt, self._layout.block_tokens
+        loader = before_layer = None
+        if prompt.prefix_blocks and self._pool is not None:
+            loader = self._copies.submit(self._load_prefix, table)
+            before_layer = self.loads.wait_loaded
+        logits = None
+        try:
+            for chunk in prompt.chunks:
+                blocks = range(chunk.start // block_tokens, self._layout.blocks(chunk.stop))
+                after_layer = None if self._pool is None else self._store_layer(table, blocks)
+                logits = self._engine.prefill_chunk(
+                    prompt.token_ids[chunk.start : chunk.stop],
+                    chunk.start,
+                    table,
+                    # Once the first chunk has waited for a layer, the others find it in the cache.
+                    before_layer=before_layer if chunk is prompt.chunks[0] else None,
+                    after_layer=after_layer,
+                    want_logits=chunk is prompt.chunks[-1],
+                    should_stop=lambda: self._stopped,
+                )
+                if self._stopped:
+                    raise OrderAborted(self.order_id)
+                if self._pool is not None:
+                    self._tell(
+                        ChunkStored(
+                            at_ns=time.monotonic_ns(),
+                            order_id=self.order_id,
+                            first_block=blocks.start,
+                            blocks=len(blocks),
+                        )
+                    )
+        finally:
+            # The loader writes into the table: it must have ended before the blocks are freed.
+            if loader is not None:
+                with contextlib.suppress(LayersMissing):
+                    loader.result()
+        return logits
+
+    def _load_prefix(self, table: list[int]) -> None:
+        """On the copy thread: layer by layer, from the pool into the engine's cache."""
+        prompt = self._prompt
+        for layer in range(self._layout.layers):
+            self.loads.wait_fetched(layer)
+            for block in range(prompt.prefix_blocks):
+                slot = self._pool.layer_block(prompt.slots[block], layer)
+                self._engine.cache.write_block(layer, table[block], slot)
+            self.loads.loaded_up_to(layer)
+            self._tell(PrefixLayerLoaded(at_ns=time.monotonic_ns(), order_id=self.order_id, layer=layer))
+
+    def _store_layer(self, table: list[int], blocks: range) -> Callable[[int], None]:
+        """For the compute thread: copies a layer of these blocks into the pool's slots. Committed ones stay as they
+        are: others may be reading them.
+        """
+
+        def store(layer: int) -> None:
+            for block in blocks:
+                if block not in self._present:
+                    slot = self._pool.layer_block(self._prompt.slots[block], layer)
+                    self._engine.cache.read_block(layer, table[block], slot)
+            self._tell(
+                LayerStored(
+                    at_ns=time.monotonic_ns(),
+                    order_id=self.order_id,
+                    layer=layer,
+                    first_block=blocks.start,
+                    blocks=len(blocks),
+                )
+            )
+
+        return store

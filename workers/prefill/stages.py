@@ -1,0 +1,39 @@
+"""Stages of an order of a prefill worker, and what is the same for all its orders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from halfmoon.schemas.policy import Layout
+
+
+class Stage(Enum):
+    """Where an order stands."""
+
+    QUEUED = "queued"  # nothing has begun
+    TAKING = "taking"  # waits for its tokens
+    OPENING_PUT = "opening put"  # waits for slots of the own node's pool
+    PREPARED = "prepared"  # may compute when its turn comes; its fetch may be under way
+    OPENING_PUSH = "opening push"  # waits for slots of the decode node's pool
+    COMPUTING = "computing"
+    AWAITING_FETCH = "awaiting fetch"  # computes again as soon as its fetch has let go of the slots
+    DRAWING = "drawing"  # waits for its first token
+    CLOSING = "closing"  # its last layers are on their way to the decode node
+    ENDED = "ended"
+
+
+WAITING_STAGES = (Stage.QUEUED, Stage.TAKING, Stage.OPENING_PUT, Stage.PREPARED)
+#: At most one order of a worker is in one of these.
+TURN_STAGES = (Stage.OPENING_PUSH, Stage.COMPUTING, Stage.AWAITING_FETCH, Stage.DRAWING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRules:
+    """What is the same for all orders of a worker."""
+
+    worker_id: str
+    layout: Layout
+    has_store: bool
+    chunk_tokens: int
+    stream_layers: bool

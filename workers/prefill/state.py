@@ -1,0 +1,177 @@
+"""The state machine of a prefill worker: `on` hears an event and returns what is to be done.
+
+Pure: no clock, no I/O, no threads, no model. The shell (`halfmoon.workers.prefill.worker`) obeys the actions in
+their order and feeds back one event for each way that an action can end; a simulated world does the same.
+
+`halfmoon.workers.prefill.job` has the stages of one order; here is what orders share: the queue, and the turn to
+compute. Rules:
+
+- Orders compute one at a time, in the order of their arrival. The first `prepared_max` of the queue are prepared
+  meanwhile: their tokens are taken, their slots are reserved, their fetches are under way.
+- PrefillFinished or PrefillFailed answers an order, exactly once; a cancelled order is not answered.
+- EndOrder is the last action of every order. Until then the order is listed in heartbeats.
+- What is heard of an order that has ended, or that its stage does not wait for, changes nothing.
+
+Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4; dask.distributed's
+`worker_state_machine` (stimulus in, instructions out).
+"""
+
+from __future__ import annotations
+
+from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.schemas.policy import Layout
+from halfmoon.workers.prefill.actions import Action, Announce
+from halfmoon.workers.prefill.events import (
+    AnnounceRequested,
+    Event,
+    OrderCancelled,
+    OrderReceived,
+    WorkerStopped,
+)
+from halfmoon.workers.prefill.job import Job
+from halfmoon.workers.prefill.stages import TURN_STAGES, WAITING_STAGES, JobRules, Stage
+
+
+class PrefillState:
+    """See the module. `jobs` are the open orders in the order of their arrival, `queue` those of them whose turn has
+    not come, `turn` the one that computes.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        incarnation: str,
+        layout: Layout,
+        kv_blocks: int,
+        has_store: bool = True,
+        prepared_max: int = 3,
+        chunk_tokens: int = 1024,
+        stream_layers: bool = True,
+    ) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.kv_blocks = kv_blocks
+        self.prepared_max = prepared_max
+        self.rules = JobRules(
+            worker_id=worker_id,
+            layout=layout,
+            has_store=has_store,
+            # Exact numerics: a block's KV depends on the chunk that it is computed in, so every chunk is one block.
+            chunk_tokens=layout.block_tokens if layout.numerics == "exact" else chunk_tokens,
+            stream_layers=stream_layers,
+        )
+        self.jobs: dict[str, Job] = {}
+        self.queue: list[Job] = []
+        self.turn: Job | None = None
+        self.stopped = False
+
+    def on(self, event: Event) -> list[Action]:
+        """The actions that follow from `event`, in the order in which they must be begun."""
+        out: list[Action] = []
+        match event:
+            case OrderReceived():
+                self._receive(event.order, event.at_ns)
+            case OrderCancelled():
+                if (job := self.jobs.get(event.order_id)) is not None:
+                    self._cancel(job, out)
+            case AnnounceRequested():
+                for job in list(self.jobs.values()):
+                    self._cancel(job, out)
+                out.append(Announce())
+            case WorkerStopped():
+                self._stop(out)
+            case _:
+                if (job := self.jobs.get(event.order_id)) is not None:
+                    job.step(event, out)
+                    self._settle(job)
+        self._prepare_some(out)
+        self._begin_turn(event.at_ns, out)
+        return out
+
+    def heartbeat(self, obeyed_seq: int) -> WorkerHeartbeat:
+        """How the worker is, and which orders it has open. `obeyed_seq`: cause of the newest decision obeyed."""
+        return WorkerHeartbeat(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            queued=len(self.queue),
+            running=len(self.jobs) - len(self.queue),
+            kv_blocks_used=self.kv_blocks_used,
+            orders=list(self.jobs),
+            obeyed_seq=obeyed_seq,
+        )
+
+    def validate(self) -> None:
+        """Asserts what must hold between any two events."""
+        layout, has_store = self.rules.layout, self.rules.has_store
+        for order_id, job in self.jobs.items():
+            about = (order_id, job.stage.value)
+            assert job.order_id == order_id, (order_id, job.order_id)
+            assert (job in self.queue) == (job.stage in WAITING_STAGES), ("queue and stage differ", *about)
+            assert (job is self.turn) == (job.stage in TURN_STAGES), ("turn and stage differ", *about)
+            assert job.stage is not Stage.ENDED, ("ended and still open", *about)
+            assert not (job.cancelled and job in self.queue), ("cancelled and still in the queue", *about)
+            assert not job.paused or job.stage in (Stage.OPENING_PUT, Stage.OPENING_PUSH), ("paused", *about)
+            assert not job.fetching or has_store, ("fetches without a store", *about)
+            waits = job.stage is Stage.AWAITING_FETCH
+            assert not waits or job.fetching, ("waits for a fetch that is not under way", *about)
+            assert 0 <= job.prefix_blocks <= job.usable_blocks, ("more cached than usable", *about)
+            assert job.fetched_layer < max(1, layout.layers), ("a layer too many", *about, job.fetched_layer)
+        assert all(self.jobs.get(job.order_id) is job for job in self.queue), "an ended order in the queue"
+        assert self.turn is None or self.turn.order_id in self.jobs, "an ended order has the turn"
+        for place, job in enumerate(self.queue):
+            begun = job.stage is not Stage.QUEUED
+            assert begun == (place < self.prepared_max), ("prepared out of turn", job.order_id, place)
+        idle = self.turn is None and self.queue and self.queue[0].stage is Stage.PREPARED
+        assert not idle, ("prepared, and nothing computes", self.queue[0].order_id)
+        assert self.kv_blocks_used <= self.kv_blocks, (self.kv_blocks_used, self.kv_blocks)
+        assert not (self.stopped and self.jobs), ("open orders of a stopped worker", list(self.jobs))
+
+    @property
+    def kv_blocks_used(self) -> int:
+        """Blocks of the engine's own paged cache in use."""
+        if self.turn is None or self.turn.stage is not Stage.COMPUTING:
+            return 0
+        return self.rules.layout.blocks(self.turn.order.prompt_tokens)
+
+    def _receive(self, order: StartPrefill, at_ns: int) -> None:
+        if order.order_id in self.jobs or self.stopped:
+            return
+        job = Job(order, self.rules, at_ns)
+        self.jobs[order.order_id] = job
+        self.queue.append(job)
+
+    def _prepare_some(self, out: list[Action]) -> None:
+        for job in self.queue[: self.prepared_max]:
+            if job.stage is Stage.QUEUED:
+                job.prepare(out)
+
+    def _begin_turn(self, at_ns: int, out: list[Action]) -> None:
+        # In the order of arrival: one that is prepared already waits for an earlier one that is not.
+        if self.turn is None and self.queue and self.queue[0].stage is Stage.PREPARED:
+            self.turn = self.queue.pop(0)
+            self.turn.begin_turn(at_ns, out)
+            self._prepare_some(out)
+
+    def _cancel(self, job: Job, out: list[Action]) -> None:
+        job.cancel(out)
+        self._settle(job)
+
+    def _stop(self, out: list[Action]) -> None:
+        """Nothing is answered any more; what computes is told to stop, and is not waited for."""
+        self.stopped = True
+        for job in list(self.jobs.values()):
+            job.cancel(out)
+            if job.stage is not Stage.ENDED:
+                job.fail("cancelled", out, retryable=False)
+            self._settle(job)
+
+    def _settle(self, job: Job) -> None:
+        """The queue, the turn and the open orders follow a job's stage."""
+        if job is self.turn and job.stage not in TURN_STAGES:
+            self.turn = None
+        if job.stage is Stage.ENDED:
+            del self.jobs[job.order_id]
+            if job in self.queue:
+                self.queue.remove(job)
