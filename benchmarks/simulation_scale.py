@@ -1,4 +1,4 @@
-"""How the time of a simulation grows with workers and with requests: a table, and a plot into results/.
+"""How the time of a simulation grows with workers and with requests: a table; with `--save` also plots.
 
 Copies of the conversation trace beside each other, as many as keep the load of each worker the same. CPU
 time, not wall time, because other programs may run.
@@ -64,20 +64,18 @@ def kept(name: str) -> dict[str, Any] | None:
     return row
 
 
-def main() -> None:
-    options = parser(__doc__ or "")
-    options.add_argument("--workers", default="16,64,256,1000")
-    options.add_argument("--requests", default="3000,12000,48000")
-    options.add_argument("--requests-each", type=int, default=12000, help="for the growth with workers")
-    options.add_argument("--full", action="store_true", help="also a million requests to a thousand workers")
-    args = options.parse_args()
-    by_workers = [measure(int(count), args.requests_each) for count in args.workers.split(",")]
-    by_requests = [measure(16, int(count)) for count in args.requests.split(",")]
-    full = measure(1000, 1_000_000) if args.full else kept(args.save)
+def plot(
+    by_workers: list[dict[str, Any]], by_requests: list[dict[str, Any]], full: dict[str, Any] | None
+) -> None:
+    """Both curves, into results/experiments."""
     folder = Path(ROOT / "results" / "experiments")
     curves(
         folder / "scale_workers.png",
-        {f"{args.requests_each} requests": [(row["workers"], row["ms_a_request"]) for row in by_workers]},
+        {
+            f"{by_workers[0]['requests']} requests": [
+                (row["workers"], row["ms_a_request"]) for row in by_workers
+            ]
+        },
         xlabel="workers",
         ylabel="CPU ms a request",
         log_x=True,
@@ -94,6 +92,20 @@ def main() -> None:
         log_x=True,
         log_y=True,
     )
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--workers", default="16,64,256,1000")
+    options.add_argument("--requests", default="3000,12000,48000")
+    options.add_argument("--requests-each", type=int, default=12000, help="for the growth with workers")
+    options.add_argument("--full", action="store_true", help="also a million requests to a thousand workers")
+    args = options.parse_args()
+    by_workers = [measure(int(count), args.requests_each) for count in args.workers.split(",")]
+    by_requests = [measure(16, int(count)) for count in args.requests.split(",")]
+    full = measure(1000, 1_000_000) if args.full else kept(args.save)
+    if args.save:
+        plot(by_workers, by_requests, full)
     rows = by_workers + by_requests + ([full] if full else [])
     lines = [
         f"{row['workers']:5d} workers {row['requests']:8d} requests: {row['cpu_s']:8.1f} s, "
