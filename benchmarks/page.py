@@ -27,7 +27,7 @@ from control_plane import measure
 
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.replay.logfile import EventLine, LogFile
-from halfmoon.conductor.view.service import Viewing
+from halfmoon.conductor.view.service import ViewService
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.events import Stamped
 from halfmoon.schemas.view import ViewRequest
@@ -90,7 +90,7 @@ def conductor_cost(passes: int = 9) -> dict[str, float]:
     for _ in range(passes):
         for how in ("core", "closed", "open"):
             core = Core()
-            viewing = Viewing(None, core, conductor_id="c")  # type: ignore[arg-type]
+            viewing = ViewService(None, core, conductor_id="c")  # type: ignore[arg-type]
             if how == "open":
                 viewing.view(asked)
             started = time.process_time()

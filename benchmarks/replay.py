@@ -16,13 +16,14 @@ from typing import Any
 
 from clusters import ROOT, finish, parser
 
+from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.logfile import FORMAT, Header, Line, LogFile, LogWriter, lines_of_step
 from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Replay, verify
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.trace import faster, read_trace
-from halfmoon.conductor.simulation.world import Cluster, World
+from halfmoon.conductor.simulation.world import ClusterShape, World
 from halfmoon.schemas.policy import Policy
 
 TRACE = ROOT / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
@@ -31,7 +32,7 @@ ROUNDS = 5
 
 def record(path: Path, *, speed: float) -> None:
     policy = Policy(ttft_slo_ns=30_000_000_000, tbt_slo_ns=100_000_000)
-    world = World(Cluster(prefill=8, decode=8), policy, load_profile("a800"))
+    world = World(ClusterShape(prefill=8, decode=8), policy, load_profile("a800"))
     lines: list[Line] = []
     world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
     world.run(faster(read_trace(TRACE), speed), sample_ns=10_000_000_000)
@@ -92,7 +93,7 @@ def main() -> None:
             cpu_s.append(time.process_time() - before_s)
         assert all(run.identical for run in runs)
         started_s = time.monotonic()
-        text = page(timeline(Replay(log, watched="*")), title="benchmark")
+        text = page(timeline(Replay(log, explain_requests=explain_all)), title="benchmark")
         page_s = time.monotonic() - started_s
         html = Path(scratch) / "run.html"
         html.write_text(text)

@@ -29,7 +29,7 @@ from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import error
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import (
@@ -142,7 +142,7 @@ def compare(log: list[Stamped], answers: list[dict[str, Any]]) -> dict[str, Any]
     outcomes: dict[str, Outcome] = {}
     report = simulate(
         arrivals,
-        Cluster(
+        ClusterShape(
             prefill=roles.count("prefill"), decode=roles.count("decode"), block_tokens=layout.block_tokens
         ),
         world[ClusterConfigured].policy,

@@ -21,7 +21,7 @@ from halfmoon.conductor.simulation.plots import curves
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import copies, read_trace
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 #: Requests between two lines of progress.
@@ -43,7 +43,7 @@ def measure(workers: int, requests: int) -> dict[str, Any]:
                 f"{arrived} requests, {time.process_time() - began:.1f} s of CPU", file=sys.stderr, flush=True
             )
 
-    cluster, policy = Cluster(prefill=workers // 2, decode=workers // 2), Policy(tbt_slo_ns=10**8)
+    cluster, policy = ClusterShape(prefill=workers // 2, decode=workers // 2), Policy(tbt_slo_ns=10**8)
     report = simulate(arrivals, cluster, policy, LLAMA3_A800, progress=progress)
     took = time.process_time() - began
     return {

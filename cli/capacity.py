@@ -13,7 +13,7 @@ from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.simulate import add_workload, arrivals_of, interruptible, simulated
 from halfmoon.conductor.simulation.capacity import HELD_MIN, Capacity, CapacityUnknown, Runs
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.report import Slo
+from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import Arrival
 
 
@@ -62,7 +62,7 @@ async def run(args: argparse.Namespace) -> int:
 
     runs, found = Runs(at), dict[int, Capacity]()
     for limit in limits:
-        slo = Slo(ttft_ns=args.ttft_ms * 1_000_000, tbt_ns=limit * 1_000_000)
+        slo = Objectives(ttft_ns=args.ttft_ms * 1_000_000, tbt_ns=limit * 1_000_000)
         begin = found[limits[0]].speed if found else args.begin
         try:
             found[limit] = runs.capacity(slo, begin=begin)

@@ -14,15 +14,16 @@ import msgspec
 
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.policy import changed
+from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay import state_text, whatif
 from halfmoon.conductor.replay.explain import explained
-from halfmoon.conductor.replay.histories import lives
+from halfmoon.conductor.replay.histories import request_histories
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.perfetto import trace
 from halfmoon.conductor.replay.text import message
 from halfmoon.conductor.replay.timeline import timeline
-from halfmoon.conductor.replay.verify import Divergence, Replay, Verdict, verify
+from halfmoon.conductor.replay.verify import Divergence, Replay, Verification, verify
 from halfmoon.schemas.policy import Policy
 
 
@@ -79,11 +80,11 @@ def _state(args: argparse.Namespace, log: LogFile) -> int:
 
 
 def _explain(args: argparse.Namespace, log: LogFile) -> int:
-    replay = Replay(log, until=args.until, watched=args.explain)
-    life = lives(replay).of.get(args.explain)
-    if life is None:
+    replay = Replay(log, until=args.until, explain_requests=lambda name: name == args.explain)
+    history = request_histories(replay).of.get(args.explain)
+    if history is None:
         raise OptionInvalid(f"--explain {args.explain}: no such request in {args.file}")
-    print(msgspec.json.encode(life).decode() if args.json else explained(life))
+    print(msgspec.json.encode(history).decode() if args.json else explained(history))
     return _warned(replay)
 
 
@@ -122,7 +123,7 @@ def _policy(file: str, policy: Policy) -> Policy:
 
 
 def _draw(args: argparse.Namespace, log: LogFile) -> int:
-    replay = Replay(log, until=args.until, watched="*")
+    replay = Replay(log, until=args.until, explain_requests=explain_all)
     run = timeline(replay)
     written = []
     if args.html:
@@ -137,16 +138,20 @@ def _draw(args: argparse.Namespace, log: LogFile) -> int:
     sizes = {name: len(content) for name, content in written}
     if args.json:
         print(
-            msgspec.json.encode({"requests": len(run.lives), "events": run.events, "written": sizes}).decode()
+            msgspec.json.encode(
+                {"requests": len(run.histories), "events": run.events, "written": sizes}
+            ).decode()
         )
     else:
         print(
-            "\n".join(f"{name}: {len(run.lives):,} requests, {size:,} bytes" for name, size in sizes.items())
+            "\n".join(
+                f"{name}: {len(run.histories):,} requests, {size:,} bytes" for name, size in sizes.items()
+            )
         )
     return _warned(replay)
 
 
-def describe(verdict: Verdict) -> str:
+def describe(verdict: Verification) -> str:
     """For people."""
     counts = f"{verdict.events:,} events, {verdict.decisions:,} decisions"
     if verdict.first_divergence is not None:

@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.conductor.simulation.profiles import ALIASES, PROFILES, load_profile
-from halfmoon.conductor.simulation.report import Report, Slo
+from halfmoon.conductor.simulation.report import Objectives, Report
 from halfmoon.conductor.simulation.systems import SYSTEMS, run_system
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
@@ -77,8 +77,8 @@ def arrivals_of(args: argparse.Namespace) -> list[Arrival]:
     return arrivals[: args.requests] if args.requests > 0 else arrivals
 
 
-def cluster_of(args: argparse.Namespace) -> Cluster:
-    return Cluster(
+def cluster_of(args: argparse.Namespace) -> ClusterShape:
+    return ClusterShape(
         prefill=args.prefill,
         decode=args.decode,
         block_tokens=args.block_tokens,
@@ -104,7 +104,7 @@ def simulated(
     arrivals: list[Arrival],
     *,
     speed: float,
-    cluster: Cluster | None = None,
+    cluster: ClusterShape | None = None,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Any] | None = None,
 ) -> Report:
@@ -126,7 +126,7 @@ def simulated(
         seed=args.seed,
         speed=speed,
         noise_percent=args.noise_percent,
-        slo=Slo(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
+        slo=Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
         progress=progress,
         outcomes=outcomes,
     )

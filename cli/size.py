@@ -11,7 +11,7 @@ from halfmoon.cli.capacity import outcomes_of, tell
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.simulate import add_workload, arrivals_of, cluster_of
 from halfmoon.conductor.simulation.capacity import CapacityUnknown, smallest
-from halfmoon.conductor.simulation.report import Slo
+from halfmoon.conductor.simulation.report import Objectives
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ async def run(args: argparse.Namespace) -> int:
     arrivals = arrivals_of(args)
     if args.workers_max < 1:
         raise OptionInvalid(f"--workers-max {args.workers_max}: must be positive")
-    slo = Slo(ttft_ns=args.ttft_ms * 1_000_000, tbt_ns=args.tbt_ms * 1_000_000)
+    slo = Objectives(ttft_ns=args.ttft_ms * 1_000_000, tbt_ns=args.tbt_ms * 1_000_000)
 
     def held(prefill: int, decode: int) -> float:
         cluster = msgspec.structs.replace(cluster_of(args), prefill=prefill, decode=decode)

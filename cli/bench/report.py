@@ -15,7 +15,7 @@ from typing import Any
 
 from halfmoon.cli.bench.clients import Record
 from halfmoon.cli.options import OptionInvalid
-from halfmoon.conductor.simulation.report import Spread, spread
+from halfmoon.conductor.simulation.report import Percentiles, spread
 from halfmoon.schemas.numbers import MS_NS
 from halfmoon.schemas.slo import tbt_ns
 
@@ -117,7 +117,7 @@ def report(
 
 def _spread_into(found: dict[str, Any], name: str, values: Sequence[int]) -> None:
     of = spread(values)
-    for field in Spread.__struct_fields__:
+    for field in Percentiles.__struct_fields__:
         found[f"{field}_{name}_ms"] = getattr(of, field)
 
 
@@ -178,7 +178,7 @@ def table(found: dict[str, Any]) -> str:
     number("Total token throughput (tok/s)", found["total_token_throughput"])
     for name, title in MEASURES.items():
         lines.append(f"{title:-^64}")
-        for field in Spread.__struct_fields__:
+        for field in Percentiles.__struct_fields__:
             number(f"{field[:1].upper()}{field[1:]} {name.upper()} (ms)", found[f"{field}_{name}_ms"])
     lines.append(f"{'From when it was sent, not from when it was due':-^64}")
     number("Mean TTFT (ms)", found["mean_ttft_sent_ms"])

@@ -21,7 +21,7 @@ from __future__ import annotations
 import msgspec
 
 from halfmoon.conductor.core.cost import answer_class, expected_decode_ns, expected_tokens
-from halfmoon.conductor.core.fetch_plan import Matched
+from halfmoon.conductor.core.fetch_plan import PrefixMatch
 from halfmoon.conductor.core.overload import queue_allowed_ns
 from halfmoon.conductor.core.placement import (
     EARLIEST_POLICIES,
@@ -30,13 +30,14 @@ from halfmoon.conductor.core.placement import (
     DecodeCandidate,
     candidates,
     decode_candidates,
-    earliest,
+    earliest_first_token,
     has_room,
-    lightest,
     match,
+    shortest_step,
 )
 from halfmoon.conductor.core.policies import choose_decode, choose_prefill
-from halfmoon.conductor.core.state import Request, State, Worker
+from halfmoon.conductor.core.records import Request, WorkerRecord
+from halfmoon.conductor.core.state import State
 from halfmoon.schemas.decisions import Prediction, RejectReason
 from halfmoon.schemas.events import RequestArrived
 
@@ -86,10 +87,16 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
     """For a request that was never placed."""
     matched = match(state, request, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
-    best = earliest(state, request, matched, now_ns) if state.policy.name in EARLIEST_POLICIES else None
+    best = (
+        earliest_first_token(state, request, matched, now_ns)
+        if state.policy.name in EARLIEST_POLICIES
+        else None
+    )
     prefills = candidates(state, request, matched, now_ns) if best is None else [best]
     short = (
-        lightest(state, request, matched, answer_tokens) if state.policy.name in LIGHTEST_POLICIES else None
+        shortest_step(state, request, matched, answer_tokens)
+        if state.policy.name in LIGHTEST_POLICIES
+        else None
     )
     decodes = decode_candidates(state, request, matched, answer_tokens) if short is None else [short.best]
     refusal = _cannot(state, request, prefills, decodes, now_ns)
@@ -117,7 +124,7 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
     placement = _placement(state, request, prefill, decode, answer_tokens)
     if admission == "none":
         return placement
-    workers = len(state.pools.prefill.rows) if best is not None else len(prefills)
+    workers = len(state.loads.prefill.rows) if best is not None else len(prefills)
     tbt_ns_max = max(c.tbt_ns for c in decodes) if short is None else short.tbt_ns_max
     return (
         _over_slo(state, request, matched, placement, tbt_ns_max, now_ns)
@@ -172,7 +179,7 @@ def _cannot(
     now_ns: int,
 ) -> Refusal | None:
     """Refusals that hold under every admission: nobody there, too long for all, queues full."""
-    for role, pool in (("prefill", state.pools.prefill), ("decode", state.pools.decode)):
+    for role, pool in (("prefill", state.loads.prefill), ("decode", state.loads.decode)):
         if not pool.workers:
             return Refusal(
                 reason="no_worker",
@@ -202,7 +209,7 @@ def _cannot(
 def _over_slo(
     state: State,
     request: RequestArrived,
-    matched: Matched,
+    matched: PrefixMatch,
     placement: Placement,
     tbt_ns_max: int,
     now_ns: int,
@@ -264,7 +271,7 @@ def _too_large_now(
     )
 
 
-def decode_load(state: State, worker: Worker, end_ns: int) -> Load:
+def decode_load(state: State, worker: WorkerRecord, end_ns: int) -> Load:
     """What `worker` will have in decode at `end_ns` (`predicted`), or has now (any other admission)."""
     predicted = state.policy.admission == "predicted"
     load = Load(0, 0, 0)
@@ -307,7 +314,12 @@ def _room_at(state: State, candidate: DecodeCandidate, end_ns: int) -> bool:
 
 
 def _wait_ns(
-    state: State, worker: Worker, candidate: DecodeCandidate, tbt_limit_ns: int, now_ns: int, context: int = 0
+    state: State,
+    worker: WorkerRecord,
+    candidate: DecodeCandidate,
+    tbt_limit_ns: int,
+    now_ns: int,
+    context: int = 0,
 ) -> int:
     """Until so many of the worker's requests have ended that the KV fits and the step is within the limit (0:
     any).

@@ -1,6 +1,7 @@
 """Why a request went where it went: all that a placement or a refusal rested on. Part of the core.
 
-Made only for requests that are watched: replay sets `Core.watched` and reads `Core.notes` after each step.
+Made only for requests that are to be explained: replay sets `Core.explain_requests` and reads `Core.notes` after each
+step.
 The log alone decides, so these are the grounds of the conductor that decided.
 """
 
@@ -21,12 +22,13 @@ from halfmoon.conductor.core.placement import (
     match,
     prefill_fits,
 )
-from halfmoon.conductor.core.state import State, Worker
+from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.state import State
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import AdmissionName, PolicyName
 
 
-class Explanation(msgspec.Struct, kw_only=True):
+class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     """All that a decision on a request rested on (or would), at one place of the log."""
 
     request_id: str
@@ -41,7 +43,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     ttft_limit_ns: int
     tbt_limit_ns: int
     #: Why it is placed again; "" for the first time.
-    lost: str = ""
+    lost_reason: str = ""
     #: Node that round robin chose last, by pool.
     last_chosen: dict[str, str] = {}
     #: How many blocks of its prompt each node holds in a row from the first.
@@ -64,7 +66,7 @@ def explain(
     *,
     seq: int,
     avoid: Sequence[str] = (),
-    lost: str = "",
+    lost_reason: str = "",
 ) -> Explanation:
     """The grounds of `verdict`, of the state in which it was found."""
     matched = match(state, request, at_ns)
@@ -83,7 +85,7 @@ def explain(
         tbt_slo_ns=tbt_slo,
         ttft_limit_ns=limit_ns(ttft_slo, request.priority),
         tbt_limit_ns=limit_ns(tbt_slo, request.priority),
-        lost=lost,
+        lost_reason=lost_reason,
         last_chosen=dict(state.round_robin),
         prefix_blocks=dict(sorted(matched.held.items())),
         answer_tokens=tokens,
@@ -98,7 +100,7 @@ def explain(
     )
 
 
-def _why_not(state: State, worker: Worker, request: RequestArrived) -> str:
+def _why_not(state: State, worker: WorkerRecord, request: RequestArrived) -> str:
     if worker.draining:
         return "draining"
     if not state.takes_orders(worker):

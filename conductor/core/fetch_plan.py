@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import msgspec
 
 from halfmoon.conductor.core.cost import LINK_STALE_NS, Link, transfer_ns
-from halfmoon.conductor.core.state import State, Worker
+from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.state import State
 
 #: A run of blocks from the first, and the nodes that hold just so much.
 Runs = list[tuple[int, list[str]]]
@@ -23,7 +24,7 @@ Links = Mapping[str, Mapping[str, Link]]
 Source = tuple[str, int, int, int]
 
 
-class Matched:
+class PrefixMatch:
     """Blocks of a prompt by node: in any tier, and in DRAM. Runs are longest first."""
 
     __slots__ = ("_now_ns", "_runs", "_state", "dram", "dram_runs", "held", "longest")
@@ -43,7 +44,7 @@ class Matched:
             for node_id in nodes:
                 yield self._source(node_id, blocks)
 
-    def worthwhile(self, measured: Mapping[str, Link] | None, more_than: int) -> Iterator[Source]:
+    def undominated_sources(self, measured: Mapping[str, Link] | None, more_than: int) -> Iterator[Source]:
         """Those of `sources` that may be the best one, in the same order.
 
         Over a way that was not measured no holder is better than an earlier one from which nothing leaves: a
@@ -84,7 +85,7 @@ def leaving(state: State, node_id: str, now_ns: int) -> int:
     return sum(1 for end_ns in ends.values() if end_ns > now_ns) if ends else 0
 
 
-class Cut(msgspec.Struct):
+class FetchPlan(msgspec.Struct):
     """Use the first `blocks` of the prompt, those that the instance lacks from `node_id`."""
 
     blocks: int
@@ -117,7 +118,7 @@ class _Source:
     def __init__(
         self,
         state: State,
-        worker: Worker,
+        worker: WorkerRecord,
         tokens: int,
         source: Source,
         now_ns: int,
@@ -146,7 +147,7 @@ class _Source:
             ssd_bytes, self.ssd_bytes_s, self.sharing, 0
         )
 
-    def cut(self, blocks: int) -> Cut:
+    def cut(self, blocks: int) -> FetchPlan:
         """The first token when `blocks` are used: loading overlaps with the queue and, by layers, with
         computing.
         """
@@ -155,11 +156,11 @@ class _Source:
         first_layer = self.transfer_ns(blocks, worker.layer_block_bytes)
         prefill = worker.cost.prefill_ns(self.tokens, blocks * worker.block_tokens)
         ttft = max(self.queue_ns, first_layer) + max(transfer, prefill)
-        return Cut(
+        return FetchPlan(
             blocks, self.node_id, transfer, prefill, ttft, self.sharing, blocks > self.dram, self.local
         )
 
-    def best_cut(self, blocks: int) -> Cut:
+    def best_plan(self, blocks: int) -> FetchPlan:
         """The cheapest cut in local+1..blocks.
 
         With T (transfer) growing and P (prefill) falling with the cut, max(T, P) falls up to where they cross
@@ -203,7 +204,7 @@ class _Source:
         return self.transfer_ns(blocks, self.worker.layer_block_bytes) > self.queue_ns
 
 
-def _cheaper(one: Cut, other: Cut) -> Cut:
+def _cheaper(one: FetchPlan, other: FetchPlan) -> FetchPlan:
     """The earlier first token; of equals the shorter transfer, then the smaller id."""
     if (other.ttft_ns, other.blocks, other.node_id) < (one.ttft_ns, one.blocks, one.node_id):
         return other
@@ -212,41 +213,41 @@ def _cheaper(one: Cut, other: Cut) -> Cut:
 
 def cheapest(
     state: State,
-    worker: Worker,
+    worker: WorkerRecord,
     tokens: int,
-    matched: Matched,
+    matched: PrefixMatch,
     now_ns: int,
     queue: int,
     local: int,
     blocks_max: int,
-) -> Cut | None:
+) -> FetchPlan | None:
     """Ours: the best cut over all holders of more than is here; None when the threshold forbids a fetch."""
-    measured = state.pools.links_measured(worker.node_id, state.at_ns) if now_ns >= state.at_ns else None
-    sources = matched.worthwhile(measured, local)
+    measured = state.loads.links_measured(worker.node_id, state.at_ns) if now_ns >= state.at_ns else None
+    sources = matched.undominated_sources(measured, local)
     return _cheapest(state, worker, tokens, matched, now_ns, queue, local, blocks_max, sources, state.links)
 
 
 def unmeasured(
-    state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, blocks_max: int
-) -> Cut | None:
+    state: State, worker: WorkerRecord, tokens: int, matched: PrefixMatch, now_ns: int, blocks_max: int
+) -> FetchPlan | None:
     """As `cheapest`, were the worker idle, nothing on its node, and every way as fast as is expected of one."""
-    sources = matched.worthwhile({}, 0)
+    sources = matched.undominated_sources({}, 0)
     return _cheapest(state, worker, tokens, matched, now_ns, 0, 0, blocks_max, sources, {})
 
 
 def _cheapest(
     state: State,
-    worker: Worker,
+    worker: WorkerRecord,
     tokens: int,
-    matched: Matched,
+    matched: PrefixMatch,
     now_ns: int,
     queue: int,
     local: int,
     blocks_max: int,
     sources: Iterable[Source],
     links: Links,
-) -> Cut | None:
-    best: Cut | None = None
+) -> FetchPlan | None:
+    best: FetchPlan | None = None
     fastest = (0, 1)
     if local >= blocks_max:
         return None
@@ -264,14 +265,20 @@ def _cheapest(
         here = _Source(state, worker, tokens, source, now_ns, queue, local, links)
         if source[0] == worker.node_id:
             here.latency_ns = 0
-        cut = here.best_cut(blocks)
+        cut = here.best_plan(blocks)
         best = cut if best is None else _cheaper(best, cut)
     return best
 
 
-def papers_rule(
-    state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int, queue: int, blocks_max: int
-) -> Cut | None:
+def plan_as_printed(
+    state: State,
+    worker: WorkerRecord,
+    tokens: int,
+    matched: PrefixMatch,
+    now_ns: int,
+    queue: int,
+    blocks_max: int,
+) -> FetchPlan | None:
     """Algorithm 1 as printed: fetch all of the best prefix when it is longer than the local one times the
     threshold.
     """
@@ -284,30 +291,30 @@ def papers_rule(
         if local <= dram:
             return None
         prefill = worker.cost.prefill_ns(tokens, local * worker.block_tokens)
-        return Cut(local, worker.node_id, 0, prefill, queue + prefill, 1, True, dram)
+        return FetchPlan(local, worker.node_id, 0, prefill, queue + prefill, 1, True, dram)
     here = _Source(state, worker, tokens, source, now_ns, queue, local, state.links)
     transfer = here.transfer_ns(blocks, worker.block_bytes)
     prefill = worker.cost.prefill_ns(tokens, blocks * worker.block_tokens)
-    return Cut(
+    return FetchPlan(
         blocks, node_id, transfer, prefill, queue + transfer + prefill, sharing, blocks > here.dram, local
     )
 
 
 def load_from_own_ssd(
     state: State,
-    worker: Worker,
+    worker: WorkerRecord,
     tokens: int,
-    matched: Matched,
+    matched: PrefixMatch,
     now_ns: int,
     queue: int,
     local: int,
     blocks_max: int,
-) -> Cut | None:
+) -> FetchPlan | None:
     for source in matched.sources(local):
         if source[0] == worker.node_id and min(source[1], blocks_max) > local:
             here = _Source(state, worker, tokens, source, now_ns, queue, local, state.links)
             here.latency_ns = 0
-            return here.best_cut(min(source[1], blocks_max))
+            return here.best_plan(min(source[1], blocks_max))
     return None
 
 

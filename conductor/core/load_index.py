@@ -11,15 +11,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Mapping
 from operator import le
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from halfmoon.conductor.core.cost import LINK_STALE_NS, Link
+from halfmoon.conductor.core.records import StoreRecord, WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
-
-if TYPE_CHECKING:
-    from halfmoon.conductor.core.state import Store, Worker
 
 #: KV blocks that are free where there is no KV.
 NO_KV_BLOCKS = 2**62
@@ -46,7 +44,7 @@ class DecodeRow(NamedTuple):
 Row = TypeVar("Row", PrefillRow, DecodeRow)
 
 
-class Pool(Generic[Row]):
+class LoadIndex(Generic[Row]):
     """Workers of one role in the order of their ids, and at the same places their rows."""
 
     __slots__ = (
@@ -63,8 +61,8 @@ class Pool(Generic[Row]):
         "workers",
     )
 
-    def __init__(self, workers: list[Worker], row: Callable[[Worker], Row]) -> None:
-        self._row: Callable[[Worker], Row] = row
+    def __init__(self, workers: list[WorkerRecord], row: Callable[[WorkerRecord], Row]) -> None:
+        self._row: Callable[[WorkerRecord], Row] = row
         self._places = {worker.worker_id: place for place, worker in enumerate(workers)}
         self.workers = workers
         self.rows: list[Row] = [row(worker) for worker in workers]
@@ -96,7 +94,7 @@ class Pool(Generic[Row]):
         if not all(map(le, own, most)):
             self.most = CostProfile(*map(max, most, own))
 
-    def changed(self, worker: Worker) -> None:
+    def changed(self, worker: WorkerRecord) -> None:
         place = self._places.get(worker.worker_id)
         if place is not None:
             load, self.rows[place] = self.rows[place][0], self._row(worker)
@@ -104,11 +102,11 @@ class Pool(Generic[Row]):
                 del self.by_load[bisect_left(self.by_load, (load, place))]
                 insort(self.by_load, (self.rows[place][0], place))
 
-    def lightest(self, load: int) -> list[tuple[int, int]]:
+    def up_to(self, load: int) -> list[tuple[int, int]]:
         """Of `by_load`, those up to `load`."""
         return self.by_load[: bisect_right(self.by_load, (load, len(self.rows)))]
 
-    def refitted(self, worker: Worker) -> None:
+    def refitted(self, worker: WorkerRecord) -> None:
         self.changed(worker)
         self._include(worker.cost)
         self._changes += 1
@@ -116,17 +114,24 @@ class Pool(Generic[Row]):
             self._bound_costs()
 
 
-class Pools:
+class LoadIndexes:
     """Of one cluster. `workers`: those that take orders, by id."""
 
     __slots__ = ("_links", "decode", "prefill", "suspected_until_ns")
 
     def __init__(
-        self, workers: Iterable[Worker], stores: Iterable[Store], links: Mapping[str, Mapping[str, Link]]
+        self,
+        workers: Iterable[WorkerRecord],
+        stores: Iterable[StoreRecord],
+        links: Mapping[str, Mapping[str, Link]],
     ) -> None:
         every = list(workers)
-        self.prefill = Pool[PrefillRow]([worker for worker in every if worker.role == "prefill"], prefill_row)
-        self.decode = Pool[DecodeRow]([worker for worker in every if worker.role == "decode"], decode_row)
+        self.prefill = LoadIndex[PrefillRow](
+            [worker for worker in every if worker.role == "prefill"], prefill_row
+        )
+        self.decode = LoadIndex[DecodeRow](
+            [worker for worker in every if worker.role == "decode"], decode_row
+        )
         #: From then on no store agent is suspected.
         self.suspected_until_ns = max((store.suspected_until_ns for store in stores), default=0)
 
@@ -153,14 +158,14 @@ class Pools:
             del links[source]
         return links
 
-    def changed(self, worker: Worker) -> None:
+    def changed(self, worker: WorkerRecord) -> None:
         """Its load is another."""
         if worker.role == "prefill":
             self.prefill.changed(worker)
         else:
             self.decode.changed(worker)
 
-    def refitted(self, worker: Worker) -> None:
+    def refitted(self, worker: WorkerRecord) -> None:
         """Its cost is another."""
         if worker.role == "prefill":
             self.prefill.refitted(worker)
@@ -168,7 +173,7 @@ class Pools:
             self.decode.refitted(worker)
 
 
-def prefill_row(worker: Worker) -> PrefillRow:
+def prefill_row(worker: WorkerRecord) -> PrefillRow:
     free_ns = behind_ns = 0
     if worker.orders:
         free_ns = worker.head_since_ns + worker.reserved_ns
@@ -176,7 +181,7 @@ def prefill_row(worker: Worker) -> PrefillRow:
     return PrefillRow(free_ns, behind_ns, len(worker.orders))
 
 
-def decode_row(worker: Worker) -> DecodeRow:
+def decode_row(worker: WorkerRecord) -> DecodeRow:
     sequences = len(worker.orders)
     blocks_free = NO_KV_BLOCKS
     if worker.block_bytes:
@@ -184,7 +189,7 @@ def decode_row(worker: Worker) -> DecodeRow:
     return DecodeRow(worker.cost.step_ns(sequences + 1, worker.context_tokens), blocks_free)
 
 
-def _tokens_max(worker: Worker) -> int:
+def _tokens_max(worker: WorkerRecord) -> int:
     if not worker.block_bytes:
         return worker.context_tokens_max
     return min(worker.context_tokens_max, worker.kv_blocks * worker.block_tokens)

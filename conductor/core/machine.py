@@ -8,7 +8,7 @@ answered by replay (`explain`), so nothing is logged.
 
 The contract with a shell:
 - Events come in the order of the log, each once; `seq` grows (it may skip).
-- Decisions leave only after the event that caused them is stored, under the identity (seq, position in the
+- StepOutput leave only after the event that caused them is stored, under the identity (seq, position in the
   list).
 - `SetTimer(key, at_ns)` is for the shell: it appends `TimerFired(key, at_ns)` to the log when the time has
   come. Setting a timer again replaces it. A timer that fires twice, late, or without having been set is
@@ -36,8 +36,10 @@ from halfmoon.conductor.core.cost import (
 )
 from halfmoon.conductor.core.explanation import Explanation, explain
 from halfmoon.conductor.core.invariants import check
-from halfmoon.conductor.core.reconcile import compare_orders
-from halfmoon.conductor.core.state import Decisions, Order, State
+from halfmoon.conductor.core.reconcile import reconcile_orders
+from halfmoon.conductor.core.records import Order
+from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.step_output import Explains, StepOutput, explain_none
 from halfmoon.schemas.codec import digest
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import (
@@ -91,8 +93,8 @@ class Core:
     def __init__(self, *, checked: bool = False) -> None:
         self.state = State(index=BlockIndex())
         self.checked = checked
-        #: A request ("*": all of them) whose placements are explained, and what the last step noted of them.
-        self.watched = ""
+        #: For which requests placements are explained, and what the last step noted of them.
+        self.explain_requests: Explains = explain_none
         self.notes: list[Explanation] = []
 
     @property
@@ -116,7 +118,7 @@ class Core:
         state.at_ns = max(state.at_ns, stamped.at_ns)
         state.orders_now = 0
         state.timers_in_row = state.timers_in_row + 1 if isinstance(stamped.event, TimerFired) else 0
-        out = Decisions(self.watched)
+        out = StepOutput(self.explain_requests)
         _apply(state, stamped.event, out)
         self.notes = out.notes
         if self.checked:
@@ -126,7 +128,7 @@ class Core:
     def explain(self, request: RequestArrived, at_ns: int) -> Explanation:
         """What `request` would find now; changes nothing.
 
-        `random` draws by the place in the log: here, the next one. What it did find is noted when it is `watched`.
+        `random` draws by the place in the log: here, the next one. What it did find is in `notes`, if it is explained.
         """
         state = self.state
         verdict = decide(state, request, at_ns, f"{state.seq + 1}:0")
@@ -167,7 +169,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_index)
 _decoder = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_decode_index)
 
 
-def _apply(state: State, event: Event, out: Decisions) -> None:
+def _apply(state: State, event: Event, out: StepOutput) -> None:
     match event:
         case BlocksStored():
             if membership.known_store(state, event.node_id, event.incarnation):
@@ -233,7 +235,7 @@ def _apply(state: State, event: Event, out: Decisions) -> None:
             assert_never(event)
 
 
-def _timer_fired(state: State, event: TimerFired, out: Decisions) -> None:
+def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
     if state.timers.get(event.key) != event.at_ns:
         return  # late, repeated, or set by an older log
     del state.timers[event.key]
@@ -277,7 +279,7 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
         worker.cost = refit_prefill(
             worker.fit, worker.cost, request.event.prompt_tokens, cached, event.compute_ns
         )
-        state.pools.refitted(worker)
+        state.loads.refitted(worker)
     if event.fetch_node_id and event.fetch_node_id in state.stores:
         links = state.ssd_links if order.fetch_ssd else state.links
         sharing = order.fetch_sharing if order.fetch_node_id == event.fetch_node_id else 1
@@ -317,10 +319,10 @@ def _learn_link(
     if link is not None:
         links.setdefault(destination, {})[source] = link
         if links is state.links:
-            state.pools.link_measured(destination, source, link)
+            state.loads.link_measured(destination, source, link)
 
 
-def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> None:
+def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> None:
     worker = membership.worker_heartbeat(state, event, out)
     if (
         worker is not None
@@ -332,9 +334,9 @@ def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> N
         worker.cost = refit_decode(
             worker.fit, worker.cost, event.step_sequences, event.step_context_tokens, event.step_ns
         )
-        state.pools.refitted(worker)
+        state.loads.refitted(worker)
     if worker is not None:
-        compare_orders(state, worker, event, out)
+        reconcile_orders(state, worker, event, out)
 
 
 def _request_finished(state: State, event: RequestFinished) -> None:
@@ -357,7 +359,7 @@ def _request_finished(state: State, event: RequestFinished) -> None:
         )
 
 
-def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: Decisions) -> None:
+def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOutput) -> None:
     prefill = isinstance(event, PrefillFailed)
     half = "prefill" if prefill else "decode"
     order = _answered(state, event.order_id, event.request_id, event.worker_id, half)
@@ -372,7 +374,7 @@ def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: Decisio
         orders.fail(state, request, event.reason, out)
 
 
-def _decode_refused(state: State, event: DecodeRefused, out: Decisions) -> None:
+def _decode_refused(state: State, event: DecodeRefused, out: StepOutput) -> None:
     order = _answered(state, event.order_id, event.request_id, event.worker_id, "decode")
     if order is None:
         return
@@ -386,7 +388,7 @@ def _decode_refused(state: State, event: DecodeRefused, out: Decisions) -> None:
         orders.reject_placed(state, request, "decode_refused", event.reason, event.predicted_tbt_ns, out)
 
 
-def _request_cancelled(state: State, event: RequestCancelled, out: Decisions) -> None:
+def _request_cancelled(state: State, event: RequestCancelled, out: StepOutput) -> None:
     request = state.requests.get(event.request_id)
     if request is None:
         return

@@ -12,7 +12,9 @@ from typing import Literal
 from halfmoon.conductor.core.cost import decode_fit, prefill_fit
 from halfmoon.conductor.core.orders import arm, end, place_parked, withdraw
 from halfmoon.conductor.core.reconcile import lose_orders
-from halfmoon.conductor.core.state import Decisions, Frontend, State, Store, Worker
+from halfmoon.conductor.core.records import FrontendRecord, StoreRecord, WorkerRecord
+from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import AnnounceYourself, FailRequest
 from halfmoon.schemas.events import (
@@ -29,7 +31,7 @@ from halfmoon.schemas.events import (
 # --- workers ------------------------------------------------------------------------------------------------
 
 
-def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
+def worker_joined(state: State, event: WorkerJoined, out: StepOutput) -> None:
     known = state.workers.get(event.worker_id)
     state.asked_ns.pop(f"worker:{event.worker_id}", None)
     worker = _worker(event, state.at_ns)
@@ -58,9 +60,9 @@ def worker_joined(state: State, event: WorkerJoined, out: Decisions) -> None:
     place_parked(state, out)
 
 
-def _worker(event: WorkerJoined, now_ns: int) -> Worker:
+def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
     layout, profile = event.layout, event.profile
-    return Worker(
+    return WorkerRecord(
         worker_id=event.worker_id,
         role=event.role,
         node_id=event.node_id,
@@ -80,7 +82,7 @@ def _worker(event: WorkerJoined, now_ns: int) -> Worker:
     )
 
 
-def _carry_over(known: Worker, worker: Worker) -> None:
+def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
     """The same process says again that it is there: what it does goes on."""
     worker.orders = known.orders
     worker.reserved_ns = known.reserved_ns
@@ -94,7 +96,7 @@ def _carry_over(known: Worker, worker: Worker) -> None:
         worker.cost, worker.fit = known.cost, known.fit
 
 
-def worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> Worker | None:
+def worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> WorkerRecord | None:
     """The worker, when it is the one that is known."""
     worker = state.workers.get(event.worker_id)
     if worker is None or worker.incarnation != event.incarnation:
@@ -108,7 +110,7 @@ def worker_heartbeat(state: State, event: WorkerHeartbeat, out: Decisions) -> Wo
     return worker
 
 
-def worker_draining(state: State, event: WorkerDraining, out: Decisions) -> None:
+def worker_draining(state: State, event: WorkerDraining, out: StepOutput) -> None:
     worker = state.workers.get(event.worker_id)
     if worker is not None and worker.incarnation == event.incarnation:
         worker.draining = event.draining
@@ -116,7 +118,7 @@ def worker_draining(state: State, event: WorkerDraining, out: Decisions) -> None
         place_parked(state, out)
 
 
-def worker_left(state: State, worker_id: str, incarnation: str, out: Decisions) -> None:
+def worker_left(state: State, worker_id: str, incarnation: str, out: StepOutput) -> None:
     worker = state.workers.get(worker_id)
     if worker is None or incarnation not in ("", worker.incarnation):
         return
@@ -139,14 +141,14 @@ def _was_lost(worker_id: str) -> str:
 # --- store agents -------------------------------------------------------------------------------------------
 
 
-def store_joined(state: State, event: StoreJoined, out: Decisions) -> None:
+def store_joined(state: State, event: StoreJoined, out: StepOutput) -> None:
     known = state.stores.get(event.node_id)
     state.asked_ns.pop(f"store:{event.node_id}", None)
     if known is not None and known.incarnation != event.incarnation:
         _forget_timer(state, "store", event.node_id, known.incarnation)
     state.index.join(event.node_id)
     state.members_changed()
-    state.stores[event.node_id] = Store(
+    state.stores[event.node_id] = StoreRecord(
         node_id=event.node_id,
         incarnation=event.incarnation,
         host=event.host,
@@ -157,7 +159,7 @@ def store_joined(state: State, event: StoreJoined, out: Decisions) -> None:
     place_parked(state, out)
 
 
-def store_heartbeat(state: State, event: StoreHeartbeat, out: Decisions) -> None:
+def store_heartbeat(state: State, event: StoreHeartbeat, out: StepOutput) -> None:
     store = known_store(state, event.node_id, event.incarnation)
     if store is None:
         _ask(state, "store", "store", event.node_id, out)
@@ -166,7 +168,7 @@ def store_heartbeat(state: State, event: StoreHeartbeat, out: Decisions) -> None
     store.slots_used = event.slots_used
 
 
-def known_store(state: State, node_id: str, incarnation: str) -> Store | None:
+def known_store(state: State, node_id: str, incarnation: str) -> StoreRecord | None:
     store = state.stores.get(node_id)
     return store if store is not None and store.incarnation == incarnation else None
 
@@ -193,19 +195,19 @@ def store_left(state: State, node_id: str, incarnation: str) -> None:
 # --- frontends ----------------------------------------------------------------------------------------------
 
 
-def frontend_joined(state: State, event: FrontendJoined, out: Decisions) -> None:
+def frontend_joined(state: State, event: FrontendJoined, out: StepOutput) -> None:
     known = state.frontends.get(event.frontend_id)
     state.asked_ns.pop(f"frontend:{event.frontend_id}", None)
     if known is not None and known.incarnation != event.incarnation:
         _forget_timer(state, "frontend", event.frontend_id, known.incarnation)
         _cancel_all(state, event.frontend_id, out)
-    state.frontends[event.frontend_id] = Frontend(
+    state.frontends[event.frontend_id] = FrontendRecord(
         frontend_id=event.frontend_id, incarnation=event.incarnation, last_seen_ns=state.at_ns
     )
     _arm_loss(state, "frontend", event.frontend_id, event.incarnation, state.at_ns, out)
 
 
-def frontend_heartbeat(state: State, event: FrontendHeartbeat, out: Decisions) -> None:
+def frontend_heartbeat(state: State, event: FrontendHeartbeat, out: StepOutput) -> None:
     frontend = state.frontends.get(event.frontend_id)
     if frontend is None or frontend.incarnation != event.incarnation:
         _ask(state, "frontend", "frontend", event.frontend_id, out)
@@ -218,7 +220,7 @@ def frontend_heartbeat(state: State, event: FrontendHeartbeat, out: Decisions) -
             out.append(FailRequest(request_id=request_id, frontend_id=event.frontend_id, message=message))
 
 
-def frontend_left(state: State, frontend_id: str, incarnation: str, out: Decisions) -> None:
+def frontend_left(state: State, frontend_id: str, incarnation: str, out: StepOutput) -> None:
     frontend = state.frontends.get(frontend_id)
     if frontend is None or incarnation not in ("", frontend.incarnation):
         return
@@ -227,7 +229,7 @@ def frontend_left(state: State, frontend_id: str, incarnation: str, out: Decisio
     _cancel_all(state, frontend_id, out)
 
 
-def _cancel_all(state: State, frontend_id: str, out: Decisions) -> None:
+def _cancel_all(state: State, frontend_id: str, out: StepOutput) -> None:
     """Nobody reads these any more. Their ids are not kept: a frontend that was lost by mistake sends them
     again.
     """
@@ -251,7 +253,7 @@ def bridge_silence(state: State, at_ns: int) -> None:
         return
     if state.timers_in_row > len(state.workers) + len(state.stores) + len(state.frontends):
         return  # the log goes on, with nothing but timers: it is they who are silent
-    members: list[Worker | Store | Frontend] = [
+    members: list[WorkerRecord | StoreRecord | FrontendRecord] = [
         *state.workers.values(),
         *state.stores.values(),
         *state.frontends.values(),
@@ -260,10 +262,10 @@ def bridge_silence(state: State, at_ns: int) -> None:
         member.last_seen_ns += gap_ns
 
 
-def loss_timer_fired(state: State, key: str, at_ns: int, out: Decisions) -> None:
+def loss_timer_fired(state: State, key: str, at_ns: int, out: StepOutput) -> None:
     """The timer `key`, set for `at_ns`, which was this process's only one."""
     _, role, process_id, incarnation = key.split(":")
-    member: Worker | Store | Frontend | None
+    member: WorkerRecord | StoreRecord | FrontendRecord | None
     if role == "store":
         member = state.stores.get(process_id)
     elif role == "frontend":
@@ -285,7 +287,7 @@ def loss_timer_fired(state: State, key: str, at_ns: int, out: Decisions) -> None
 
 
 def _arm_loss(
-    state: State, role: str, process_id: str, incarnation: str, last_seen_ns: int, out: Decisions
+    state: State, role: str, process_id: str, incarnation: str, last_seen_ns: int, out: StepOutput
 ) -> None:
     key = f"lost:{role}:{process_id}:{incarnation}"
     arm(state, key, last_seen_ns + state.policy.lost_after_ns, out)
@@ -300,7 +302,7 @@ def _ask(
     kind: str,
     role: Literal["prefill", "decode", "store", "frontend"],
     process_id: str,
-    out: Decisions,
+    out: StepOutput,
 ) -> bool:
     """Once, until it joins or two heartbeats have passed. True when it was asked now."""
     pause_ns = 2 * state.policy.heartbeat_ns

@@ -11,8 +11,10 @@ import msgspec
 from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_again, slo_ns
 from halfmoon.conductor.core.explanation import explain
 from halfmoon.conductor.core.overload import learn_offered
+from halfmoon.conductor.core.records import Order, Request
 from halfmoon.conductor.core.replication import spread_hot_prefix
-from halfmoon.conductor.core.state import FINISHED_MAX, Decisions, Order, Request, State
+from halfmoon.conductor.core.state import FINISHED_MAX, State
+from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
     CancelOrder,
     FailRequest,
@@ -26,13 +28,13 @@ from halfmoon.schemas.decisions import (
 from halfmoon.schemas.events import RequestArrived
 
 
-def accept_or_reject(state: State, event: RequestArrived, out: Decisions) -> None:
+def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> None:
     """A request that was never seen: placed, or refused with a reason."""
     state.counters.arrived += 1
     verdict = decide(state, event, state.at_ns, _draw(state))
     if verdict.predicted.prefill_ns:
         learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
-    if out.watches(event.request_id):
+    if out.explains(event.request_id):
         out.notes.append(explain(state, event, state.at_ns, verdict, seq=state.seq))
     if isinstance(verdict, Refusal):
         reject(state, event, verdict, out)
@@ -42,7 +44,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: Decisions) -> Non
         _order(state, request, verdict, out)
 
 
-def accept_again(state: State, event: RequestArrived, out: Decisions) -> None:
+def accept_again(state: State, event: RequestArrived, out: StepOutput) -> None:
     """A request that was answered, but its worker is gone and its client has not all: placed again, never
     refused.
     """
@@ -52,18 +54,16 @@ def accept_again(state: State, event: RequestArrived, out: Decisions) -> None:
     place(state, request, "its answer was lost", out)
 
 
-def place(state: State, request: Request, lost: str, out: Decisions) -> None:
-    """A request that was accepted and has no order any more (`lost` says why): placed, parked, or failed for
+def place(state: State, request: Request, lost_reason: str, out: StepOutput) -> None:
+    """A request that was accepted and has no order any more (`lost_reason`): placed, parked, or failed for
     good.
     """
     if request.placements >= state.policy.placements_max:
-        message = (
-            f"placed {request.placements} times, and each time lost; last: {lost or 'no reason was given'}"
-        )
+        message = f"placed {request.placements} times, and each time lost; last: {lost_reason or 'no reason was given'}"
         fail(state, request, message, out)
         return
     placement = place_again(state, request, state.at_ns, _draw(state))
-    _note(state, request, placement, lost, out)
+    _note(state, request, placement, lost_reason, out)
     if placement is None:
         park(state, request, out)
     else:
@@ -76,7 +76,7 @@ def avoid(request: Request, worker_id: str) -> None:
         request.avoid.append(worker_id)
 
 
-def place_parked(state: State, out: Decisions) -> None:
+def place_parked(state: State, out: StepOutput) -> None:
     """A worker takes orders that did not: those that wait are placed, oldest first, as long as that is
     possible.
     """
@@ -89,15 +89,25 @@ def place_parked(state: State, out: Decisions) -> None:
             _order(state, request, placement, out)
 
 
-def _note(state: State, request: Request, placement: Placement | None, lost: str, out: Decisions) -> None:
-    if out.watches(request.event.request_id):
+def _note(
+    state: State, request: Request, placement: Placement | None, lost_reason: str, out: StepOutput
+) -> None:
+    if out.explains(request.event.request_id):
         avoided = request.avoid
         out.notes.append(
-            explain(state, request.event, state.at_ns, placement, seq=state.seq, avoid=avoided, lost=lost)
+            explain(
+                state,
+                request.event,
+                state.at_ns,
+                placement,
+                seq=state.seq,
+                avoid=avoided,
+                lost_reason=lost_reason,
+            )
         )
 
 
-def park(state: State, request: Request, out: Decisions) -> None:
+def park(state: State, request: Request, out: StepOutput) -> None:
     request_id = request.event.request_id
     state.parked[request_id] = True
     arm(
@@ -114,14 +124,14 @@ def unpark(state: State, request: Request) -> None:
     state.timers.pop(f"unplaced:{request_id}:{request.placements}", None)
 
 
-def arm(state: State, key: str, at_ns: int, out: Decisions) -> None:
+def arm(state: State, key: str, at_ns: int, out: StepOutput) -> None:
     """Set a timer, once; one that is set already stays."""
     if key not in state.timers:
         state.timers[key] = at_ns
         out.append(SetTimer(key=key, at_ns=at_ns))
 
 
-def reject(state: State, event: RequestArrived, refusal: Refusal, out: Decisions) -> None:
+def reject(state: State, event: RequestArrived, refusal: Refusal, out: StepOutput) -> None:
     _count_rejected(state, refusal.reason)
     remember_finished(state, event.request_id)
     ttft_slo, tbt_slo = slo_ns(state, event)
@@ -139,7 +149,7 @@ def reject(state: State, event: RequestArrived, refusal: Refusal, out: Decisions
     )
 
 
-def fail(state: State, request: Request, message: str, out: Decisions) -> None:
+def fail(state: State, request: Request, message: str, out: StepOutput) -> None:
     """The end of a request that has no order."""
     end(state, request)
     state.counters.failed += 1
@@ -163,7 +173,7 @@ def remember_finished(state: State, request_id: str) -> None:
         del state.finished[next(iter(state.finished))]
 
 
-def withdraw(state: State, order: Order, out: Decisions, *, prefill_runs: bool, decode_runs: bool) -> None:
+def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool, decode_runs: bool) -> None:
     """Take an order back: free what is reserved, stop the halves that still run, let go of what stores hold
     for it.
     """
@@ -202,7 +212,7 @@ def free_prefill(state: State, order: Order) -> None:
     worker.reserved_ns -= order.reserved_ns
     worker.pending_blocks -= order.pending_blocks
     worker.prompt_blocks -= order.prompt_blocks
-    state.pools.changed(worker)
+    state.loads.changed(worker)
 
 
 def free_decode(state: State, order: Order) -> None:
@@ -212,7 +222,7 @@ def free_decode(state: State, order: Order) -> None:
     del worker.orders[order.order_id]
     worker.reserved_blocks -= order.reserved_blocks
     worker.context_tokens -= order.context_tokens
-    state.pools.changed(worker)
+    state.loads.changed(worker)
 
 
 def _draw(state: State) -> str:
@@ -225,7 +235,7 @@ def _count_rejected(state: State, reason: RejectReason) -> None:
 
 
 def reject_placed(
-    state: State, request: Request, reason: RejectReason, message: str, tbt_ns: int, out: Decisions
+    state: State, request: Request, reason: RejectReason, message: str, tbt_ns: int, out: StepOutput
 ) -> None:
     """The end of a request whose order was just withdrawn: refused after all."""
     end(state, request)
@@ -233,7 +243,7 @@ def reject_placed(
     reject(state, request.event, Refusal(reason=reason, message=message[:512], predicted=predicted), out)
 
 
-def _order(state: State, request: Request, placement: Placement, out: Decisions) -> None:
+def _order(state: State, request: Request, placement: Placement, out: StepOutput) -> None:
     """Give both halves of a placement, and reserve what they take."""
     state.orders_now += 1
     order_id = f"{state.seq}-{state.orders_now}"
@@ -313,11 +323,11 @@ def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     worker.reserved_ns += order.reserved_ns
     worker.pending_blocks += order.pending_blocks
     worker.prompt_blocks += order.prompt_blocks
-    state.pools.changed(worker)
+    state.loads.changed(worker)
     worker = state.workers[order.decode_id]
     worker.orders[order.order_id] = order.reserved_blocks
     worker.reserved_blocks += order.reserved_blocks
     worker.context_tokens += order.context_tokens
-    state.pools.changed(worker)
+    state.loads.changed(worker)
     if order.fetch_node_id:
         state.leaving.setdefault(order.fetch_node_id, {})[order.order_id] = fetched_ns

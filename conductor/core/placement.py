@@ -13,9 +13,16 @@ from itertools import islice
 
 import msgspec
 
-from halfmoon.conductor.core.fetch_plan import Matched, cheapest, load_from_own_ssd, papers_rule, unmeasured
-from halfmoon.conductor.core.load_index import Pool, PrefillRow
-from halfmoon.conductor.core.state import State, Worker
+from halfmoon.conductor.core.fetch_plan import (
+    PrefixMatch,
+    cheapest,
+    load_from_own_ssd,
+    plan_as_printed,
+    unmeasured,
+)
+from halfmoon.conductor.core.load_index import LoadIndex, PrefillRow
+from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.state import State
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.events import RequestArrived
@@ -91,19 +98,19 @@ class DecodeCandidate(msgspec.Struct, kw_only=True):
     full: bool = False
 
 
-def match(state: State, request: RequestArrived, now_ns: int) -> Matched:
+def match(state: State, request: RequestArrived, now_ns: int) -> PrefixMatch:
     """The longest prefix that each readable node holds; suspected nodes hold nothing."""
     blocks_max = len(request.block_keys) // KEY_BYTES
     index = state.index
     runs = index.runs(request.block_keys, blocks_max)
-    if runs and now_ns < state.pools.suspected_until_ns:
+    if runs and now_ns < state.loads.suspected_until_ns:
         runs = [
             (blocks, [node for node in nodes if not _suspected(state, node, now_ns)])
             for blocks, nodes in runs
         ]
         runs = [(blocks, nodes) for blocks, nodes in runs if nodes]
     dram_runs = index.runs(request.block_keys, blocks_max, dram_only=True) if index.has_ssd else runs
-    return Matched(state, runs, dram_runs, now_ns)
+    return PrefixMatch(state, runs, dram_runs, now_ns)
 
 
 def _suspected(state: State, node_id: str, now_ns: int) -> bool:
@@ -111,7 +118,7 @@ def _suspected(state: State, node_id: str, now_ns: int) -> bool:
     return store is not None and store.suspected_until_ns > now_ns
 
 
-def queue_ns(worker: Worker, now_ns: int) -> int:
+def queue_ns(worker: WorkerRecord, now_ns: int) -> int:
     """Predicted remaining time of all that a prefill worker has accepted; its oldest order is the one that
     runs.
     """
@@ -122,7 +129,7 @@ def queue_ns(worker: Worker, now_ns: int) -> int:
 
 
 def candidates(
-    state: State, request: RequestArrived, matched: Matched, now_ns: int, *, avoid: Sequence[str] = ()
+    state: State, request: RequestArrived, matched: PrefixMatch, now_ns: int, *, avoid: Sequence[str] = ()
 ) -> list[Candidate]:
     """Every prefill worker that could take the request, by id, with its cost under the policy in force.
 
@@ -138,7 +145,9 @@ def candidates(
     return [_candidate(state, worker, request.prompt_tokens, matched, now_ns) for worker in workers]
 
 
-def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: int) -> Candidate | None:
+def earliest_first_token(
+    state: State, request: RequestArrived, matched: PrefixMatch, now_ns: int
+) -> Candidate | None:
     """What `policy.choose_prefill` would take of all `candidates`, under a policy that goes by the time to
     first token.
 
@@ -146,7 +155,7 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
     looked at in the order of that bound, and no further than the best so far: in a large pool nearly all are
     passed over. None: there is no short way, look at them all.
     """
-    policy, tokens, pool = state.policy, request.prompt_tokens, state.pools.prefill
+    policy, tokens, pool = state.policy, request.prompt_tokens, state.loads.prefill
     if tokens > pool.tokens_max or now_ns < state.at_ns:
         return None
     blocks = min(matched.longest, (tokens - 1) // pool.block_tokens) if pool.block_tokens else 0
@@ -157,7 +166,7 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
         best = _candidate(state, pool.workers[first], tokens, matched, now_ns)
         rank = (best.ttft_ns + best.copies_ns, best.transfer_ns, best.orders, first)
     queue_max_ns = rank[0] - pool.least.prefill_ns(tokens, blocks * pool.block_tokens)
-    places = [place for _, place in pool.lightest(now_ns + queue_max_ns) if place != first]
+    places = [place for _, place in pool.up_to(now_ns + queue_max_ns) if place != first]
     idle = _Idle(state, tokens, matched, now_ns)
     for bound in sorted(_bounds(state, matched, tokens, blocks, now_ns, places, rank)):
         if bound > rank:
@@ -173,7 +182,7 @@ def earliest(state: State, request: RequestArrived, matched: Matched, now_ns: in
     return best
 
 
-def _likely(pool: Pool[PrefillRow], matched: Matched) -> list[int]:
+def _likely(pool: LoadIndex[PrefillRow], matched: PrefixMatch) -> list[int]:
     """Places of those of which one is mostly the best or nearly so: the least loaded, holders of the longest
     match.
     """
@@ -186,7 +195,7 @@ def _likely(pool: Pool[PrefillRow], matched: Matched) -> list[int]:
 
 def _bounds(
     state: State,
-    matched: Matched,
+    matched: PrefixMatch,
     tokens: int,
     blocks: int,
     now_ns: int,
@@ -195,7 +204,7 @@ def _bounds(
 ) -> list[Rank]:
     """Of the ranks of prefill workers, up to `rank`: the queue, computing what is behind the longest match of
     `blocks`, and the price of copies."""
-    pool, held = state.pools.prefill, matched.dram
+    pool, held = state.loads.prefill, matched.dram
     cached = blocks * pool.block_tokens
     found = []
     for place in places:
@@ -219,11 +228,11 @@ class _Idle:
 
     __slots__ = ("_matched", "_now_ns", "_seen", "_state", "_tokens")
 
-    def __init__(self, state: State, tokens: int, matched: Matched, now_ns: int) -> None:
+    def __init__(self, state: State, tokens: int, matched: PrefixMatch, now_ns: int) -> None:
         self._state, self._tokens, self._matched, self._now_ns = state, tokens, matched, now_ns
         self._seen: list[tuple[CostProfile, int, int]] = []
 
-    def bound(self, worker: Worker, place: int) -> Rank:
+    def bound(self, worker: WorkerRecord, place: int) -> Rank:
         """Of its rank; zeros: not known."""
         state, matched = self._state, self._matched
         held = matched.held
@@ -235,7 +244,7 @@ class _Idle:
         ):
             return 0, 0, 0, 0
         link_bytes_s = state.policy.link_bytes_s
-        for node_id, link in state.pools.links_measured(worker.node_id, state.at_ns).items():
+        for node_id, link in state.loads.links_measured(worker.node_id, state.at_ns).items():
             if link.bytes_s > link_bytes_s and node_id in held:
                 return 0, 0, 0, 0
         for cost, first_token_ns, transfer in self._seen:
@@ -253,7 +262,7 @@ class _Idle:
         return first_token_ns, transfer, 0, place
 
 
-def prefill_fits(worker: Worker, request: RequestArrived) -> bool:
+def prefill_fits(worker: WorkerRecord, request: RequestArrived) -> bool:
     """Whether the worker's context and cache hold the prompt."""
     tokens = request.prompt_tokens
     if tokens > worker.context_tokens_max:
@@ -261,7 +270,7 @@ def prefill_fits(worker: Worker, request: RequestArrived) -> bool:
     return worker.block_bytes == 0 or -(-tokens // worker.block_tokens) <= worker.kv_blocks
 
 
-def decode_fits(worker: Worker, request: RequestArrived) -> bool:
+def decode_fits(worker: WorkerRecord, request: RequestArrived) -> bool:
     """Whether the worker's context and cache hold prompt and answer."""
     tokens = request.prompt_tokens + request.max_tokens
     if tokens > worker.context_tokens_max:
@@ -269,7 +278,9 @@ def decode_fits(worker: Worker, request: RequestArrived) -> bool:
     return worker.block_bytes == 0 or -(-tokens // worker.block_tokens) <= worker.kv_blocks
 
 
-def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_ns: int) -> Candidate:
+def _candidate(
+    state: State, worker: WorkerRecord, tokens: int, matched: PrefixMatch, now_ns: int
+) -> Candidate:
     policy = state.policy
     node_id = worker.node_id
     queue = queue_ns(worker, now_ns)
@@ -284,7 +295,7 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
         if policy.name in LOCAL_POLICIES:
             cut = load_from_own_ssd(state, worker, tokens, matched, now_ns, queue, local, blocks_max)
         elif policy.name == "mooncake":
-            cut = papers_rule(state, worker, tokens, matched, now_ns, queue, blocks_max)
+            cut = plan_as_printed(state, worker, tokens, matched, now_ns, queue, blocks_max)
         else:
             cut = cheapest(state, worker, tokens, matched, now_ns, queue, local, blocks_max)
         if cut is not None and (cut.ttft_ns < ttft or policy.name == "mooncake"):
@@ -316,7 +327,7 @@ def _candidate(state: State, worker: Worker, tokens: int, matched: Matched, now_
     )
 
 
-def replicas_of(matched: Matched, blocks: int, count: int, *but: str) -> list[str]:
+def replicas_of(matched: PrefixMatch, blocks: int, count: int, *but: str) -> list[str]:
     """Up to `count` nodes that have the first `blocks` in DRAM, longest prefix first, without those in `but`."""
     if not count:
         return []
@@ -343,7 +354,12 @@ def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -
 
 
 def decode_candidates(
-    state: State, request: RequestArrived, matched: Matched, answer_tokens: int, *, avoid: Sequence[str] = ()
+    state: State,
+    request: RequestArrived,
+    matched: PrefixMatch,
+    answer_tokens: int,
+    *,
+    avoid: Sequence[str] = (),
 ) -> list[DecodeCandidate]:
     """Every decode worker that could take the request, by id, with all reservations counted."""
     fitting = [
@@ -356,7 +372,9 @@ def decode_candidates(
     return [_decode_candidate(state, worker, matched, context) for worker in workers]
 
 
-def _decode_candidate(state: State, worker: Worker, matched: Matched, context: int) -> DecodeCandidate:
+def _decode_candidate(
+    state: State, worker: WorkerRecord, matched: PrefixMatch, context: int
+) -> DecodeCandidate:
     blocks = decode_blocks(worker, context)
     sequences = len(worker.orders)
     return DecodeCandidate(
@@ -372,20 +390,22 @@ def _decode_candidate(state: State, worker: Worker, matched: Matched, context: i
     )
 
 
-class Lightest(msgspec.Struct):
+class ShortestStep(msgspec.Struct):
     """The decode worker with the shortest step among those with room; no step is longer than `tbt_ns_max`."""
 
     best: DecodeCandidate
     tbt_ns_max: int
 
 
-def lightest(state: State, request: RequestArrived, matched: Matched, answer_tokens: int) -> Lightest | None:
+def shortest_step(
+    state: State, request: RequestArrived, matched: PrefixMatch, answer_tokens: int
+) -> ShortestStep | None:
     """What `policy.choose_decode` would take of all `decode_candidates`, under a policy that goes by the
     step.
 
     None: there is no short way, look at them all.
     """
-    pool = state.pools.decode
+    pool = state.loads.decode
     context = request.prompt_tokens + answer_tokens
     if not pool.block_tokens or request.prompt_tokens + request.max_tokens > pool.tokens_max:
         return None
@@ -407,14 +427,14 @@ def lightest(state: State, request: RequestArrived, matched: Matched, answer_tok
     if not near:
         return None
     best = pool.workers[min(near)[-1]]
-    return Lightest(_decode_candidate(state, best, matched, context), pool.by_load[-1][0] + most_ns)
+    return ShortestStep(_decode_candidate(state, best, matched, context), pool.by_load[-1][0] + most_ns)
 
 
-def decode_blocks(worker: Worker, context_tokens: int) -> int:
+def decode_blocks(worker: WorkerRecord, context_tokens: int) -> int:
     return -(-context_tokens // worker.block_tokens) if worker.block_bytes else 0
 
 
-def has_room(worker: Worker, sequences: int, reserved_blocks: int, blocks: int) -> bool:
+def has_room(worker: WorkerRecord, sequences: int, reserved_blocks: int, blocks: int) -> bool:
     """Whether one more request fits beside `sequences` that hold `reserved_blocks`. A null engine has no KV
     to fit.
     """

@@ -18,13 +18,15 @@ placed again.
 from __future__ import annotations
 
 from halfmoon.conductor.core.orders import avoid, place, withdraw
-from halfmoon.conductor.core.state import Decisions, State, Worker
+from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import CancelOrder
 from halfmoon.schemas.events import WorkerHeartbeat
 
 
 def lose_orders(
-    state: State, worker_id: str, order_ids: list[str], reason: str, out: Decisions, *, told: bool = False
+    state: State, worker_id: str, order_ids: list[str], reason: str, out: StepOutput, *, told: bool = False
 ) -> None:
     """The worker's halves of these orders are gone. All are taken back before any is placed: none counts as
     load.
@@ -46,7 +48,7 @@ def lose_orders(
         place(state, request, reason, out)
 
 
-def compare_orders(state: State, worker: Worker, event: WorkerHeartbeat, out: Decisions) -> None:
+def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat, out: StepOutput) -> None:
     """What the worker lists as open, against what the core believes."""
     if event.orders is None:
         worker.unlisted_ns, worker.stray_ns, worker.lacking_ns = {}, {}, {}
@@ -58,20 +60,20 @@ def compare_orders(state: State, worker: Worker, event: WorkerHeartbeat, out: De
         if order_id not in listed and state.orders[order_id].placed_seq <= event.obeyed_seq
     ]
     strays = [order_id for order_id in listed if order_id not in state.orders]
-    worker.unlisted_ns, lost = _said_again(state, worker.unlisted_ns, unlisted)
-    worker.stray_ns, unknown = _said_again(state, worker.stray_ns, strays)
+    worker.unlisted_ns, lost = _confirmed_twice(state, worker.unlisted_ns, unlisted)
+    worker.stray_ns, unknown = _confirmed_twice(state, worker.stray_ns, strays)
     out.extend(CancelOrder(order_id=order_id, worker_id=worker.worker_id) for order_id in unknown)
     for order_id in lost:
         avoid(state.requests[state.orders[order_id].request_id], worker.worker_id)
     reason = f"worker {worker.worker_id} knows nothing of the order"
     lose_orders(state, worker.worker_id, lost, reason, out, told=True)
     lacking = [order_id for order_id in event.lacking if _is_overdue(state, worker, order_id)]
-    worker.lacking_ns, lost = _said_again(state, worker.lacking_ns, lacking)
+    worker.lacking_ns, lost = _confirmed_twice(state, worker.lacking_ns, lacking)
     reason = "its KV or its first token did not reach the decode worker"
     lose_orders(state, worker.worker_id, lost, reason, out, told=True)
 
 
-def _is_overdue(state: State, worker: Worker, order_id: str) -> bool:
+def _is_overdue(state: State, worker: WorkerRecord, order_id: str) -> bool:
     """Its prefill ended so long ago that all of it must have come."""
     order = state.orders.get(order_id)
     if order is None or order.decode_id != worker.worker_id or order.phase != "decode":
@@ -79,7 +81,7 @@ def _is_overdue(state: State, worker: Worker, order_id: str) -> bool:
     return state.at_ns - order.prefill_end_ns >= state.policy.heartbeat_ns
 
 
-def _said_again(
+def _confirmed_twice(
     state: State, since_ns: dict[str, int], order_ids: list[str]
 ) -> tuple[dict[str, int], list[str]]:
     """Which of `order_ids` are named for the first time (since when), and which were named long enough ago."""

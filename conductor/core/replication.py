@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from halfmoon.conductor.core.fetch_plan import leaving
 from halfmoon.conductor.core.placement import Candidate
-from halfmoon.conductor.core.state import Decisions, State
+from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import ReplicateBlocks
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import KEY_BYTES
 
 
-def spread_hot_prefix(state: State, request: RequestArrived, prefill: Candidate, out: Decisions) -> None:
+def spread_hot_prefix(state: State, request: RequestArrived, prefill: Candidate, out: StepOutput) -> None:
     """After `prefill` was given: one more holder of what it fetches, when that is hot."""
     hot = state.policy.hot_transfers
     if not hot or not prefill.fetches or prefill.from_ssd:

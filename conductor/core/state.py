@@ -1,163 +1,35 @@
 """The state of the core: plain values, changed in place behind `Core.step` only.
 
-Every dictionary is filled in an order that the log alone decides, and a snapshot keeps that order. Times are
-ns of the log, sizes are tokens, blocks or bytes as named.
+Every dictionary is filled in an order that the log alone decides, and a snapshot keeps that order. Times are ns of
+the log; what stands behind each id is in `records`.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from halfmoon.conductor.core.block_index import BlockIndex
-from halfmoon.conductor.core.cost import Answers, Fit, Link
-from halfmoon.conductor.core.load_index import Pools
+from halfmoon.conductor.core.cost import Answers, Link
+from halfmoon.conductor.core.load_index import LoadIndexes
 from halfmoon.conductor.core.overload import Offered
-from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import Decision, Prediction
-from halfmoon.schemas.events import RequestArrived, Role
-from halfmoon.schemas.policy import Layout, Policy
-
-if TYPE_CHECKING:
-    from halfmoon.conductor.core.explanation import Explanation
+from halfmoon.conductor.core.records import (
+    Counters,
+    FrontendRecord,
+    Order,
+    Request,
+    StoreRecord,
+    WorkerRecord,
+)
+from halfmoon.schemas.policy import Policy
 
 #: How many ended requests are remembered, so that a repeated `RequestArrived` starts nothing.
 FINISHED_MAX = 16_384
 
 
-class Worker(msgspec.Struct, kw_only=True):
-    """A worker that has joined, and what is reserved on it."""
-
-    worker_id: str
-    role: Role
-    node_id: str
-    incarnation: str
-    layout: Layout
-    kv_blocks: int
-    context_tokens_max: int
-    batch_max: int
-    last_seen_ns: int
-    draining: bool = False
-    #: Told to announce itself (for a heartbeat of another incarnation): it drops what it has and joins again.
-    asked: bool = False
-    #: As joined, and as refitted.
-    profile: CostProfile
-    cost: CostProfile
-    fit: Fit
-    #: Null engine: predictions stay what the profile says.
-    learns: bool
-    # Of `layout`, computed once.
-    block_tokens: int
-    block_bytes: int
-    layer_block_bytes: int
-    #: Orders that hold a reservation here, oldest first: ns of a prefill, KV blocks of a decode.
-    orders: dict[str, int] = {}
-    # Sums over `orders`. Prefill: time, blocks to compute, blocks of prompt. Decode: KV blocks, context
-    # tokens.
-    reserved_ns: int = 0
-    pending_blocks: int = 0
-    prompt_blocks: int = 0
-    reserved_blocks: int = 0
-    context_tokens: int = 0
-    #: Prefill: since when the oldest order is the one that runs.
-    head_since_ns: int = 0
-    # From its last heartbeat, for people.
-    queued: int = 0
-    running: int = 0
-    kv_blocks_used: int = 0
-    #: Orders that its last heartbeat did not list though it must know them, and listed though we do not:
-    #: since when.
-    unlisted_ns: dict[str, int] = {}
-    stray_ns: dict[str, int] = {}
-    #: Orders whose prefill has ended and whose KV or first token it lacks, by its last heartbeat: since when.
-    lacking_ns: dict[str, int] = {}
-
-
-class Store(msgspec.Struct, kw_only=True):
-    """A store agent that has joined; what it holds is in the index."""
-
-    node_id: str
-    incarnation: str
-    host: str
-    slots: int
-    last_seen_ns: int
-    suspected_until_ns: int = 0
-    #: Parts of the inventory that were counted.
-    parts_seen: dict[int, bool] = {}
-    slots_used: int = 0
-
-
-class Frontend(msgspec.Struct, kw_only=True):
-    """A frontend that has joined."""
-
-    frontend_id: str
-    incarnation: str
-    last_seen_ns: int
-    open_requests: int = 0
-
-
-class Request(msgspec.Struct, kw_only=True):
-    """A request that was accepted and has not ended. It has an order, or it is parked (`order_id` "")."""
-
-    event: RequestArrived
-    arrived_ns: int
-    placements: int = 0
-    order_id: str = ""
-    #: Workers that failed it: taken again only when there is no other.
-    avoid: list[str] = []
-
-
-class Order(msgspec.Struct, kw_only=True):
-    """One placement of a request: a prefill half and a decode half."""
-
-    order_id: str
-    request_id: str
-    prefill_id: str
-    prefill_node_id: str
-    decode_id: str
-    decode_node_id: str
-    #: "prefill" until the prefill worker has answered.
-    phase: Literal["prefill", "decode"] = "prefill"
-    placed_ns: int
-    #: Sequence of the event that caused it.
-    placed_seq: int
-    predicted: Prediction
-    #: When prefill is to end, and (once it has) when it did.
-    prefill_end_ns: int
-    #: How long decode is to last.
-    decode_ns: int
-    #: Reserved at the prefill worker (time, blocks to compute, blocks of prompt) and at the decode worker.
-    reserved_ns: int
-    pending_blocks: int
-    prompt_blocks: int
-    reserved_blocks: int
-    context_tokens: int
-    #: Where blocks are fetched from ("": nowhere), in company of how many others, and whether from its SSD.
-    fetch_node_id: str = ""
-    fetch_sharing: int = 1
-    fetch_ssd: bool = False
-
-
-class Counters(msgspec.Struct, kw_only=True):
-    """Since the log began."""
-
-    arrived: int = 0
-    placed: int = 0
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    rejected: dict[str, int] = {}
-    #: Refused by a decode worker after its prefill was done.
-    wasted_prefills: int = 0
-    prompt_tokens: int = 0
-    cached_local_tokens: int = 0
-    cached_fetched_tokens: int = 0
-
-
 class State(msgspec.Struct, kw_only=True, dict=True):
-    """All that the core knows: what a snapshot holds and a digest names. `pools` follows from it and is in
+    """All that the core knows: what a snapshot holds and a digest names. `loads` follows from it and is in
     neither.
     """
 
@@ -170,9 +42,9 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     code_version: str = ""
     policy: Policy = Policy()
     #: By id, always sorted.
-    workers: dict[str, Worker] = {}
-    stores: dict[str, Store] = {}
-    frontends: dict[str, Frontend] = {}
+    workers: dict[str, WorkerRecord] = {}
+    stores: dict[str, StoreRecord] = {}
+    frontends: dict[str, FrontendRecord] = {}
     index: BlockIndex
     requests: dict[str, Request] = {}
     #: Request ids in the order in which they lost their place.
@@ -197,27 +69,14 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     counters: Counters = msgspec.field(default_factory=Counters)
 
     @cached_property
-    def pools(self) -> Pools:
+    def loads(self) -> LoadIndexes:
         ready = [worker for worker in self.workers.values() if self.takes_orders(worker)]
-        return Pools(ready, self.stores.values(), self.links)
+        return LoadIndexes(ready, self.stores.values(), self.links)
 
-    def takes_orders(self, worker: Worker) -> bool:
+    def takes_orders(self, worker: WorkerRecord) -> bool:
         """Neither draining nor without its node's store agent, through which all its KVCache comes and goes."""
         return not worker.draining and (worker.block_bytes == 0 or worker.node_id in self.stores)
 
     def members_changed(self) -> None:
-        """A worker or a store agent joined, drains, is suspected or left: `pools` is made anew."""
-        vars(self).pop("pools", None)
-
-
-class Decisions(list[Decision]):
-    """What a step collects; of requests that are `watched` ("*": of all) also the grounds."""
-
-    __slots__ = ("notes", "watched")
-
-    def __init__(self, watched: str = "") -> None:
-        self.watched = watched
-        self.notes: list[Explanation] = []
-
-    def watches(self, request_id: str) -> bool:
-        return self.watched != "" and self.watched in (request_id, "*")
+        """A worker or a store agent joined, drains, is suspected or left: `loads` is made anew."""
+        vars(self).pop("loads", None)

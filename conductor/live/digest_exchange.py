@@ -37,7 +37,7 @@ class Diverged(Exception):
     """This conductor's state is not the others', and it is for this one to stop."""
 
 
-class Digests:
+class DigestExchange:
     """Of one conductor. `failed` gets Diverged, once."""
 
     def __init__(self, bus: Bus, core: Core, *, conductor_id: str, incarnation: str) -> None:

@@ -30,12 +30,12 @@ from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.live.bootstrap import bootstrap_core
-from halfmoon.conductor.live.digest_exchange import Digests
+from halfmoon.conductor.live.digest_exchange import DigestExchange
 from halfmoon.conductor.live.metrics import Tally
 from halfmoon.conductor.live.spans import decided
 from halfmoon.conductor.live.timers import Timers
 from halfmoon.conductor.log_reading import TURN_EVENTS, check_gap, check_version
-from halfmoon.conductor.view.service import Viewing
+from halfmoon.conductor.view.service import ViewService
 from halfmoon.conductor.view.status import conductor_status
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import (
@@ -101,8 +101,10 @@ class Shell:
         self._heard: tuple[int, int] | None = None
         #: Identity of the newest decision that was stored before we started.
         self._published = (0, -1)
-        self.viewing = Viewing(bus, core, conductor_id=conductor_id)
-        self._digests = Digests(bus, core, conductor_id=conductor_id, incarnation=uuid.uuid4().hex[:16])
+        self.view_service = ViewService(bus, core, conductor_id=conductor_id)
+        self._digests = DigestExchange(
+            bus, core, conductor_id=conductor_id, incarnation=uuid.uuid4().hex[:16]
+        )
 
     async def run(self, *, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
         last = await self._bus.last_decision()
@@ -110,7 +112,7 @@ class Shell:
             self._published = (last.cause_seq, last.position)
         for name in (self._conductor_id, subjects.CONDUCTORS):
             await self._bus.serve(subjects.status(name), StatusRequest, self._status)
-        await self.viewing.serve()
+        await self.view_service.serve()
         timers = asyncio.create_task(self._fire_timers())
         following = asyncio.create_task(self._follow(after_step))
         try:
@@ -134,7 +136,7 @@ class Shell:
                 await check_gap(self._bus, before)
             if isinstance(event, ClusterConfigured):
                 check_version(event)
-            self.viewing.before(stamped)
+            self.view_service.before(stamped)
             began_ns = time.time_ns() if self._tracing is not None else 0
             started_ns = time.perf_counter_ns()
             decisions = self.core.step(stamped)
@@ -146,7 +148,7 @@ class Shell:
                 self.tally.digest_mismatches += self._digests.hear(event) and live
             for position, decision in enumerate(decisions):
                 await self._carry_out(stamped.seq, position, decision)
-            self.viewing.after(stamped, decisions)
+            self.view_service.after(stamped, decisions)
             if self._tracing is not None and decisions and live:
                 decided(self._tracing, self.core, stamped, decisions, began_ns, self._conductor_id)
             self._heard = (self.core.state.at_ns, time.monotonic_ns())
@@ -176,7 +178,7 @@ class Shell:
 
     def _catch_up(self) -> None:
         self.caught_up.set()
-        self.viewing.caught_up = True
+        self.view_service.caught_up = True
         if self._heard is None:
             self._heard = (self.core.state.at_ns, time.monotonic_ns())
         log.info("conductor %s has read the log up to %d", self._conductor_id, self.core.seq)

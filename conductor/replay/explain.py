@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.replay.histories import Life, Placed
+from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistory
 from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import Fetch
@@ -26,33 +26,33 @@ PREFILL_HEADS = (
 DECODE_HEADS = ("", "decode", "between tokens", "KV blocks", "reserved", "batch", "prefix", "")
 
 
-def explained(life: Life) -> str:
+def explained(history: RequestHistory) -> str:
     """The whole story, for people."""
-    arrived = life.arrived
+    arrived = history.arrived
     lines = [
-        f"request {arrived.request_id}, event {life.seq}, {clock(life.arrived_ns)}: {arrived.prompt_tokens} prompt "
-        f"tokens, at most {arrived.max_tokens} more"
+        f"request {arrived.request_id}, event {history.seq}, {clock(history.arrived_ns)}: "
+        f"{arrived.prompt_tokens} prompt tokens, at most {arrived.max_tokens} more"
         + (f", priority {arrived.priority}" if arrived.priority else "")
     ]
-    orders = {placed.seq: placed for placed in life.placed}
-    for why in life.why:
+    orders = {attempt.seq: attempt for attempt in history.attempts}
+    for why in history.why:
         lines += ["", *_decided(why, orders.get(why.seq))]
-    lines += ["", _ended(life)]
+    lines += ["", _ended(history)]
     return "\n".join(lines)
 
 
-def _decided(why: Explanation, placed: Placed | None) -> list[str]:
+def _decided(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     prefill_id, decode_id = chosen(why.verdict)
     lines = [heading(why), verdict_text(why)]
-    lines += ["", *table(prefill_rows(why, prefill_id, placed))]
-    lines += ["", *table(decode_rows(why, decode_id, placed))]
-    told = [f"  {remark}" for remark in remarks(why, placed)]
+    lines += ["", *table(prefill_rows(why, prefill_id, attempt))]
+    lines += ["", *table(decode_rows(why, decode_id, attempt))]
+    told = [f"  {remark}" for remark in remarks(why, attempt)]
     return [*lines, "", *told] if told else lines
 
 
 def heading(why: Explanation) -> str:
     """Where in the log, and under what rules."""
-    again = f" ({why.lost})" if why.lost else ""
+    again = f" ({why.lost_reason})" if why.lost_reason else ""
     return (
         f"event {why.seq}, {clock(why.at_ns)}{again}; policy {why.policy}, admission {why.admission}; SLO: first token "
         f"{duration(why.ttft_slo_ns)}, between tokens {duration(why.tbt_slo_ns)}; expected answer: "
@@ -79,15 +79,15 @@ def chosen(verdict: Placement | Refusal | None) -> tuple[str, str]:
     )
 
 
-def remarks(why: Explanation, placed: Placed | None) -> list[str]:
+def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     """Workers that could not be chosen, and how the placement came to nothing."""
     found = [f"{worker_id}: left out, {reason}" for worker_id, reason in why.left_out.items()]
-    if placed is not None and placed.lost:
-        found.append(f"given up after {duration(placed.end_ns - placed.at_ns)}: {placed.lost}")
+    if attempt is not None and attempt.lost:
+        found.append(f"given up after {duration(attempt.end_ns - attempt.at_ns)}: {attempt.lost}")
     return found
 
 
-def prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tuple[str, ...]]:
+def prefill_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None) -> list[tuple[str, ...]]:
     """A heading, a row for each candidate, and below the `chosen` one what happened."""
     reasons = prefill_reasons(why, chosen)
     rows: list[tuple[str, ...]] = [PREFILL_HEADS]
@@ -106,10 +106,10 @@ def prefill_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[t
                 reasons.get(c.worker_id, ""),
             )
         )
-        if c.worker_id == chosen and placed is not None and placed.prefilled is not None:
-            then = placed.prefilled
+        if c.worker_id == chosen and attempt is not None and attempt.prefilled is not None:
+            then = attempt.prefilled
             # Loading overlaps with waiting and computing.
-            whole = placed.finished.ttft_ns if placed.finished else then.queue_ns + then.compute_ns
+            whole = attempt.finished.ttft_ns if attempt.finished else then.queue_ns + then.compute_ns
             cached = then.cached_local_tokens + then.cached_fetched_tokens
             moved = (
                 f"{then.cached_fetched_tokens} tokens of {then.fetch_node_id}" if then.fetch_node_id else "-"
@@ -142,7 +142,7 @@ def fetched(fetches: list[Fetch], sharing: int, from_ssd: bool) -> str:
     return ", ".join(parts) or "-"
 
 
-def decode_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tuple[str, ...]]:
+def decode_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None) -> list[tuple[str, ...]]:
     """As `prefill_rows`."""
     reasons = decode_reasons(why, chosen)
     rows: list[tuple[str, ...]] = [DECODE_HEADS]
@@ -159,8 +159,8 @@ def decode_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tu
                 reasons.get(c.worker_id, ""),
             )
         )
-        if c.worker_id == chosen and placed is not None and placed.finished is not None:
-            then = placed.finished
+        if c.worker_id == chosen and attempt is not None and attempt.finished is not None:
+            then = attempt.finished
             rows.append(
                 (
                     "",
@@ -171,26 +171,26 @@ def decode_rows(why: Explanation, chosen: str, placed: Placed | None) -> list[tu
                     "",
                     "",
                     f"{then.completion_tokens} tokens in {duration(then.decode_ns)}, "
-                    f"the batch was joined {duration(placed.wait_ns)} after prefill",
+                    f"the batch was joined {duration(attempt.wait_ns)} after prefill",
                 )
             )
     return rows
 
 
-def _ended(life: Life) -> str:
-    took = f" after {duration(life.end_ns - life.arrived_ns)}" if life.end_ns else ""
-    match life.ending:
+def _ended(history: RequestHistory) -> str:
+    took = f" after {duration(history.end_ns - history.arrived_ns)}" if history.end_ns else ""
+    match history.ending:
         case "open":
             return "not ended by the end of the log"
         case "finished":
-            assert life.finished is not None
-            done = life.finished
+            assert history.finished is not None
+            done = history.finished
             return (
                 f"finished{took} ({done.finish_reason}): {done.completion_tokens} tokens, first token "
                 f"{duration(done.ttft_ns)}, between tokens {duration(done.tbt_ns)}"
             )
         case _:
-            return f"{life.ending}{took}: {life.reason or 'no reason was given'}"
+            return f"{history.ending}{took}: {history.reason or 'no reason was given'}"
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

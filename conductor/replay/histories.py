@@ -1,4 +1,4 @@
-"""The life of each request, put together from the events and decisions of a replay.
+"""The history of each request, put together from the events and decisions of a replay.
 
 Times are ns of the log. An order's bars are laid out from its end: the worker says how long it waited, loaded
 and computed, the log says when that was over.
@@ -54,7 +54,7 @@ class Mark(msgspec.Struct):
     loaded: bool
 
 
-class Placed(msgspec.Struct, kw_only=True):
+class PlacementAttempt(msgspec.Struct, kw_only=True):
     """One placement of a request, and what became of it. Times of 0 did not come."""
 
     order: StartPrefill
@@ -71,13 +71,13 @@ class Placed(msgspec.Struct, kw_only=True):
     marks: list[Mark] = []
 
 
-class Life(msgspec.Struct, kw_only=True):
+class RequestHistory(msgspec.Struct, kw_only=True, rename={"attempts": "placed"}):
     """One request, from its arrival to its end."""
 
     arrived: RequestArrived
     seq: int
     arrived_ns: int
-    placed: list[Placed] = []
+    attempts: list[PlacementAttempt] = []
     why: list[Explanation] = []
     ending: Ending = "open"
     end_ns: int = 0
@@ -87,7 +87,7 @@ class Life(msgspec.Struct, kw_only=True):
     rejected: RejectRequest | None = None
 
 
-class Lives:
+class RequestHistories:
     """Collects lives: `see` every line of a replay, in order, with the core that has just stepped over it.
 
     Only those of requests that are `wanted`, by their ids.
@@ -95,10 +95,10 @@ class Lives:
 
     def __init__(self, wanted: Callable[[str], bool] = lambda _: True) -> None:
         self._wanted = wanted
-        self.of: dict[str, Life] = {}
-        self._orders: dict[str, tuple[Life, Placed]] = {}
+        self.of: dict[str, RequestHistory] = {}
+        self._orders: dict[str, tuple[RequestHistory, PlacementAttempt]] = {}
         #: Requests that have not ended.
-        self._open: dict[str, Life] = {}
+        self._open: dict[str, RequestHistory] = {}
 
     def see(self, line: Line, decisions: Iterable[Decision], core: Core) -> None:
         match line:
@@ -113,12 +113,12 @@ class Lives:
                     self._decision(decision, line)
                 if isinstance(line.event, _MAY_CANCEL):
                     gone = [
-                        life
-                        for request_id, life in self._open.items()
+                        history
+                        for request_id, history in self._open.items()
                         if request_id not in core.state.requests
                     ]
-                    for life in gone:
-                        self._end(life, "cancelled", line.at_ns, getattr(line.event, "reason", ""))
+                    for history in gone:
+                        self._end(history, "cancelled", line.at_ns, getattr(line.event, "reason", ""))
             case SnapshotLine():
                 self._begun(core)
             case _:
@@ -130,8 +130,8 @@ class Lives:
         for request_id, request in state.requests.items():
             if not self._wanted(request_id):
                 continue
-            life = Life(arrived=request.event, seq=0, arrived_ns=request.arrived_ns)
-            self.of[request_id] = self._open[request_id] = life
+            history = RequestHistory(arrived=request.event, seq=0, arrived_ns=request.arrived_ns)
+            self.of[request_id] = self._open[request_id] = history
             order = state.orders.get(request.order_id)
             if order is not None:
                 start = StartPrefill(
@@ -144,11 +144,11 @@ class Lives:
                     prompt_tokens=request.event.prompt_tokens,
                     predicted=order.predicted,
                 )
-                placed = Placed(order=start, seq=order.placed_seq, at_ns=order.placed_ns)
+                attempt = PlacementAttempt(order=start, seq=order.placed_seq, at_ns=order.placed_ns)
                 if order.phase == "decode":
-                    placed.prefill_end_ns = order.prefill_end_ns
-                life.placed.append(placed)
-                self._orders[order.order_id] = (life, placed)
+                    attempt.prefill_end_ns = order.prefill_end_ns
+                history.attempts.append(attempt)
+                self._orders[order.order_id] = (history, attempt)
 
     def _progress(self, line: ProgressLine) -> None:
         progress = line.progress
@@ -163,15 +163,15 @@ class Lives:
         event = line.event
         match event:
             case RequestArrived() if self._wanted(event.request_id):
-                life = self.of.get(event.request_id)
-                if life is None:
-                    life = Life(arrived=event, seq=line.seq, arrived_ns=line.at_ns)
-                    self.of[event.request_id] = self._open[event.request_id] = life
+                history = self.of.get(event.request_id)
+                if history is None:
+                    history = RequestHistory(arrived=event, seq=line.seq, arrived_ns=line.at_ns)
+                    self.of[event.request_id] = self._open[event.request_id] = history
                 elif (
-                    life.ending != "open" and event.request_id in core.state.requests
+                    history.ending != "open" and event.request_id in core.state.requests
                 ):  # sent again, and taken again
-                    life.ending, life.end_ns, life.reason = "open", 0, ""
-                    self._open[event.request_id] = life
+                    history.ending, history.end_ns, history.reason = "open", 0, ""
+                    self._open[event.request_id] = history
             case PrefillFinished() | DecodeStarted() | RequestFinished():
                 self._answered(event, line.at_ns)
             case PrefillFailed() | DecodeFailed() | DecodeRefused():
@@ -184,43 +184,47 @@ class Lives:
                 pass
 
     def _answered(self, event: PrefillFinished | DecodeStarted | RequestFinished, at_ns: int) -> None:
-        life, placed = self._orders.get(event.order_id, (None, None))
-        if life is None or placed is None or placed.end_ns:
+        history, attempt = self._orders.get(event.order_id, (None, None))
+        if history is None or attempt is None or attempt.end_ns:
             return
         worker_id = (
-            placed.order.worker_id if isinstance(event, PrefillFinished) else placed.order.decode_worker_id
+            attempt.order.worker_id if isinstance(event, PrefillFinished) else attempt.order.decode_worker_id
         )
         if event.worker_id != worker_id:
             return
         match event:
             case PrefillFinished():
-                placed.prefilled, placed.prefill_end_ns = event, at_ns
+                attempt.prefilled, attempt.prefill_end_ns = event, at_ns
             case DecodeStarted():
-                placed.decode_start_ns, placed.wait_ns = at_ns, event.wait_ns
+                attempt.decode_start_ns, attempt.wait_ns = at_ns, event.wait_ns
             case RequestFinished():
-                placed.end_ns = at_ns
-                life.finished = placed.finished = event
-                self._end(life, "finished", at_ns, event.finish_reason)
+                attempt.end_ns = at_ns
+                history.finished = attempt.finished = event
+                self._end(history, "finished", at_ns, event.finish_reason)
 
     def _decision(self, decision: Decision, line: EventLine) -> None:
         match decision:
             case StartPrefill() | RejectRequest() | FailRequest() if not self._wanted(decision.request_id):
                 pass
             case StartPrefill():
-                life = self.of[decision.request_id]
-                if life.placed:
-                    self._over(life.placed[-1], line.at_ns, life.why[-1].lost if life.why else "placed again")
-                placed = Placed(order=decision, seq=line.seq, at_ns=line.at_ns)
-                life.placed.append(placed)
-                self._orders[decision.order_id] = (life, placed)
+                history = self.of[decision.request_id]
+                if history.attempts:
+                    self._over(
+                        history.attempts[-1],
+                        line.at_ns,
+                        history.why[-1].lost_reason if history.why else "placed again",
+                    )
+                attempt = PlacementAttempt(order=decision, seq=line.seq, at_ns=line.at_ns)
+                history.attempts.append(attempt)
+                self._orders[decision.order_id] = (history, attempt)
             case CancelOrder() | ReleaseOrder():
                 known = self._orders.get(decision.order_id)
                 if known is not None:
                     self._over(known[1], line.at_ns, f"taken back on {type(line.event).__name__}")
             case RejectRequest():
-                life = self.of[decision.request_id]
-                life.rejected = decision
-                self._end(life, "rejected", line.at_ns, f"{decision.reason}: {decision.message}")
+                history = self.of[decision.request_id]
+                history.rejected = decision
+                self._end(history, "rejected", line.at_ns, f"{decision.reason}: {decision.message}")
             case FailRequest():
                 self._end(self.of[decision.request_id], "failed", line.at_ns, decision.message)
             case _:
@@ -228,28 +232,28 @@ class Lives:
 
     def forget(self, request_id: str) -> None:
         """Nothing more of it is noted."""
-        life = self.of.pop(request_id)
+        history = self.of.pop(request_id)
         self._open.pop(request_id, None)
-        for placed in life.placed:
-            self._orders.pop(placed.order.order_id, None)
+        for attempt in history.attempts:
+            self._orders.pop(attempt.order.order_id, None)
 
     @staticmethod
-    def _over(placed: Placed, at_ns: int, why: str) -> None:
-        if not placed.end_ns:
-            placed.end_ns, placed.lost = at_ns, why
-        elif placed.lost.startswith("taken back") and why:
-            placed.lost = why  # a later word says more
+    def _over(attempt: PlacementAttempt, at_ns: int, why: str) -> None:
+        if not attempt.end_ns:
+            attempt.end_ns, attempt.lost = at_ns, why
+        elif attempt.lost.startswith("taken back") and why:
+            attempt.lost = why  # a later word says more
 
-    def _end(self, life: Life, ending: Ending, at_ns: int, reason: str) -> None:
-        life.ending, life.end_ns, life.reason = ending, at_ns, reason
-        self._open.pop(life.arrived.request_id, None)
-        if life.placed:
-            self._over(life.placed[-1], at_ns, reason if ending != "finished" else "")
+    def _end(self, history: RequestHistory, ending: Ending, at_ns: int, reason: str) -> None:
+        history.ending, history.end_ns, history.reason = ending, at_ns, reason
+        self._open.pop(history.arrived.request_id, None)
+        if history.attempts:
+            self._over(history.attempts[-1], at_ns, reason if ending != "finished" else "")
 
 
-def lives(replay: Replay) -> Lives:
-    """The lives in all of a log."""
-    found = Lives()
+def request_histories(replay: Replay) -> RequestHistories:
+    """The histories in all of a log."""
+    found = RequestHistories()
     for line, decisions in replay:
         found.see(line, decisions, replay.core)
     return found

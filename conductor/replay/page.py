@@ -19,7 +19,7 @@ import orjson
 from halfmoon.conductor.core.admission import Placement
 from halfmoon.conductor.core.explanation import Explanation
 from halfmoon.conductor.replay import explain
-from halfmoon.conductor.replay.histories import Life, Placed
+from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistory
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.conductor.replay.timeline import Bar, Timeline
 
@@ -29,13 +29,16 @@ US_NS = 1_000
 def page(timeline: Timeline, *, title: str, facts: str = "") -> str:
     """The page, as HTML."""
     here = files("halfmoon.conductor.replay")
-    read = {name: (here / name).read_text() for name in ("page.html", "page.css", "page.js", "story.js")}
+    read = {
+        name: (here / name).read_text()
+        for name in ("page.html", "page.css", "run_view.js", "request_panel.js")
+    }
     return string.Template(read["page.html"]).substitute(
         title=html.escape(title),
         css=read["page.css"],
-        js=read["page.js"] + read["story.js"],
+        js=read["run_view.js"] + read["request_panel.js"],
         run=_packed(_run(timeline, facts)),
-        why=_packed([whys(life) for life in timeline.lives]),
+        why=_packed([whys(history) for history in timeline.histories]),
     )
 
 
@@ -44,15 +47,15 @@ def _packed(value: Any) -> str:
 
 
 def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
-    """What `page.js` knows as RUN; times in microseconds since the first event."""
+    """What `run_view.js` knows as RUN; times in microseconds since the first event."""
     lanes = {lane: number for number, lane in enumerate(timeline.lanes)}
-    lives, start_ns = timeline.lives, timeline.start_ns
+    histories, start_ns = timeline.histories, timeline.start_ns
     samples = timeline.samples
     prefills = [lane for lane, role in timeline.lanes.items() if role == "prefill"]
     decodes = [lane for lane, role in timeline.lanes.items() if role == "decode"]
     told = (
         f"{timeline.model}, policy {timeline.policy.name}, {clock(start_ns)} UTC, "
-        f"{duration(timeline.end_ns - start_ns)}, {len(lives):,} requests, {timeline.events:,} events, "
+        f"{duration(timeline.end_ns - start_ns)}, {len(histories):,} requests, {timeline.events:,} events, "
         f"{timeline.decisions:,} decisions"
     )
     return {
@@ -61,14 +64,14 @@ def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
             {"id": lane, "role": role, "rows": timeline.rows[lane]} for lane, role in timeline.lanes.items()
         ],
         "requests": {
-            "id": [life.arrived.request_id for life in lives],
-            "seq": [life.seq for life in lives],
-            "at": [(life.arrived_ns - start_ns) // US_NS for life in lives],
-            "end": [(life.end_ns - start_ns) // US_NS if life.end_ns else 0 for life in lives],
-            "ending": [life.ending for life in lives],
-            "prompt": [life.arrived.prompt_tokens for life in lives],
-            "max": [life.arrived.max_tokens for life in lives],
-            "text": [_ending(life) for life in lives],
+            "id": [history.arrived.request_id for history in histories],
+            "seq": [history.seq for history in histories],
+            "at": [(history.arrived_ns - start_ns) // US_NS for history in histories],
+            "end": [(history.end_ns - start_ns) // US_NS if history.end_ns else 0 for history in histories],
+            "ending": [history.ending for history in histories],
+            "prompt": [history.arrived.prompt_tokens for history in histories],
+            "max": [history.arrived.max_tokens for history in histories],
+            "text": [_ending(history) for history in histories],
         },
         "prefill": [_bar(bar, lanes) for bar in timeline.prefill],
         "decode": [_bar(bar, lanes) for bar in timeline.decode],
@@ -87,10 +90,10 @@ def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
     }
 
 
-def _ending(life: Life) -> str:
-    done = life.finished
+def _ending(history: RequestHistory) -> str:
+    done = history.finished
     if done is None:
-        return life.reason
+        return history.reason
     return (
         f"{done.completion_tokens} tokens ({done.finish_reason}), first token {duration(done.ttft_ns)}, "
         f"between tokens {duration(done.tbt_ns)}"
@@ -115,25 +118,25 @@ def _bar(bar: Bar, lanes: dict[str, int]) -> list[Any]:
     ]
 
 
-def whys(life: Life) -> list[dict[str, Any]]:
+def whys(history: RequestHistory) -> list[dict[str, Any]]:
     """Each decision on a request in words: rows are (class, cells), the chosen one `won`, what happened
     `then`.
     """
-    orders = {placed.seq: placed for placed in life.placed}
-    return [_why(why, orders.get(why.seq)) for why in life.why]
+    orders = {attempt.seq: attempt for attempt in history.attempts}
+    return [_why(why, orders.get(why.seq)) for why in history.why]
 
 
-def _why(why: Explanation, placed: Placed | None) -> dict[str, Any]:
+def _why(why: Explanation, attempt: PlacementAttempt | None) -> dict[str, Any]:
     chosen_prefill, chosen_decode = explain.chosen(why.verdict)
-    prefill = explain.prefill_rows(why, chosen_prefill, placed)[1:]
-    decode = explain.decode_rows(why, chosen_decode, placed)[1:]
+    prefill = explain.prefill_rows(why, chosen_prefill, attempt)[1:]
+    decode = explain.decode_rows(why, chosen_decode, attempt)[1:]
     return {
         "head": explain.heading(why),
         "verdict": explain.verdict_text(why),
         "refused": not isinstance(why.verdict, Placement),
         "prefill": [_row(row) for row in prefill],
         "decode": [_row(row) for row in decode],
-        "more": explain.remarks(why, placed),
+        "more": explain.remarks(why, attempt),
     }
 
 

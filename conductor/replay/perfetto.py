@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from halfmoon.conductor.replay import explain
-from halfmoon.conductor.replay.histories import Life
+from halfmoon.conductor.replay.histories import RequestHistory
 from halfmoon.conductor.replay.timeline import Bar, Timeline
 
 #: Process of what belongs to no worker; workers follow.
@@ -46,13 +46,13 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 "args": {"sort_index": row},
             }
     for bar in timeline.prefill:
-        yield from _slices(bar, timeline.lives[bar.request], pids[bar.lane], _PREFILL_PARTS)
+        yield from _slices(bar, timeline.histories[bar.request], pids[bar.lane], _PREFILL_PARTS)
         if bar.transfer:
             begin, end = (min(max(at_ns, bar.parts[0]), bar.parts[-1]) for at_ns in bar.transfer)
             yield _async("b", "KV from another node", bar, begin, pids[bar.lane])
             yield _async("e", "KV from another node", bar, end, pids[bar.lane])
     for bar in timeline.decode:
-        yield from _slices(bar, timeline.lives[bar.request], pids[bar.lane], _DECODE_PARTS)
+        yield from _slices(bar, timeline.histories[bar.request], pids[bar.lane], _DECODE_PARTS)
     yield from _arrows(timeline, pids)
     yield from _instants(timeline, pids)
     yield from _counters(timeline, pids)
@@ -66,18 +66,18 @@ def _us(ns: int) -> float:
     return ns / 1_000
 
 
-def _slices(bar: Bar, life: Life, pid: int, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _slices(bar: Bar, history: RequestHistory, pid: int, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The order, in it its parts, in a prefill its chunks; KV of a layer as instants."""
-    arrived = life.arrived
+    arrived = history.arrived
     args: dict[str, Any] = {
         "order": bar.order_id,
         "prompt_tokens": arrived.prompt_tokens,
         "max_tokens": arrived.max_tokens,
-        "ending": life.ending,
+        "ending": history.ending,
     }
     if bar.lost:
         args["given_up"] = bar.lost
-    for why in life.why:
+    for why in history.why:
         args[f"event {why.seq}"] = explain.verdict_text(why)
     tid = bar.row + 1
     yield _slice(arrived.request_id, bar.parts[0], bar.parts[-1], pid, tid, args)
@@ -129,12 +129,17 @@ def _arrows(timeline: Timeline, pids: dict[str, int]) -> Iterator[dict[str, Any]
 
 
 def _instants(timeline: Timeline, pids: dict[str, int]) -> Iterator[dict[str, Any]]:
-    for life in timeline.lives:
-        if life.ending in ("rejected", "failed", "cancelled"):
+    for history in timeline.histories:
+        if history.ending in ("rejected", "failed", "cancelled"):
             yield {
-                **{"ph": "i", "s": "t", "name": life.ending, "ts": _us(life.end_ns - timeline.start_ns)},
+                **{
+                    "ph": "i",
+                    "s": "t",
+                    "name": history.ending,
+                    "ts": _us(history.end_ns - timeline.start_ns),
+                },
                 **{"pid": CLUSTER_PID, "tid": 1},
-                "args": {"request": life.arrived.request_id, "reason": life.reason},
+                "args": {"request": history.arrived.request_id, "reason": history.reason},
             }
     for happening in timeline.happenings:
         yield {

@@ -10,7 +10,8 @@ from halfmoon.conductor.core.block_index import BlockIndex
 from halfmoon.conductor.core.cost import Link
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement import queue_ns
-from halfmoon.conductor.core.state import State, Worker
+from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.state import State
 from halfmoon.conductor.replay.explain import table
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.types import KEY_BYTES
@@ -137,11 +138,11 @@ def _decode(state: State) -> list[tuple[str, ...]]:
     return rows
 
 
-def _of_role(state: State, role: str) -> list[Worker]:
+def _of_role(state: State, role: str) -> list[WorkerRecord]:
     return [worker for worker in state.workers.values() if worker.role == role]
 
 
-def _standing(state: State, worker: Worker) -> str:
+def _standing(state: State, worker: WorkerRecord) -> str:
     away = worker.block_bytes and worker.node_id not in state.stores
     return "draining" if worker.draining else "no store" if away else "ready"
 

@@ -15,7 +15,7 @@ import msgspec
 
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement import queue_ns
-from halfmoon.conductor.replay.histories import Life, Lives, Placed
+from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine
 from halfmoon.conductor.replay.text import message
 from halfmoon.conductor.replay.verify import Replay
@@ -94,7 +94,7 @@ class Timeline(msgspec.Struct, kw_only=True):
     #: Workers by id: role; prefill before decode.
     lanes: dict[str, str]
     rows: dict[str, int]
-    lives: list[Life]
+    histories: list[RequestHistory]
     prefill: list[Bar]
     decode: list[Bar]
     happenings: list[Happening]
@@ -103,7 +103,7 @@ class Timeline(msgspec.Struct, kw_only=True):
 
 def timeline(replay: Replay) -> Timeline:
     """Replays the log of `replay` (watch "*" to have placements explained)."""
-    found = Lives()
+    found = RequestHistories()
     happenings: list[Happening] = []
     samples: list[Sample] = []
     roles: dict[str, str] = {}
@@ -133,8 +133,8 @@ def timeline(replay: Replay) -> Timeline:
     for worker in replay.core.state.workers.values():
         roles.setdefault(worker.worker_id, worker.role)
     lanes = dict(sorted(roles.items(), key=lambda lane: (lane[1] != "prefill", _natural(lane[0]))))
-    lives = list(found.of.values())
-    prefill, decode = _bars(lives, start_ns, end_ns)
+    histories = list(found.of.values())
+    prefill, decode = _bars(histories, start_ns, end_ns)
     rows = _stack(prefill) | _stack(decode)
     return Timeline(
         start_ns=start_ns,
@@ -145,7 +145,7 @@ def timeline(replay: Replay) -> Timeline:
         model=model,
         lanes=lanes,
         rows={lane: rows.get(lane, 1) for lane in lanes},
-        lives=lives,
+        histories=histories,
         prefill=prefill,
         decode=decode,
         happenings=happenings,
@@ -227,36 +227,36 @@ def _sample(core: Core, at_ns: int) -> Sample:
     )
 
 
-def _bars(lives: list[Life], start_ns: int, end_ns: int) -> tuple[list[Bar], list[Bar]]:
+def _bars(histories: list[RequestHistory], start_ns: int, end_ns: int) -> tuple[list[Bar], list[Bar]]:
     prefill, decode = [], []
-    for number, life in enumerate(lives):
-        for placed in life.placed:
-            prefill.append(prefill_bar(number, placed, start_ns, end_ns))
-            bar = decode_bar(number, placed, start_ns, end_ns)
+    for number, history in enumerate(histories):
+        for attempt in history.attempts:
+            prefill.append(prefill_bar(number, attempt, start_ns, end_ns))
+            bar = decode_bar(number, attempt, start_ns, end_ns)
             if bar is not None:
                 decode.append(bar)
     return prefill, decode
 
 
-def prefill_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> Bar:
+def prefill_bar(number: int, attempt: PlacementAttempt, start_ns: int, log_end_ns: int) -> Bar:
     """The prefill half of an order, from `start_ns` on; what has not ended goes on to `log_end_ns`."""
-    begin = placed.at_ns - start_ns
-    bar = Bar(number, placed.order.order_id, placed.order.worker_id, 0, [begin], lost=placed.lost)
-    then = placed.prefilled
+    begin = attempt.at_ns - start_ns
+    bar = Bar(number, attempt.order.order_id, attempt.order.worker_id, 0, [begin], lost=attempt.lost)
+    then = attempt.prefilled
     if then is None:  # lost, open, or done before the log begins
-        bar.parts.append((placed.prefill_end_ns or placed.end_ns or log_end_ns) - start_ns)
+        bar.parts.append((attempt.prefill_end_ns or attempt.end_ns or log_end_ns) - start_ns)
         return bar
-    end = placed.prefill_end_ns - start_ns
+    end = attempt.prefill_end_ns - start_ns
     computed = max(begin, min(end, begin + then.queue_ns + then.compute_ns))
     computes = max(begin, computed - then.compute_ns)
     bar.parts += [computes, computed, end]
     if then.transfer_ns:
         bar.transfer = (max(begin, computes - then.transfer_ns), max(begin + then.transfer_ns, computes))
-    loaded = [mark.at_ns - start_ns for mark in placed.marks if mark.loaded]
+    loaded = [mark.at_ns - start_ns for mark in attempt.marks if mark.loaded]
     if loaded:
         bar.transfer, bar.marks = (min(begin, loaded[0]), loaded[-1]), loaded
     ends: dict[int, int] = {}
-    for mark in placed.marks:
+    for mark in attempt.marks:
         if not mark.loaded:
             ends[mark.first_block] = mark.at_ns - start_ns
     bar.chunks = list(ends.values())[:-1]
@@ -264,21 +264,21 @@ def prefill_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> 
     return bar
 
 
-def decode_bar(number: int, placed: Placed, start_ns: int, log_end_ns: int) -> Bar | None:
+def decode_bar(number: int, attempt: PlacementAttempt, start_ns: int, log_end_ns: int) -> Bar | None:
     """As `prefill_bar`; None when it has not come to that."""
-    ready = [mark.at_ns - start_ns for mark in placed.marks if not mark.loaded]
+    ready = [mark.at_ns - start_ns for mark in attempt.marks if not mark.loaded]
     begin = (
-        min([placed.prefill_end_ns - start_ns, *ready[:1]]) if placed.prefill_end_ns else (ready or [0])[0]
+        min([attempt.prefill_end_ns - start_ns, *ready[:1]]) if attempt.prefill_end_ns else (ready or [0])[0]
     )
     if not begin:
         return None  # it never came to that
-    end = (placed.end_ns or log_end_ns) - start_ns
-    started = placed.decode_start_ns - start_ns if placed.decode_start_ns else end
-    if placed.finished is not None and not placed.decode_start_ns:
-        started = max(begin, end - placed.finished.decode_ns)
-    bar = Bar(number, placed.order.order_id, placed.order.decode_worker_id, 0, [begin, max(begin, started)])
+    end = (attempt.end_ns or log_end_ns) - start_ns
+    started = attempt.decode_start_ns - start_ns if attempt.decode_start_ns else end
+    if attempt.finished is not None and not attempt.decode_start_ns:
+        started = max(begin, end - attempt.finished.decode_ns)
+    bar = Bar(number, attempt.order.order_id, attempt.order.decode_worker_id, 0, [begin, max(begin, started)])
     bar.parts.append(max(bar.parts[-1], end))
-    bar.marks, bar.lost = ready, placed.lost
+    bar.marks, bar.lost = ready, attempt.lost
     return bar
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from halfmoon.conductor.code_version import LOG_VERSIONS_READ, code_version
 from halfmoon.conductor.core.machine import Core, SnapshotInvalid
+from halfmoon.conductor.core.step_output import Explains, explain_none
 from halfmoon.conductor.replay.logfile import (
     DecisionLine,
     EventLine,
@@ -44,7 +45,7 @@ class Divergence(msgspec.Struct, kw_only=True):
     computed: Decision | None
 
 
-class Verdict(msgspec.Struct, kw_only=True):
+class Verification(msgspec.Struct, kw_only=True):
     """What a replay found."""
 
     events: int
@@ -75,14 +76,19 @@ class Replay:
     event).
 
     Raises LogFileInvalid: see `LogFile`, a gap, a beginning that is missing, messages of another version.
-    `checked` runs the invariants after every step; `until` is the last event; `watched`: see `Core.watched`.
+    `checked` runs the invariants after every step; `until` is the last event; `explain_requests`: see `Core`.
     """
 
     def __init__(
-        self, log: LogFile, *, checked: bool = False, until: int | None = None, watched: str = ""
+        self,
+        log: LogFile,
+        *,
+        checked: bool = False,
+        until: int | None = None,
+        explain_requests: Explains = explain_none,
     ) -> None:
         self.core = Core(checked=checked)
-        self.core.watched = watched
+        self.core.explain_requests = explain_requests
         self._log = log
         self._checked = checked
         self._until = until
@@ -140,9 +146,9 @@ class Replay:
 
     def _restore(self, line: SnapshotLine) -> None:
         try:
-            watched = self.core.watched
+            explain_requests = self.core.explain_requests
             self.core = Core.restore(line.snapshot, checked=self._checked)
-            self.core.watched = watched
+            self.core.explain_requests = explain_requests
         except SnapshotInvalid as problem:
             raise LogFileInvalid(
                 f"{self._log.path}: its snapshot cannot be read ({problem}); it was saved by halfmoon "
@@ -259,7 +265,7 @@ class States:
                 self.differ.append(said)
 
 
-def verify(log: LogFile, *, checked: bool = False, until: int | None = None) -> Verdict:
+def verify(log: LogFile, *, checked: bool = False, until: int | None = None) -> Verification:
     """Replay `log` up to its end, event `until`, or the first decision that differs."""
     started_s = time.monotonic()
     replay = Replay(log, checked=checked, until=until)
@@ -272,7 +278,7 @@ def verify(log: LogFile, *, checked: bool = False, until: int | None = None) -> 
     divergence = compared.divergence
     if divergence is not None:
         divergence.event = _event(log, divergence.seq)
-    return Verdict(
+    return Verification(
         events=compared.events,
         decisions=compared.equal,
         unpublished=compared.unpublished,

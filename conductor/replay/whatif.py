@@ -16,17 +16,17 @@ import msgspec
 
 from halfmoon.conductor.core.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.state import Worker
+from halfmoon.conductor.core.records import WorkerRecord
 from halfmoon.conductor.replay.explain import table
-from halfmoon.conductor.replay.histories import Life, Lives
+from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Report, Slo, summarise
+from halfmoon.conductor.simulation.report import Objectives, Report, summarise
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import StoreJoined, WorkerJoined
 from halfmoon.schemas.policy import Policy
@@ -45,7 +45,7 @@ class Recorded(msgspec.Struct, kw_only=True):
 
     policy: Policy
     arrivals: list[Arrival]
-    cluster: Cluster
+    cluster: ClusterShape
     profile: Profile
     outcomes: dict[str, Outcome]
     duration_ns: int
@@ -65,7 +65,7 @@ class Comparison(msgspec.Struct, kw_only=True):
 
 def compare(recorded: Recorded, policy: Policy) -> Comparison:
     """Simulates twice. Raises ConfigurationImpossible."""
-    slo = Slo(ttft_ns=recorded.policy.ttft_slo_ns, tbt_ns=recorded.policy.tbt_slo_ns)
+    slo = Objectives(ttft_ns=recorded.policy.ttft_slo_ns, tbt_ns=recorded.policy.tbt_slo_ns)
     was, other = (
         simulate(recorded.arrivals, recorded.cluster, wanted, recorded.profile, seed=wanted.seed, slo=slo)
         for wanted in (recorded.policy, policy)
@@ -81,14 +81,14 @@ def compare(recorded: Recorded, policy: Policy) -> Comparison:
 
 def recorded(replay: Replay) -> Recorded:
     """Replays the log for its arrivals, its cluster and its costs. Raises NothingToSimulate."""
-    lives = Lives()
+    histories = RequestHistories()
     workers: dict[str, WorkerJoined] = {}
     stores: dict[str, StoreJoined] = {}
     costs: dict[str, CostProfile] = {}
     policy: Policy | None = None
     changed = 0
     for line, decisions in replay:
-        lives.see(line, decisions, replay.core)
+        histories.see(line, decisions, replay.core)
         if isinstance(line, EventLine):
             state = replay.core.state
             if policy is not None and state.policy != policy:
@@ -101,14 +101,14 @@ def recorded(replay: Replay) -> Recorded:
             costs.update(
                 {worker.worker_id: worker.cost for worker in _learned(state.workers.values(), costs)}
             )
-    found = [life for life in lives.of.values() if life.seq]
+    found = [history for history in histories.of.values() if history.seq]
     if not found or policy is None:
         raise NothingToSimulate("the log holds no request")
     layouts = [worker.layout for worker in workers.values()]
     if not layouts or not layouts[0].block_bytes:
         raise NothingToSimulate("the workers of this log have no KVCache (null engine, or none joined)")
     caveats = []
-    if again := sum(len(life.placed) - 1 for life in found if life.placed):
+    if again := sum(len(history.attempts) - 1 for history in found if history.attempts):
         caveats.append(f"{again} placements were lost and made again; simulated processes never die")
     if changed:
         caveats.append(f"changes of policy ({changed}): the last one is simulated throughout")
@@ -117,27 +117,29 @@ def recorded(replay: Replay) -> Recorded:
         arrivals=_arrivals(found, replay.core),
         cluster=_cluster(list(workers.values()), stores),
         profile=_profile(list(workers.values()), stores, costs, replay.core, policy),
-        outcomes={life.arrived.request_id: _outcome(life) for life in found},
-        duration_ns=max([life.end_ns for life in found]) - found[0].arrived_ns,
+        outcomes={history.arrived.request_id: _outcome(history) for history in found},
+        duration_ns=max([history.end_ns for history in found]) - found[0].arrived_ns,
         caveats=caveats,
     )
 
 
-def _learned(workers: Iterable[Worker], known: dict[str, CostProfile]) -> list[Worker]:
+def _learned(workers: Iterable[WorkerRecord], known: dict[str, CostProfile]) -> list[WorkerRecord]:
     return [worker for worker in workers if known.get(worker.worker_id) is not worker.cost]
 
 
-def _arrivals(lives: Sequence[Life], core: Core) -> list[Arrival]:
-    start_ns, arrivals = lives[0].arrived_ns, []
-    for life in lives:
-        event = life.arrived
+def _arrivals(histories: Sequence[RequestHistory], core: Core) -> list[Arrival]:
+    start_ns, arrivals = histories[0].arrived_ns, []
+    for history in histories:
+        event = history.arrived
         known = core.state.answers.get(answer_class(event.max_tokens))
         tokens = (
-            life.finished.completion_tokens if life.finished else expected_tokens(known, event.max_tokens)
+            history.finished.completion_tokens
+            if history.finished
+            else expected_tokens(known, event.max_tokens)
         )
         arrivals.append(
             Arrival(
-                at_ns=life.arrived_ns - start_ns,
+                at_ns=history.arrived_ns - start_ns,
                 prompt_tokens=event.prompt_tokens,
                 output_tokens=max(1, tokens),
                 max_tokens=event.max_tokens,
@@ -151,7 +153,7 @@ def _arrivals(lives: Sequence[Life], core: Core) -> list[Arrival]:
     return arrivals
 
 
-def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) -> Cluster:
+def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) -> ClusterShape:
     def slots(role: str) -> int:
         held = [
             stores[worker.node_id].slots
@@ -160,7 +162,7 @@ def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) ->
         ]
         return max(held, default=0)
 
-    return Cluster(
+    return ClusterShape(
         prefill=sum(worker.role == "prefill" for worker in workers),
         decode=sum(worker.role == "decode" for worker in workers),
         block_tokens=workers[0].layout.block_tokens,
@@ -207,21 +209,21 @@ def _profile(
     )
 
 
-def _outcome(life: Life) -> Outcome:
+def _outcome(history: RequestHistory) -> Outcome:
     """As a simulation would tell it."""
     outcome = Outcome(
-        arrived_ns=life.arrived_ns,
-        prompt_tokens=life.arrived.prompt_tokens,
-        output_tokens=life.finished.completion_tokens if life.finished else 0,
-        end={"open": "", "rejected": life.rejected.reason if life.rejected else ""}.get(
-            life.ending, life.ending
+        arrived_ns=history.arrived_ns,
+        prompt_tokens=history.arrived.prompt_tokens,
+        output_tokens=history.finished.completion_tokens if history.finished else 0,
+        end={"open": "", "rejected": history.rejected.reason if history.rejected else ""}.get(
+            history.ending, history.ending
         ),
-        ended_ns=life.end_ns or -1,
-        tbt_ns=life.finished.tbt_ns if life.finished else -1,
-        wasted=life.rejected is not None and life.rejected.reason == "decode_refused",
+        ended_ns=history.end_ns or -1,
+        tbt_ns=history.finished.tbt_ns if history.finished else -1,
+        wasted=history.rejected is not None and history.rejected.reason == "decode_refused",
     )
-    for placed in life.placed:
-        then = placed.prefilled
+    for attempt in history.attempts:
+        then = attempt.prefilled
         if then is not None:
             outcome.compute_ns += then.compute_ns
             outcome.local_tokens, outcome.fetched_tokens = (
@@ -229,14 +231,14 @@ def _outcome(life: Life) -> Outcome:
                 then.cached_fetched_tokens,
             )
             if outcome.first_token_ns < 0:
-                outcome.first_token_ns = placed.at_ns + then.queue_ns + then.compute_ns
-    if life.placed:
-        predicted = life.placed[0].order.predicted
+                outcome.first_token_ns = attempt.at_ns + then.queue_ns + then.compute_ns
+    if history.attempts:
+        predicted = history.attempts[0].order.predicted
         outcome.predicted_ttft_ns, outcome.predicted_tbt_ns = predicted.ttft_ns, predicted.tbt_ns
     return outcome
 
 
-def _as_it_was(recorded: Recorded, slo: Slo) -> Report:
+def _as_it_was(recorded: Recorded, slo: Objectives) -> Report:
     report = Report(
         system="recorded",
         policy=recorded.policy.name,

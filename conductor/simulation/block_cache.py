@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 
-class Pool:
+class BlockCache:
     """`hold` and `release` as a store agent's leases; `commit` makes blocks readable. Sizes are blocks."""
 
     def __init__(self, slots: int) -> None:

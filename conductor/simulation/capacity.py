@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.report import Slo
+from halfmoon.conductor.simulation.report import Objectives
 
 #: Share of requests that must hold both objectives (FAST, section 5.1).
 HELD_MIN = 0.9
@@ -43,7 +43,7 @@ class Runs:
         #: By speed: (TTFT, TBT) in ns of each finished request, and the number of all.
         self._seen: dict[float, tuple[list[tuple[int, int]], int]] = {}
 
-    def held(self, speed: float, slo: Slo) -> float:
+    def held(self, speed: float, slo: Objectives) -> float:
         """Share of all requests that held both objectives at this speed."""
         if speed not in self._seen:
             outcomes = self._run_at(speed)
@@ -52,7 +52,7 @@ class Runs:
         times, count = self._seen[speed]
         return sum(ttft <= slo.ttft_ns and tbt <= slo.tbt_ns for ttft, tbt in times) / max(1, count)
 
-    def capacity(self, slo: Slo, *, begin: float = 1.0, precision: float = PRECISION) -> Capacity:
+    def capacity(self, slo: Objectives, *, begin: float = 1.0, precision: float = PRECISION) -> Capacity:
         """In growing steps from `begin` (or what was seen before), then by bisection. Raises CapacityUnknown.
 
         The share that holds is taken to fall with speed. It does, but for single requests.

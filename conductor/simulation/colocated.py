@@ -19,20 +19,27 @@ from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.mixed import MixedRequest, MixedWorker
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Report, Slo, summarise
+from halfmoon.conductor.simulation.report import Objectives, Report, summarise
 from halfmoon.conductor.simulation.simulate import SAMPLE_NS_MIN, SAMPLES
 from halfmoon.conductor.simulation.trace import Arrival, faster
-from halfmoon.conductor.simulation.world import Cluster, ConfigurationImpossible, LoadSample
+from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible, LoadSample
 from halfmoon.schemas.types import KEY_BYTES
 
 COLOCATED = ("vllm", "vllm-prefix", "vllm-chunked", "dynamo")
 
 
-class _Run:
+class _ColocatedRun:
     """One simulation of colocated workers."""
 
     def __init__(
-        self, system: str, cluster: Cluster, profile: Profile, slo: Slo, *, seed: int, noise_percent: int
+        self,
+        system: str,
+        cluster: ClusterShape,
+        profile: Profile,
+        slo: Objectives,
+        *,
+        seed: int,
+        noise_percent: int,
     ) -> None:
         workers = cluster.prefill + cluster.decode
         if workers < 1:
@@ -121,10 +128,10 @@ class _Run:
 def simulate_colocated(
     system: str,
     arrivals: Sequence[Arrival],
-    cluster: Cluster,
+    cluster: ClusterShape,
     profile: Profile,
     *,
-    slo: Slo,
+    slo: Objectives,
     seed: int = 0,
     speed: float = 1.0,
     noise_percent: int = 0,
@@ -135,7 +142,7 @@ def simulate_colocated(
     ConfigurationImpossible.
     """
     began = time.perf_counter()
-    run = _Run(system, cluster, profile, slo, seed=seed, noise_percent=noise_percent)
+    run = _ColocatedRun(system, cluster, profile, slo, seed=seed, noise_percent=noise_percent)
     if outcomes is not None:
         run.outcomes = outcomes
     paced = faster(arrivals, speed)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from halfmoon.conductor.simulation.world import World
 
 
-class Sequence:
+class SimulatedSequence:
     """One order in hand."""
 
     __slots__ = (
@@ -40,15 +40,15 @@ class Sequence:
         self.joined = 0
 
 
-class DecodeWorker:
+class SimulatedDecode:
     """Answers every StartDecode by RequestFinished or DecodeRefused, unless it is cancelled."""
 
     def __init__(self, world: World, worker_id: str, kv_blocks: int) -> None:
         self.world, self.worker_id = world, worker_id
         self.steps = Steps(world.profile.cost)
-        self.open: dict[str, Sequence] = {}
-        self.waiting: deque[Sequence] = deque()
-        self.batch: dict[str, Sequence] = {}
+        self.open: dict[str, SimulatedSequence] = {}
+        self.waiting: deque[SimulatedSequence] = deque()
+        self.batch: dict[str, SimulatedSequence] = {}
         self.blocks_free = kv_blocks
         self.epoch = 0
         self.obeyed_seq = 0
@@ -79,7 +79,7 @@ class DecodeWorker:
         world = self.world
         output = world.outcomes[order.request_id].output_tokens
         blocks = -(-(order.prompt_tokens + output) // world.block_tokens)
-        self.open[order.order_id] = Sequence(order, output, blocks)
+        self.open[order.order_id] = SimulatedSequence(order, output, blocks)
 
     def cancel(self, order_id: str) -> None:
         sequence = self.open.pop(order_id, None)
@@ -129,14 +129,14 @@ class DecodeWorker:
 
     # --- the batch ------------------------------------------------------------------------------------------
 
-    def _ready(self, sequence: Sequence) -> None:
+    def _ready(self, sequence: SimulatedSequence) -> None:
         self.waiting.append(sequence)
         if not self.batch:
             self._begin_run()
         elif self._fits(sequence) and self.waiting[0] is sequence:
             self._book(self.steps.steps_until(self.world.clock.now_ns))
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: SimulatedSequence) -> bool:
         return len(self.batch) < self.world.profile.batch_max and sequence.blocks <= self.blocks_free
 
     def _begin_run(self) -> None:
@@ -155,7 +155,7 @@ class DecodeWorker:
         self.epoch += 1
         self.world.clock.at(self.steps.since_ns + self.steps.run_ns(steps), self._run_over, steps, self.epoch)
 
-    def _join(self, sequence: Sequence, now_ns: int) -> None:
+    def _join(self, sequence: SimulatedSequence, now_ns: int) -> None:
         order = sequence.order
         sequence.joined_ns, sequence.joined = now_ns, self.steps.made
         self.blocks_free -= sequence.blocks
@@ -202,14 +202,14 @@ class DecodeWorker:
         self._advance(min(self.steps.steps_until(now_ns), self.steps.steps_to_end() - 1))
         self._leave(self.batch[order_id])
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: SimulatedSequence) -> None:
         order = sequence.order
         del self.batch[order.order_id]
         self.blocks_free += sequence.blocks
         context = order.prompt_tokens + 1 + self.steps.made - sequence.joined
         self.steps.leave(order.order_id, context)
 
-    def _finish(self, sequence: Sequence, decode_ns: int) -> None:
+    def _finish(self, sequence: SimulatedSequence, decode_ns: int) -> None:
         order = sequence.order
         self.open.pop(order.order_id, None)
         outcome = self.world.outcomes[order.request_id]

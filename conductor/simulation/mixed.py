@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
-from halfmoon.conductor.simulation.block_cache import Pool
+from halfmoon.conductor.simulation.block_cache import BlockCache
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
@@ -73,7 +73,7 @@ class MixedWorker:
         #: 0: prefill first.
         self.chunk_tokens = chunk_tokens
         self.prefix_caching = prefix_caching
-        self.pool = Pool(kv_blocks)
+        self.pool = BlockCache(kv_blocks)
         self._ended = ended
         self.steps = Steps(profile.cost)
         self.waiting: deque[MixedRequest] = deque()

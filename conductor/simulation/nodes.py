@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from halfmoon.conductor.simulation.block_cache import Pool
+from halfmoon.conductor.simulation.block_cache import BlockCache
 from halfmoon.schemas.events import BlocksEvicted, BlocksStored
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class Node:
 
     def __init__(self, world: World, node_id: str, slots: int) -> None:
         self.world, self.node_id = world, node_id
-        self.pool = Pool(slots)
+        self.pool = BlockCache(slots)
 
     def commit(self, keys: Sequence[bytes], held: Sequence[bytes]) -> None:
         """The blocks of a prompt are on the node, and no order of it holds them any more (those in `held`

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from halfmoon.conductor.simulation.world import World
 
 
-class Job:
+class SimulatedJob:
     """One order in hand."""
 
     __slots__ = (
@@ -62,14 +62,14 @@ class Job:
         self.started_ns = self.compute_ns = self.fetch_ns = self.push_missing = 0
 
 
-class PrefillWorker:
+class SimulatedPrefill:
     """Answers every StartPrefill by one PrefillFinished, unless it is cancelled."""
 
     def __init__(self, world: World, worker_id: str, node: Node) -> None:
         self.world, self.worker_id, self.node = world, worker_id, node
-        self.queue: deque[Job] = deque()
-        self.jobs: dict[str, Job] = {}
-        self.running: Job | None = None
+        self.queue: deque[SimulatedJob] = deque()
+        self.jobs: dict[str, SimulatedJob] = {}
+        self.running: SimulatedJob | None = None
         self.obeyed_seq = 0
         self.compute_ns = 0
 
@@ -84,7 +84,7 @@ class PrefillWorker:
         )
 
     def begin(self, order: StartPrefill) -> None:
-        job = Job(order, self.world.keys(order.request_id), self.world.clock.now_ns)
+        job = SimulatedJob(order, self.world.keys(order.request_id), self.world.clock.now_ns)
         self.jobs[order.order_id] = job
         self.queue.append(job)
         self._prepare_some()
@@ -116,7 +116,7 @@ class PrefillWorker:
                 job.prepared = True
                 self._prepare(job)
 
-    def _prepare(self, job: Job) -> None:
+    def _prepare(self, job: SimulatedJob) -> None:
         """Hold what is here, fetch what the order says and its holder still has."""
         world, order = self.world, job.order
         usable = (order.prompt_tokens - 1) // world.block_tokens  # one token is always computed
@@ -130,7 +130,7 @@ class PrefillWorker:
                 self._fetch(job, world.nodes[fetch.node_id], job.keys[job.local : job.local + fetch.blocks])
                 break
 
-    def _fetch(self, job: Job, source: Node, keys: list[bytes]) -> None:
+    def _fetch(self, job: SimulatedJob, source: Node, keys: list[bytes]) -> None:
         world = self.world
         if source.pool.run(keys) < len(keys):
             world.failed_fetches += 1
@@ -174,12 +174,12 @@ class PrefillWorker:
         self._open_push(job)
         world.clock.at(now_ns + job.compute_ns, self._time_over, job)
 
-    def _time_over(self, job: Job) -> None:
+    def _time_over(self, job: SimulatedJob) -> None:
         if not job.cancelled:
             job.computed = True
             self._computed(job)
 
-    def _computed(self, job: Job) -> None:
+    def _computed(self, job: SimulatedJob) -> None:
         """Both computing and the fetch are over (the last layer's blocks may have come after its time)."""
         if job.cancelled or not job.computed or not job.loaded or self.running is not job:
             return
@@ -200,7 +200,7 @@ class PrefillWorker:
 
     # --- pushing --------------------------------------------------------------------------------------------
 
-    def _open_push(self, job: Job) -> None:
+    def _open_push(self, job: SimulatedJob) -> None:
         """All layers but the last go while computing."""
         world, order = self.world, job.order
         target = world.nodes[order.decode_node_id]
@@ -216,7 +216,7 @@ class PrefillWorker:
         if early:
             job.pushing = world.network.send(self.node.node_id, target.node_id, (early, early_there))
 
-    def _close_push(self, job: Job) -> None:
+    def _close_push(self, job: SimulatedJob) -> None:
         if job.cancelled or job.pushing is not None or not job.computed or self.running is job:
             return
         world, order = self.world, job.order
@@ -228,7 +228,7 @@ class PrefillWorker:
             self.node.node_id, order.decode_node_id, (last, lambda: self._finish(job))
         )
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: SimulatedJob) -> None:
         world, order = self.world, job.order
         if self.jobs.pop(order.order_id, None) is None:
             return
@@ -255,7 +255,7 @@ class PrefillWorker:
         )
         world.decode_workers[order.decode_worker_id].kv_there(order.order_id)
 
-    def _let_go(self, job: Job) -> None:
+    def _let_go(self, job: SimulatedJob) -> None:
         self.node.pool.release(job.held)
         if job.fetch_from is not None:
             job.fetch_from.pool.release(job.fetch_held)

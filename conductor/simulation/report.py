@@ -12,7 +12,7 @@ from halfmoon.conductor.simulation.world import LoadSample
 from halfmoon.schemas.numbers import MS_NS
 
 
-class Slo(msgspec.Struct, frozen=True, kw_only=True):
+class Objectives(msgspec.Struct, frozen=True, kw_only=True):
     """What a request must hold to count, ns: both."""
 
     ttft_ns: int = 30_000_000_000
@@ -22,7 +22,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         return outcome.end == "finished" and outcome.ttft_ns <= self.ttft_ns and outcome.tbt_ns <= self.tbt_ns
 
 
-class Spread(msgspec.Struct, frozen=True):
+class Percentiles(msgspec.Struct, frozen=True):
     """Of times, in ms."""
 
     mean: float = 0.0
@@ -53,8 +53,8 @@ class Report(msgspec.Struct, kw_only=True):
     open: int = 0
     rejected: dict[str, int] = {}
     wasted_prefills: int = 0
-    ttft_ms: Spread = Spread()
-    tbt_ms: Spread = Spread()
+    ttft_ms: Percentiles = Percentiles()
+    tbt_ms: Percentiles = Percentiles()
     #: Share of all prompt tokens that need not be computed, and where they were.
     token_reuse: float = 0.0
     hits_by_source: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Report(msgspec.Struct, kw_only=True):
     #: mean.
     ttft_error: dict[str, float] = {}
     tbt_error: dict[str, float] = {}
-    slo: Slo = Slo()
+    slo: Objectives = Objectives()
     events: int = 0
     digest: str = ""
     wall_s: float = 0.0
@@ -87,14 +87,14 @@ class Report(msgspec.Struct, kw_only=True):
         return values
 
 
-def spread(values: Sequence[int]) -> Spread:
+def spread(values: Sequence[int]) -> Percentiles:
     """Of ns, in ms. The p-th percentile is the smallest value that p % are not above."""
     if not values:
-        return Spread()
+        return Percentiles()
     ordered = sorted(values)
     at = [ordered[max(0, -(-len(ordered) * percent // 100) - 1)] for percent in (50, 90, 99)]
     mean = sum(ordered) / len(ordered)
-    return Spread(*(round(value / MS_NS, 3) for value in (mean, *at)))
+    return Percentiles(*(round(value / MS_NS, 3) for value in (mean, *at)))
 
 
 def error(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:

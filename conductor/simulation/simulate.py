@@ -10,9 +10,9 @@ import msgspec
 
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Report, Slo, summarise
+from halfmoon.conductor.simulation.report import Objectives, Report, summarise
 from halfmoon.conductor.simulation.trace import Arrival, faster
-from halfmoon.conductor.simulation.world import Cluster, World
+from halfmoon.conductor.simulation.world import ClusterShape, World
 from halfmoon.schemas.policy import Policy
 
 #: How many times load is looked at during the arrivals.
@@ -23,14 +23,14 @@ SAMPLE_NS_MIN = 100_000_000
 
 def simulate(
     arrivals: Sequence[Arrival],
-    cluster: Cluster,
+    cluster: ClusterShape,
     policy: Policy,
     profile: Profile,
     *,
     seed: int = 0,
     speed: float = 1.0,
     noise_percent: int = 0,
-    slo: Slo | None = None,
+    slo: Objectives | None = None,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
 ) -> Report:
@@ -41,7 +41,7 @@ def simulate(
     ConfigurationImpossible.
     """
     began = time.perf_counter()
-    slo = slo or Slo(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
+    slo = slo or Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
     world = World(
         cluster, msgspec.structs.replace(policy, seed=seed), profile, seed=seed, noise_percent=noise_percent
     )

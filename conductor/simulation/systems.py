@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from halfmoon.conductor.simulation.colocated import COLOCATED, simulate_colocated
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Report, Slo
+from halfmoon.conductor.simulation.report import Objectives, Report
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 SYSTEMS = ("halfmoon", *COLOCATED)
@@ -19,14 +19,14 @@ SYSTEMS = ("halfmoon", *COLOCATED)
 def run_system(
     system: str,
     arrivals: Sequence[Arrival],
-    cluster: Cluster,
+    cluster: ClusterShape,
     policy: Policy,
     profile: Profile,
     *,
     seed: int = 0,
     speed: float = 1.0,
     noise_percent: int = 0,
-    slo: Slo | None = None,
+    slo: Objectives | None = None,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
 ) -> Report:
@@ -37,7 +37,7 @@ def run_system(
             arrivals,
             cluster,
             profile,
-            slo=slo or Slo(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
+            slo=slo or Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
             seed=seed,
             speed=speed,
             noise_percent=noise_percent,

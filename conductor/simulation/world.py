@@ -17,11 +17,11 @@ from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.conductor.simulation.clock import Clock
-from halfmoon.conductor.simulation.decode import DecodeWorker
+from halfmoon.conductor.simulation.decode import SimulatedDecode
 from halfmoon.conductor.simulation.network import Network
 from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.prefill import PrefillWorker
+from halfmoon.conductor.simulation.prefill import SimulatedPrefill
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.schemas.decisions import (
@@ -63,7 +63,7 @@ class ConfigurationImpossible(ValueError):
     """A cluster that cannot be; the text says why."""
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
     """How many of what. Sizes of -1 are the profile's."""
 
     prefill: int
@@ -94,7 +94,13 @@ class World:
     """Call `run`; then `outcomes`, `samples` and the counters hold what happened."""
 
     def __init__(
-        self, cluster: Cluster, policy: Policy, profile: Profile, *, seed: int = 0, noise_percent: int = 0
+        self,
+        cluster: ClusterShape,
+        policy: Policy,
+        profile: Profile,
+        *,
+        seed: int = 0,
+        noise_percent: int = 0,
     ) -> None:
         self.profile = profile
         self.block_tokens = cluster.block_tokens
@@ -125,11 +131,11 @@ class World:
         self._check_at = CHECK_EVERY
         self.open = 0
         self.nodes: dict[str, Node] = {}
-        self.prefill_workers: dict[str, PrefillWorker] = {}
-        self.decode_workers: dict[str, DecodeWorker] = {}
+        self.prefill_workers: dict[str, SimulatedPrefill] = {}
+        self.decode_workers: dict[str, SimulatedDecode] = {}
         self._build(cluster)
 
-    def _build(self, cluster: Cluster) -> None:
+    def _build(self, cluster: ClusterShape) -> None:
         for name in ("prefill", "decode"):
             if getattr(cluster, name) < 1:
                 raise ConfigurationImpossible(f"{name}: at least one worker is needed")
@@ -156,11 +162,11 @@ class World:
                 worker_id = f"{role}-{place:0{width}}"
                 node_id = f"node-{worker_id}"
                 node = self.nodes[node_id] = Node(self, node_id, slots)
-                worker: PrefillWorker | DecodeWorker
+                worker: SimulatedPrefill | SimulatedDecode
                 if role == "prefill":
-                    worker = self.prefill_workers[worker_id] = PrefillWorker(self, worker_id, node)
+                    worker = self.prefill_workers[worker_id] = SimulatedPrefill(self, worker_id, node)
                 else:
-                    worker = self.decode_workers[worker_id] = DecodeWorker(self, worker_id, kv_blocks)
+                    worker = self.decode_workers[worker_id] = SimulatedDecode(self, worker_id, kv_blocks)
                 self.say(
                     StoreJoined(
                         node_id=node_id,

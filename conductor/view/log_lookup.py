@@ -20,7 +20,7 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state import State
 from halfmoon.conductor.log_reading import begun_at, usable_snapshot
 from halfmoon.conductor.replay.explain import DECODE_HEADS, PREFILL_HEADS, explained
-from halfmoon.conductor.replay.histories import Life, Lives
+from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.page import whys
 from halfmoon.conductor.view.request_tracker import request_view
@@ -40,7 +40,7 @@ TURN_EVENTS = 16
 _ID = re.compile(r"^([0-9a-f]{12})[0-9a-f]{14}$")
 
 
-class Asking:
+class LogLookup:
     """`look_up` is for one at a time: more are refused, with the code `busy`."""
 
     def __init__(self, bus: Bus) -> None:
@@ -76,25 +76,29 @@ class Asking:
                 "too_old", "it is too far back; a saved log tells: halfmoon replay FILE --explain REQUEST"
             )
         core = core or Core()
-        core.watched = request_id
-        lives = Lives(lambda name: name == request_id)
+        core.explain_requests = lambda name: name == request_id
+        histories = RequestHistories(lambda name: name == request_id)
         if last > after:
-            await self._step(core, lives, after, last, arrived_ns)
-        life = lives.of.get(request_id)
-        if life is None:
+            await self._step(core, histories, after, last, arrived_ns)
+        history = histories.of.get(request_id)
+        if history is None:
             raise PeerError("not_found", "the log has no such request")
-        return story(life, core.state)
+        return story(history, core.state)
 
-    async def _step(self, core: Core, lives: Lives, after: int, last: int, arrived_ns: int) -> None:
+    async def _step(
+        self, core: Core, histories: RequestHistories, after: int, last: int, arrived_ns: int
+    ) -> None:
         steps = 0
         async for stamped in self._bus.events(after=after):
             decisions = core.step(stamped)
-            lives.see(EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=stamped.event), decisions, core)
+            histories.see(
+                EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=stamped.event), decisions, core
+            )
             steps += 1
             if steps % TURN_EVENTS == 0:
                 await asyncio.sleep(0)
-            ended = any(life.ending != "open" for life in lives.of.values())
-            late = stamped.at_ns > arrived_ns + (LIFE_NS_MAX if lives.of else CLOCKS_NS)
+            ended = any(history.ending != "open" for history in histories.of.values())
+            late = stamped.at_ns > arrived_ns + (LIFE_NS_MAX if histories.of else CLOCKS_NS)
             if ended or late or stamped.seq >= last or steps > 2 * EVENTS_MAX:
                 return
 
@@ -120,14 +124,14 @@ class Asking:
         return int(at.timestamp()) * SECOND_NS
 
 
-def story(life: Life, state: State) -> Explained:
+def story(history: RequestHistory, state: State) -> Explained:
     """All that is known of a request after the last event of `state`."""
     return Explained(
-        request=request_view(life, state, {}),
-        seq=life.seq,
+        request=request_view(history, state, {}),
+        seq=history.seq,
         until_seq=state.seq,
-        text=explained(life),
+        text=explained(history),
         prefill_heads=list(PREFILL_HEADS[1:]),
         decode_heads=list(DECODE_HEADS[1:]),
-        grounds=[msgspec.convert(why, Grounds) for why in whys(life)],
+        grounds=[msgspec.convert(why, Grounds) for why in whys(history)],
     )

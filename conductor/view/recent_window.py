@@ -80,7 +80,7 @@ class _Second(msgspec.Struct):
     moved: dict[tuple[str, str], int] = {}
 
 
-class Lately:
+class RecentWindow:
     """`before` and `after` each step of `core`."""
 
     def __init__(self, core: Core) -> None:

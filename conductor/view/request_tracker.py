@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from itertools import islice
 
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.state import Order, State
-from halfmoon.conductor.replay.histories import Life, Lives, Placed
+from halfmoon.conductor.core.records import Order
+from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.step_output import explain_all, explain_none
+from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine, SnapshotLine
 from halfmoon.conductor.replay.timeline import decode_bar, prefill_bar
 from halfmoon.schemas.decisions import Decision
@@ -22,7 +24,7 @@ from halfmoon.schemas.view import RequestView, Stage, Stretch
 
 #: A request is followed when none was for so long.
 FOLLOW_EVERY_NS = SECOND_NS // 10
-LIVES_KEPT = 128
+HISTORIES_KEPT = 128
 PLACES = 14
 #: How long one that ended keeps its place; when others wait for it.
 LINGER_NS = 20 * SECOND_NS
@@ -34,7 +36,7 @@ STRETCHES_MAX = 24
 EXPLAINED_AGAIN_MAX = 200
 
 
-class Following:
+class RequestTracker:
     """`before` and `after` each step of `core`; made when somebody looks, dropped when nobody does."""
 
     def __init__(self, core: Core) -> None:
@@ -43,10 +45,12 @@ class Following:
         self._next_id = ""
         #: Those that are open already have places first, without their grounds.
         begun = dict.fromkeys(islice(core.state.requests, PLACES))
-        self.lives = Lives(lambda name: name in begun or name in self.lives.of or name == self._next_id)
-        self.lives.see(SnapshotLine(seq=core.seq, snapshot=b""), (), core)
+        self.histories = RequestHistories(
+            lambda name: name in begun or name in self.histories.of or name == self._next_id
+        )
+        self.histories.see(SnapshotLine(seq=core.seq, snapshot=b""), (), core)
         begun.clear()
-        self._places: dict[str, Life] = dict(self.lives.of)
+        self._places: dict[str, RequestHistory] = dict(self.histories.of)
         #: Orders that have joined a batch.
         self._decoding: dict[str, bool] = {}
 
@@ -55,34 +59,37 @@ class Following:
         event = stamped.event
         self._next_id = ""
         if not isinstance(event, RequestArrived):  # a placement now is one that was lost
-            self._core.watched = "*" if len(self._core.state.requests) <= EXPLAINED_AGAIN_MAX else ""
+            few = len(self._core.state.requests) <= EXPLAINED_AGAIN_MAX
+            self._core.explain_requests = explain_all if few else explain_none
             return
         if stamped.at_ns >= self._next_ns:
             self._next_ns = stamped.at_ns + FOLLOW_EVERY_NS
             self._next_id = event.request_id
-        self._core.watched = self._next_id
+        self._core.explain_requests = lambda name: name == self._next_id
 
     def after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
         event = stamped.event
         if isinstance(event, DecodeStarted):
             self._decoding[event.order_id] = True
-        self.lives.see(EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=event), decisions, self._core)
-        if self._next_id in self.lives.of:
-            self._begin(self.lives.of[self._next_id])
+        self.histories.see(
+            EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=event), decisions, self._core
+        )
+        if self._next_id in self.histories.of:
+            self._begin(self.histories.of[self._next_id])
 
-    def _begin(self, life: Life) -> None:
-        while len(self.lives.of) > LIVES_KEPT:
-            oldest = next(name for name in self.lives.of if name not in self._places)
-            self.lives.forget(oldest)
-        if life.ending == "open":
+    def _begin(self, history: RequestHistory) -> None:
+        while len(self.histories.of) > HISTORIES_KEPT:
+            oldest = next(name for name in self.histories.of if name not in self._places)
+            self.histories.forget(oldest)
+        if history.ending == "open":
             self._leave()
             if len(self._places) < PLACES:
-                self._places[life.arrived.request_id] = life
+                self._places[history.arrived.request_id] = history
 
     def _leave(self) -> None:
         """Those that ended give up their places: after a while, or at once when there is none."""
         now_ns = self._core.state.at_ns
-        ended = [(life.end_ns, name) for name, life in self._places.items() if life.ending != "open"]
+        ended = [(history.end_ns, name) for name, history in self._places.items() if history.ending != "open"]
         for end_ns, name in sorted(ended):
             linger_ns = LINGER_NS_MIN if len(self._places) >= PLACES else LINGER_NS
             if now_ns > end_ns + linger_ns:
@@ -91,11 +98,11 @@ class Following:
     def requests(self) -> list[RequestView]:
         """Those that have a place: first those in flight, oldest first, then those that ended, newest first."""
         self._leave()
-        lives = sorted(
+        histories = sorted(
             self._places.values(),
-            key=lambda life: (life.ending != "open", -life.end_ns, life.arrived_ns, life.seq),
+            key=lambda history: (history.ending != "open", -history.end_ns, history.arrived_ns, history.seq),
         )
-        return [request_view(life, self._core.state, self._decoding) for life in lives]
+        return [request_view(history, self._core.state, self._decoding) for history in histories]
 
     def stages(self) -> dict[str, int]:
         """How many requests are in each stage: all of them, followed or not."""
@@ -127,69 +134,69 @@ def stage_of(order: Order, state: State, decoding: dict[str, bool]) -> Stage:
     return "transfer" if now_ns - max(worker.head_since_ns, order.placed_ns) < loading_ns else "prefill"
 
 
-def request_view(life: Life, state: State, decoding: dict[str, bool]) -> RequestView:
+def request_view(history: RequestHistory, state: State, decoding: dict[str, bool]) -> RequestView:
     """A request as the page draws it."""
-    arrived = life.arrived
+    arrived = history.arrived
     request_id = arrived.request_id
-    last = life.placed[-1] if life.placed else None
+    last = history.attempts[-1] if history.attempts else None
     request = state.requests.get(request_id)
     order = state.orders.get(request.order_id) if request is not None else None
     stage: Stage = "waiting" if order is None else stage_of(order, state, decoding)
-    done, then = life.finished, last.prefilled if last is not None else None
+    done, then = history.finished, last.prefilled if last is not None else None
     return RequestView(
         request_id=request_id,
-        stage=stage if life.ending == "open" else "ended",
-        ending=life.ending,
-        arrived_ns=life.arrived_ns,
-        end_ns=life.end_ns,
+        stage=stage if history.ending == "open" else "ended",
+        ending=history.ending,
+        arrived_ns=history.arrived_ns,
+        end_ns=history.end_ns,
         prompt_tokens=arrived.prompt_tokens,
         max_tokens=arrived.max_tokens,
         prefill_id=last.order.worker_id if last is not None else "",
         decode_id=last.order.decode_worker_id if last is not None else "",
         cached_tokens=then.cached_local_tokens + then.cached_fetched_tokens if then is not None else 0,
-        placements=len(life.placed),
+        placements=len(history.attempts),
         ttft_ns=done.ttft_ns if done is not None else 0,
         tbt_ns=done.tbt_ns if done is not None else 0,
         ttft_slo_ns=arrived.ttft_slo_ns or state.policy.ttft_slo_ns,
         tbt_slo_ns=arrived.tbt_slo_ns or state.policy.tbt_slo_ns,
-        reason=life.reason[:512],
-        stretches=_stretches(life, stage, state.at_ns),
+        reason=history.reason[:512],
+        stretches=_stretches(history, stage, state.at_ns),
     )
 
 
-def _stretches(life: Life, stage: Stage, now_ns: int) -> list[Stretch]:
+def _stretches(history: RequestHistory, stage: Stage, now_ns: int) -> list[Stretch]:
     """From the first placement on; gaps between them are waits."""
     found: list[Stretch] = []
-    for placed in life.placed[-4:]:
-        if found and placed.at_ns > found[-1][2]:
-            found.append(("waiting", found[-1][2], placed.at_ns))
-        found += _of_order(placed, stage if placed is life.placed[-1] else "queued", now_ns)
-    if life.ending == "open" and stage == "waiting":
-        begin_ns = found[-1][2] if found else life.arrived_ns
+    for attempt in history.attempts[-4:]:
+        if found and attempt.at_ns > found[-1][2]:
+            found.append(("waiting", found[-1][2], attempt.at_ns))
+        found += _of_order(attempt, stage if attempt is history.attempts[-1] else "queued", now_ns)
+    if history.ending == "open" and stage == "waiting":
+        begin_ns = found[-1][2] if found else history.arrived_ns
         found.append(("waiting", begin_ns, max(begin_ns, now_ns)))
     return found[-STRETCHES_MAX:]
 
 
-def _of_order(placed: Placed, stage: Stage, now_ns: int) -> list[Stretch]:
-    begin, *ends = prefill_bar(0, placed, 0, now_ns).parts
-    if not placed.prefill_end_ns:  # not done, or lost
-        lost = placed.end_ns and placed.lost
+def _of_order(attempt: PlacementAttempt, stage: Stage, now_ns: int) -> list[Stretch]:
+    begin, *ends = prefill_bar(0, attempt, 0, now_ns).parts
+    if not attempt.prefill_end_ns:  # not done, or lost
+        lost = attempt.end_ns and attempt.lost
         return [("lost" if lost else stage if stage in ("transfer", "prefill") else "queued", begin, ends[0])]
     if len(ends) == 1:  # done before anybody looked
         computed = ends[0]
         found: list[Stretch] = [("prefill", begin, computed)]
     else:
         computes, computed, _ = ends
-        transfer_ns = placed.prefilled.transfer_ns if placed.prefilled is not None else 0
+        transfer_ns = attempt.prefilled.transfer_ns if attempt.prefilled is not None else 0
         loads = max(begin, computes - transfer_ns)
         found = [("queued", begin, loads), ("transfer", loads, computes), ("prefill", computes, computed)]
-    decode = decode_bar(0, placed, 0, now_ns)
+    decode = decode_bar(0, attempt, 0, now_ns)
     if decode is None:
         return found
     _, joined, end = decode.parts
-    if stage == "decode" and not placed.decode_start_ns and placed.finished is None:
+    if stage == "decode" and not attempt.decode_start_ns and attempt.finished is None:
         joined = ends[-1]
     joined = max(joined, computed)
     found.append(("handover", computed, joined))
-    found.append(("lost" if placed.lost else "decode", joined, max(joined, end)))
+    found.append(("lost" if attempt.lost else "decode", joined, max(joined, end)))
     return [stretch for stretch in found if stretch[2] > stretch[1]]

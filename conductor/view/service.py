@@ -15,11 +15,13 @@ from collections.abc import Iterable
 from halfmoon.bus.connection import Bus
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement import queue_ns
-from halfmoon.conductor.core.state import State, Worker
+from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.step_output import explain_none
 from halfmoon.conductor.replay.text import message
-from halfmoon.conductor.view.log_lookup import Asking, story
-from halfmoon.conductor.view.recent_window import Lately
-from halfmoon.conductor.view.request_tracker import Following
+from halfmoon.conductor.view.log_lookup import LogLookup, story
+from halfmoon.conductor.view.recent_window import RecentWindow
+from halfmoon.conductor.view.request_tracker import RequestTracker
 from halfmoon.conductor.view.status import node_statuses, request_counts, ssd_counts
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Decision
@@ -50,7 +52,7 @@ SSD_BLOCKS_S = 20_000
 SSD_S_MIN = 5.0
 
 
-class Viewing:
+class ViewService:
     """`before` and `after` each step of `core`; `serve` answers."""
 
     def __init__(self, bus: Bus, core: Core, *, conductor_id: str) -> None:
@@ -58,10 +60,10 @@ class Viewing:
         self._core = core
         self._conductor_id = conductor_id
         self.caught_up = False
-        self._lately = Lately(core)
-        self._asking = Asking(bus)
+        self._recent = RecentWindow(core)
+        self._log_lookup = LogLookup(bus)
         self._looked_at_s = 0.0
-        self._following: Following | None = None
+        self._tracker: RequestTracker | None = None
         self._held: deque[Stamped] = deque(maxlen=HELD_MAX)
         self._ssd: list[TierUse] = []
         self._ssd_due_s = 0.0
@@ -85,18 +87,18 @@ class Viewing:
     def _begin_anew(self) -> None:
         """A fault of the view must not stop a conductor."""
         log.exception("the page's view of event %d failed: it begins anew", self._core.seq)
-        self._lately = Lately(self._core)
+        self._recent = RecentWindow(self._core)
         self._look_away()
 
     def _before(self, stamped: Stamped) -> None:
-        self._lately.before(stamped)
-        if self._following is not None:
-            self._following.before(stamped)
+        self._recent.before(stamped)
+        if self._tracker is not None:
+            self._tracker.before(stamped)
 
     def _after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
-        self._lately.after(stamped, decisions)
-        if self._following is not None:
-            self._following.after(stamped, decisions)
+        self._recent.after(stamped, decisions)
+        if self._tracker is not None:
+            self._tracker.after(stamped, decisions)
             self._held.append(stamped)
             if time.monotonic() - self._looked_at_s > LEASE_S:
                 self._look_away()
@@ -104,12 +106,12 @@ class Viewing:
     @property
     def looked_at(self) -> bool:
         """Somebody asked within `LEASE_S`: requests are followed."""
-        return self._following is not None
+        return self._tracker is not None
 
     def _look_away(self) -> None:
-        self._following = None
+        self._tracker = None
         self._held.clear()
-        self._core.watched = ""
+        self._core.explain_requests = explain_none
 
     # --- answers --------------------------------------------------------------------------------------------
 
@@ -120,11 +122,11 @@ class Viewing:
         if asked.conductor_id != self._conductor_id:
             return ClusterView(conductor_id=self._conductor_id, seq=core.seq, caught_up=self.caught_up)
         self._looked_at_s = time.monotonic()
-        if self._following is None:
-            self._following = Following(core)
+        if self._tracker is None:
+            self._tracker = RequestTracker(core)
         nodes = node_statuses(state)
         events, left_out = self._events(asked.after_seq)
-        ttft, tbt = self._lately.spreads()
+        ttft, tbt = self._recent.spreads()
         return ClusterView(
             conductor_id=self._conductor_id,
             seq=core.seq,
@@ -140,27 +142,27 @@ class Viewing:
             nodes_left_out=max(0, len(nodes) - NODES_MAX),
             loads=[_load(worker, state) for worker in list(state.workers.values())[:NODES_MAX]],
             tiers=self._tiers(),
-            links=self._lately.links()[:LINKS_MAX],
-            stages=self._following.stages(),
-            requests=self._following.requests(),
+            links=self._recent.links()[:LINKS_MAX],
+            stages=self._tracker.stages(),
+            requests=self._tracker.requests(),
             counts=request_counts(state),
-            recent=self._lately.recent(),
+            recent=self._recent.recent(),
             ttft=ttft,
             tbt=tbt,
-            series=self._lately.series(),
-            refused=list(self._lately.refused),
-            happened=list(self._lately.happened),
+            series=self._recent.series(),
+            refused=list(self._recent.refused),
+            happened=list(self._recent.happened),
             events=events,
             events_left_out=left_out,
         )
 
     async def explain(self, asked: ExplainRequest) -> Explained:
         """From memory when it is followed, else out of the log. Raises PeerError."""
-        if self._following is not None:
-            life = self._following.lives.of.get(asked.request_id)
-            if life is not None and life.why:
-                return story(life, self._core.state)
-        return await self._asking.look_up(asked.request_id)
+        if self._tracker is not None:
+            history = self._tracker.histories.of.get(asked.request_id)
+            if history is not None and history.why:
+                return story(history, self._core.state)
+        return await self._log_lookup.look_up(asked.request_id)
 
     def _events(self, after_seq: int) -> tuple[list[Told], int]:
         """Those after `after_seq`: the newest of each kind, so that a rare one is not lost among many; how
@@ -192,7 +194,7 @@ class Viewing:
         return [*dram[:NODES_MAX], *self._ssd[:NODES_MAX]]
 
 
-def _load(worker: Worker, state: State) -> WorkerLoad:
+def _load(worker: WorkerRecord, state: State) -> WorkerLoad:
     """The predicted first token, or time between tokens, of what the worker has, against the cluster's SLO."""
     if worker.role == "prefill":
         predicted_ns, slo_ns = queue_ns(worker, state.at_ns), state.policy.ttft_slo_ns

@@ -10,8 +10,9 @@ import aiohttp
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
+from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.explain import explained
-from halfmoon.conductor.replay.histories import lives
+from halfmoon.conductor.replay.histories import request_histories
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.save import save
 from halfmoon.conductor.replay.verify import Replay
@@ -38,7 +39,7 @@ async def test_a_request_is_seen_and_explained_as_replay_does_and_no_word_of_it_
         bus = await Bus.connect(BusConfig(url=cluster.nats), name="events")
         await save(bus, file)
         await bus.close()
-        found = lives(Replay(LogFile(file), watched="*"))
+        found = request_histories(Replay(LogFile(file), explain_requests=explain_all))
         for name, story in told.items():
             assert story["text"] == explained(found.of[name])
             assert story["request"]["ending"] == "finished"

@@ -13,16 +13,16 @@ from conductor_scripts import MS, PROFILE, Script, arrived, keys, prefill, store
 from random_clusters import Cluster
 
 from halfmoon.conductor.core.cost import LINK_STALE_NS, Link, answer_class, expected_tokens
-from halfmoon.conductor.core.fetch_plan import Matched, Source
+from halfmoon.conductor.core.fetch_plan import PrefixMatch, Source
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement import (
     EARLIEST_POLICIES,
     LIGHTEST_POLICIES,
     candidates,
     decode_candidates,
-    earliest,
-    lightest,
+    earliest_first_token,
     match,
+    shortest_step,
 )
 from halfmoon.conductor.core.policies import choose_decode, choose_prefill
 from halfmoon.conductor.core.state import State
@@ -50,11 +50,11 @@ def short_prefill(state: State, event: RequestArrived, now_ns: int) -> bool:
         return False
     matched = match(state, event, now_ns)
     every = candidates(state, event, matched, now_ns)
-    best = earliest(state, event, matched, now_ns)
+    best = earliest_first_token(state, event, matched, now_ns)
     if best is None:
         return False
     assert best == choose_prefill(state, [c for c in every if not c.full], "")
-    assert len(state.pools.prefill.rows) == len(every)
+    assert len(state.loads.prefill.rows) == len(every)
     return len(every) > 1
 
 
@@ -64,7 +64,7 @@ def short_decode(state: State, event: RequestArrived, now_ns: int) -> bool:
     matched = match(state, event, now_ns)
     tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
     every = decode_candidates(state, event, matched, tokens)
-    short = lightest(state, event, matched, tokens)
+    short = shortest_step(state, event, matched, tokens)
     if short is None:
         return False
     assert short.best == choose_decode(state, [c for c in every if c.room and not c.full], "")
@@ -84,12 +84,12 @@ def test_rows_are_as_if_made_anew_after_every_event() -> None:
         cluster.run(chaos_s=20, calm_s=0)
         core = Core()
         for stamped in cluster.log:
-            assert core.state.pools is not None  # made, so that it must be kept true
+            assert core.state.loads is not None  # made, so that it must be kept true
             core.step(stamped)
             state = core.state
-            anew = msgspec.structs.replace(state).pools
-            assert state.pools.suspected_until_ns == anew.suspected_until_ns
-            for have, want in ((state.pools.prefill, anew.prefill), (state.pools.decode, anew.decode)):
+            anew = msgspec.structs.replace(state).loads
+            assert state.loads.suspected_until_ns == anew.suspected_until_ns
+            for have, want in ((state.loads.prefill, anew.prefill), (state.loads.decode, anew.decode)):
                 assert have.workers == want.workers
                 assert have.rows == want.rows
                 assert have.by_load == want.by_load
@@ -143,7 +143,7 @@ def test_in_a_wide_pool_no_holder_and_no_idle_worker_is_passed_over_that_would_b
             arrived(tokens=draw.choice([100, 500, 950, 2_001]), block_keys=keys(20)),
         )
         matched = match(state, request, script.now_ns)
-        best = earliest(state, request, matched, script.now_ns)
+        best = earliest_first_token(state, request, matched, script.now_ns)
         every = candidates(state, request, EverySource.of(state, request, script.now_ns), script.now_ns)
         assert candidates(state, request, matched, script.now_ns) == every
         assert best == choose_prefill(state, every, "")
@@ -151,7 +151,7 @@ def test_in_a_wide_pool_no_holder_and_no_idle_worker_is_passed_over_that_would_b
     assert fetched > 0
 
 
-class EverySource(Matched):
+class EverySource(PrefixMatch):
     """Looks at every holder."""
 
     @classmethod
@@ -159,5 +159,5 @@ class EverySource(Matched):
         runs = state.index.runs(request.block_keys, len(request.block_keys) // KEY_BYTES)
         return cls(state, runs, runs, now_ns)
 
-    def worthwhile(self, measured: object, more_than: int) -> Iterator[Source]:
+    def undominated_sources(self, measured: object, more_than: int) -> Iterator[Source]:
         return self.sources(more_than)

@@ -13,11 +13,12 @@ from live_conductors import CLUSTER, POLICY, client, conductor, log_of, reach, s
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.step_output import explain_all, explain_none
 from halfmoon.conductor.replay.explain import explained
-from halfmoon.conductor.replay.histories import Lives
+from halfmoon.conductor.replay.histories import RequestHistories
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.view import recent_window, request_tracker, service
-from halfmoon.conductor.view.service import Viewing
+from halfmoon.conductor.view.service import ViewService
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.events import (
@@ -45,7 +46,7 @@ class Watched:
 
     def __init__(self, policy: Policy | None = None, *, checked: bool = True) -> None:
         self.core = Core(checked=checked)
-        self.viewing = Viewing(None, self.core, conductor_id="c1")  # type: ignore[arg-type]
+        self.viewing = ViewService(None, self.core, conductor_id="c1")  # type: ignore[arg-type]
         self.at_ns = 1_000 * S
         cluster = [prefill(), prefill(1), store("p0"), store("p1"), decode(), store("d0")]
         self.see(ClusterConfigured(code_version="t", log_version=2, policy=policy or Policy()), *cluster)
@@ -73,7 +74,7 @@ class Watched:
         return next((getattr(each, "order_id", "") for each in self.see(event)), "")
 
     def serve(self, request_id: str, order_id: str) -> None:
-        """All of its life, on the workers where it was placed."""
+        """All of its history, on the workers where it was attempt."""
         order = self.core.state.orders[order_id]
         about = {"order_id": order_id, "request_id": request_id}
         self.see(
@@ -215,13 +216,13 @@ def test_the_view_is_bounded_whatever_the_load() -> None:
     assert sum(view.stages.values()) == len(cluster.core.state.requests) > 500
     assert view.counts.rejected
     assert len(view.requests) == request_tracker.PLACES
-    inside = cluster.viewing._following
+    inside = cluster.viewing._tracker
     assert inside is not None
-    assert len(inside.lives.of) <= request_tracker.LIVES_KEPT + 1
-    assert len(inside.lives._orders) <= 2 * request_tracker.LIVES_KEPT
+    assert len(inside.histories.of) <= request_tracker.HISTORIES_KEPT + 1
+    assert len(inside.histories._orders) <= 2 * request_tracker.HISTORIES_KEPT
     assert len(cluster.viewing._held) == service.HELD_MAX
     assert len(view.events) <= service.TOLD_MAX
-    seconds = cluster.viewing._lately._seconds
+    seconds = cluster.viewing._recent._seconds
     assert len(seconds) == recent_window.SECONDS
     assert max(len(second.ttfts_ns) for second in seconds) <= recent_window.SAMPLES_MAX
     assert len(encode(view)) < 64 << 10
@@ -249,14 +250,14 @@ def test_nothing_is_followed_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) 
     assert cluster.viewing.looked_at
     cluster.arrive("r2")
     assert not cluster.viewing.looked_at
-    assert cluster.core.watched == ""
+    assert cluster.core.explain_requests is explain_none
     assert not cluster.viewing._held
 
 
 def test_a_fault_of_the_view_does_not_stop_a_conductor(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Watched()
     cluster.view()
-    cluster.viewing._following.lives = None  # type: ignore[union-attr, assignment]
+    cluster.viewing._tracker.histories = None  # type: ignore[union-attr, assignment]
     assert cluster.arrive("r1")
     assert "the page's view of event" in caplog.text
     cluster.serve("r1", next(iter(cluster.core.state.orders)))
@@ -284,16 +285,16 @@ async def test_any_request_of_the_log_is_explained_as_replay_does(nats_url: str)
         await reach(bus, seq)
         told = [await ask(bus, request_id, name) for request_id in ids for name in ("c1", "c2")]
         replayed = Core()
-        lives = Lives()
-        replayed.watched = "*"
+        histories = RequestHistories()
+        replayed.explain_requests = explain_all
         for stamped in await log_of(bus):
             decisions = replayed.step(stamped)
-            lives.see(
+            histories.see(
                 EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=stamped.event), decisions, replayed
             )
         for one, request_id in zip(told[::2], ids, strict=True):
             assert one.request.request_id == request_id
-            assert one.text == explained(lives.of[request_id])
+            assert one.text == explained(histories.of[request_id])
             assert [row[1][0] for row in one.grounds[0].prefill] == ["p0"]
         assert [one.text for one in told[::2]] == [one.text for one in told[1::2]]
         assert told[0].grounds[0].prefill[0][0] == "won"

@@ -100,7 +100,7 @@ def test_every_file_of_the_page_comes_from_here_and_reaches_nothing_else(run: An
             waiting |= set(re.findall(r'from "(/page/[^"]+)"', body.decode())) - seen
             again, _, nothing = await cluster.http_get(path, headers={"if-none-match": headers["etag"]})
             assert (again, nothing) == (304, b"")
-        assert seen >= {"/page/app.js", "/page/story.js", "/page/dom.js", "/page/page.css"}
+        assert seen >= {"/page/app.js", "/page/request_panel.js", "/page/dom.js", "/page/page.css"}
         assert (await cluster.http_get("/page/../feed.py"))[0] == 404
         assert (await cluster.http_get("/page/feed.py"))[0] == 404
 

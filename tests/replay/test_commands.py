@@ -76,8 +76,8 @@ def test_state_and_explanation_at_one_place(file: Path, capsys: Said) -> None:
     assert text.startswith(f"request {request}, event ")
     assert "first token" in text
     assert status_of("replay", file, "--explain", request, "--json") == 0
-    life = json.loads(capsys.readouterr().out)
-    assert (life["arrived"]["request_id"], len(life["why"])) == (request, len(life["placed"]) or 1)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["arrived"]["request_id"], len(told["why"])) == (request, len(told["placed"]) or 1)
 
 
 def test_pictures_are_written(file: Path, tmp_path: Path, capsys: Said) -> None:

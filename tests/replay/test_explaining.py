@@ -11,8 +11,9 @@ from recorded import HEADER, lines_of, saved
 
 from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.explanation import Explanation
+from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.explain import explained
-from halfmoon.conductor.replay.histories import Lives, lives
+from halfmoon.conductor.replay.histories import RequestHistories, request_histories
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFile
 from halfmoon.conductor.replay.reasons import DECODE_RULES, PREFILL_RULES, decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.verify import Replay
@@ -28,7 +29,7 @@ def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(
     tmp_path: Path, seed: int
 ) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(seed))
-    replay = Replay(log, watched="*")
+    replay = Replay(log, explain_requests=explain_all)
     explained_seqs = decided = ruled = 0
     for line, decisions in replay:
         if not isinstance(line, EventLine):
@@ -71,10 +72,10 @@ def _by_rule(why: Explanation, prefill_id: str, decode_id: str) -> bool:
     if why.policy not in PREFILL_RULES:
         return False
     rule, other = PREFILL_RULES[why.policy], DECODE_RULES[why.policy]
-    open_ = [c for c in why.prefill if not c.full] if not why.lost else why.prefill
+    open_ = [c for c in why.prefill if not c.full] if not why.lost_reason else why.prefill
     first = min(open_, key=lambda c: (*(measure(c) for _, measure in rule), c.worker_id))
     assert first.worker_id == prefill_id, why
-    roomy = [c for c in why.decode if c.room and (why.lost or not c.full)]
+    roomy = [c for c in why.decode if c.room and (why.lost_reason or not c.full)]
     if roomy:
         best = min(roomy, key=lambda c: (*(measure(c) for _, measure in other), c.worker_id))
         assert best.worker_id == decode_id, why
@@ -91,20 +92,20 @@ def policies(log: LogFile) -> list[Policy]:
 def test_lives_end_as_the_core_counts_them(tmp_path: Path, seed: int) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(seed, chaos_s=20, calm_s=5))
     replay = Replay(log)
-    found = lives(replay)
+    found = request_histories(replay)
     counters, state = replay.core.state.counters, replay.core.state
-    endings = [life.ending for life in found.of.values()]
+    endings = [history.ending for history in found.of.values()]
     assert len(endings) > 50
     assert endings.count("finished") == counters.finished
     assert endings.count("rejected") == sum(counters.rejected.values())
     assert endings.count("failed") == counters.failed
-    assert [key for key, life in found.of.items() if life.ending == "open"] == list(state.requests)
-    assert sum(len(life.placed) for life in found.of.values()) == counters.placed
-    for life in found.of.values():
-        for placed in life.placed:
-            is_open = placed.order.order_id in state.orders
-            assert is_open == (placed.end_ns == 0)
-            assert bool(placed.lost) == (not is_open and placed.finished is None)
+    assert [key for key, history in found.of.items() if history.ending == "open"] == list(state.requests)
+    assert sum(len(history.attempts) for history in found.of.values()) == counters.placed
+    for history in found.of.values():
+        for attempt in history.attempts:
+            is_open = attempt.order.order_id in state.orders
+            assert is_open == (attempt.end_ns == 0)
+            assert bool(attempt.lost) == (not is_open and attempt.finished is None)
 
 
 def story(tmp_path: Path, script: Script, *, request_id: str = "r1") -> str:
@@ -119,8 +120,8 @@ def story(tmp_path: Path, script: Script, *, request_id: str = "r1") -> str:
     return explained(told(saved(tmp_path / "log.jsonl", lines, HEADER), request_id).of[request_id]) + "\n"
 
 
-def told(log: LogFile, request_id: str) -> Lives:
-    return lives(Replay(log, watched=request_id))
+def told(log: LogFile, request_id: str) -> RequestHistories:
+    return request_histories(Replay(log, explain_requests=lambda name: name == request_id))
 
 
 def test_a_request_that_was_placed_twice_is_told_whole(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_a_request_whose_answer_was_lost_lives_again(tmp_path: Path) -> None:
 
 def test_watching_changes_neither_decisions_nor_state(tmp_path: Path) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(11))
-    one, other = Replay(log), Replay(log, watched="*")
+    one, other = Replay(log), Replay(log, explain_requests=explain_all)
     assert [decisions for _, decisions in one] == [decisions for _, decisions in other]
     assert one.core.digest() == other.core.digest()
     assert msgspec.to_builtins(one.core.notes) == []

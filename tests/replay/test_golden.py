@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from halfmoon.conductor.code_version import LOG_VERSION
+from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.explain import explained
-from halfmoon.conductor.replay.histories import Lives, lives
+from halfmoon.conductor.replay.histories import RequestHistories, request_histories
 from halfmoon.conductor.replay.logfile import EventLine, LogFile, ProgressLine
 from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.perfetto import trace
@@ -23,8 +24,8 @@ from halfmoon.conductor.replay.verify import Replay, verify
 FILES = sorted((Path(__file__).parent / "golden").glob("*.jsonl.zst"))
 
 
-def lived(name: str) -> Lives:
-    return lives(Replay(golden(name), watched="*"))
+def lived(name: str) -> RequestHistories:
+    return request_histories(Replay(golden(name), explain_requests=explain_all))
 
 
 def golden(name: str) -> LogFile:
@@ -56,38 +57,38 @@ def test_a_log_of_the_first_version_still_replays() -> None:
 
 def test_the_real_model_s_run_lost_workers_fetched_refused_and_cancelled() -> None:
     found = lived("smollm2")
-    endings = Counter(life.ending for life in found.of.values())
+    endings = Counter(history.ending for history in found.of.values())
     assert endings["finished"] >= 10
     assert endings["rejected"] == 3
     assert endings["cancelled"] == 1
-    placed = [placed for life in found.of.values() for placed in life.placed]
-    assert {placed.lost for placed in placed} >= {"worker decode-1 was lost", "worker prefill-0 was lost"}
-    assert any(p.prefilled and p.prefilled.cached_fetched_tokens for p in placed)
+    attempts = [attempt for history in found.of.values() for attempt in history.attempts]
+    assert {attempt.lost for attempt in attempts} >= {"worker decode-1 was lost", "worker prefill-0 was lost"}
+    assert any(p.prefilled and p.prefilled.cached_fetched_tokens for p in attempts)
     assert sum(isinstance(line, ProgressLine) for line in golden("smollm2").lines()) > 500
 
 
 def test_beside_the_predictions_stands_what_the_real_model_did() -> None:
     told = 0
-    for life in lived("smollm2").of.values():
-        text = explained(life)
-        last = life.placed[-1] if life.placed else None
+    for history in lived("smollm2").of.values():
+        text = explained(history)
+        last = history.attempts[-1] if history.attempts else None
         if last is not None and last.finished is not None:
             assert text.count("happened") >= 2
-            assert f"finished after {duration(life.end_ns - life.arrived_ns)} (" in text
+            assert f"finished after {duration(history.end_ns - history.arrived_ns)} (" in text
             told += last.finished.ttft_ns < 3 * last.order.predicted.ttft_ns
     assert told >= 10
 
 
 def test_the_conductors_of_the_null_run_agreed_through_two_deaths() -> None:
     found = lived("null")
-    assert {life.ending for life in found.of.values()} == {"finished"}
-    assert Counter(len(life.placed) for life in found.of.values())[1] < len(found.of)
+    assert {history.ending for history in found.of.values()} == {"finished"}
+    assert Counter(len(history.attempts) for history in found.of.values())[1] < len(found.of)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name.split(".")[0])
 def test_it_can_be_drawn(file: Path) -> None:
-    run = timeline(Replay(LogFile(file), watched="*"))
-    assert len(run.lives) == sum(
+    run = timeline(Replay(LogFile(file), explain_requests=explain_all))
+    assert len(run.histories) == sum(
         type(line.event).__name__ == "RequestArrived"
         for line in LogFile(file).lines()
         if isinstance(line, EventLine)

@@ -15,6 +15,7 @@ import orjson
 import pytest
 from recorded import lines_of, saved
 
+from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.logfile import Line, ProgressLine
 from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.perfetto import trace
@@ -48,15 +49,15 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     log = saved(
         tmp_path_factory.mktemp("run") / "log.jsonl", with_progress(lines_of(request.param, chaos_s=40))
     )
-    return timeline(Replay(log, watched="*"))
+    return timeline(Replay(log, explain_requests=explain_all))
 
 
 def test_every_placement_has_its_bars_and_no_two_of_a_row_meet(run: Timeline) -> None:
-    placed = [order.order.order_id for life in run.lives for order in life.placed]
-    assert len(placed) > 50
-    assert [bar.order_id for bar in run.prefill] == placed
-    prefilled = {p.order.order_id for life in run.lives for p in life.placed if p.prefilled}
-    assert prefilled <= {bar.order_id for bar in run.decode} <= set(placed)
+    attempt = [order.order.order_id for history in run.histories for order in history.attempts]
+    assert len(attempt) > 50
+    assert [bar.order_id for bar in run.prefill] == attempt
+    prefilled = {p.order.order_id for history in run.histories for p in history.attempts if p.prefilled}
+    assert prefilled <= {bar.order_id for bar in run.decode} <= set(attempt)
     rows: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
     for bar in [*run.prefill, *run.decode]:
         assert bar.parts == sorted(bar.parts), bar
@@ -69,12 +70,12 @@ def test_every_placement_has_its_bars_and_no_two_of_a_row_meet(run: Timeline) ->
 def test_bars_say_what_the_workers_said(run: Timeline) -> None:
     bars = {bar.order_id: bar for bar in run.prefill}
     compared = 0
-    for life in run.lives:
-        for placed in life.placed:
-            bar, then = bars[placed.order.order_id], placed.prefilled
-            assert bar.parts[0] == placed.at_ns - run.start_ns
+    for history in run.histories:
+        for attempt in history.attempts:
+            bar, then = bars[attempt.order.order_id], attempt.prefilled
+            assert bar.parts[0] == attempt.at_ns - run.start_ns
             if then is not None:
-                assert bar.parts[3] == placed.prefill_end_ns - run.start_ns
+                assert bar.parts[3] == attempt.prefill_end_ns - run.start_ns
                 assert bar.parts[2] - bar.parts[1] <= then.compute_ns
                 compared += bar.parts[2] - bar.parts[1] == then.compute_ns
                 assert len(bar.marks) == 1, "loaded"
@@ -106,14 +107,14 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(run: Timeline) -> None
     )
     data, why = unpacked(text, "run"), unpacked(text, "why")
     requests = data["requests"]
-    assert requests["id"] == [life.arrived.request_id for life in run.lives]
-    assert {len(column) for column in requests.values()} == {len(run.lives)}
-    assert len(why) == len(run.lives)
+    assert requests["id"] == [history.arrived.request_id for history in run.histories]
+    assert {len(column) for column in requests.values()} == {len(run.histories)}
+    assert len(why) == len(run.histories)
     assert (len(data["prefill"]), len(data["decode"])) == (len(run.prefill), len(run.decode))
     assert sum(ending == "rejected" for ending in requests["ending"]) > 0
-    for life, notes in zip(run.lives, why, strict=True):
-        assert len(notes) == len(life.why) > 0
-        for note, grounds in zip(notes, life.why, strict=True):
+    for history, notes in zip(run.histories, why, strict=True):
+        assert len(notes) == len(history.why) > 0
+        for note, grounds in zip(notes, history.why, strict=True):
             candidates = [row for row in note["prefill"] if row[0] != "then"]
             assert [cells[0] for _, cells in candidates] == [c.worker_id for c in grounds.prefill]
             assert all(len(cells) == 9 for _, cells in note["prefill"])
@@ -121,7 +122,7 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(run: Timeline) -> None
             assert note["refused"] == (not any(row[0] == "won" for row in note["prefill"]))
     lanes = range(len(data["lanes"]))
     assert all(
-        bar[2] in lanes and bar[0] in range(len(run.lives)) for bar in data["prefill"] + data["decode"]
+        bar[2] in lanes and bar[0] in range(len(run.histories)) for bar in data["prefill"] + data["decode"]
     )
     curves = data["curves"]
     assert {len(curves[name]) for name in ("t", "requests", "blocks", "prompt", "cached")} == {
@@ -161,7 +162,7 @@ def test_the_trace_keeps_the_form(run: Timeline) -> None:
             assert not open_until or end <= open_until[-1] + 1e-3, (name, begin, end, open_until)
             open_until.append(end)
     named = {name for slices in threads.values() for _, _, name in slices}
-    assert {life.arrived.request_id for life in run.lives if life.placed} <= named
+    assert {history.arrived.request_id for history in run.histories if history.attempts} <= named
     assert {"prefill", "delivery", "wait for KV", "decode", "chunk 0", "chunk 1"} <= named
     starts = {event["id"]: event["ts"] for event in events if event["ph"] == "s"}
     assert all(starts[event["id"]] <= event["ts"] for event in events if event["ph"] == "f")

@@ -18,7 +18,7 @@ from halfmoon.conductor.replay.logfile import (
     LogFileInvalid,
     SnapshotLine,
 )
-from halfmoon.conductor.replay.verify import Verdict, verify
+from halfmoon.conductor.replay.verify import Verification, verify
 from halfmoon.schemas.decisions import CancelOrder, StartPrefill
 from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested
 
@@ -30,7 +30,7 @@ def lines() -> list[Line]:
     return lines_of(7)
 
 
-def judged(tmp_path: Path, lines: list[Line]) -> Verdict:
+def judged(tmp_path: Path, lines: list[Line]) -> Verification:
     return verify(saved(tmp_path / "log.jsonl.zst", lines), checked=True)
 
 
@@ -39,7 +39,7 @@ def identity(line: Line) -> tuple[int, int]:
     return line.cause_seq, line.position
 
 
-def parted_at(verdict: Verdict) -> tuple[int, int]:
+def parted_at(verdict: Verification) -> tuple[int, int]:
     assert not verdict.identical
     assert verdict.first_divergence is not None
     return verdict.first_divergence.seq, verdict.first_divergence.position
@@ -193,7 +193,7 @@ def test_states_that_conductors_of_this_code_said_are_found_again(tmp_path: Path
     strange = msgspec.structs.replace(said, conductor_id="c2", digest="0")
     others = msgspec.structs.replace(strange, code_version="9.9")
 
-    def with_words(*words: StateDigested) -> Verdict:
+    def with_words(*words: StateDigested) -> Verification:
         more = [EventLine(seq=251 + n, at_ns=events[0].at_ns, event=word) for n, word in enumerate(words)]
         return judged(tmp_path, [*logged, *more])
 

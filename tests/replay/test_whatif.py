@@ -17,12 +17,12 @@ from halfmoon.conductor.replay.whatif import NothingToSimulate, Recorded, compar
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import Cluster, World
+from halfmoon.conductor.simulation.world import ClusterShape, World
 from halfmoon.schemas.policy import Policy
 
 GOLDEN = Path(__file__).parent / "golden"
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
-CLUSTER = Cluster(prefill=2, decode=2, pool_blocks=2_000)
+CLUSTER = ClusterShape(prefill=2, decode=2, pool_blocks=2_000)
 POLICY = Policy(ttft_slo_ns=20_000_000_000, tbt_slo_ns=100_000_000)
 
 

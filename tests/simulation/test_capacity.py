@@ -6,7 +6,7 @@ import pytest
 
 from halfmoon.conductor.simulation.capacity import PRECISION, CapacityUnknown, Runs, smallest
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.report import Slo
+from halfmoon.conductor.simulation.report import Objectives
 
 S = 1_000_000_000
 
@@ -36,7 +36,7 @@ def runs(limit: float) -> tuple[Runs, list[float]]:
 @pytest.mark.parametrize("limit", [0.03, 0.9, 1.0, 7.3, 100.0])
 def test_the_highest_speed_that_holds_is_found(limit: float) -> None:
     search, asked = runs(limit)
-    found = search.capacity(Slo(ttft_ns=1 * S, tbt_ns=1 * S))
+    found = search.capacity(Objectives(ttft_ns=1 * S, tbt_ns=1 * S))
     assert found.speed <= limit * 1.0001 < found.first_failing * 1.0002
     assert found.first_failing / found.speed <= 1 + PRECISION
     assert found.held == 0.95
@@ -45,17 +45,17 @@ def test_the_highest_speed_that_holds_is_found(limit: float) -> None:
 
 def test_other_objectives_use_the_same_runs() -> None:
     search, asked = runs(2.0)
-    first = search.capacity(Slo(ttft_ns=1 * S, tbt_ns=1 * S))
+    first = search.capacity(Objectives(ttft_ns=1 * S, tbt_ns=1 * S))
     count = len(asked)
-    assert search.capacity(Slo(ttft_ns=1 * S, tbt_ns=1 * S)) == first
+    assert search.capacity(Objectives(ttft_ns=1 * S, tbt_ns=1 * S)) == first
     assert len(asked) == count
-    assert search.capacity(Slo(ttft_ns=2 * S, tbt_ns=1 * S)).speed == pytest.approx(4.0, rel=0.011)
+    assert search.capacity(Objectives(ttft_ns=2 * S, tbt_ns=1 * S)).speed == pytest.approx(4.0, rel=0.011)
 
 
 def test_objectives_that_nothing_or_everything_holds_are_said_to_be_so() -> None:
     for ttft_ns, message in ((1, "do not hold even at"), (10**15, "hold even at")):
         with pytest.raises(CapacityUnknown, match=message):
-            runs(1.0)[0].capacity(Slo(ttft_ns=ttft_ns, tbt_ns=1 * S))
+            runs(1.0)[0].capacity(Objectives(ttft_ns=ttft_ns, tbt_ns=1 * S))
 
 
 def test_the_smallest_cluster_is_the_smallest() -> None:

@@ -9,10 +9,10 @@ import pytest
 from halfmoon.conductor.simulation.colocated import COLOCATED
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
-from halfmoon.conductor.simulation.report import Report, Slo
+from halfmoon.conductor.simulation.report import Objectives, Report
 from halfmoon.conductor.simulation.systems import run_system
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import Cluster, ConfigurationImpossible
+from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible
 from halfmoon.schemas.policy import Policy
 
 MS = 1_000_000
@@ -29,10 +29,10 @@ def run(system: str, *arrivals: Arrival, workers: int = 1, **cluster: int) -> tu
     report = run_system(
         system,
         arrivals,
-        Cluster(prefill=workers, decode=0, **cluster),
+        ClusterShape(prefill=workers, decode=0, **cluster),
         Policy(),
         LLAMA3_A800,
-        slo=Slo(),
+        slo=Objectives(),
         outcomes=outcomes,
     )
     return report, list(outcomes.values())

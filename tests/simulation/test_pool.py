@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from halfmoon.conductor.simulation.block_cache import Pool
+from halfmoon.conductor.simulation.block_cache import BlockCache
 
 
 def keys(text: str) -> list[bytes]:
     return [letter.encode() for letter in text]
 
 
-def filled(slots: int, *chains: str) -> Pool:
-    pool = Pool(slots)
+def filled(slots: int, *chains: str) -> BlockCache:
+    pool = BlockCache(slots)
     for chain in chains:
         pool.commit(keys(chain))
         pool.release(keys(chain))

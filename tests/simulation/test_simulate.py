@@ -19,12 +19,12 @@ from halfmoon.conductor.simulation.profiles import LLAMA3_A800, PROFILES
 from halfmoon.conductor.simulation.report import Report
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import Cluster, ConfigurationImpossible, World
+from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible, World
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 S, MS = 1_000_000_000, 1_000_000
-EIGHT = Cluster(prefill=8, decode=8)
-TWO = Cluster(prefill=2, decode=2)
+EIGHT = ClusterShape(prefill=8, decode=8)
+TWO = ClusterShape(prefill=2, decode=2)
 
 
 def same(report: Report) -> dict[str, object]:
@@ -75,9 +75,9 @@ def test_a_run_is_the_same_again_in_another_process(conversation: list[Arrival],
         "import sys; from halfmoon.conductor.simulation.simulate import simulate\n"
         "from halfmoon.conductor.simulation.profiles import LLAMA3_A800\n"
         "from halfmoon.conductor.simulation.trace import read_trace\n"
-        "from halfmoon.conductor.simulation.world import Cluster\n"
+        "from halfmoon.conductor.simulation.world import ClusterShape\n"
         "from halfmoon.schemas.policy import Policy\n"
-        "report = simulate(read_trace(sys.argv[1])[:1500], Cluster(prefill=8, decode=8), Policy(), LLAMA3_A800, "
+        "report = simulate(read_trace(sys.argv[1])[:1500], ClusterShape(prefill=8, decode=8), Policy(), LLAMA3_A800, "
         "noise_percent=5, seed=4)\n"
         "print(report.digest, report.ttft_ms.mean)"
     )
@@ -160,9 +160,9 @@ def test_every_profile_is_complete(profile) -> None:  # type: ignore[no-untyped-
 
 def test_impossible_configurations_say_why() -> None:
     for cluster, message in (
-        (Cluster(prefill=0, decode=1), "prefill: at least one"),
-        (Cluster(prefill=1, decode=0), "decode: at least one"),
-        (Cluster(prefill=1, decode=1, kv_blocks=0), "holds no block"),
+        (ClusterShape(prefill=0, decode=1), "prefill: at least one"),
+        (ClusterShape(prefill=1, decode=0), "decode: at least one"),
+        (ClusterShape(prefill=1, decode=1, kv_blocks=0), "holds no block"),
     ):
         with pytest.raises(ConfigurationImpossible, match=message):
             simulate([request(0, 512)], cluster, Policy(), LLAMA3_A800)

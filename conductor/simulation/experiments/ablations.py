@@ -11,9 +11,9 @@ import msgspec
 from halfmoon.conductor.simulation.experiments.load import ADMISSIONS
 from halfmoon.conductor.simulation.experiments.runner import MS, Context, S, Section
 from halfmoon.conductor.simulation.profiles import LLAMA2_A800, LLAMA3_A800, Profile
-from halfmoon.conductor.simulation.report import Slo
+from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import TRACE_BLOCK_TOKENS, Arrival
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import PolicyName
 
 
@@ -86,7 +86,7 @@ def admissions(context: Context) -> Section:
     for percent in (100, 300, 400):
         for admission in ADMISSIONS:
             profile = scaled(LLAMA2_A800, "decode", percent)
-            slo = Slo(ttft_ns=30 * S, tbt_ns=100 * MS)
+            slo = Objectives(ttft_ns=30 * S, tbt_ns=100 * MS)
             report = context.run("mooncake", admission, profile=profile, slo=slo, speed=2.0)
             refused = sum(report.rejected.values())
             lost = round((1 - report.effective_capacity) * report.requests)
@@ -114,8 +114,8 @@ def decode_speed(context: Context) -> Section:
         profile = scaled(LLAMA3_A800, "decode", percent)
         held = []
         for prefill in splits:
-            cluster = Cluster(prefill=prefill, decode=16 - prefill)
-            slo = Slo(ttft_ns=10 * S, tbt_ns=100 * MS)
+            cluster = ClusterShape(prefill=prefill, decode=16 - prefill)
+            slo = Objectives(ttft_ns=10 * S, tbt_ns=100 * MS)
             report = context.run("halfmoon", "none", cluster=cluster, profile=profile, slo=slo, speed=1.5)
             held.append(f"{report.effective_capacity:.3f}")
         rows.append([f"× {percent / 100:g}", *held])
@@ -143,7 +143,7 @@ def elsewhere(context: Context) -> Section:
     }
     rows = []
     for what, (arrivals, begin) in data.items():
-        slo = Slo(ttft_ns=30 * S, tbt_ns=100 * MS)
+        slo = Objectives(ttft_ns=30 * S, tbt_ns=100 * MS)
         names: tuple[PolicyName, ...] = ("mooncake", "halfmoon")
         runs = {
             name: context.runs(name, "predicted", arrivals=arrivals, noise_percent=5, seed=1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from halfmoon.conductor.simulation.experiments.runner import Context, Section, within
 from halfmoon.conductor.simulation.plots import curves
 from halfmoon.conductor.simulation.trace import reuse
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import PolicyName
 
 
@@ -33,7 +33,7 @@ def _exact(ours: float, published: float, tolerance: float) -> str:
 
 def equal_memory(context: Context) -> Section:
     """Eight caches of 3,000 blocks."""
-    cluster = Cluster(prefill=8, decode=8, pool_blocks=3_000, decode_pool_blocks=0)
+    cluster = ClusterShape(prefill=8, decode=8, pool_blocks=3_000, decode_pool_blocks=0)
     names: tuple[PolicyName, ...] = ("round_robin", "dynamo", "local_cache_aware", "mooncake", "halfmoon")
     reports = {name: context.run(name, cluster=cluster) for name in names}
     again = context.run("halfmoon", cluster=cluster)
@@ -138,7 +138,7 @@ def prefill_gpu_time(context: Context) -> Section:
 
 def global_against_local(context: Context) -> Section:
     """Ten prefill nodes of 3 M tokens."""
-    cluster = Cluster(prefill=10, decode=10, pool_blocks=3_000_000 // 512, decode_pool_blocks=0)
+    cluster = ClusterShape(prefill=10, decode=10, pool_blocks=3_000_000 // 512, decode_pool_blocks=0)
     ours = context.run("halfmoon", cluster=cluster).token_reuse
     rows = []
     for trace, source, paper in (
@@ -182,7 +182,7 @@ def bandwidth(context: Context) -> Section:
                 float(gbit),
                 context.run(
                     name,
-                    cluster=Cluster(prefill=8, decode=8, link_bytes_s=gbit * 10**9 // 8),
+                    cluster=ClusterShape(prefill=8, decode=8, link_bytes_s=gbit * 10**9 // 8),
                 ).ttft_ms.mean
                 / 1e3,
             )

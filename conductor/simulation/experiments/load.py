@@ -13,9 +13,9 @@ from halfmoon.conductor.simulation.experiments.runner import MS, Context, S, Sec
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.plots import curves, loads
 from halfmoon.conductor.simulation.profiles import LLAMA2_A800
-from halfmoon.conductor.simulation.report import Report, Slo
+from halfmoon.conductor.simulation.report import Objectives, Report
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("late", "early", "predicted")
@@ -89,7 +89,7 @@ def _capacities(
 ) -> tuple[list[list[str]], dict[str, list[float]]]:
     """Rows of the table, and the highest speed at each limit by system."""
     early, queued, split = "halfmoon, early rejection", "halfmoon, all queued", "halfmoon 12 + 4, all queued"
-    wide = Cluster(prefill=12, decode=4)
+    wide = ClusterShape(prefill=12, decode=4)
     systems = {
         early: (context.runs("halfmoon", "predicted", slo=_slo(100), arrivals=arrivals), "early rejection"),
         queued: (context.runs("halfmoon", "none", arrivals=arrivals), "all queued"),
@@ -122,8 +122,8 @@ def _capacities(
     return rows, found
 
 
-def _slo(tbt_ms: int, ttft_s: int = 30) -> Slo:
-    return Slo(ttft_ns=ttft_s * S, tbt_ns=tbt_ms * MS)
+def _slo(tbt_ms: int, ttft_s: int = 30) -> Objectives:
+    return Objectives(ttft_ns=ttft_s * S, tbt_ns=tbt_ms * MS)
 
 
 def overload(context: Context) -> Section:
@@ -131,8 +131,8 @@ def overload(context: Context) -> Section:
     paper = {"late": 4183, "early": 3771, "predicted": 3589}
     rows = []
     settings = (
-        ("8 + 8, speed 2, TBT 100 ms (the paper's setting)", Cluster(prefill=8, decode=8), 2.0, 100),
-        ("8 + 2, speed 3, TBT 30 ms (both pools overloaded)", Cluster(prefill=8, decode=2), 3.0, 30),
+        ("8 + 8, speed 2, TBT 100 ms (the paper's setting)", ClusterShape(prefill=8, decode=8), 2.0, 100),
+        ("8 + 2, speed 3, TBT 30 ms (both pools overloaded)", ClusterShape(prefill=8, decode=2), 3.0, 30),
     )
     for what, cluster, speed, tbt_ms in settings:
         for admission in ADMISSIONS:
@@ -151,7 +151,7 @@ def overload(context: Context) -> Section:
         report = context.run(
             "mooncake",
             admission,
-            cluster=Cluster(prefill=8, decode=2),
+            cluster=ClusterShape(prefill=8, decode=2),
             profile=LLAMA2_A800,
             slo=_slo(30),
             arrivals=even,
@@ -204,7 +204,7 @@ def split(context: Context) -> Section:
     speed = 1.5
     rows, points = [], []
     for prefill in range(6, 16):
-        cluster = Cluster(prefill=prefill, decode=16 - prefill)
+        cluster = ClusterShape(prefill=prefill, decode=16 - prefill)
         report = context.run("halfmoon", "none", cluster=cluster, slo=_slo(100, 10), speed=speed)
         points.append((float(prefill), report.effective_capacity))
         rows.append(
@@ -244,7 +244,10 @@ def split(context: Context) -> Section:
 def better(context: Context) -> Section:
     """Our default policy against the papers' rule, both with early rejection."""
     rows, gains = [], []
-    for cluster, begin in ((Cluster(prefill=8, decode=8), 3.7), (Cluster(prefill=4, decode=4), 1.8)):
+    for cluster, begin in (
+        (ClusterShape(prefill=8, decode=8), 3.7),
+        (ClusterShape(prefill=4, decode=4), 1.8),
+    ):
         for seed in (1, 2, 3):
             speeds, p90 = {}, {}
             for name in ("mooncake", "halfmoon"):

@@ -14,10 +14,10 @@ import msgspec
 from halfmoon.conductor.simulation.capacity import Runs
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800, Profile
-from halfmoon.conductor.simulation.report import Report, Slo
+from halfmoon.conductor.simulation.report import Objectives, Report
 from halfmoon.conductor.simulation.systems import run_system
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import Cluster
+from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 S, MS = 1_000_000_000, 1_000_000
@@ -50,17 +50,17 @@ class Context:
         admission: AdmissionName = "none",
         *,
         system: str = "halfmoon",
-        cluster: Cluster | None = None,
+        cluster: ClusterShape | None = None,
         profile: Profile = LLAMA3_A800,
-        slo: Slo | None = None,
+        slo: Objectives | None = None,
         speed: float = 1.0,
         seed: int = 0,
         noise_percent: int = 0,
         arrivals: Sequence[Arrival] | None = None,
         outcomes: dict[str, Outcome] | None = None,
     ) -> Report:
-        slo = slo or Slo(ttft_ns=30 * S, tbt_ns=100 * MS)
-        cluster = cluster or Cluster(prefill=8, decode=8)
+        slo = slo or Objectives(ttft_ns=30 * S, tbt_ns=100 * MS)
+        cluster = cluster or ClusterShape(prefill=8, decode=8)
         self.say(
             f"  {system} {policy} {admission} {cluster.prefill}+{cluster.decode} speed {speed:g} seed {seed}"
         )

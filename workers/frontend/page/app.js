@@ -5,7 +5,7 @@ import { showTiles } from "/page/tiles.js";
 import { showCluster, showLinks } from "/page/cluster.js";
 import { showRequests } from "/page/requests.js";
 import { listenEvents, showEvents } from "/page/events.js";
-import { listenStory } from "/page/story.js";
+import { listenStory } from "/page/request_panel.js";
 import { verdict } from "/page/verdict.js";
 
 const KEY = "halfmoon-key";

@@ -1,0 +1,146 @@
+"""Records of the state: one for each worker, store agent, frontend, request and order that the core knows.
+
+Plain values, changed in place behind `Core.step` only. Times are ns of the log, sizes are tokens, blocks or bytes as
+named. A snapshot holds them field by field, in this order.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from halfmoon.conductor.core.cost import Fit
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.decisions import Prediction
+from halfmoon.schemas.events import RequestArrived, Role
+from halfmoon.schemas.policy import Layout
+
+
+class WorkerRecord(msgspec.Struct, kw_only=True):
+    """A worker that has joined, and what is reserved on it."""
+
+    worker_id: str
+    role: Role
+    node_id: str
+    incarnation: str
+    layout: Layout
+    kv_blocks: int
+    context_tokens_max: int
+    batch_max: int
+    last_seen_ns: int
+    draining: bool = False
+    #: Told to announce itself (for a heartbeat of another incarnation): it drops what it has and joins again.
+    asked: bool = False
+    #: As joined, and as refitted.
+    profile: CostProfile
+    cost: CostProfile
+    fit: Fit
+    #: Null engine: predictions stay what the profile says.
+    learns: bool
+    # Of `layout`, computed once.
+    block_tokens: int
+    block_bytes: int
+    layer_block_bytes: int
+    #: Orders that hold a reservation here, oldest first: ns of a prefill, KV blocks of a decode.
+    orders: dict[str, int] = {}
+    # Sums over `orders`. Prefill: time, blocks to compute, blocks of prompt. Decode: KV blocks, context
+    # tokens.
+    reserved_ns: int = 0
+    pending_blocks: int = 0
+    prompt_blocks: int = 0
+    reserved_blocks: int = 0
+    context_tokens: int = 0
+    #: Prefill: since when the oldest order is the one that runs.
+    head_since_ns: int = 0
+    # From its last heartbeat, for people.
+    queued: int = 0
+    running: int = 0
+    kv_blocks_used: int = 0
+    #: Orders that its last heartbeat did not list though it must know them, and listed though we do not:
+    #: since when.
+    unlisted_ns: dict[str, int] = {}
+    stray_ns: dict[str, int] = {}
+    #: Orders whose prefill has ended and whose KV or first token it lacks, by its last heartbeat: since when.
+    lacking_ns: dict[str, int] = {}
+
+
+class StoreRecord(msgspec.Struct, kw_only=True):
+    """A store agent that has joined; what it holds is in the index."""
+
+    node_id: str
+    incarnation: str
+    host: str
+    slots: int
+    last_seen_ns: int
+    suspected_until_ns: int = 0
+    #: Parts of the inventory that were counted.
+    parts_seen: dict[int, bool] = {}
+    slots_used: int = 0
+
+
+class FrontendRecord(msgspec.Struct, kw_only=True):
+    """A frontend that has joined."""
+
+    frontend_id: str
+    incarnation: str
+    last_seen_ns: int
+    open_requests: int = 0
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """A request that was accepted and has not ended. It has an order, or it is parked (`order_id` "")."""
+
+    event: RequestArrived
+    arrived_ns: int
+    placements: int = 0
+    order_id: str = ""
+    #: Workers that failed it: taken again only when there is no other.
+    avoid: list[str] = []
+
+
+class Order(msgspec.Struct, kw_only=True):
+    """One placement of a request: a prefill half and a decode half."""
+
+    order_id: str
+    request_id: str
+    prefill_id: str
+    prefill_node_id: str
+    decode_id: str
+    decode_node_id: str
+    #: "prefill" until the prefill worker has answered.
+    phase: Literal["prefill", "decode"] = "prefill"
+    placed_ns: int
+    #: Sequence of the event that caused it.
+    placed_seq: int
+    predicted: Prediction
+    #: When prefill is to end, and (once it has) when it did.
+    prefill_end_ns: int
+    #: How long decode is to last.
+    decode_ns: int
+    #: Reserved at the prefill worker (time, blocks to compute, blocks of prompt) and at the decode worker.
+    reserved_ns: int
+    pending_blocks: int
+    prompt_blocks: int
+    reserved_blocks: int
+    context_tokens: int
+    #: Where blocks are fetched from ("": nowhere), in company of how many others, and whether from its SSD.
+    fetch_node_id: str = ""
+    fetch_sharing: int = 1
+    fetch_ssd: bool = False
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """Since the log began."""
+
+    arrived: int = 0
+    placed: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    rejected: dict[str, int] = {}
+    #: Refused by a decode worker after its prefill was done.
+    wasted_prefills: int = 0
+    prompt_tokens: int = 0
+    cached_local_tokens: int = 0
+    cached_fetched_tokens: int = 0
