@@ -2,7 +2,7 @@
 #
 #   make up [ARGS=...]      environment, then `halfmoon up ARGS`: a whole cluster on this machine
 #   make env                environment only: .venv with exact versions (requirements*.lock); a second time it does nothing
-#   make test [ARGS=...]    environment with tools, then the default tests (pytest ARGS)
+#   make test [ARGS=...]    environment with tools, then the default tests, in two processes (pytest ARGS)
 #   make test-slow          environment with tools, then the tests that are left out there for their length
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
@@ -49,7 +49,7 @@ up: $(RUN_STAMP)
 	@exec $(BIN)/halfmoon up $(ARGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-slow: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,6 +177,8 @@ def _from_toml(file: str, command: str, commands: Mapping[str, argparse.Argument
     """What the file says to `command`. A key at its top may be for another command, but must be some
     command's.
     """
+    import tomllib
+
     try:
         content = tomllib.loads(Path(file).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:

@@ -6,6 +6,7 @@ Each check is a function from a source to complaints, and a sample shows that it
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -125,6 +126,7 @@ FORBIDDEN = re.compile(
         ]
     )
 )
+SILENCED = re.compile(r"type:\s*ignore(?!\[)|\bnoqa(?!:)")
 SWALLOWED = {"Exception", "BaseException"}
 
 
@@ -153,9 +155,25 @@ PACKAGED = [path for path in PYTHON if path.parts[0] in TOP]
 # --- the checks ---------------------------------------------------------------------------------------------
 
 
-def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """Every node of the file, which several checks look through."""
+    return list(ast.walk(parsed(source)))
+
+
+@functools.cache
+def text(path: Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def imported(source: str) -> Iterator[tuple[int, str]]:
     """Line and full name of everything imported, `from a import b` as `a.b`; relative ones keep their dots."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -177,7 +195,7 @@ def directions(path: Path, source: str) -> list[str]:
     if not row:
         return [f"{path}: has no row in MAY_IMPORT"]
     found = []
-    for line, name in imported(ast.parse(source)):
+    for line, name in imported(source):
         first, _, rest = name.partition(".")
         if first == "halfmoon":
             target = row_of(rest) or rest
@@ -197,7 +215,7 @@ def row_of(name: str) -> str:
 def absolute(path: Path, source: str) -> list[str]:
     """Relative imports, and folders imported by their bare names: a second copy of every class."""
     found = []
-    for line, name in imported(ast.parse(source)):
+    for line, name in imported(source):
         if name.startswith("."):
             found.append(f"{path}:{line}: relative import {name}")
         elif name.split(".")[0] in TOP:
@@ -207,7 +225,7 @@ def absolute(path: Path, source: str) -> list[str]:
 
 def docstring_only(path: Path, source: str) -> list[str]:
     """`__init__.py` with more than a docstring."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     if path.name != "__init__.py" or (len(tree.body) == 1 and ast.get_docstring(tree)):
         return []
     return [f"{path}: holds more, or less, than a docstring"]
@@ -221,7 +239,7 @@ def size(path: Path, source: str) -> list[str]:
 def function_size(path: Path, source: str) -> list[str]:
     """Functions that nobody can read at a glance."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES_MAX:
@@ -232,7 +250,7 @@ def function_size(path: Path, source: str) -> list[str]:
 
 def docstrings(path: Path, source: str) -> list[str]:
     """Public modules and classes that do not say what they are for."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = [] if ast.get_docstring(tree) else [f"{path}: no docstring"]
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
@@ -243,7 +261,7 @@ def docstrings(path: Path, source: str) -> list[str]:
 def swallowed(path: Path, source: str) -> list[str]:
     """Every error caught, and nothing done."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if (
             isinstance(node, ast.ExceptHandler)
             and _catches_all(node.type)
@@ -272,9 +290,11 @@ def _does_nothing(statement: ast.stmt) -> bool:
 
 def switched_off(path: Path, source: str) -> list[str]:
     """Comments that silence a tool wholesale instead of one of its rules."""
-    found = []
+    found: list[str] = []
+    if not SILENCED.search(source):
+        return found
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and re.search(r"type:\s*ignore(?!\[)|\bnoqa(?!:)", token.string):
+        if token.type == tokenize.COMMENT and SILENCED.search(token.string):
             found.append(f"{path}:{token.start[0]}: {token.string} names no code")
     return found
 
@@ -295,12 +315,7 @@ PYTHON_CHECKS: list[Check] = [absolute, switched_off]
 
 
 def complaints(checks: list[Check], paths: list[Path]) -> list[str]:
-    return [
-        complaint
-        for path in paths
-        for check in checks
-        for complaint in check(path, (ROOT / path).read_text(encoding="utf-8"))
-    ]
+    return [complaint for path in paths for check in checks for complaint in check(path, text(path))]
 
 
 # --- the rules ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,10 +22,16 @@ PROMPTS = [
 STEPS = 6
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"])
+#: All layers run the same code in the same shapes: the first ones stand for all, but in `make test-slow`.
+LAYERS = 8
+KINDS = ["f32", "bf16", *(pytest.param(f"{kind} whole", marks=pytest.mark.slow) for kind in ("f32", "bf16"))]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest) -> LoadedModel:
-    found: LoadedModel = request.getfixturevalue(f"model_{request.param}")
-    return found
+    kind, _, whole = request.param.partition(" ")
+    found: LoadedModel = request.getfixturevalue(f"model_{kind}")
+    return found if whole else replace(found, config=replace(found.config, layers=LAYERS))
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +206,8 @@ def test_layers_are_announced_in_order_and_a_stop_ends_between_two(engine: Engin
         return lambda layer: seen.append((name, layer))
 
     engine.prefill_chunk([3, 4, 5], 0, table, before_layer=note("load"), after_layer=note("store"))
-    assert seen == [(name, layer) for layer in range(30) for name in ("load", "store")]
+    layers = engine.config.layers
+    assert seen == [(name, layer) for layer in range(layers) for name in ("load", "store")]
     seen.clear()
     stopped = engine.prefill_chunk(
         [3, 4, 5], 0, table, after_layer=note("store"), want_logits=True, should_stop=lambda: len(seen) == 4
@@ -219,5 +227,5 @@ def test_the_layer_announced_is_in_the_cache(engine: Engine) -> None:
         PROMPTS[1], 0, table,
         after_layer=lambda i: for_layer.append(torch.equal(engine.cache.k[i, table[0]], expected[i])),
     )  # fmt: skip
-    assert for_layer == [True] * 30
+    assert for_layer == [True] * engine.config.layers
     engine.allocator.free(table)

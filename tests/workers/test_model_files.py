@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gguf
@@ -120,19 +121,27 @@ def test_a_cache_folder_that_takes_no_files_costs_only_time(
 def test_processes_that_start_at_once_parse_once(empty_cache: Path) -> None:
     path = tiny_gguf(empty_cache / "m.gguf")
     script = """
-import sys, time, torch
+import pathlib, sys, time, torch
 from halfmoon.workers.model import files
 parse = files._parse_gguf
 def noted(*arguments):
     print("parsed", flush=True)
-    time.sleep(3)  # so that the others come to wait
+    while not pathlib.Path(sys.argv[2]).exists():
+        time.sleep(0.01)
     return parse(*arguments)
 files._parse_gguf = noted
+print("begins", flush=True)
 print(files.load_model(sys.argv[1], dtype=torch.float32).fingerprint)
 """
-    command = [sys.executable, "-c", script, str(path)]
+    go = empty_cache / "go"
+    command = [sys.executable, "-c", script, str(path), str(go)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(3)]
-    answers = [process.communicate(timeout=60)[0].split() for process in running]
+    outputs = [process.stdout for process in running if process.stdout is not None]
+    assert [output.readline() for output in outputs] == ["begins\n"] * 3
+    time.sleep(0.3)  # one parses; the others come to wait for it
+    go.touch()
+    answers = [output.read().split() for output in outputs]
+    assert [process.wait(timeout=60) for process in running] == [0, 0, 0]
     assert sum(answer.count("parsed") for answer in answers) == 1
     assert {answer[-1] for answer in answers} == {model_fingerprint(str(path))}
 
