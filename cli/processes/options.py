@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
 from halfmoon.cli.metrics import add_metrics
 from halfmoon.cli.options import add_bus, add_config, add_secret
 from halfmoon.cli.tracing import add_tracing
-from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 
 def add_process(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +29,8 @@ def add_process(parser: argparse.ArgumentParser) -> None:
 def add_policy(parser: argparse.ArgumentParser) -> None:
     defaults = Policy()
     group = parser.add_argument_group("policy (of a log that is empty; else the log's own is in force)")
-    names = ("halfmoon", "mooncake", "local_cache_aware", "least_loaded", "round_robin", "random", "dynamo")
-    group.add_argument("--policy", choices=names, default=defaults.name)
-    group.add_argument(
-        "--admission", choices=("predicted", "early", "late", "none"), default=defaults.admission
-    )
+    group.add_argument("--policy", choices=get_args(PolicyName), default=defaults.name)
+    group.add_argument("--admission", choices=get_args(AdmissionName), default=defaults.admission)
     group.add_argument(
         "--fetch-replicas", type=int, default=2, help="other holders named with a fetch; 0: none"
     )

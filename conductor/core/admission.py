@@ -20,22 +20,13 @@ from __future__ import annotations
 
 import msgspec
 
+from halfmoon.conductor.core.best_first import earliest_first_token, shortest_step
+from halfmoon.conductor.core.candidates import candidates, decode_candidates, has_room
 from halfmoon.conductor.core.cost import answer_class, expected_decode_ns, expected_tokens
-from halfmoon.conductor.core.fetch_plan import PrefixMatch
+from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.overload import queue_allowed_ns
-from halfmoon.conductor.core.placement import (
-    EARLIEST_POLICIES,
-    LIGHTEST_POLICIES,
-    Candidate,
-    DecodeCandidate,
-    candidates,
-    decode_candidates,
-    earliest_first_token,
-    has_room,
-    match,
-    shortest_step,
-)
-from halfmoon.conductor.core.policies import choose_decode, choose_prefill
+from halfmoon.conductor.core.policies import choose_decode, choose_prefill, rules_of
+from halfmoon.conductor.core.prefix_match import PrefixMatch, match_prefix
 from halfmoon.conductor.core.records import Request, WorkerRecord
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.decisions import Prediction, RejectReason
@@ -85,19 +76,11 @@ def limit_ns(objective_ns: int, priority: int) -> int:
 
 def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Placement | Refusal:
     """For a request that was never placed."""
-    matched = match(state, request, now_ns)
+    matched = match_prefix(state, request, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
-    best = (
-        earliest_first_token(state, request, matched, now_ns)
-        if state.policy.name in EARLIEST_POLICIES
-        else None
-    )
+    best = earliest_first_token(state, request, matched, now_ns)
     prefills = candidates(state, request, matched, now_ns) if best is None else [best]
-    short = (
-        shortest_step(state, request, matched, answer_tokens)
-        if state.policy.name in LIGHTEST_POLICIES
-        else None
-    )
+    short = shortest_step(state, request, matched, answer_tokens)
     decodes = decode_candidates(state, request, matched, answer_tokens) if short is None else [short.best]
     refusal = _cannot(state, request, prefills, decodes, now_ns)
     if refusal is not None:
@@ -138,7 +121,7 @@ def place_again(state: State, request: Request, now_ns: int, draw: str) -> Place
     worker.
     """
     event = request.event
-    matched = match(state, event, now_ns)
+    matched = match_prefix(state, event, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
     prefill = choose_prefill(state, candidates(state, event, matched, now_ns, avoid=request.avoid), draw)
     decodes = decode_candidates(state, event, matched, answer_tokens, avoid=request.avoid)
@@ -255,7 +238,7 @@ def _too_large_now(
     state: State, request: RequestArrived, placement: Placement, workers: int
 ) -> Refusal | None:
     """Under overload larger prompts are refused first (ours)."""
-    if state.policy.name != "halfmoon" or state.policy.admission != "predicted":
+    if not rules_of(state).large_refused_first or state.policy.admission != "predicted":
         return None
     limit = limit_ns(slo_ns(state, request)[0], request.priority)
     prefill = placement.prefill

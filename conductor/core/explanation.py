@@ -12,16 +12,10 @@ from collections.abc import Sequence
 import msgspec
 
 from halfmoon.conductor.core.admission import Placement, Refusal, limit_ns, slo_ns
+from halfmoon.conductor.core.candidates import candidates, decode_candidates, decode_fits, prefill_fits
 from halfmoon.conductor.core.cost import answer_class, expected_tokens
-from halfmoon.conductor.core.placement import (
-    Candidate,
-    DecodeCandidate,
-    candidates,
-    decode_candidates,
-    decode_fits,
-    match,
-    prefill_fits,
-)
+from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.prefix_match import match_prefix
 from halfmoon.conductor.core.records import WorkerRecord
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.events import RequestArrived
@@ -69,7 +63,7 @@ def explain(
     lost_reason: str = "",
 ) -> Explanation:
     """The grounds of `verdict`, of the state in which it was found."""
-    matched = match(state, request, at_ns)
+    matched = match_prefix(state, request, at_ns)
     tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
     prefills = candidates(state, request, matched, at_ns, avoid=avoid)
     decodes = decode_candidates(state, request, matched, tokens, avoid=avoid)

@@ -173,6 +173,15 @@ class LoadIndexes:
             self.decode.refitted(worker)
 
 
+def queue_ns(worker: WorkerRecord, now_ns: int) -> int:
+    """Predicted remaining time of all that a prefill worker has accepted."""
+    if not worker.orders:
+        return 0
+    # The oldest order is the one that runs.
+    head_ns = worker.orders[next(iter(worker.orders))]
+    return worker.reserved_ns - min(head_ns, max(0, now_ns - worker.head_since_ns))
+
+
 def prefill_row(worker: WorkerRecord) -> PrefillRow:
     free_ns = behind_ns = 0
     if worker.orders:

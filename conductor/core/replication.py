@@ -10,8 +10,8 @@ Source: Mooncake (2407.00079), section 6.2 (cache load balancing); the rule is o
 
 from __future__ import annotations
 
-from halfmoon.conductor.core.fetch_plan import leaving
-from halfmoon.conductor.core.placement import Candidate
+from halfmoon.conductor.core.measures import Candidate
+from halfmoon.conductor.core.prefix_match import transfers_leaving
 from halfmoon.conductor.core.state import State
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import ReplicateBlocks
@@ -25,7 +25,7 @@ def spread_hot_prefix(state: State, request: RequestArrived, prefill: Candidate,
     if not hot or not prefill.fetches or prefill.from_ssd:
         return
     source = prefill.fetches[0].node_id
-    if leaving(state, source, state.at_ns) < hot:
+    if transfers_leaving(state, source, state.at_ns) < hot:
         return
     blocks = prefill.cached_blocks
     keys = request.block_keys[: blocks * KEY_BYTES]

@@ -19,8 +19,8 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.tasks import within
 from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge, histogram
+from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Decision, RejectReason
 from halfmoon.schemas.events import EVENT_TYPES

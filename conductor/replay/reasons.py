@@ -1,82 +1,44 @@
-"""Why a candidate won, and what each other one lacked, in words: the order of choice of `core.policies`."""
+"""Why a candidate won, and what each other one lacked: the measures of the policy, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import assert_never
 
 from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.core.placement import Candidate, DecodeCandidate
+from halfmoon.conductor.core.measures import C, Candidate, DecodeCandidate, Measure
+from halfmoon.conductor.core.policies import POLICIES, Drawn, InTurn, Least
 from halfmoon.conductor.replay.text import duration
 
-C = TypeVar("C", Candidate, DecodeCandidate)
-#: What is compared, in words, and the value: smaller wins.
-Measure = tuple[str, Callable[[C], int]]
-
 _ID = "the smaller id"
-_PREFILL: dict[str, list[Measure[Candidate]]] = {
-    "first token + copies": [
-        ("first token + copies", lambda c: c.ttft_ns + c.copies_ns),
-        ("transfer", lambda c: c.transfer_ns),
-        ("orders", lambda c: c.orders),
-    ],
-    "first token": [
-        ("first token", lambda c: c.ttft_ns),
-        ("transfer", lambda c: c.transfer_ns),
-        ("orders", lambda c: c.orders),
-    ],
-    "queue": [("queue", lambda c: c.queue_ns), ("orders", lambda c: c.orders)],
-    "blocks": [
-        ("blocks to compute and in hand", lambda c: c.pending_blocks + c.prompt_blocks + c.uncached_blocks)
-    ],
-}
-_DECODE: dict[str, list[Measure[DecodeCandidate]]] = {
-    "tbt": [
-        ("time between tokens", lambda c: c.tbt_ns),
-        ("missing prefix blocks", lambda c: -c.prefix_blocks),
-        ("sequences", lambda c: c.sequences),
-    ],
-    "blocks": [("KV blocks", lambda c: c.reserved_blocks + c.blocks), ("sequences", lambda c: c.sequences)],
-}
-_TIMES = ("first token + copies", "first token", "transfer", "queue", "time between tokens")
-#: By which rule a policy chooses; policies that are not here draw, or take turns.
-PREFILL_RULES: dict[str, list[Measure[Candidate]]] = {
-    "halfmoon": _PREFILL["first token + copies"],
-    "mooncake": _PREFILL["first token"],
-    "local_cache_aware": _PREFILL["first token"],
-    "least_loaded": _PREFILL["queue"],
-    "dynamo": _PREFILL["blocks"],
-}
-DECODE_RULES: dict[str, list[Measure[DecodeCandidate]]] = {
-    **dict.fromkeys(("halfmoon", "mooncake", "local_cache_aware", "least_loaded"), _DECODE["tbt"]),
-    "dynamo": _DECODE["blocks"],
-}
 
 
 def prefill_reasons(why: Explanation, chosen: str) -> dict[str, str]:
     """For each candidate, and each worker that was none, why it was taken or not; `chosen` "": none was."""
-    rule = PREFILL_RULES.get(why.policy, [])
+    choice = POLICIES[why.policy].prefill
     passed = {c.worker_id: "its queue is full" for c in why.prefill if c.full}
-    return _reasons(why, why.prefill, rule, chosen, passed, why.last_chosen.get("prefill", ""))
+    return _reasons(why, why.prefill, choice, chosen, passed, why.last_chosen.get("prefill", ""))
 
 
 def decode_reasons(why: Explanation, chosen: str) -> dict[str, str]:
-    rule = DECODE_RULES.get(why.policy, [])
+    choice = POLICIES[why.policy].decode
     passed = {c.worker_id: "its queue is full" for c in why.decode if c.full}
     if any(c.room and not c.full for c in why.decode):
         passed.update({c.worker_id: "no room for the KV" for c in why.decode if not c.room})
-    return _reasons(why, why.decode, rule, chosen, passed, why.last_chosen.get("decode", ""))
+    return _reasons(why, why.decode, choice, chosen, passed, why.last_chosen.get("decode", ""))
 
 
 def _reasons(
     why: Explanation,
     found: Sequence[C],
-    rule: list[Measure[C]],
+    choice: Least[C] | InTurn | Drawn,
     chosen: str,
     passed: dict[str, str],
     last: str,
 ) -> dict[str, str]:
+    """By worker. `passed`: those that were out of the choice, and why; `last`: the worker chosen before."""
     winner = next((c for c in found if c.worker_id == chosen), None)
+    rivals = [c for c in found if c is not winner and c.worker_id not in passed]
     reasons: dict[str, str] = {}
     for candidate in found:
         worker_id = candidate.worker_id
@@ -84,16 +46,24 @@ def _reasons(
             reasons[worker_id] = passed[worker_id]
         elif winner is None:
             reasons[worker_id] = _refused(candidate, why)
-        elif why.policy == "round_robin":
-            reasons[worker_id] = f"next after {last or 'none'}" if candidate is winner else "not its turn"
-        elif why.policy == "random":
-            reasons[worker_id] = "drawn" if candidate is winner else "not drawn"
-        elif candidate is not winner:
-            reasons[worker_id] = _behind(candidate, winner, rule)
-    if winner is not None and chosen not in reasons:
-        rivals = [c for c in found if c is not winner and c.worker_id not in passed]
-        reasons[chosen] = _ahead(winner, rivals, rule)
+        else:
+            reasons[worker_id] = _compared(candidate, winner, rivals, choice, last)
     return reasons
+
+
+def _compared(candidate: C, winner: C, rivals: list[C], choice: Least[C] | InTurn | Drawn, last: str) -> str:
+    won = candidate is winner
+    match choice:
+        case Least():
+            if won:
+                return _ahead(winner, rivals, choice.measures)
+            return _behind(candidate, winner, choice.measures)
+        case InTurn():
+            return f"next after {last or 'none'}" if won else "not its turn"
+        case Drawn():
+            return "drawn" if won else "not drawn"
+        case _:
+            assert_never(choice)
 
 
 def _refused(candidate: Candidate | DecodeCandidate, why: Explanation) -> str:
@@ -105,24 +75,30 @@ def _refused(candidate: Candidate | DecodeCandidate, why: Explanation) -> str:
     return f"{duration(over)} over the limit of {duration(limit_ns)}" if over > 0 else "within the limit"
 
 
-def _behind(candidate: C, winner: C, rule: list[Measure[C]]) -> str:
-    for name, measure in rule:
-        more = measure(candidate) - measure(winner)
+def _behind(candidate: C, winner: C, measures: Sequence[Measure[C]]) -> str:
+    for measure in measures:
+        more = measure.of(candidate) - measure.of(winner)
         if more:
-            return f"{name} {_amount(name, more)} more"
+            return f"{measure.words} {_amount(measure, more)} more"
     return f"equal; {winner.worker_id} has {_ID}"
 
 
-def _ahead(winner: C, rivals: list[C], rule: list[Measure[C]]) -> str:
+def _ahead(winner: C, rivals: list[C], measures: Sequence[Measure[C]]) -> str:
     if not rivals:
         return "the only one"
-    for name, measure in rule:
-        least = min(measure(rival) for rival in rivals)
-        if measure(winner) < least:
-            return f"least {name}, by {_amount(name, least - measure(winner))}"
-        rivals = [rival for rival in rivals if measure(rival) == least]
+    for measure in measures:
+        own, least = measure.of(winner), min(measure.of(rival) for rival in rivals)
+        if own < least:
+            return f"least {measure.words}, by {_amount(measure, least - own)}"
+        rivals = [rival for rival in rivals if measure.of(rival) == least]
     return f"equal to {', '.join(rival.worker_id for rival in rivals)}; {_ID}"
 
 
-def _amount(name: str, value: int) -> str:
-    return duration(value) if name in _TIMES else str(value)
+def _amount(measure: Measure[C], value: int) -> str:
+    match measure.unit:
+        case "ns":
+            return duration(value)
+        case "count":
+            return str(value)
+        case _:
+            assert_never(measure.unit)

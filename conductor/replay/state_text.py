@@ -8,8 +8,8 @@ import msgspec
 
 from halfmoon.conductor.core.block_index import BlockIndex
 from halfmoon.conductor.core.cost import Link
+from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.conductor.core.records import WorkerRecord
 from halfmoon.conductor.core.state import State
 from halfmoon.conductor.replay.explain import table

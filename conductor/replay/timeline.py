@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine
 from halfmoon.conductor.replay.text import message

@@ -14,8 +14,8 @@ from hashlib import blake2b
 import msgspec
 
 from halfmoon.conductor.core.invariants import check
+from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.decode import SimulatedDecode
 from halfmoon.conductor.simulation.network import Network

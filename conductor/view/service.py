@@ -13,8 +13,8 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from halfmoon.bus.connection import Bus
+from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.conductor.core.records import WorkerRecord
 from halfmoon.conductor.core.state import State
 from halfmoon.conductor.core.step_output import explain_none

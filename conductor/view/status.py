@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import queue_ns
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.status import ConductorStatus, NodeStatus, RequestCounts
 

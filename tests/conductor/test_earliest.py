@@ -12,19 +12,12 @@ import pytest
 from conductor_scripts import MS, PROFILE, Script, arrived, keys, prefill, stored
 from random_clusters import Cluster
 
+from halfmoon.conductor.core.best_first import earliest_first_token, shortest_step
+from halfmoon.conductor.core.candidates import candidates, decode_candidates
 from halfmoon.conductor.core.cost import LINK_STALE_NS, Link, answer_class, expected_tokens
-from halfmoon.conductor.core.fetch_plan import PrefixMatch, Source
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement import (
-    EARLIEST_POLICIES,
-    LIGHTEST_POLICIES,
-    candidates,
-    decode_candidates,
-    earliest_first_token,
-    match,
-    shortest_step,
-)
 from halfmoon.conductor.core.policies import choose_decode, choose_prefill
+from halfmoon.conductor.core.prefix_match import FetchSource, PrefixMatch, match_prefix
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import KEY_BYTES
@@ -46,9 +39,7 @@ def compared(seed: int) -> tuple[int, int]:
 
 
 def short_prefill(state: State, event: RequestArrived, now_ns: int) -> bool:
-    if state.policy.name not in EARLIEST_POLICIES:
-        return False
-    matched = match(state, event, now_ns)
+    matched = match_prefix(state, event, now_ns)
     every = candidates(state, event, matched, now_ns)
     best = earliest_first_token(state, event, matched, now_ns)
     if best is None:
@@ -59,9 +50,7 @@ def short_prefill(state: State, event: RequestArrived, now_ns: int) -> bool:
 
 
 def short_decode(state: State, event: RequestArrived, now_ns: int) -> bool:
-    if state.policy.name not in LIGHTEST_POLICIES:
-        return False
-    matched = match(state, event, now_ns)
+    matched = match_prefix(state, event, now_ns)
     tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
     every = decode_candidates(state, event, matched, tokens)
     short = shortest_step(state, event, matched, tokens)
@@ -142,7 +131,7 @@ def test_in_a_wide_pool_no_holder_and_no_idle_worker_is_passed_over_that_would_b
             script.core.state,
             arrived(tokens=draw.choice([100, 500, 950, 2_001]), block_keys=keys(20)),
         )
-        matched = match(state, request, script.now_ns)
+        matched = match_prefix(state, request, script.now_ns)
         best = earliest_first_token(state, request, matched, script.now_ns)
         every = candidates(state, request, EverySource.of(state, request, script.now_ns), script.now_ns)
         assert candidates(state, request, matched, script.now_ns) == every
@@ -159,5 +148,5 @@ class EverySource(PrefixMatch):
         runs = state.index.runs(request.block_keys, len(request.block_keys) // KEY_BYTES)
         return cls(state, runs, runs, now_ns)
 
-    def undominated_sources(self, measured: object, more_than: int) -> Iterator[Source]:
+    def undominated_sources(self, measured: object, more_than: int) -> Iterator[FetchSource]:
         return self.sources(more_than)

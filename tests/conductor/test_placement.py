@@ -25,8 +25,10 @@ from conductor_scripts import (
     stored,
 )
 
+from halfmoon.conductor.core.candidates import candidates, decode_candidates
 from halfmoon.conductor.core.cost import Link
-from halfmoon.conductor.core.placement import Candidate, candidates, decode_candidates, match
+from halfmoon.conductor.core.measures import Candidate
+from halfmoon.conductor.core.prefix_match import match_prefix
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Fetch, StartDecode, StartPrefill
@@ -46,7 +48,7 @@ def pool(**policy: Any) -> Script:
 
 def found(script: Script, request: RequestArrived) -> list[Candidate]:
     state = script.core.state
-    return candidates(state, request, match(state, request, script.now_ns), script.now_ns)
+    return candidates(state, request, match_prefix(state, request, script.now_ns), script.now_ns)
 
 
 def costs(script: Script, request: RequestArrived) -> list[tuple[str, int, int, int, int, int, list[Fetch]]]:
@@ -301,7 +303,7 @@ def test_decode_goes_to_the_lowest_predicted_time_between_tokens() -> None:
     script = pool()
     state, request = script.core.state, arrived(max_tokens=100)
     assert chosen(script, request)[1] == "d0"
-    after = decode_candidates(state, request, match(state, request, script.now_ns), 100)
+    after = decode_candidates(state, request, match_prefix(state, request, script.now_ns), 100)
     # 10 ms + 1 ms a sequence + 1 µs a token: two with 1,100 tokens each, and one.
     assert [(c.worker_id, c.tbt_ns, c.reserved_blocks) for c in after] == [
         ("d0", 14_200 * US, 11),
@@ -334,7 +336,7 @@ def cheapest_by_trying(state: State, request: RequestArrived, worker_id: str, no
     worker = state.workers[worker_id]
     n, size = request.prompt_tokens, worker.block_tokens
     cap = (n - 1) // size
-    matched = match(state, request, now_ns)
+    matched = match_prefix(state, request, now_ns)
     local = min(matched.held.get(worker.node_id, 0), cap)
     best = queue + worker.cost.prefill_ns(n, local * size)
     for node_id, blocks, _, sharing in matched.sources():

@@ -11,11 +11,12 @@ from recorded import HEADER, lines_of, saved
 
 from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.explanation import Explanation
+from halfmoon.conductor.core.policies import POLICIES, Least
 from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.explain import explained
 from halfmoon.conductor.replay.histories import RequestHistories, request_histories
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFile
-from halfmoon.conductor.replay.reasons import DECODE_RULES, PREFILL_RULES, decode_reasons, prefill_reasons
+from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.schemas.decisions import RejectRequest, SetTimer, StartPrefill
 from halfmoon.schemas.events import FrontendJoined, WorkerDraining, WorkerLeft
@@ -69,15 +70,16 @@ def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(
 
 def _by_rule(why: Explanation, prefill_id: str, decode_id: str) -> bool:
     """That the winners are those that the words about them are made by, where it is not drawn."""
-    if why.policy not in PREFILL_RULES:
+    rules = POLICIES[why.policy]
+    if not isinstance(rules.prefill, Least) or not isinstance(rules.decode, Least):
         return False
-    rule, other = PREFILL_RULES[why.policy], DECODE_RULES[why.policy]
+    ours, theirs = rules.prefill.measures, rules.decode.measures
     open_ = [c for c in why.prefill if not c.full] if not why.lost_reason else why.prefill
-    first = min(open_, key=lambda c: (*(measure(c) for _, measure in rule), c.worker_id))
+    first = min(open_, key=lambda c: (*(measure.of(c) for measure in ours), c.worker_id))
     assert first.worker_id == prefill_id, why
     roomy = [c for c in why.decode if c.room and (why.lost_reason or not c.full)]
     if roomy:
-        best = min(roomy, key=lambda c: (*(measure(c) for _, measure in other), c.worker_id))
+        best = min(roomy, key=lambda c: (*(measure.of(c) for measure in theirs), c.worker_id))
         assert best.worker_id == decode_id, why
     return True
 

@@ -1,0 +1,206 @@
+"""Candidates: what a request would cost at each worker.
+
+`candidates` costs one prompt at every prefill worker, `decode_candidates` at every decode worker. They change nothing,
+so that replay can call them to explain a decision. `policies` says which candidate is taken, `best_first` finds that
+one without looking at all.
+
+Source: Mooncake (FAST'25), Algorithm 1; which blocks to fetch from where is in `fetch_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import assert_never
+
+from halfmoon.conductor.core.fetch_plan import (
+    FetchPlan,
+    Prompt,
+    best_plan,
+    plan_as_printed,
+    plan_from_own_ssd,
+)
+from halfmoon.conductor.core.load_index import queue_ns
+from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.policies import FetchRule, rules_of
+from halfmoon.conductor.core.prefix_match import PrefixMatch
+from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.state import State
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.decisions import Fetch
+from halfmoon.schemas.events import RequestArrived
+
+# --- prefill ------------------------------------------------------------------------------------------------
+
+
+def candidates(
+    state: State, request: RequestArrived, match: PrefixMatch, now_ns: int, *, avoid: Sequence[str] = ()
+) -> list[Candidate]:
+    """Every prefill worker that could take the request, by id, with its cost under the policy in force.
+
+    Workers in `avoid` are left out unless there are no others. Empty when no worker is there or none can hold the
+    prompt.
+    """
+    fitting = [
+        worker
+        for worker in state.workers.values()
+        if worker.role == "prefill" and state.takes_orders(worker) and prefill_fits(worker, request)
+    ]
+    workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
+    return [candidate_of(state, worker, request.prompt_tokens, match, now_ns) for worker in workers]
+
+
+def candidate_of(
+    state: State, worker: WorkerRecord, tokens: int, match: PrefixMatch, now_ns: int
+) -> Candidate:
+    """What a prompt of `tokens` would cost at one prefill worker."""
+    policy = state.policy
+    queue = queue_ns(worker, now_ns)
+    limit = cached_blocks_max(worker, tokens)
+    local = min(match.dram.get(worker.node_id, 0), limit)
+    copies = copies_ns(state, worker.cost, worker.block_tokens, min(match.longest, limit) - local)
+    cached, transfer, source, sharing, ssd = local, 0, "", 1, False
+    prefill = worker.cost.prefill_ns(tokens, local * worker.block_tokens)
+    ttft = queue + prefill
+    if limit and match.longest > local:
+        prompt = Prompt(worker, tokens, match, now_ns, queue, local, limit)
+        plan = _plan(state, prompt, rules_of(state).fetch, ttft)
+        if plan is not None:
+            cached, transfer, source, ssd = plan.blocks, plan.transfer_ns, plan.node_id, plan.from_ssd
+            prefill, ttft, sharing, local = plan.prefill_ns, plan.ttft_ns, plan.sharing, plan.first_block
+    fetches = []
+    # The source may be the worker's own node: then the blocks are read from its SSD.
+    if source and cached > local:
+        replicas = _replicas(match, cached, 0 if ssd else policy.fetch_replicas, source, worker.node_id)
+        fetches.append(Fetch(node_id=source, first_block=local, blocks=cached - local, replicas=replicas))
+    return Candidate(
+        worker_id=worker.worker_id,
+        node_id=worker.node_id,
+        queue_ns=queue,
+        transfer_ns=transfer,
+        prefill_ns=prefill,
+        ttft_ns=ttft,
+        cached_tokens=cached * worker.block_tokens,
+        cached_blocks=cached,
+        local_blocks=local,
+        fetches=fetches,
+        fetch_sharing=sharing,
+        from_ssd=ssd,
+        orders=len(worker.orders),
+        pending_blocks=worker.pending_blocks,
+        prompt_blocks=worker.prompt_blocks,
+        uncached_blocks=-(-tokens // worker.block_tokens) - cached,
+        copies_ns=copies,
+        full=len(worker.orders) >= policy.queued_max_per_worker,
+    )
+
+
+def _plan(state: State, prompt: Prompt, rule: FetchRule, computed_ns: int) -> FetchPlan | None:
+    """The fetch plan by the policy's rule; None when computing, done after `computed_ns`, is as early."""
+    match rule:
+        case "cheapest":
+            plan = best_plan(state, prompt)
+        case "local_only":
+            plan = plan_from_own_ssd(state, prompt)
+        case "as_printed":
+            # The printed rule compares lengths of prefixes only: its plan is taken though computing may be faster.
+            return plan_as_printed(state, prompt)
+        case _:
+            assert_never(rule)
+    return plan if plan is not None and plan.ttft_ns < computed_ns else None
+
+
+def cached_blocks_max(worker: WorkerRecord, tokens: int) -> int:
+    """Blocks of a prompt that need not be computed at most: the last token always is, for its logits."""
+    return (tokens - 1) // worker.block_tokens if worker.block_bytes else 0
+
+
+def _replicas(match: PrefixMatch, blocks: int, count: int, *but: str) -> list[str]:
+    """Up to `count` nodes that have the first `blocks` in DRAM, longest prefix first, without those in `but`."""
+    if not count:
+        return []
+    held = (
+        source.node_id
+        for source in match.sources(blocks - 1)
+        if source.dram_blocks >= blocks and source.node_id not in but
+    )
+    return list(islice(held, count))
+
+
+def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -> int:
+    """Price of `blocks` that another node holds and this one will; 0 under a policy that does not price copies.
+
+    In a full pool they displace as many others, which would be reused as often as blocks are on average, each time in
+    place of computing them.
+    """
+    counters = state.counters
+    if blocks <= 0 or not counters.prompt_tokens or not rules_of(state).copies_priced:
+        return 0
+    reused = counters.cached_local_tokens + counters.cached_fetched_tokens
+    block_ns = cost.prefill_per_token_ps * block_tokens // 1_000
+    return blocks * block_ns * reused // counters.prompt_tokens
+
+
+def prefill_fits(worker: WorkerRecord, request: RequestArrived) -> bool:
+    """Whether the worker's context and cache hold the prompt."""
+    return _fits(worker, request.prompt_tokens)
+
+
+# --- decode -------------------------------------------------------------------------------------------------
+
+
+def decode_candidates(
+    state: State,
+    request: RequestArrived,
+    match: PrefixMatch,
+    answer_tokens: int,
+    *,
+    avoid: Sequence[str] = (),
+) -> list[DecodeCandidate]:
+    """Every decode worker that could take the request, by id, with all reservations counted."""
+    fitting = [
+        worker
+        for worker in state.workers.values()
+        if worker.role == "decode" and state.takes_orders(worker) and decode_fits(worker, request)
+    ]
+    workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
+    context = request.prompt_tokens + answer_tokens
+    return [decode_candidate_of(state, worker, match, context) for worker in workers]
+
+
+def decode_candidate_of(
+    state: State, worker: WorkerRecord, match: PrefixMatch, context_tokens: int
+) -> DecodeCandidate:
+    """What a request of `context_tokens` (prompt and expected answer) would make of one decode worker."""
+    blocks = -(-context_tokens // worker.block_tokens) if worker.block_bytes else 0
+    sequences = len(worker.orders)
+    return DecodeCandidate(
+        worker_id=worker.worker_id,
+        node_id=worker.node_id,
+        tbt_ns=worker.cost.step_ns(sequences + 1, worker.context_tokens + context_tokens),
+        blocks=blocks,
+        reserved_blocks=worker.reserved_blocks,
+        room=has_room(worker, sequences, worker.reserved_blocks, blocks),
+        prefix_blocks=match.held.get(worker.node_id, 0),
+        sequences=sequences,
+        full=sequences - worker.batch_max >= state.policy.queued_max_per_worker,
+    )
+
+
+def decode_fits(worker: WorkerRecord, request: RequestArrived) -> bool:
+    """Whether the worker's context and cache hold prompt and answer."""
+    return _fits(worker, request.prompt_tokens + request.max_tokens)
+
+
+def has_room(worker: WorkerRecord, sequences: int, reserved_blocks: int, blocks: int) -> bool:
+    """Whether one more request fits beside `sequences` that hold `reserved_blocks`."""
+    # A null engine has no KV to fit.
+    if worker.block_bytes == 0:
+        return True
+    return sequences < worker.batch_max and reserved_blocks + blocks <= worker.kv_blocks
+
+
+def _fits(worker: WorkerRecord, tokens: int) -> bool:
+    if tokens > worker.context_tokens_max:
+        return False
+    return worker.block_bytes == 0 or -(-tokens // worker.block_tokens) <= worker.kv_blocks
