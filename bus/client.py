@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 _HEADERS_START = b"NATS/1.0\r\n"
 
 #: (subject, reply subject, payload, headers as they came or None). Must not block.
-Hear = Callable[[bytes, bytes, bytes, bytes | None], None]
+RawHandler = Callable[[bytes, bytes, bytes, bytes | None], None]
 
 
 class DirectClient(Client):
-    """See the module. What was not subscribed by `hear` goes the library's way."""
+    """See the module. What was not subscribed by `subscribe_raw` goes the library's way."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._hearing: dict[int, Hear] = {}
+        self._raw_handlers: dict[int, RawHandler] = {}
         self._writing = False
 
     def send(self, subject: str, payload: bytes, reply: str = "", headers: bytes = b"") -> bool:
@@ -75,16 +75,16 @@ class DirectClient(Client):
         if not self.send(subject, payload, reply, header_lines(headers)):
             await super().publish(subject, payload, reply, headers)
 
-    async def hear(self, subject: str, handler: Hear, *, queue: str = "") -> Subscription:
+    async def subscribe_raw(self, subject: str, handler: RawHandler, *, queue: str = "") -> Subscription:
         """Subscribe; `handler` is called within the reading of the socket. What it raises is logged."""
         subscription = await self.subscribe(subject, queue=queue)
-        self._hearing[subscription._id] = handler
+        self._raw_handlers[subscription._id] = handler
         return subscription
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None
     ) -> None:
-        handler = self._hearing.get(sid)
+        handler = self._raw_handlers.get(sid)
         if handler is None:
             await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
             return
@@ -110,7 +110,7 @@ class DirectClient(Client):
         await super()._attempt_reconnect()
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
-        self._hearing.pop(sid, None)
+        self._raw_handlers.pop(sid, None)
         super()._remove_sub(sid, max_msgs)
 
 

@@ -16,19 +16,18 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-import orjson
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.js.errors import NotFoundError
 from nkeys import NkeysError
 
 from halfmoon.bus.client import DirectClient
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.errors import BusError, BusUnreachable, PeerError, PeerUnreachable
+from halfmoon.bus.jetstream import JetStream
 from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.reader import StreamMessage, StreamReader
 from halfmoon.bus.requests import Requests
-from halfmoon.bus.serving import Answerer, Served
+from halfmoon.bus.serving import Answerer, Responder
 from halfmoon.bus.streams import StreamLimits, ensure_streams
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks, within
@@ -63,6 +62,7 @@ class Bus:
 
     def __init__(self, nc: DirectClient, name: str, limits: StreamLimits) -> None:
         self.nc = nc
+        self.jetstream = JetStream(nc)
         self.name = name
         self._limits = limits
         self.invalid = 0
@@ -120,13 +120,13 @@ class Bus:
         box.append(bus)
         try:
             await ensure_streams(nc, bus._limits)
+        except PeerUnreachable as problem:
+            await nc.close()
+            reason = str(problem.__cause__) or type(problem.__cause__).__name__
+            raise BusUnreachable(f"JetStream does not answer at {config.url}: {reason}") from None
         except BusError:
             await nc.close()
             raise
-        except (NatsError, TimeoutError) as problem:
-            await nc.close()
-            reason = str(problem) or type(problem).__name__
-            raise BusUnreachable(f"JetStream does not answer at {config.url}: {reason}") from None
         await bus._publisher.start()
         await bus._requests.start()
         return bus
@@ -159,7 +159,7 @@ class Bus:
     async def _streams_again(self) -> None:
         """A server that was started again has lost the stream that it kept in memory."""
         while self.nc.is_connected:
-            with contextlib.suppress(NatsError, TimeoutError, BusError):
+            with contextlib.suppress(BusError):
                 await ensure_streams(self.nc, self._limits)
                 return
             await asyncio.sleep(0.1)
@@ -217,29 +217,12 @@ class Bus:
 
     async def last_seq(self, stream: str = subjects.EVENTS_STREAM) -> int:
         """The last sequence of the stream; 0 when it is empty."""
-        state = (await self._stream_info(stream))["state"]
-        return int(state["last_seq"])
+        return (await self.jetstream.info(stream)).last_seq
 
     async def held(self, stream: str) -> tuple[int, int]:
         """First and last sequence that the stream holds; the first is the greater when it holds nothing."""
-        state = (await self._stream_info(stream))["state"]
-        last = int(state["last_seq"])
-        return (int(state["first_seq"]) if state["messages"] else last + 1), last
-
-    async def js_api(self, verb: str, question: bytes = b"") -> dict[str, Any]:
-        """JetStream's answer, an error of its own included. Raises PeerUnreachable."""
-        try:
-            reply = await self.nc.request(f"$JS.API.{verb}", question, timeout=5)
-        except (NatsError, TimeoutError) as problem:
-            raise PeerUnreachable(f"JetStream does not answer: {problem}") from None
-        answer: dict[str, Any] = orjson.loads(reply.data)
-        return answer
-
-    async def _stream_info(self, stream: str) -> dict[str, Any]:
-        answer = await self.js_api(f"STREAM.INFO.{stream}")
-        if "error" in answer:
-            raise PeerError("stream", f"{stream}: {answer['error'].get('description', 'refused')}")
-        return answer
+        info = await self.jetstream.info(stream)
+        return (info.first_seq if info.messages else info.last_seq + 1), info.last_seq
 
     async def read(self, stream: str, subject: str, *, after: int = 0) -> AsyncGenerator[StreamMessage, None]:
         """Messages of `stream` that match `subject`, in order, endless."""
@@ -316,10 +299,11 @@ class Bus:
         """The newest decision in the stream, whoever it is for, or None; what is no decision is passed over."""
         first, last = await self.held(subjects.DECISIONS_STREAM)
         for seq in range(last, max(first, 1) - 1, -1):
-            with contextlib.suppress(NotFoundError, MessageInvalid):
-                reply = await self.nc.jetstream().get_msg(subjects.DECISIONS_STREAM, seq=seq)
-                ordered: Ordered = decode(reply.data or b"", Ordered)
-                return ordered
+            stored = await self.jetstream.message(subjects.DECISIONS_STREAM, seq=seq)
+            with contextlib.suppress(MessageInvalid):
+                if stored is not None:
+                    ordered: Ordered = decode(stored.payload, Ordered)
+                    return ordered
         return None
 
     async def open_kv(self, worker_id: str) -> StreamTail:
@@ -357,7 +341,7 @@ class Bus:
         It is called within the reading of the socket; if it is a coroutine function, each runs as a task.
         """
 
-        def hear(_: bytes, __: bytes, payload: bytes, ___: bytes | None) -> None:
+        def receive(_: bytes, __: bytes, payload: bytes, ___: bytes | None) -> None:
             try:
                 message = decode(payload, kind)
             except MessageInvalid:
@@ -367,16 +351,25 @@ class Bus:
             if inspect.isawaitable(result):
                 self._spawn(result)
 
-        return await self.nc.hear(subject, hear, queue=queue)
+        return await self.nc.subscribe_raw(subject, receive, queue=queue)
 
     async def request(
-        self, subject: str, message: Message, kind: type[M], *, timeout_s: float, patient: bool = False
+        self,
+        subject: str,
+        message: Message,
+        kind: type[M],
+        *,
+        timeout_s: float,
+        await_responder: bool = False,
     ) -> M:
-        """Ask and wait; `patient`: also for somebody to be there. Raises PeerUnreachable (nobody there, too
-        late) or PeerError (its own refusal).
+        """The answer to one question; with `await_responder` it also waits for somebody to serve the subject.
+
+        Raises PeerUnreachable (nobody there, or too late), PeerError (the peer's own refusal).
         """
         try:
-            reply = await self._requests.ask(subject, encode(message), timeout_s=timeout_s, patient=patient)
+            reply = await self._requests.ask(
+                subject, encode(message), timeout_s=timeout_s, await_responder=await_responder
+            )
         except NatsError as problem:
             raise PeerUnreachable(f"{subject}: {str(problem) or type(problem).__name__}") from None
         if reply.startswith(b'{"type":"ProcessError"'):
@@ -391,8 +384,8 @@ class Bus:
         """Answer requests. `handler` answers at once, or is a coroutine function: then each runs as a task.
         It is called once for each request, however often that comes.
         """
-        served = Served(self.nc, kind, handler, spawn=self._spawn, invalid=self._count_invalid)
-        return await self.nc.hear(subject, served.receive, queue=queue)
+        responder = Responder(self.nc, kind, handler, spawn=self._spawn, invalid=self._count_invalid)
+        return await self.nc.subscribe_raw(subject, responder.receive, queue=queue)
 
     def _count_invalid(self) -> None:
         self.invalid += 1

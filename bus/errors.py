@@ -5,6 +5,9 @@ BusError
 ├── PeerUnreachable     nobody answers on a subject
 ├── PeerError           the peer answered: it could not (has `code` for programs, `message` for people)
 ├── LogMoved            a conditional append came too late
+├── StreamRefused       JetStream answered with an error (has its `code`)
+├── StreamRecreated     the stream that was being read is gone; another of its name counts from 1
+├── SnapshotBroken      a part of a snapshot is missing, or other bytes than were saved
 └── BusOverloaded       more unacknowledged messages than the bound: the caller must slow down
 """
 
@@ -36,8 +39,21 @@ class LogMoved(BusError):
     """The stream's last sequence is not the expected one."""
 
 
-class StreamAnew(BusError):
+class StreamRefused(BusError):
+    """JetStream answered with an error: `code` is its own number for it, `status` as in HTTP."""
+
+    def __init__(self, message: str, *, code: int = 0, status: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+class StreamRecreated(BusError):
     """The stream that was being read is gone; another of its name counts from 1."""
+
+
+class SnapshotBroken(BusError):
+    """A part is missing, or the bytes are not those that were saved."""
 
 
 class BusOverloaded(BusError):

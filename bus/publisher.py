@@ -80,7 +80,7 @@ class Publisher:
 
     async def start(self) -> None:
         self._reconnects = self._nc.stats["reconnects"]
-        await self._nc.hear(f"{self._prefix}.*", self._on_ack)
+        await self._nc.subscribe_raw(f"{self._prefix}.*", self._on_ack)
         self._tasks = [asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:

@@ -17,14 +17,13 @@ import functools
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any
 
-import orjson
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from halfmoon.bus.client import DirectClient, header
-from halfmoon.bus.errors import StreamAnew
+from halfmoon.bus.errors import PeerUnreachable, StreamRecreated, StreamRefused
+from halfmoon.bus.jetstream import API, JetStream
 
 IDLE_HEARTBEAT_S = 1.0
 _HEARTBEATS_MISSED = 3
@@ -44,10 +43,11 @@ class StreamMessage:
 
 
 class StreamReader:
-    """`async for message in StreamReader(...)`: endless, from after a sequence on. Raises StreamAnew."""
+    """`async for message in StreamReader(...)`: endless, from after a sequence on. Raises StreamRecreated."""
 
     def __init__(self, nc: DirectClient, stream: str, *, filter_subject: str, after: int = 0) -> None:
         self._nc = nc
+        self._jetstream = JetStream(nc)
         self._stream = stream
         self._filter = filter_subject
         self._created = ""
@@ -96,22 +96,22 @@ class StreamReader:
     async def _restart(self) -> None:
         try:
             await self._subscribe()
-        except (NatsError, TimeoutError, StreamRefused):
+        except (NatsError, PeerUnreachable, StreamRefused):
             await asyncio.sleep(0.1)  # server away or stream not ready: keep trying until closed
 
     async def _subscribe(self) -> None:
         await self._drop()
         self._received.clear()
-        created = (await self._api(f"STREAM.INFO.{self._stream}", {}))["created"]
+        created = (await self._jetstream.info(self._stream)).created
         if self._created not in ("", created):
-            raise StreamAnew(
+            raise StreamRecreated(
                 f"the stream {self._stream} was made anew; what was read up to {self.last_seq} is gone"
             )
         self._created = created
         self._expected = 1
         self._reset = False  # from here on: messages may come before the answer to the request below
         self._inbox = inbox = self._nc.new_inbox()
-        self._sub = await self._nc.hear(inbox, functools.partial(self._on_message, inbox))
+        self._sub = await self._nc.subscribe_raw(inbox, functools.partial(self._on_message, inbox))
         config = {
             "deliver_subject": inbox,
             "deliver_policy": "by_start_sequence",
@@ -126,7 +126,7 @@ class StreamReader:
             "inactive_threshold": 30_000_000_000,
         }
         try:
-            answer = await self._api(
+            answer = await self._jetstream.ask(
                 f"CONSUMER.CREATE.{self._stream}", {"stream_name": self._stream, "config": config}
             )
         except BaseException:
@@ -144,18 +144,9 @@ class StreamReader:
         try:
             await sub.unsubscribe()
             if name and self._nc.is_connected:
-                await self._nc.publish(f"$JS.API.CONSUMER.DELETE.{self._stream}.{name}", b"")
+                await self._nc.publish(f"{API}.CONSUMER.DELETE.{self._stream}.{name}", b"")
         except NatsError:
             return  # the server forgets an inactive consumer by itself
-
-    async def _api(self, verb: str, request: dict[str, object]) -> dict[str, Any]:
-        reply = await self._nc.request(
-            f"$JS.API.{verb}", orjson.dumps(request) if request else b"", timeout=5
-        )
-        answer: dict[str, Any] = orjson.loads(reply.data)
-        if "error" in answer:
-            raise StreamRefused(f"{self._stream}: {answer['error'].get('description', 'refused')}")
-        return answer
 
     def _on_message(
         self, inbox: str, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None
@@ -184,7 +175,3 @@ class StreamReader:
                 StreamMessage(int(tokens[5]), int(tokens[7]), subject.decode(), payload, int(tokens[8]))
             )
         self._wake.set()
-
-
-class StreamRefused(Exception):
-    """JetStream answered with an error."""

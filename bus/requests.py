@@ -30,7 +30,7 @@ class _Question:
     answer: asyncio.Future[bytes | None]
     asked_at: float
     #: "Nobody serves this" is not the end: who does is expected back.
-    patient: bool
+    await_responder: bool
 
 
 class Requests:
@@ -44,20 +44,22 @@ class Requests:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        await self._nc.hear(f"{self._prefix}.*", self._receive)
+        await self._nc.subscribe_raw(f"{self._prefix}.*", self._receive)
         self._tasks = [asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:
         await end_tasks(self._tasks)
 
-    async def ask(self, subject: str, payload: bytes, *, timeout_s: float, patient: bool = False) -> bytes:
+    async def ask(
+        self, subject: str, payload: bytes, *, timeout_s: float, await_responder: bool = False
+    ) -> bytes:
         """The payload of the first answer. Raises PeerUnreachable, at once when nobody serves the subject and
-        we are not `patient`; and NATS' own errors when nothing can be sent.
+        not `await_responder`; and NATS' own errors when nothing can be sent.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes | None] = loop.create_future()
         inbox = f"{self._prefix}.{next(self._numbers)}"
-        self._waiting[inbox.encode()] = _Question(subject, payload, answer, time.monotonic(), patient)
+        self._waiting[inbox.encode()] = _Question(subject, payload, answer, time.monotonic(), await_responder)
         timer = loop.call_later(
             timeout_s, self._give_up, answer, f"no answer on {subject} within {timeout_s} s"
         )
@@ -93,7 +95,7 @@ class Requests:
         question = self._waiting.get(subject)
         if question is not None and not question.answer.done():
             nobody = not payload and status(headers) == _NO_RESPONDERS
-            if nobody and question.patient:
+            if nobody and question.await_responder:
                 question.asked_at = 0.0  # again at the next turn of the watch
             else:
                 question.answer.set_result(None if nobody else payload)

@@ -1,6 +1,6 @@
-"""Answering requests, each once: one that comes again is answered again, and not obeyed again.
+"""Serves each request exactly once; a repeat gets the cached reply.
 
-It is known by its reply subject: an inbox of its own for each (`halfmoon.bus.requests`).
+A repeat is known by its reply subject: an inbox of its own for each request (`halfmoon.bus.requests`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ANSWERS_MAX = 4096
 ANSWERS_BYTES_MAX = 8 << 20
 
 
-class Repeats:
-    """Of one served subject."""
+class ReplyCache:
+    """The replies to the latest requests of one subject, by the inbox that each was sent to."""
 
     def __init__(self) -> None:
         self._under_way: set[str] = set()
@@ -55,8 +55,8 @@ class Repeats:
             self._bytes -= len(oldest)
 
 
-class Served:
-    """One served subject; `receive` is for `DirectClient.hear`.
+class Responder:
+    """One served subject; `receive` is for `DirectClient.subscribe_raw`.
 
     `spawn` runs what a coroutine function was asked, as a task; `invalid` is called for what is no `kind`.
     """
@@ -75,12 +75,12 @@ class Served:
         self._handler = handler
         self._spawn = spawn
         self._invalid = invalid
-        self._repeats = Repeats()
+        self._replies = ReplyCache()
 
     def receive(self, _: bytes, reply: bytes, payload: bytes, __: bytes | None) -> None:
         inbox = reply.decode()
-        if not self._repeats.begin(inbox):
-            if (known := self._repeats.answer(inbox)) is not None:
+        if not self._replies.begin(inbox):
+            if (known := self._replies.answer(inbox)) is not None:
                 self._nc.send(inbox, known)
             return
         try:
@@ -107,7 +107,7 @@ class Served:
         """Not sent while the connection is away: then the question comes again."""
         if inbox:
             payload = encode(answer)
-            self._repeats.end(inbox, payload)
+            self._replies.end(inbox, payload)
             self._nc.send(inbox, payload)
 
 

@@ -7,24 +7,17 @@ subject keeps its last message only, so any number of conductors may save the sa
 
 from __future__ import annotations
 
-import base64
-from typing import Any
-
 import orjson
 from nats.errors import Error as NatsError
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import BusError, PeerUnreachable
+from halfmoon.bus.errors import BusError, PeerUnreachable, SnapshotBroken, StreamRefused
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, digest, encode
 from halfmoon.schemas.snapshots import SnapshotHead
 
 PART_BYTES = 512 << 10
 TIMEOUT_S = 5.0
-
-
-class SnapshotBroken(BusError):
-    """A part is missing, or the bytes are not those that were saved."""
 
 
 async def save(bus: Bus, seq: int, snapshot: bytes, *, version: int, code_version: str) -> SnapshotHead:
@@ -82,15 +75,19 @@ async def prune(bus: Bus, keep: int) -> None:
 
 async def remove(bus: Bus, seq: int) -> None:
     """All that was saved after this event."""
-    question = orjson.dumps({"filter": subjects.snapshot_of(seq)})
-    await bus.js_api(f"STREAM.PURGE.{subjects.SNAPSHOTS_STREAM}", question)
+    await bus.jetstream.ask(
+        f"STREAM.PURGE.{subjects.SNAPSHOTS_STREAM}", {"filter": subjects.snapshot_of(seq)}
+    )
 
 
 async def _subjects(bus: Bus, pattern: str) -> list[str]:
-    question = orjson.dumps({"subjects_filter": pattern})
-    answer = await bus.js_api(f"STREAM.INFO.{subjects.SNAPSHOTS_STREAM}", question)
-    state: dict[str, Any] = answer.get("state", {})
-    return sorted(state.get("subjects") or {})
+    try:
+        answer = await bus.jetstream.ask(
+            f"STREAM.INFO.{subjects.SNAPSHOTS_STREAM}", {"subjects_filter": pattern}
+        )
+    except StreamRefused:  # no stream, or none yet: no snapshots
+        return []
+    return sorted(answer["state"].get("subjects") or {})
 
 
 async def _store(bus: Bus, subject: str, payload: bytes) -> None:
@@ -104,8 +101,10 @@ async def _store(bus: Bus, subject: str, payload: bytes) -> None:
 
 
 async def _load(bus: Bus, subject: str) -> bytes:
-    question = orjson.dumps({"last_by_subj": subject})
-    answer = await bus.js_api(f"STREAM.MSG.GET.{subjects.SNAPSHOTS_STREAM}", question)
-    if "message" not in answer:
+    try:
+        message = await bus.jetstream.message(subjects.SNAPSHOTS_STREAM, last_by_subj=subject)
+    except StreamRefused as problem:
+        raise SnapshotBroken(f"{subject}: {problem}") from None
+    if message is None:
         raise SnapshotBroken(f"{subject} is missing")
-    return base64.b64decode(answer["message"].get("data", ""))
+    return message.payload

@@ -7,17 +7,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from nats.aio.client import Client
-from nats.errors import Error as NatsError
 
-from halfmoon.bus.errors import BusError
+from halfmoon.bus.errors import BusError, PeerUnreachable, StreamRefused
+from halfmoon.bus.jetstream import NO_PEERS, NO_STREAM, STREAM_NAME_IN_USE, JetStream
 from halfmoon.schemas import subjects
 from halfmoon.schemas.numbers import SECOND_NS
 
-STREAM_NAME_IN_USE = 10058
-_MISSING = 10059
-_NO_PEERS = 10005
 #: Servers that find each other, and elect who leads, take a while.
 CLUSTER_S = 30.0
 
@@ -47,6 +43,7 @@ async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
     Raises BusError when JetStream refuses (not enabled, no permission, too few servers for the replicas). A
     cluster of servers that is not ready yet is waited for.
     """
+    jetstream = JetStream(nc)
     until = time.monotonic() + (0 if limits.replicas == 1 else CLUSTER_S)
     for name, subject, storage, bytes_max, age_ns_max in (
         (subjects.EVENTS_STREAM, subjects.EVENTS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
@@ -81,29 +78,32 @@ async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
             "max_consumers": -1,
             "duplicate_window": min(limits.duplicate_window_ns, age_ns_max),
         }
-        while (error := await _ensure(nc, name, config, until)) is not None:
-            if time.monotonic() > until or not _may_pass(error):
-                raise BusError(f"stream {name}: {error.get('description', 'refused')}")
+        while (refused := await _ensure(jetstream, name, config, until)) is not None:
+            if time.monotonic() > until or not _may_pass(refused):
+                raise BusError(f"stream {refused}")
             await asyncio.sleep(0.1)
 
 
-async def _ensure(nc: Client, name: str, config: dict[str, Any], until: float) -> dict[str, Any] | None:
-    """JetStream's error, None when the stream is there."""
+async def _ensure(
+    jetstream: JetStream, name: str, config: dict[str, Any], until: float
+) -> StreamRefused | None:
+    """JetStream's refusal, None when the stream is there. Raises PeerUnreachable after `until`."""
     waiting = not config["num_replicas"]
     timeout_s = 10.0 if config["num_replicas"] == 1 else 2.0
     try:
         if waiting:
-            reply = await nc.request(f"$JS.API.STREAM.INFO.{name}", timeout=timeout_s)
+            await jetstream.ask(f"STREAM.INFO.{name}", timeout_s=timeout_s)
         else:
-            reply = await nc.request(f"$JS.API.STREAM.CREATE.{name}", orjson.dumps(config), timeout=timeout_s)
-    except (NatsError, TimeoutError):
+            await jetstream.ask(f"STREAM.CREATE.{name}", config, timeout_s=timeout_s)
+    except PeerUnreachable:
         if time.monotonic() > until:
             raise
-        return {"code": 503}
-    error: dict[str, Any] | None = orjson.loads(reply.data).get("error")
-    return None if error and error.get("err_code") == STREAM_NAME_IN_USE else error
+        return StreamRefused(f"{name}: no answer", status=503)
+    except StreamRefused as refused:
+        return None if refused.code == STREAM_NAME_IN_USE else refused
+    return None
 
 
-def _may_pass(error: dict[str, Any]) -> bool:
-    """Of a cluster that is not whole yet; of a stream that somebody else is about to make."""
-    return error.get("code") == 503 or error.get("err_code") in (_MISSING, _NO_PEERS)
+def _may_pass(refused: StreamRefused) -> bool:
+    """True where waiting may help: the cluster is not whole yet, or somebody else is about to make the stream."""
+    return refused.status == 503 or refused.code in (NO_STREAM, NO_PEERS)

@@ -13,25 +13,22 @@ the server send stored messages to any subject, and that is a permission that wo
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-import orjson
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from halfmoon.bus.client import DirectClient
-from halfmoon.bus.reader import StreamRefused
+from halfmoon.bus.errors import PeerUnreachable, StreamRefused
+from halfmoon.bus.jetstream import JetStream
 from halfmoon.bus.tasks import end_tasks
 
 #: How often the place in the stream is noted, which bounds what is read again.
 MARK_S = 5.0
 #: What was published before this has reached the stream, however busy the server is.
 SETTLE_S = 0.5
-ANSWER_S = 5.0
-_NO_MESSAGE = 10037
 
 
 class StreamTail:
@@ -41,6 +38,7 @@ class StreamTail:
 
     def __init__(self, nc: DirectClient, stream: str, subject: str) -> None:
         self._nc = nc
+        self._jetstream = JetStream(nc)
         self._stream = stream
         self._subject = subject
         self._mark = 0
@@ -55,7 +53,7 @@ class StreamTail:
 
     async def open(self) -> None:
         """Nothing published after this returns is missed."""
-        self._sub = await self._nc.hear(self._subject, self._on_message)
+        self._sub = await self._nc.subscribe_raw(self._subject, self._on_message)
         self._mark = await self._last_seq()  # an answered request: the server has the subscription
         self._tasks = [asyncio.create_task(self._keep_mark())]
 
@@ -97,7 +95,7 @@ class StreamTail:
                     await self._read_up_to(last)
                 if losses == self._losses:  # else something after `last` was missed too
                     break
-            except (NatsError, TimeoutError, KeyError, StreamRefused):  # the server is not ready yet
+            except (PeerUnreachable, StreamRefused):  # the server is not ready yet
                 await asyncio.sleep(0.1)
         held, self._held = self._held or deque(), None
         self._received.extend(held)
@@ -105,25 +103,21 @@ class StreamTail:
         # Published just before we were subscribed again, a message may not have been in the stream when that
         # was asked.
         await asyncio.sleep(SETTLE_S)
-        with contextlib.suppress(NatsError, TimeoutError, KeyError, StreamRefused):
+        with contextlib.suppress(PeerUnreachable, StreamRefused):
             if losses == self._losses:
                 await self._read_up_to(await self._last_seq())
 
     async def _read_up_to(self, last: int) -> None:
         while self._mark < last:
-            question = {"seq": self._mark + 1, "next_by_subj": self._subject}
-            reply = await self._nc.request(
-                f"$JS.API.STREAM.MSG.GET.{self._stream}", orjson.dumps(question), timeout=ANSWER_S
+            message = await self._jetstream.message(
+                self._stream, seq=self._mark + 1, next_by_subj=self._subject
             )
-            answer = orjson.loads(reply.data)
-            if "message" not in answer:
-                if answer["error"].get("err_code") != _NO_MESSAGE:
-                    raise StreamRefused(f"{self._stream}: {answer['error'].get('description', 'refused')}")
+            if message is None:
                 self._mark = last
                 return
-            self._received.append(base64.b64decode(answer["message"].get("data", "")))
+            self._received.append(message.payload)
             self._wake.set()
-            self._mark = int(answer["message"]["seq"])
+            self._mark = message.seq
 
     async def _keep_mark(self) -> None:
         """What the stream held when it was last asked, long ago, has been sent to us since. (Of what it holds
@@ -136,7 +130,7 @@ class StreamTail:
             before = self._losses, self._created
             await asyncio.sleep(MARK_S)
             if self._held is None and self._nc.is_connected:
-                with contextlib.suppress(NatsError, TimeoutError, KeyError):
+                with contextlib.suppress(PeerUnreachable, StreamRefused):
                     last = await self._last_seq()
                     if before == (self._losses, self._created):
                         self._mark, earlier = earlier, last
@@ -144,11 +138,8 @@ class StreamTail:
             earlier = self._mark
 
     async def _last_seq(self) -> int:
-        reply = await self._nc.request(f"$JS.API.STREAM.INFO.{self._stream}", b"", timeout=ANSWER_S)
-        answer = orjson.loads(reply.data)
-        last = int(answer["state"]["last_seq"])
-        if (
-            answer["created"] != self._created
-        ):  # kept in memory, lost with the server, made anew: it counts from 1
-            self._created, self._mark = answer["created"], 0
-        return last
+        info = await self._jetstream.info(self._stream)
+        # A stream that is kept in memory is lost with its server, and made again: it counts from 1.
+        if info.created != self._created:
+            self._created, self._mark = info.created, 0
+        return info.last_seq

@@ -11,11 +11,9 @@ import asyncio
 import contextlib
 import logging
 
-import orjson
-
 from halfmoon.bus import snapshots
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import BusError
+from halfmoon.bus.errors import BusError, SnapshotBroken
 from halfmoon.conductor.code_version import LOG_VERSIONS_READ, code_version
 from halfmoon.conductor.core.machine import SNAPSHOT_VERSION, Core, SnapshotInvalid
 from halfmoon.schemas import subjects
@@ -109,13 +107,14 @@ async def leading_snapshot(bus: Bus) -> tuple[int, bytes] | None:
     first, last = await bus.held(subjects.EVENTS_STREAM)
     for head in reversed(await snapshots.heads(bus)):
         if head.version == SNAPSHOT_VERSION and first - 1 <= head.seq <= last:
-            with contextlib.suppress(snapshots.SnapshotBroken):
+            with contextlib.suppress(SnapshotBroken):
                 return head.seq, await snapshots.read(bus, head)
     return None
 
 
 async def begun_at(bus: Bus) -> int:
     """Sequence of the newest ClusterConfigured; 0 when the log has none (any more)."""
-    question = orjson.dumps({"last_by_subj": subjects.events_of_kind(ClusterConfigured.__name__)})
-    answer = await bus.js_api(f"STREAM.MSG.GET.{subjects.EVENTS_STREAM}", question)
-    return int(answer["message"]["seq"]) if "message" in answer else 0
+    message = await bus.jetstream.message(
+        subjects.EVENTS_STREAM, last_by_subj=subjects.events_of_kind(ClusterConfigured.__name__)
+    )
+    return 0 if message is None else message.seq

@@ -332,5 +332,5 @@ class AgentClient:
         """Patient: that the agent died is seen elsewhere; else it is just coming back to the bus."""
         subject = subjects.store(self._node_id, verb)
         return await self._bus.request(
-            subject, message, kind, timeout_s=timeout_s, patient=self._view is not None
+            subject, message, kind, timeout_s=timeout_s, await_responder=self._view is not None
         )

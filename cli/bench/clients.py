@@ -125,7 +125,7 @@ class NatsTarget:
         try:
             await within(self._config.connect_timeout_s, self._nc.connect(**options))
             self._inbox = self._nc.new_inbox()
-            await self._nc.hear(f"{self._inbox}.*", self._hear)
+            await self._nc.subscribe_raw(f"{self._inbox}.*", self._hear)
             reply = await self._nc.request(f"{subjects.API}.models", b"", timeout=CONNECT_S)
         except (NatsError, OSError, TimeoutError) as problem:
             reason = str(problem) or type(problem).__name__

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import BusError
+from halfmoon.bus.errors import BusError, StreamRefused
 from halfmoon.bus.tasks import within
 from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge, histogram
 from halfmoon.conductor.core.load_index import queue_ns
@@ -71,15 +71,16 @@ class ConductorMetrics(Collector):
 
     async def _ask(self) -> None:
         for stream in subjects.STREAMS:
-            answer = await self._bus.js_api(f"STREAM.INFO.{stream}")
-            if (state := answer.get("state")) is not None:
+            with contextlib.suppress(StreamRefused):
+                answer = await self._bus.jetstream.ask(f"STREAM.INFO.{stream}")
+                state = answer["state"]
                 self._streams[stream] = _Stream(
                     messages=state["messages"],
                     bytes=state["bytes"],
                     bytes_max=answer["config"]["max_bytes"],
                 )
-            if stream == subjects.EVENTS_STREAM and state is not None:
-                self._lag = max(0, state["last_seq"] - self._core.seq)
+                if stream == subjects.EVENTS_STREAM:
+                    self._lag = max(0, state["last_seq"] - self._core.seq)
 
     def collect(self) -> Iterable[Metric]:
         yield from self._log()

@@ -12,7 +12,6 @@ import datetime
 import re
 
 import msgspec
-import orjson
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError
@@ -114,13 +113,10 @@ class LogLookup:
         return low
 
     async def _time_of(self, seq: int) -> int:
-        answer = await self._bus.js_api(
-            f"STREAM.MSG.GET.{subjects.EVENTS_STREAM}", orjson.dumps({"seq": seq})
-        )
-        if "message" not in answer:  # it has just expired: earlier than all that is there
+        message = await self._bus.jetstream.message(subjects.EVENTS_STREAM, seq=seq)
+        if message is None:  # it has just expired: earlier than all that is there
             return 0
-        told = str(answer["message"]["time"])
-        at = datetime.datetime.fromisoformat(told[:19] + "+00:00")
+        at = datetime.datetime.fromisoformat(message.time[:19] + "+00:00")
         return int(at.timestamp()) * SECOND_NS
 
 

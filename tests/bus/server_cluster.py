@@ -96,7 +96,7 @@ class ServerCluster:
         return await Bus.connect(self.config(name), name=name, limits=StreamLimits(replicas=replicas))
 
     async def leader(self, bus: Bus, stream: str) -> str:
-        answer = await bus.js_api(f"STREAM.INFO.{stream}")
+        answer = await bus.jetstream.ask(f"STREAM.INFO.{stream}")
         return str(answer["cluster"]["leader"])
 
 

@@ -12,7 +12,7 @@ import pytest
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.bus.errors import BusUnreachable, LogMoved, PeerError, PeerUnreachable, StreamAnew
+from halfmoon.bus.errors import BusUnreachable, LogMoved, PeerError, PeerUnreachable, StreamRecreated
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CancelOrder, Ordered
 from halfmoon.schemas.events import FrontendHeartbeat, RequestCancelled, Stamped
@@ -60,10 +60,10 @@ async def test_a_log_that_was_made_anew_is_not_read_on_as_if_it_were_the_old_one
         await bus.append(cancelled(number), source_id="f")
     log = bus.events()
     assert len([await anext(log) for _ in range(5)]) == 5
-    await bus.js_api(f"STREAM.DELETE.{subjects.EVENTS_STREAM}")
+    await bus.jetstream.ask(f"STREAM.DELETE.{subjects.EVENTS_STREAM}")
     again = await connect(nats_url)  # makes it
     await again.append(cancelled(9), source_id="f")
-    with pytest.raises(StreamAnew, match=r"EVENTS was made anew.*up to 5"):
+    with pytest.raises(StreamRecreated, match=r"EVENTS was made anew.*up to 5"):
         async with asyncio.timeout(20):
             await anext(log)
     assert [s.event for s in await take(again.events(), 1)] == [cancelled(9)]

@@ -40,7 +40,7 @@ def test_headers_as_they_come() -> None:
 
 async def test_what_is_heard_comes_in_order_with_all_its_parts(client: DirectClient) -> None:
     heard: list[tuple[bytes, bytes, bytes, bytes | None]] = []
-    await client.hear("a.*", lambda *parts: heard.append(parts))
+    await client.subscribe_raw("a.*", lambda *parts: heard.append(parts))
     for number in range(100):
         await client.publish(f"a.{number}", b"%d" % number, reply="r")
     await client.publish("a.h", b"", headers={"K": "v"})
@@ -62,7 +62,7 @@ async def test_a_handler_that_fails_is_said_and_the_connection_goes_on(
             raise KeyError(payload)
         heard.append(payload)
 
-    await client.hear("a", hear)
+    await client.subscribe_raw("a", hear)
     with caplog.at_level(logging.ERROR):
         for payload in (b"1", b"bad", b"2"):
             await client.publish("a", payload)
@@ -74,16 +74,16 @@ async def test_a_handler_that_fails_is_said_and_the_connection_goes_on(
 
 async def test_after_unsubscribing_nothing_is_heard_and_nothing_is_kept(client: DirectClient) -> None:
     heard: list[bytes] = []
-    subscription = await client.hear("a", lambda _, __, payload, ___: heard.append(payload))
+    subscription = await client.subscribe_raw("a", lambda _, __, payload, ___: heard.append(payload))
     others: list[bytes] = []
-    await client.hear("a", lambda _, __, payload, ___: others.append(payload))
+    await client.subscribe_raw("a", lambda _, __, payload, ___: others.append(payload))
     await client.publish("a", b"1")
     await until(lambda: others == [b"1"])
     await subscription.unsubscribe()
     await client.publish("a", b"2")
     await until(lambda: others == [b"1", b"2"])
     assert heard == [b"1"]
-    assert len(client._hearing) == 1
+    assert len(client._raw_handlers) == 1
 
 
 async def test_other_subscriptions_go_the_librarys_way(client: DirectClient) -> None:
@@ -110,5 +110,5 @@ async def test_whoever_publishes_while_the_connection_is_being_lost_is_not_told(
     await asyncio.wait({client._flusher_task})
     monkeypatch.setattr(client._transport, "drain", drain)
     await client.publish("a", b"1")
-    await client.hear("b", lambda *_: None)
+    await client.subscribe_raw("b", lambda *_: None)
     assert client.is_connected

@@ -263,7 +263,7 @@ async def test_who_has_no_credentials_gets_no_connection(servers: ServerCluster,
 
 async def test_three_copies_of_every_stream(servers: ServerCluster, conductor: Bus) -> None:
     for stream in subjects.STREAMS:
-        answer = await conductor.js_api(f"STREAM.INFO.{stream}")
+        answer = await conductor.jetstream.ask(f"STREAM.INFO.{stream}")
         assert answer["config"]["num_replicas"] == 3, stream
         assert {
             answer["cluster"]["leader"],

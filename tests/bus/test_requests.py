@@ -14,7 +14,7 @@ from halfmoon.bus import connection
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerUnreachable
-from halfmoon.bus.serving import ANSWERS_BYTES_MAX, ANSWERS_MAX, Repeats
+from halfmoon.bus.serving import ANSWERS_BYTES_MAX, ANSWERS_MAX, ReplyCache
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CancelOrder, Ordered
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
@@ -113,20 +113,24 @@ async def test_who_is_patient_waits_for_somebody_to_serve(nats_url: str) -> None
     question = ResendRequest(request_id="r", order_id="1-0", index=1)
     with pytest.raises(PeerUnreachable, match="nobody serves"):
         await asker.request(SUBJECT, question, ResendReply, timeout_s=10)
-    asking = asyncio.create_task(asker.request(SUBJECT, question, ResendReply, timeout_s=10, patient=True))
+    asking = asyncio.create_task(
+        asker.request(SUBJECT, question, ResendReply, timeout_s=10, await_responder=True)
+    )
     await asyncio.sleep(0.3)
     assert not asking.done()
     await server.serve(SUBJECT, ResendRequest, lambda _: ResendReply(known=True))
     async with asyncio.timeout(5):
         assert (await asking).known
     with pytest.raises(PeerUnreachable, match="no answer"):
-        await asker.request("halfmoon.resend.other", question, ResendReply, timeout_s=0.5, patient=True)
+        await asker.request(
+            "halfmoon.resend.other", question, ResendReply, timeout_s=0.5, await_responder=True
+        )
     await asker.close()
     await server.close()
 
 
 def test_what_was_answered_is_forgotten_at_some_time() -> None:
-    repeats = Repeats()
+    repeats = ReplyCache()
     for number in range(ANSWERS_MAX + 10):
         assert repeats.begin(f"inbox.{number}")
         assert repeats.answer(f"inbox.{number}") is None

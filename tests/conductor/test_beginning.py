@@ -7,13 +7,13 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
-import orjson
 import pytest
 from conductor_scripts import S, arrived
 from live_conductors import CLUSTER, client, conductor, decisions_of, log_of, reach, replayed, say, status
 
 from halfmoon.bus import snapshots
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import SnapshotBroken
 from halfmoon.conductor.code_version import DECIDING, code_version
 from halfmoon.conductor.core.machine import SNAPSHOT_VERSION, Core
 from halfmoon.conductor.log_reading import LogUnreadable, check_gap, digest_at
@@ -41,7 +41,7 @@ async def save(bus: Bus, core: Core, *, version: int = SNAPSHOT_VERSION) -> snap
 
 async def expire(bus: Bus, up_to: int) -> None:
     """The log loses its head, as by size or age."""
-    answer = await bus.js_api(f"STREAM.PURGE.{subjects.EVENTS_STREAM}", orjson.dumps({"seq": up_to + 1}))
+    answer = await bus.jetstream.ask(f"STREAM.PURGE.{subjects.EVENTS_STREAM}", {"seq": up_to + 1})
     assert answer["success"]
 
 
@@ -63,7 +63,7 @@ async def test_a_snapshot_of_many_parts_comes_back_as_it_was(nats_url: str) -> N
         assert await snapshots.read(bus, head) == snapshot
         subject = subjects.snapshot(7, head.digest, 2)
         await bus.nc.request(subject, b"other bytes", timeout=5)
-        with pytest.raises(snapshots.SnapshotBroken, match="event 7 has other bytes"):
+        with pytest.raises(SnapshotBroken, match="event 7 has other bytes"):
             await snapshots.read(bus, head)
 
 
@@ -111,7 +111,7 @@ async def test_snapshots_of_a_log_that_was_deleted_are_removed(
             last = await say(bus, *CLUSTER)
             await reach(bus, last)
         head = await save(bus, await core_at(bus, last))
-        await bus.js_api(f"STREAM.DELETE.{subjects.EVENTS_STREAM}")
+        await bus.jetstream.ask(f"STREAM.DELETE.{subjects.EVENTS_STREAM}")
         async with conductor(nats_url, "c2", policy=QUIET):  # its connection makes the stream anew
             assert [record.getMessage() for record in caplog.records] == [
                 f"the snapshot of event {head.seq} is of a log that is gone: removed"

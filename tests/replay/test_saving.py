@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import msgspec
-import orjson
 import pytest
 from conductor_scripts import MS, arrived, decode, finished, keys, prefill, prefilled, store, stored
 
@@ -158,7 +157,7 @@ async def test_where_the_head_has_expired_a_snapshot_begins_the_file(nats_url: s
         replay = Replay(whole, until=seq)
         assert list(replay)
         await snapshots.save(bus, seq, replay.core.snapshot(), version=SNAPSHOT_VERSION, code_version="t")
-        await bus.js_api(f"STREAM.PURGE.{subjects.EVENTS_STREAM}", orjson.dumps({"seq": seq}))
+        await bus.jetstream.ask(f"STREAM.PURGE.{subjects.EVENTS_STREAM}", {"seq": seq})
         assert await save_from(nats_url, tmp_path / "rest.jsonl") == left
         rest = LogFile(tmp_path / "rest.jsonl")
         assert isinstance(next(rest.lines()), SnapshotLine)
@@ -173,7 +172,7 @@ async def test_decisions_that_have_expired_are_counted_and_no_others_may_be_miss
 ) -> None:
     await conducted(nats_url)
     bus = await connect(nats_url)
-    await bus.js_api(f"STREAM.PURGE.{subjects.DECISIONS_STREAM}", orjson.dumps({"seq": 2}))
+    await bus.jetstream.ask(f"STREAM.PURGE.{subjects.DECISIONS_STREAM}", {"seq": 2})
     await bus.close()
     assert await save_from(nats_url, tmp_path / "log.jsonl") == (11, 1)
     log = LogFile(tmp_path / "log.jsonl")
