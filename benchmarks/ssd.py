@@ -96,7 +96,12 @@ async def rounds(directory: Path, block_bytes: int, threads: int, count: int) ->
     )
     guard = PoolGuard(Pool(BLOCKS), ttl_ns=10**12, grace_ns=0, announce=lambda _: None)
     tier = SsdTier(
-        config, guard, view=lambda: segment.view, announce=lambda _: None, counters=Counter(), lost=sys.exit
+        config.ssd_options,
+        guard,
+        view=lambda: segment.view,
+        announce=lambda _: None,
+        counters=Counter(),
+        lost=sys.exit,
     )
     await tier._open()
     owner, keys = Owner("o", "w"), [number.to_bytes(16, "big") for number in range(BLOCKS)]

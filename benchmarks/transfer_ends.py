@@ -157,7 +157,7 @@ class Ours:
         hello: Hello = self._other.pipe.recv()
         self._end = End(kind, "mine", small)
         if self._end.tcp is not None:
-            self._end.tcp.allow(hello)
+            self._end.tcp.admit(hello)
         self._other.pipe.send(self._end.hello)
         assert self._other.pipe.recv() == "ready"
         geometry = Geometry.of(hello.layout, hello.slots)
@@ -317,10 +317,15 @@ class End:
         self.view.touch()
         self.guard = PoolGuard(Pool(slots), ttl_ns=10**12, grace_ns=0, announce=lambda changes: None)
         self.tcp: TcpTransport | None = None
-        self.transport: Transport = ShmTransport(self.view, ThreadPoolExecutor(2))
+        self.transport: Transport = ShmTransport(self.view, ThreadPoolExecutor(2), host=host_id())
         if kind != "shm":
             self.transport = self.tcp = TcpTransport(
-                self.view, self.guard, self.config, incarnation=node_id, host=host_id(), counters=Counter()
+                self.view,
+                self.guard,
+                self.config.tcp_options,
+                incarnation=node_id,
+                host=host_id(),
+                counters=Counter(),
             )
             self.tcp.start()
         self.hello = Hello(
@@ -352,7 +357,7 @@ def their_side(kind: str, small: bool, pipe: Connection) -> None:
         pipe.send(end.hello)
         mine: Hello = pipe.recv()
         if end.tcp is not None:
-            end.tcp.allow(mine)
+            end.tcp.admit(mine)
         pipe.send("ready")
         while pipe.recv() != "end":
             pipe.send(cpu_s())

@@ -157,10 +157,14 @@ class FrontendLeft(Message, frozen=True):
 # --- store agents -----------------------------------------------------------------------------------------------
 
 
+#: How bytes of blocks move between two nodes: the one list of names. `store/agent/open_transports.py` opens each.
+TransportName = Literal["shm", "tcp", "rdma"]
+
+
 class Endpoint(Part, frozen=True):
     """Where a store agent's data plane listens. `public_key` is its CURVE key (z85) for tcp, "" for shm."""
 
-    transport: Literal["shm", "tcp", "rdma"]
+    transport: TransportName
     address: str
     public_key: str = ""
     #: NUMA distance of the agent's memory to the NIC, as Linux counts: 10 is near.

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from halfmoon.schemas.events import TransportName
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.pool.eviction import EvictionName
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.pool.slots import tenant_mark
+from halfmoon.store.tiers.options import SsdOptions
 from halfmoon.store.tiers.ssd_file import records_in
 from halfmoon.store.transports.rdma.device import Wanted
+from halfmoon.store.transports.rdma.options import RdmaOptions
+from halfmoon.store.transports.tcp.options import Encryption, TcpOptions
 
 MIB = 1024 * 1024
 
@@ -61,13 +65,13 @@ class StoreConfig:
     advertise: str = ""
     #: "auto": shared memory between agents of one host, RDMA between hosts that have it, TCP between others.
     #: The others force one.
-    transport: Literal["auto", "shm", "tcp", "rdma"] = "auto"
+    transport: TransportName | Literal["auto"] = "auto"
     #: "auto": the first active port. "off", or DEVICE, DEVICE:PORT, DEVICE:PORT:GID as in
     #: /sys/class/infiniband.
     rdma: str = "auto"
     #: CURVE on TCP links. "auto": only between hosts; it halves the speed. Links are authenticated in any
     #: case.
-    encryption: Literal["auto", "always", "never"] = "auto"
+    encryption: Encryption = "auto"
     #: What all agents of the cluster know and nobody else does; authenticates the data plane.
     cluster_secret: str
     #: A lease or reservation lives so long after the last activity of its order.
@@ -145,3 +149,42 @@ class StoreConfig:
     @property
     def geometry(self) -> Geometry:
         return Geometry.of(self.layout, self.slot_count)
+
+    @property
+    def tcp_options(self) -> TcpOptions:
+        return TcpOptions(
+            node_id=self.node_id,
+            cluster_secret=self.cluster_secret,
+            bind=self.bind,
+            port=self.port,
+            advertise=self.advertise,
+            encryption=self.encryption,
+            stall_ns_max=self.stall_ns_max,
+        )
+
+    @property
+    def rdma_options(self) -> RdmaOptions:
+        return RdmaOptions(
+            node_id=self.node_id,
+            cluster_secret=self.cluster_secret,
+            device=self.rdma,
+            stall_ns_max=self.stall_ns_max,
+        )
+
+    @property
+    def ssd_options(self) -> SsdOptions | None:
+        """None: there is no SSD tier."""
+        if not self.ssd_path:
+            return None
+        return SsdOptions(
+            node_id=self.node_id,
+            layout=self.layout,
+            slots=self.slot_count,
+            path=self.ssd_path,
+            file_bytes=self.ssd_bytes,
+            eviction=self.eviction,
+            hits_min=self.ssd_hits_min,
+            ahead_percent=self.ssd_ahead_percent,
+            stop_s=self.ssd_stop_s,
+            threads=self.ssd_threads,
+        )

@@ -8,6 +8,7 @@ from typing import get_args
 from halfmoon.cli.metrics import add_metrics
 from halfmoon.cli.options import add_bus, add_config, add_secret
 from halfmoon.cli.tracing import add_tracing
+from halfmoon.schemas.events import TransportName
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 
@@ -87,7 +88,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--data-port", type=int, default=0, help="its port; 0: any free one")
     group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
-    group.add_argument("--transport", choices=("auto", "shm", "tcp", "rdma"), default="auto")
+    group.add_argument("--transport", choices=("auto", *get_args(TransportName)), default="auto")
     group.add_argument(
         "--rdma", default="auto", metavar="DEVICE[:PORT[:GID]]", help="RDMA port; auto, or off"
     )

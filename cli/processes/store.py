@@ -59,9 +59,8 @@ async def run(args: argparse.Namespace) -> int:
     )
     tracing = start_tracing(args, "store", f"store-{args.node}")
     bus = await connect(args, f"store-{args.node}")
-    agent = StoreAgent(bus, config)
-    agent.tracing = tracing
-    metrics = StoreMetrics(agent)
+    agent = StoreAgent(bus, config, tracing=tracing)
+    metrics = StoreMetrics(agent.context)
     metrics.follow()
     try:
         await agent.start()
@@ -72,8 +71,8 @@ async def run(args: argparse.Namespace) -> int:
     say(
         f"store agent {args.node}: {(args.pool_mib << 20) // layout.block_bytes} blocks of {layout.block_bytes} bytes"
     )
-    if (tier := agent.tier) is not None and tier.open:
-        say(f"store agent {args.node}: SSD tier {agent.config.ssd_path}, {tier.records} blocks, {tier.mode}")
+    if (tier := agent.context.tier) is not None and tier.open:
+        say(f"store agent {args.node}: SSD tier {config.ssd_path}, {tier.records} blocks, {tier.mode}")
     stopped = asyncio.create_task(until_stopped(bus, args.health_file))
     drained = asyncio.create_task(agent.drained.wait())
     try:

@@ -24,13 +24,14 @@ from halfmoon.schemas.events import (
     StoreInventory,
     StoreJoined,
     StoreSuspected,
-    Tier,
     TierLost,
 )
+from halfmoon.schemas.events import Tier as TierName
 from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.slots import Change
+from halfmoon.store.tiers.base import Tier
 
 #: 16-byte keys in base64 are 22 bytes each: 45 KiB a message, below the log's 64 KiB.
 KEYS_PER_MESSAGE = 2048
@@ -50,7 +51,7 @@ class Announcer:
         self._pending: list[Change] = []
         self._timer: asyncio.TimerHandle | None = None
         self._guard: PoolGuard | None = None
-        self._ssd_keys: Callable[[], list[bytes]] = list
+        self._tier: Tier | None = None
         self._joined: Callable[[], StoreJoined] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._suspected_ns: dict[str, int] = {}
@@ -58,13 +59,9 @@ class Announcer:
         #: Told of the same changes.
         self.listeners: list[Callable[[list[Change]], None]] = []
 
-    def start(
-        self, guard: PoolGuard, joined: Callable[[], StoreJoined], ssd_keys: Callable[[], list[bytes]] = list
-    ) -> None:
-        """Joins: `joined` makes the first message of every announcement, `guard` and `ssd_keys` have the
-        inventory.
-        """
-        self._guard, self._joined, self._ssd_keys = guard, joined, ssd_keys
+    def start(self, guard: PoolGuard, joined: Callable[[], StoreJoined], tier: Tier | None = None) -> None:
+        """Joins. `joined` makes the first message of every announcement; `guard` and `tier` have the inventory."""
+        self._guard, self._joined, self._tier = guard, joined, tier
         self.announce()
         self._beating = asyncio.create_task(self._beat())
 
@@ -115,7 +112,9 @@ class Announcer:
         self.flush()
         if not self._append(self._joined()):
             return
-        tiers: list[tuple[Tier, list[bytes]]] = [("dram", self._guard.keys()), ("ssd", self._ssd_keys())]
+        tiers: list[tuple[TierName, list[bytes]]] = [("dram", self._guard.keys())]
+        if self._tier is not None:
+            tiers.append((self._tier.name, self._tier.keys()))
         parts = [
             (tier, keys[i : i + KEYS_PER_MESSAGE])
             for tier, keys in tiers
@@ -133,10 +132,10 @@ class Announcer:
             if not self._append(inventory):
                 return
 
-    def tier_lost(self, reason: str) -> None:
-        """At once: nothing is on the node's SSD any more. What waits would be stale."""
-        self._pending = [change for change in self._pending if change.tier != "ssd"]
-        lost = TierLost(node_id=self._node_id, incarnation=self._incarnation, tier="ssd", reason=reason[:500])
+    def tier_lost(self, tier: TierName, reason: str) -> None:
+        """At once: nothing is on that tier any more. What waits would be stale."""
+        self._pending = [change for change in self._pending if change.tier != tier]
+        lost = TierLost(node_id=self._node_id, incarnation=self._incarnation, tier=tier, reason=reason[:500])
         self.flush()
         self._append(lost)
 

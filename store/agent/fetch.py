@@ -16,7 +16,6 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,13 +24,11 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.kv import KvLoaded
 from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, Hello, LeaseBlocks, Leased
+from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.peers import Peers
 from halfmoon.store.errors import BytesCorrupted, OrderUnknown, StoreError
 from halfmoon.store.pool.slots import Hold, Owner
-from halfmoon.store.transports.base import Call, Cancellation, Peer, Slice, Transport, in_thread
-
-if TYPE_CHECKING:
-    from halfmoon.store.agent.agent import StoreAgent
+from halfmoon.store.transports.base import BlockMover, Call, Cancellation, Peer, Slice, in_thread
 
 GROUP_BYTES = 4 * 1024 * 1024
 UNDER_WAY = 2
@@ -69,7 +66,7 @@ async def lease_at(
 
 
 async def read_layers(
-    transport: Transport,
+    transport: BlockMover,
     source: Source,
     hold: Hold,
     indices: Sequence[int],
@@ -97,7 +94,7 @@ async def read_layers(
     return len(indices) * geometry.block_bytes
 
 
-async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) -> Fetched:
+async def fetch_blocks(context: AgentContext, owner: Owner, request: FetchBlocks) -> Fetched:
     """Brings the blocks from the source, or else from the first replica that can give them. Whatever happens,
     leases elsewhere end and no slot is written afterwards.
 
@@ -108,22 +105,22 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
     holders = list(dict.fromkeys([request.source_node_id, *request.replica_node_ids]))
     for place, node_id in enumerate(holders):
         if place:
-            agent.counters["fetches_from_replicas"] += 1
+            context.counters["fetches_from_replicas"] += 1
         started_ns = time.monotonic_ns()
         try:
-            found = await _fetch_from(agent, owner, node_id, request, more=place + 1 < len(holders))
+            found = await _fetch_from(context, owner, node_id, request, more=place + 1 < len(holders))
         except OrderUnknown:
             raise
         except _Slow:
-            agent.spawn(_look_after(agent, node_id))
+            context.spawn(_look_after(context, node_id))
             continue
         except StoreError as failure:
-            agent.failed(node_id, failure)
+            context.peer_failed(node_id, failure)
             problem = failure
             continue
         if isinstance(found, Fetched):
             return msgspec.structs.replace(found, elapsed_ns=time.monotonic_ns() - started_ns)
-        agent.counters["fetch_misses"] += 1
+        context.counters["fetch_misses"] += 1
         held = max(held, found)
     if problem is not None:
         raise problem
@@ -131,91 +128,95 @@ async def fetch_blocks(agent: StoreAgent, owner: Owner, request: FetchBlocks) ->
 
 
 async def _fetch_from(
-    agent: StoreAgent, owner: Owner, node_id: str, request: FetchBlocks, *, more: bool
+    context: AgentContext, owner: Owner, node_id: str, request: FetchBlocks, *, more: bool
 ) -> Fetched | int:
     """Leases, reads, verifies, commits. An int: a miss, the holder has only so many. `more`: there is another
     holder to turn to, so that this one is not waited for as long."""
-    hold = agent.guard.hold(owner)
+    hold = context.guard.hold(owner)
     number = next(_numbers)
     writer = f"fetch-{number}"
-    end = EndLease(order_id=request.order_id, party=f"{agent.config.node_id}-{agent.incarnation}-{number}")
-    agent.guard.open_writer(owner, writer, time.monotonic_ns() + agent.config.lease_ttl_ns)
+    end = EndLease(
+        order_id=request.order_id, party=f"{context.config.node_id}-{context.incarnation}-{number}"
+    )
+    context.guard.open_writer(owner, writer, time.monotonic_ns() + context.config.lease_ttl_ns)
     asked = False
     moved = 0
     try:
-        wanted = await copy_local(agent, owner, hold, request)
+        wanted = await copy_local(context, owner, hold, request)
         if wanted:
             asked = True
             try:
-                async with asyncio.timeout(agent.config.replica_after_s if more else None):
-                    source = await lease_at(agent.peers, node_id, request, hold, party=end.party)
+                async with asyncio.timeout(context.config.replica_after_s if more else None):
+                    source = await lease_at(context.peers, node_id, request, hold, party=end.party)
             except TimeoutError:
                 raise _Slow from None
             if isinstance(source, int):
                 asked = False
                 return source
-            moved = await _read(agent, hold, request, source, wanted)
-            await agent.commit(
+            moved = await _read(context, hold, request, source, wanted)
+            await context.commit(
                 owner,
                 request.first_block,
                 request.blocks,
                 check=lambda sums: check_sums(source, sums, wanted, request),
             )
         else:
-            await tell_loaded(agent, request, agent.config.layout.layers - 1)
+            await tell_loaded(context, request, context.config.layout.layers - 1)
     finally:
-        agent.guard.close_writer(owner, writer)
+        context.guard.close_writer(owner, writer)
         if asked:  # answered or not: a lease whose answer is still on the way must end too
-            agent.spawn(agent.peers.tell(node_id, "end_lease", end))
-    agent.counters["fetched_bytes"] += moved
+            context.spawn(context.peers.tell(node_id, "end_lease", end))
+    context.counters["fetched_bytes"] += moved
     return Fetched(bytes=moved, elapsed_ns=0, blocks=request.blocks, source_node_id=node_id)
 
 
-async def _look_after(agent: StoreAgent, node_id: str) -> None:
+async def _look_after(context: AgentContext, node_id: str) -> None:
     """A holder was slow: does it live?"""
     try:
-        await agent.peers.ask(node_id, "hello", agent.hello(), Hello)
+        await context.peers.ask(node_id, "hello", context.hello(), Hello)
     except StoreError as problem:
-        agent.failed(node_id, problem)
+        context.peer_failed(node_id, problem)
 
 
 async def _read(
-    agent: StoreAgent, hold: Hold, request: FetchBlocks, source: Source, wanted: Sequence[int]
+    context: AgentContext, hold: Hold, request: FetchBlocks, source: Source, wanted: Sequence[int]
 ) -> int:
-    deadline_ns = time.monotonic_ns() + agent.config.transfer_ns_max
-    call = Call(request.order_id, source.party, deadline_ns, verify=agent.config.verify_shm)
+    deadline_ns = time.monotonic_ns() + context.config.transfer_ns_max
+    call = Call(request.order_id, source.party, deadline_ns, verify=context.config.verify_shm)
 
     async def loaded(layer: int) -> None:
-        await tell_loaded(agent, request, layer)
+        await tell_loaded(context, request, layer)
 
-    return await read_layers(agent.transport_to(source.peer), source, hold, wanted, request, call, loaded)
+    return await read_layers(
+        context.transports.engine_for(source.peer), source, hold, wanted, request, call, loaded
+    )
 
 
-async def copy_local(agent: StoreAgent, owner: Owner, hold: Hold, request: FetchBlocks) -> list[int]:
+async def copy_local(context: AgentContext, owner: Owner, hold: Hold, request: FetchBlocks) -> list[int]:
     """The blocks that must be moved. Those that another order committed here meanwhile are copied within the
     pool.
     """
-    missing = agent.guard.to_commit(owner, request.first_block, request.blocks)
-    here = [i for i in missing if agent.guard.find(hold.keys[i]) is not None]
+    missing = context.guard.to_commit(owner, request.first_block, request.blocks)
+    here = [i for i in missing if context.guard.find(hold.keys[i]) is not None]
     if here:
         lender = Owner(owner.order_id, f"copy-{next(_numbers)}")
-        lent, _ = agent.guard.lease(lender, [hold.keys[i] for i in here], 0)
-        blocks = agent.view.blocks
+        lent, _ = context.guard.lease(lender, [hold.keys[i] for i in here], 0)
+        blocks = context.view.blocks
         try:
             for i, slot in zip(here, lent.slots, strict=True):
                 copy = functools.partial(np.copyto, blocks[hold.slots[i]], blocks[slot])
-                call = Call(owner.order_id, owner.party, time.monotonic_ns() + agent.config.transfer_ns_max)
-                await in_thread(agent.executor, copy, Cancellation(call))
+                call = Call(owner.order_id, owner.party, time.monotonic_ns() + context.config.transfer_ns_max)
+                await in_thread(context.executor, copy, Cancellation(call))
         finally:
-            agent.guard.release(lender)
+            context.guard.release(lender)
     return [i for i in missing if i not in here]
 
 
-async def tell_loaded(agent: StoreAgent, request: FetchBlocks, layer: int) -> None:
+async def tell_loaded(context: AgentContext, request: FetchBlocks, layer: int) -> None:
     loaded = KvLoaded(
         order_id=request.order_id, layer=layer, first_block=request.first_block, blocks=request.blocks
     )
-    await agent.bus.publish(subjects.kv(request.worker_id, "KvLoaded"), loaded)
+    await context.bus.publish(subjects.kv(request.worker_id, "KvLoaded"), loaded)
 
 
 def check_sums(source: Source, sums: dict[int, int], wanted: Sequence[int], request: FetchBlocks) -> None:

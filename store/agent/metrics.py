@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from halfmoon.bus.telemetry.metrics import Values, counter, gauge, histogram
+from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.errors import (
     BytesCorrupted,
     HolderUnreachable,
@@ -22,10 +22,7 @@ from halfmoon.store.errors import (
     TransferTimeout,
 )
 from halfmoon.store.pool.slots import Change
-
-if TYPE_CHECKING:
-    from halfmoon.store.agent.agent import StoreAgent
-    from halfmoon.store.transports.engine import TransferStats
+from halfmoon.store.transports.engine import TransferStats
 
 #: Codes of what a move can fail with; each is shown from the start, or Prometheus would not see its first
 #: one.
@@ -48,13 +45,13 @@ FAMILIES = {
 class StoreMetrics(Collector):
     """Of one agent. `follow` before it starts, so that no change is missed."""
 
-    def __init__(self, agent: StoreAgent) -> None:
-        self._agent = agent
-        tiers = ("dram", "ssd") if agent.config.ssd_path else ("dram",)
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        tiers = ("dram", "ssd") if context.config.ssd_path else ("dram",)
         self._changes: Counter[tuple[str, str]] = Counter({(at, kind): 0 for at in tiers for kind in KINDS})
 
     def follow(self) -> None:
-        self._agent.announcer.listeners.append(self._count)
+        self._context.announcer.listeners.append(self._count)
 
     def _count(self, changes: list[Change]) -> None:
         for change in changes:
@@ -66,9 +63,9 @@ class StoreMetrics(Collector):
         yield from self._events()
 
     def _cache(self) -> Iterable[Metric]:
-        agent = self._agent
-        counts, tier = agent.guard.counts(), agent.tier
-        block_bytes = agent.config.layout.block_bytes
+        context = self._context
+        counts, tier = context.guard.counts(), context.tier
+        block_bytes = context.config.layout.block_bytes
         used: dict[tuple[str, ...], float] = {("dram",): counts.slots - counts.free}
         room: dict[tuple[str, ...], float] = {("dram",): counts.slots}
         if tier is not None:
@@ -82,13 +79,13 @@ class StoreMetrics(Collector):
             "halfmoon_store_slots_leased", "Committed slots that somebody reads.", (), {(): counts.leased}
         )
         yield gauge("halfmoon_store_holds", "Leases and reservations of orders.", (), {(): counts.holds})
-        yield gauge("halfmoon_store_pushes_open", "Pushes under way.", (), {(): agent.pushes_open()})
+        yield gauge("halfmoon_store_pushes_open", "Pushes under way.", (), {(): context.orders.pushes_open()})
         for kind in KINDS:
             changed: Values = {(at,): count for (at, what), count in self._changes.items() if what == kind}
             yield counter(f"halfmoon_cache_{kind}_blocks", f"Blocks that were {kind}.", ("tier",), changed)
 
     def _transfers(self) -> Iterable[Metric]:
-        moved = self._agent.moved
+        moved = self._context.transports.stats
         way = ("transport", "direction")
 
         def each(read: Callable[[TransferStats], float]) -> Values:
@@ -105,7 +102,7 @@ class StoreMetrics(Collector):
         yield counter(
             "halfmoon_transfer_failures", "Moves over one path that failed.", (*way, "code"), failures
         )
-        ssd: Mapping[str, int] = self._agent.counters
+        ssd: Mapping[str, int] = self._context.counters
         file = {("read",): ssd["ssd_read_bytes"], ("write",): ssd["ssd_written_bytes"]}
         yield counter(
             "halfmoon_ssd_bytes", "Bytes of KVCache to and from the SSD tier.", ("direction",), file
@@ -114,7 +111,7 @@ class StoreMetrics(Collector):
     def _events(self) -> Iterable[Metric]:
         found: dict[str, dict[tuple[str, ...], float]] = {prefix: {} for prefix in FAMILIES}
         others: dict[tuple[str, ...], float] = {}
-        for name, count in dict(self._agent.counters).items():
+        for name, count in dict(self._context.counters).items():
             prefix = next((each for each in FAMILIES if name.startswith(each)), "")
             if prefix:
                 found[prefix][name.removeprefix(prefix),] = count

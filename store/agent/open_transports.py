@@ -1,39 +1,150 @@
-"""An agent's RDMA transport, or why it has none."""
+"""The one list of transports: each is opened here, and nothing else of the agent knows a transport by name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
 
-from halfmoon.schemas.store import QueuePair
-from halfmoon.store.errors import TransferError
-from halfmoon.store.transports.rdma.device import RdmaAbsent
-from halfmoon.store.transports.rdma.transport import RdmaTransport
+from halfmoon.schemas.events import Endpoint, TransportName
+from halfmoon.schemas.store import Hello, QueuePair
+from halfmoon.store.config import StoreConfig
+from halfmoon.store.errors import TransferError, TransferRefused
+from halfmoon.store.pool.segment import PoolView, host_id
+from halfmoon.store.transports.base import Peer, SlotAccess, Transport, TransportAbsent
+from halfmoon.store.transports.engine import TransferEngine, TransferStats
+from halfmoon.store.transports.rdma.transport import Exchange, RdmaTransport
+from halfmoon.store.transports.shm import ShmTransport
+from halfmoon.store.transports.tcp.transport import TcpTransport
+from halfmoon.store.transports.topology import Topology, read_topology
 
-if TYPE_CHECKING:
-    from halfmoon.store.agent.agent import StoreAgent
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSite:
+    """What a transport needs of the node that it is opened on."""
+
+    config: StoreConfig
+    view: PoolView
+    access: SlotAccess
+    executor: Executor
+    incarnation: str
+    counters: Counter[str]
+    #: Asks an agent to connect a queue pair; raises StoreError.
+    exchange: Exchange
+    topology: Topology = field(default_factory=Topology)
 
 
-def open_rdma(agent: StoreAgent) -> RdmaTransport | None:
-    """None where it is absent, with the reason in `agent.absent`. Raises TransferError when RDMA is forced."""
+def open_shm(site: TransportSite) -> ShmTransport:
+    return ShmTransport(site.view, site.executor, host=host_id())
 
-    async def exchange(node_id: str, offer: QueuePair) -> QueuePair:
-        return await agent.peers.ask(node_id, "pair", offer, QueuePair)
 
-    if agent.config.transport not in ("auto", "rdma"):
-        agent.absent["rdma"] = f"transport is {agent.config.transport}"
-        return None
-    try:
-        return RdmaTransport(
-            agent.view,
-            agent.guard,
-            agent.config,
-            agent.executor,
-            incarnation=agent.incarnation,
-            counters=agent.counters,
-            exchange=exchange,
-        )
-    except RdmaAbsent as problem:
-        agent.absent["rdma"] = str(problem)
-        if agent.config.transport == "rdma":
-            raise TransferError(f"RDMA is not to be had: {problem}") from None
-        return None
+def open_tcp(site: TransportSite) -> TcpTransport:
+    """Raises TransferError: a port is taken."""
+    if site.config.port < 0:
+        raise TransportAbsent("there is no data port")
+    transport = TcpTransport(
+        site.view,
+        site.access,
+        site.config.tcp_options,
+        incarnation=site.incarnation,
+        host=host_id(),
+        counters=site.counters,
+        topology=site.topology,
+    )
+    transport.start()
+    return transport
+
+
+def open_rdma(site: TransportSite) -> RdmaTransport:
+    # A device's registered memory and queue pairs are dear: it is opened only where it may be called over.
+    if site.config.transport not in ("auto", "rdma"):
+        raise TransportAbsent(f"transport is {site.config.transport}")
+    return RdmaTransport(
+        site.view,
+        site.access,
+        site.config.rdma_options,
+        site.executor,
+        incarnation=site.incarnation,
+        counters=site.counters,
+        exchange=site.exchange,
+    )
+
+
+#: An opener raises TransportAbsent where its transport is not to be had.
+OPENERS: Mapping[TransportName, Callable[[TransportSite], Transport]] = {
+    "shm": open_shm,
+    "tcp": open_tcp,
+    "rdma": open_rdma,
+}
+
+
+class OpenTransports:
+    """The transports of an agent: none until `open`."""
+
+    def __init__(self) -> None:
+        self._open: dict[TransportName, Transport] = {}
+        self._engine: TransferEngine | None = None
+        #: Name of a transport, and why it is not there.
+        self.absent: dict[str, str] = {}
+
+    async def open(self, site: TransportSite) -> None:
+        """Opens each transport of the list. Raises TransferError: a port is taken, or a forced transport is absent."""
+        topology = await asyncio.to_thread(read_topology, site.config.topology)
+        site = dataclasses.replace(site, topology=topology)
+        forced = site.config.transport
+        for name, opener in OPENERS.items():
+            try:
+                self._open[name] = opener(site)
+            except TransportAbsent as problem:
+                self.absent[name] = str(problem)
+                if forced == name:
+                    raise TransferError(f"{name.upper()} is not to be had: {problem}") from None
+        # All of them serve the peers; only the forced one, where one is forced, is called over.
+        calling = [transport for name, transport in self._open.items() if forced in ("auto", name)]
+        self._engine = TransferEngine(calling, stripes=site.config.stripe_count, counters=site.counters)
+
+    async def close(self) -> None:
+        for transport in self._open.values():
+            await transport.close()
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where peers reach this node."""
+        return [at for transport in self._open.values() for at in transport.endpoints]
+
+    @property
+    def public_key(self) -> str:
+        """The CURVE key under which this agent calls over TCP; "" without TCP."""
+        tcp = self._open.get("tcp")
+        return tcp.public_key if isinstance(tcp, TcpTransport) else ""
+
+    @property
+    def stats(self) -> Mapping[tuple[str, str], TransferStats]:
+        """By transport and direction."""
+        return self._engine.stats if self._engine is not None else {}
+
+    def engine_for(self, peer: Peer) -> TransferEngine:
+        """Raises HolderUnreachable when there is no common transport."""
+        assert self._engine is not None, "the transports are not open"
+        self._engine.paths(peer)
+        return self._engine
+
+    def admit(self, hello: Hello) -> None:
+        """A genuine hello: its agent may call over every transport."""
+        for transport in self._open.values():
+            transport.admit(hello)
+
+    def forget(self, node_id: str) -> None:
+        """Lets go of connections and mappings of a peer that is gone or restarted."""
+        for transport in self._open.values():
+            transport.forget(node_id)
+
+    def accept_pair(self, offer: QueuePair, node_id: str) -> QueuePair:
+        """Connects the other agent's end of an RDMA connection to one of ours. Raises TransferRefused."""
+        rdma = self._open.get("rdma")
+        if not isinstance(rdma, RdmaTransport):
+            raise TransferRefused(f"{node_id} has no RDMA: {self.absent.get('rdma', 'not started')}")
+        return rdma.accept(offer)

@@ -18,7 +18,7 @@ from halfmoon.bus import errors as bus_errors
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import encode
-from halfmoon.schemas.store import Done, Hello
+from halfmoon.schemas.store import Done, Hello, QueuePair
 from halfmoon.schemas.types import Message
 from halfmoon.store.errors import HolderUnreachable, LayoutMismatch, StoreError, TransferRefused, from_code
 from halfmoon.store.pool.segment import Geometry
@@ -117,6 +117,10 @@ class Peers:
             raise from_code(problem.code, f"{node_id}: {problem.message}") from None
         except bus_errors.BusError as problem:
             raise HolderUnreachable(f"store {node_id}: {problem}") from None
+
+    async def connect_pair(self, node_id: str, offer: QueuePair) -> QueuePair:
+        """Asks another agent for its end of an RDMA connection. Raises StoreError."""
+        return await self.ask(node_id, "pair", offer, QueuePair)
 
     async def tell(self, node_id: str, verb: str, message: Message) -> None:
         """As `ask`, when nothing can be done about a failure."""

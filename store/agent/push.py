@@ -39,7 +39,7 @@ from halfmoon.store.agent.peers import Peers
 from halfmoon.store.errors import OrderUnknown, StoreError, TransferError, TransferTimeout
 from halfmoon.store.pool.guard import peer_writer
 from halfmoon.store.pool.slots import Hold
-from halfmoon.store.transports.base import Call, Peer, Slice, Transport
+from halfmoon.store.transports.base import BlockMover, Call, Peer, Slice
 
 #: Moved in one call, so that the first of many queued layers is not announced after the last.
 BATCH_BYTES = 32 * 1024 * 1024
@@ -60,7 +60,7 @@ class Push:
         transfer_ns_max: int,
         peer: Peer | None,
         reserved: Reserved | None,
-        transport: Transport | None,
+        transport: BlockMover | None,
         on_failure: Callable[[StoreError], None],
     ) -> None:
         self.opened = opened

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from halfmoon.bus.telemetry.tracing import Tracing, Value
 from halfmoon.schemas.store import ClosePush, FetchBlocks, Fetched, Pushed
 from halfmoon.schemas.types import Message
+from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.errors import StoreError
 from halfmoon.store.pool.slots import Owner
 
-if TYPE_CHECKING:
-    from halfmoon.store.agent.agent import StoreAgent
-
 
 async def traced(
-    agent: StoreAgent,
+    context: AgentContext,
     tracing: Tracing,
-    answer: Callable[[StoreAgent, Any], Awaitable[Message]],
+    answer: Callable[[Any], Awaitable[Message]],
     request: FetchBlocks | ClosePush,
 ) -> Message:
     """What `answer` gives, or raises. `fetch` is one request; `transfer` began with the push that ends now."""
-    push = agent.push_of(Owner(request.order_id, request.worker_id))
+    push = context.orders.push_of(Owner(request.order_id, request.worker_id))
     about: dict[str, Value] = {"halfmoon.order_id": request.order_id}
     name, began_ns = "fetch", time.time_ns()
     if isinstance(request, FetchBlocks):
@@ -32,7 +30,7 @@ async def traced(
         name, began_ns = "transfer", push.opened_ns
         about |= {"halfmoon.target_node": push.opened.target_node_id, "halfmoon.pushes": request.pushes}
     try:
-        answered = await answer(agent, request)
+        answered = await answer(request)
     except StoreError as problem:
         about["error.type"] = problem.code
         tracing.span(name, request.traceparent, began_ns, time.time_ns(), about, error=str(problem))

@@ -21,6 +21,11 @@ def layer_sums(view: PoolView, slot: int) -> Sums:
     return np.array([xxhash.xxh3_64_intdigest(layer.data) for layer in blocks], np.uint64)
 
 
+def run_sums(view: PoolView, slot: int, first_layer: int, layers: int) -> list[int]:
+    """xxh3_64 of each layer of a run of one block, as it is in memory now."""
+    return [xxhash.xxh3_64_intdigest(view.blocks[slot, first_layer + i].data) for i in range(layers)]
+
+
 def block_sum(sums: Sums) -> int:
     return xxhash.xxh3_64_intdigest(sums.astype("<u8").tobytes())
 

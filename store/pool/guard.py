@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import xxhash
 
 from halfmoon.store.errors import OrderUnknown
+from halfmoon.store.pool.eviction import EvictionName, make_eviction
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.slots import Change, Counts, Hold, Idle, Owner
 
@@ -24,6 +25,11 @@ WORKER = "worker"
 def peer_writer(node_id: str) -> str:
     """Name of the writer that an agent is in another agent's pool."""
     return f"node-{node_id}"
+
+
+def open_pool(slots: int, eviction: EvictionName, quotas: Mapping[str, int]) -> Pool:
+    """An empty pool. `quotas`: slots that a tenant may use, by its mark."""
+    return Pool(slots, eviction=make_eviction(eviction), quotas=quotas)
 
 
 class PoolGuard:

@@ -25,15 +25,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
-from halfmoon.store.config import StoreConfig
+from halfmoon.schemas.events import Tier as TierName
 from halfmoon.store.errors import BlockMissing, StoreError, TransferError
 from halfmoon.store.pool.eviction import Eviction, make_eviction
 from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.pool.slots import Change, Idle
-from halfmoon.store.tiers.ssd_file import Entry, Move, SsdFile, TierError, runs_of
+from halfmoon.store.tiers.base import Entry, Lent, Move
+from halfmoon.store.tiers.options import SsdOptions
+from halfmoon.store.tiers.ssd_file import SsdFile, TierError, runs_of
 from halfmoon.store.transports.base import Call, Cancellation, in_thread
 
 #: One batch of the write-back; a read waits behind no more than this.
@@ -48,20 +50,14 @@ REOPEN_S, REOPEN_S_MAX = 5.0, 300.0
 T = TypeVar("T")
 
 
-class Lent(NamedTuple):
-    """A block on the disk that will not be overwritten until `give_back`."""
-
-    record: int
-    entry: Entry
-    file: SsdFile
-
-
 class SsdTier:
-    """See the module. `start`, then `stop`."""
+    """Implements Tier; see the module. `start`, then `stop`."""
+
+    name: TierName = "ssd"
 
     def __init__(
         self,
-        config: StoreConfig,
+        options: SsdOptions,
         guard: PoolGuard,
         *,
         view: Callable[[], PoolView],
@@ -69,18 +65,18 @@ class SsdTier:
         counters: Counter[str],
         lost: Callable[[str], None],
     ) -> None:
-        self._config = config
+        self._options = options
         self._guard = guard
         self._view = view
         self._announce = announce
         self._counters = counters
         self._lost = lost
-        self._threads = ThreadPoolExecutor(config.ssd_threads, thread_name_prefix=f"ssd-{config.node_id}")
+        self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix=f"ssd-{options.node_id}")
         self._file: SsdFile | None = None
         self._entries: dict[int, Entry] = {}
         self._records: dict[bytes, int] = {}
         self._free: list[int] = []
-        self._order: Eviction = make_eviction(config.eviction)
+        self._order: Eviction = make_eviction(options.eviction)
         self._readers: Counter[int] = Counter()
         #: Files that were given up, until nobody reads or writes them any more.
         self._retired: list[SsdFile] = []
@@ -93,8 +89,8 @@ class SsdTier:
         self._saving: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._reopen_s = REOPEN_S
-        self._ahead = math.ceil(config.slot_count * config.ssd_ahead_percent / 100)
-        self._batch = max(1, BATCH_BYTES // config.layout.block_bytes)
+        self._ahead = math.ceil(options.slots * options.ahead_percent / 100)
+        self._batch = max(1, BATCH_BYTES // options.layout.block_bytes)
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -106,14 +102,14 @@ class SsdTier:
         return self._all("stored")
 
     async def stop(self) -> None:
-        """Saves what is idle for up to `ssd_stop_s`, so that a restart finds it, and lets go of the file."""
+        """Saves what is idle for up to `stop_s`, so that a restart finds it, and lets go of the file."""
         if self._saving is None:
             return
         self._stopping.set()  # not cancelled: a write that is under way is waited for
         await self._saving
         self._saving = None
-        until = time.monotonic() + self._config.ssd_stop_s
-        while time.monotonic() < until and await self._save_some(self._config.slot_count):
+        until = time.monotonic() + self._options.stop_s
+        while time.monotonic() < until and await self._save_some(self._options.slots):
             pass
         await asyncio.to_thread(self._threads.shutdown)
         self._retire()
@@ -134,9 +130,9 @@ class SsdTier:
         return "direct I/O" if direct else "through the page cache: no direct I/O on this file system"
 
     async def _open(self) -> None:
-        path, size = Path(self._config.ssd_path), self._config.ssd_bytes
+        path, size = Path(self._options.path), self._options.file_bytes
         try:
-            opened = await self._in_thread(functools.partial(SsdFile.open, path, self._config.layout, size))
+            opened = await self._in_thread(functools.partial(SsdFile.open, path, self._options.layout, size))
         except TierError as problem:
             self._lost(str(problem))
             return
@@ -173,7 +169,7 @@ class SsdTier:
         self._records.clear()
         self._free.clear()
         self._readers.clear()
-        self._order = make_eviction(self._config.eviction)
+        self._order = make_eviction(self._options.eviction)
         self._retire()
         self._lost(why)
 
@@ -274,7 +270,7 @@ class SsdTier:
             some = [blocks[at.slot, at.first_layer : at.first_layer + at.layers] for at in run]
             file.read(run[0].record, run[0].first_layer, some)
 
-        runs = runs_of(moves, self._config.layout, self._config.ssd_threads)
+        runs = runs_of(moves, self._options.layout, self._options.threads)
         self._reading += 1
         works = [
             asyncio.ensure_future(in_thread(self._threads, functools.partial(read, run), cancellation))
@@ -313,7 +309,7 @@ class SsdTier:
             elif time.monotonic() - looked_s > LOOK_S:
                 looked_s = time.monotonic()
                 if why := await self._in_thread(self._file.gone):
-                    self._give_up(f"{self._config.ssd_path}: {why}")
+                    self._give_up(f"{self._options.path}: {why}")
             elif await self._save_some(self._ahead):
                 self._reopen_s = REOPEN_S
             else:
@@ -330,7 +326,7 @@ class SsdTier:
             return 0
         # More than the file holds would be written round and round.
         window = self._guard.next_victims(min(ahead, file.records // 2))
-        hits_min = self._config.ssd_hits_min
+        hits_min = self._options.hits_min
         wanted = [
             idle for idle in window if idle.slot.hits >= hits_min and idle.slot.key not in self._records
         ]
@@ -351,7 +347,7 @@ class SsdTier:
             self._counters["ssd_write_errors"] += 1
             self._failures += 1
             if self._failures >= FAILURES_MAX:
-                self._give_up(f"{self._config.ssd_path}: {problem.strerror}")
+                self._give_up(f"{self._options.path}: {problem.strerror}")
         finally:
             self._writing = self._taken = 0
             unwanted, self._unwanted = self._unwanted, set()
@@ -375,9 +371,9 @@ class SsdTier:
         file.write_table()
         pairs = dict(zip(sorted(records), wanted, strict=False))
         blocks = self._view().blocks
-        layers = self._config.layout.layers
+        layers = self._options.layout.layers
         moves = [Move(record, idle.number, 0, layers) for record, idle in pairs.items()]
-        for run in runs_of(moves, self._config.layout, 1):
+        for run in runs_of(moves, self._options.layout, 1):
             file.write(run[0].record, [blocks[at.slot] for at in run])
         kept = {}
         for record, idle in pairs.items():

@@ -27,9 +27,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +35,7 @@ import xxhash
 
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.policy import Layout
+from halfmoon.store.tiers.base import Entry, Move
 
 PAGE_BYTES = 4096
 ENTRY_BYTES = 64
@@ -50,29 +49,6 @@ Array = npt.NDArray[np.uint8]
 
 class TierError(Exception):
     """The tier's file cannot be used; one line for people."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a record holds. `checksum` is the block's (`sums.block_sum`); `tenant` a digest of its name."""
-
-    key: bytes
-    checksum: int
-    hits: int = 0
-    tenant: bytes = bytes(16)
-
-    def packed(self, generation: int) -> bytes:
-        raw = _ENTRY.pack(self.key, self.checksum, generation, self.hits, self.tenant)
-        return raw + xxhash.xxh3_64_digest(raw)
-
-
-class Move(NamedTuple):
-    """`layers` layers of a record, from `first_layer` on, belong into a slot."""
-
-    record: int
-    slot: int
-    first_layer: int
-    layers: int
 
 
 class SsdFile:
@@ -175,7 +151,7 @@ class SsdFile:
     def set_entry(self, record: int, entry: Entry | None) -> None:
         """Reaches the disk with the next `write_table`."""
         self._generation += 1
-        raw = entry.packed(self._generation) if entry is not None else bytes(ENTRY_BYTES)
+        raw = _packed(entry, self._generation) if entry is not None else bytes(ENTRY_BYTES)
         at = record * ENTRY_BYTES
         self._table[at : at + ENTRY_BYTES] = raw
         self._dirty.add(at // PAGE_BYTES)
@@ -262,6 +238,11 @@ def records_in(layout: Layout, file_bytes: int) -> int:
     """Blocks that a file of this size holds."""
     each = _pages(layout.block_bytes) + ENTRY_BYTES
     return max(0, (file_bytes - 2 * PAGE_BYTES) // each)
+
+
+def _packed(entry: Entry, generation: int) -> bytes:
+    raw = _ENTRY.pack(entry.key, entry.checksum, generation, entry.hits, entry.tenant)
+    return raw + xxhash.xxh3_64_digest(raw)
 
 
 def _pages(size: int) -> int:

@@ -1,12 +1,12 @@
-"""How bytes of blocks get from one node's pool to another's: one interface, several implementations.
+"""The interface of a transport: it moves blocks between the own node's pool and a peer's.
 
-`shm` (same host), `rdma` and `tcp` exist. A `Slice` is one contiguous run on both sides: a few work requests of RDMA.
-The interface is cut so that these fit without a change:
+A transport describes itself, so that nothing else knows it by name: its `kind`, the `endpoints` at which peers
+reach it, and which endpoints of a peer it can use. The agent opens transports from one list
+(`store/agent/open_transports.py`), and the engine chooses among them. A `Slice` is one contiguous run of bytes on
+both sides, which makes a few work requests of RDMA.
 
-- *An SSD tier* is a peer that is this node itself: `read` from a file into slots, `write` out of them; it
-  needs no lease.
-- *Replicas*: choosing a source is not done here. A transport moves between two pools and says how that went;
-  who is asked next is for the agent.
+A transport does not choose the holder: it moves between two pools and says how that went. Which holder is asked
+next is for the agent.
 
 Rules of every implementation (`tests/store/test_transport_contract.py`).
 
@@ -28,13 +28,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from halfmoon.schemas.events import Endpoint
+import msgspec
+
+from halfmoon.schemas.events import Endpoint, TransportName
+from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import TransferError, TransferTimeout
 from halfmoon.store.pool.segment import Geometry
 
 T = TypeVar("T")
+#: `Endpoint.distance` within a NUMA node, as Linux counts.
+NEAR = 10
 
 
 class Slice(NamedTuple):
@@ -42,6 +47,14 @@ class Slice(NamedTuple):
 
     local_slot: int
     remote_slot: int
+    first_layer: int
+    layers: int
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Layers `first_layer .. first_layer + layers - 1` of a slot, as a message to a peer names them."""
+
+    slot: int
     first_layer: int
     layers: int
 
@@ -57,9 +70,6 @@ class Peer:
     geometry: Geometry
     endpoints: tuple[Endpoint, ...]
 
-    def endpoint(self, transport: Literal["shm", "tcp", "rdma"]) -> Endpoint | None:
-        return next((at for at in self.endpoints if at.transport == transport), None)
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -74,8 +84,23 @@ class Call:
         return max(0.0, (self.deadline_ns - time.monotonic_ns()) / 1e9)
 
 
-class Transport(Protocol):
-    """Moves slices between the own pool and a peer's."""
+@dataclass(frozen=True, slots=True)
+class TransportKind:
+    """A kind of transport. `name` is what endpoints and metrics call it."""
+
+    name: TransportName
+    #: The transport with the smaller rank is used first.
+    rank: int
+    #: Bandwidth that is assumed until it was measured, bytes/s.
+    assumed_bytes_s: float
+
+
+class TransportAbsent(Exception):
+    """The transport is not to be had on this node; one line for people."""
+
+
+class BlockMover(Protocol):
+    """Moves slices between the own pool and a peer's, over one transport or over several."""
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         """From the peer's slots into own ones. `call.order_id` leases them there. Raises TransferError."""
@@ -90,6 +115,23 @@ class Transport(Protocol):
 
     async def close(self) -> None:
         """Ends what is under way (with TransferError) and lets go of everything. Idempotent."""
+
+
+class Transport(BlockMover, Protocol):
+    """One way to move blocks. It serves the peers' calls too, where those need an answer."""
+
+    @property
+    def kind(self) -> TransportKind: ...
+
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Where peers reach this node over this transport."""
+
+    def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
+        """The peer's endpoints that a call from here can use. Empty: this transport does not lead there."""
+
+    def admit(self, hello: Hello) -> None:
+        """Lets a peer call that has proved, by this hello, that it belongs to the cluster."""
 
 
 class SlotAccess(Protocol):

@@ -1,8 +1,8 @@
 """The transfer engine: moves a batch of slices to or from a peer over the best of the paths to it.
 
-A *path* is one way to one peer: a transport, and of TCP one of the peer's endpoints (its NICs). Paths of a
-better transport come first (shared memory, RDMA, TCP); among those of one transport the score decides,
-measured:
+A *path* is one way to one peer: a transport, and one of the peer's endpoints that it can use (of TCP one for
+each NIC). Paths of the transport with the smaller rank come first; among those of one transport the score
+decides, measured:
 
     (bytes in flight + bytes of the slice) / bandwidth (EWMA) * NUMA distance of memory and NIC
 
@@ -11,7 +11,8 @@ another path of its transport, then over another transport; when no path is left
 asks a replica. A path that failed rests, longer each time, and is then probed with one slice before it is
 trusted again.
 
-It is a `Transport` itself and keeps to the same contract: deadline, cancellation, nothing touched afterwards.
+It is a `BlockMover` as each transport is, and keeps to the same contract: deadline, cancellation, nothing
+touched afterwards.
 
 Source: Mooncake (FAST'25), section 5.2 (topology-aware path selection, endpoint pooling, resubmission on
 another path).
@@ -23,18 +24,12 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 from halfmoon.bus.telemetry.metrics import LATENCY_S, Times
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError, TransferTimeout
-from halfmoon.store.transports.base import Call, Peer, Slice, Transport, moved_bytes
-from halfmoon.store.transports.tcp.transport import TcpTransport
-from halfmoon.store.transports.topology import NEAR
+from halfmoon.store.transports.base import NEAR, Call, Peer, Slice, Transport, moved_bytes
 
-TransportKind = Literal["shm", "rdma", "tcp"]
-#: Best first, with the bandwidth that is assumed until it was measured (bytes/s).
-KINDS: dict[TransportKind, float] = {"shm": 8e9, "rdma": 4e9, "tcp": 1.5e9}
 SLICE_BYTES = 8 * 1024 * 1024
 #: Slices under way at once in all; more wait their turn.
 UNDER_WAY_MAX = 32
@@ -61,13 +56,13 @@ class TransferStats:
 class Path:
     """One way to one incarnation of a peer, and how it has been doing."""
 
-    def __init__(self, kind: TransportKind, transport: Transport, peer: Peer, distance: int) -> None:
-        self.kind = kind
+    def __init__(self, transport: Transport, peer: Peer, distance: int) -> None:
+        self.kind = transport.kind.name
         self.transport = transport
         #: The peer, with the one endpoint that this path uses.
         self.peer = peer
         self.distance = distance
-        self.bytes_s = KINDS[kind]
+        self.bytes_s = transport.kind.assumed_bytes_s
         self.in_flight_bytes = 0
         self.moves = 0
         self.failures = 0
@@ -93,24 +88,16 @@ class Path:
 
 
 class TransferEngine:
-    """See the module. `transports` of this node; `host`: whose peers' memory can be mapped here."""
+    """See the module. `transports`: those that this node calls over, in any order."""
 
-    def __init__(
-        self,
-        transports: Mapping[TransportKind, Transport],
-        *,
-        host: str,
-        stripes: int,
-        counters: Counter[str],
-    ) -> None:
-        self._transports = transports
-        self._host = host
+    def __init__(self, transports: Sequence[Transport], *, stripes: int, counters: Counter[str]) -> None:
+        self._transports = sorted(transports, key=lambda transport: transport.kind.rank)
         self._stripes = stripes
         self._counters = counters
         self._room = asyncio.Semaphore(UNDER_WAY_MAX)
         self._paths: dict[tuple[str, str], list[Path]] = {}
         #: By transport, and "read" or "write".
-        self.moved: defaultdict[tuple[str, str], TransferStats] = defaultdict(TransferStats)
+        self.stats: defaultdict[tuple[str, str], TransferStats] = defaultdict(TransferStats)
 
     def paths(self, peer: Peer) -> list[Path]:
         """Best transport first. Raises HolderUnreachable when there is none."""
@@ -126,17 +113,11 @@ class TransferEngine:
         return known
 
     def _find(self, peer: Peer) -> list[Path]:
-        found = []
-        for kind in KINDS:
-            transport = self._transports.get(kind)
-            if transport is None or (kind == "shm" and peer.host != self._host):
-                continue
-            ways = [at for at in peer.endpoints if at.transport == kind]
-            if isinstance(transport, TcpTransport) and ways:
-                ways = transport.ways(peer) or ways[:1]  # where none suits both, a call says so
-            for at in ways:
-                found.append(Path(kind, transport, dataclasses.replace(peer, endpoints=(at,)), at.distance))
-        return found
+        return [
+            Path(transport, dataclasses.replace(peer, endpoints=(at,)), at.distance)
+            for transport in self._transports
+            for at in transport.usable_endpoints(peer)
+        ]
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         await self._move(peer, items, call, reading=True)
@@ -146,11 +127,11 @@ class TransferEngine:
 
     def forget(self, node_id: str) -> None:
         """Connections and mappings; how its paths did is remembered until it restarts."""
-        for transport in self._transports.values():
+        for transport in self._transports:
             transport.forget(node_id)
 
     async def close(self) -> None:
-        for transport in self._transports.values():
+        for transport in self._transports:
             await transport.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -207,7 +188,7 @@ class TransferEngine:
         path.moves += 1
         at_once = path.moves
         move = path.transport.read if reading else path.transport.write
-        moved = self.moved[path.kind, "read" if reading else "write"]
+        moved = self.stats[path.kind, "read" if reading else "write"]
         try:
             await move(path.peer, items, call)
             elapsed_ns = time.monotonic_ns() - started_ns

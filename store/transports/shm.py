@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from halfmoon.schemas.events import Endpoint
+from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError
 from halfmoon.store.pool.segment import PoolView, SegmentError
 from halfmoon.store.transports.base import (
@@ -23,6 +25,7 @@ from halfmoon.store.transports.base import (
     Cancellation,
     Peer,
     Slice,
+    TransportKind,
     check_items,
     in_thread,
     joined,
@@ -49,15 +52,33 @@ class _Mapped:
 
 
 class ShmTransport:
-    """Implements Transport between segments that this process can map."""
+    """Implements Transport between segments that this process can map.
 
-    def __init__(self, view: PoolView, executor: Executor) -> None:
+    `host`: an id of the machine (`segment.host_id`); segments of other hosts cannot be mapped.
+    """
+
+    kind = TransportKind("shm", rank=0, assumed_bytes_s=8e9)
+
+    def __init__(self, view: PoolView, executor: Executor, *, host: str) -> None:
         self._view = view
+        self._host = host
         self._executor = executor
         self._mapped: dict[str, _Mapped] = {}
         self._mapping = asyncio.Lock()
         self._running: set[Cancellation] = set()
         self._closed = False
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return [Endpoint(transport="shm", address=self._view.name)]
+
+    def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
+        if peer.host != self._host:
+            return []
+        return [at for at in peer.endpoints if at.transport == "shm"]
+
+    def admit(self, hello: Hello) -> None:
+        """Nothing to do: the kernel decides who may map a segment, by its owner."""
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         await self._move(peer, items, call, reading=True)

@@ -18,17 +18,13 @@ import fcntl
 import socket
 import struct
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from halfmoon.schemas.events import Endpoint
+from halfmoon.store.transports.base import NEAR
 
 SYSFS = Path("/sys")
-NEAR = 10
 
 
 class TopologyInvalid(ValueError):
@@ -53,14 +49,6 @@ class Topology:
     def distance_of_address(self, host: str) -> int:
         """Of the NIC that bears this address."""
         return self.distance(nic_of(host))
-
-    def measured(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
-        """The same TCP endpoints, with the distances of their NICs."""
-        hosts = [at.address.removeprefix("tcp://").rpartition(":")[0] for at in endpoints]
-        distances = [self.distance_of_address(host) for host in hosts]
-        return [
-            msgspec.structs.replace(at, distance=far) for at, far in zip(endpoints, distances, strict=True)
-        ]
 
 
 def read_topology(override: str = "", *, sysfs: Path = SYSFS) -> Topology:

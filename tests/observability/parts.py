@@ -97,7 +97,7 @@ async def processes(url: str, scratch: Path) -> AsyncIterator[dict[str, Collecto
             ssd_bytes=1 << 20,
         )
         agent = StoreAgent(one := await bus("s"), config)
-        store = StoreMetrics(agent)
+        store = StoreMetrics(agent.context)
         store.follow()
         await agent.start()
         stack.push_async_callback(agent.stop)

@@ -8,6 +8,7 @@ import json
 import socket
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -26,9 +27,10 @@ from halfmoon.conductor.live.metrics import ConductorMetrics
 from halfmoon.schemas.events import Endpoint, StateDigested, StoreHeartbeat, StoreJoined, StoreSuspected
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.slo import tbt_ns
+from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import HolderUnreachable
 from halfmoon.store.pool.segment import Geometry
-from halfmoon.store.transports.base import Call, Peer, Slice
+from halfmoon.store.transports.base import Call, Peer, Slice, TransportKind
 from halfmoon.store.transports.engine import TransferEngine
 from halfmoon.workers.frontend.slo import Slo
 from tests.observability.parts import SMALL, shown
@@ -83,6 +85,14 @@ def test_tbt_is_the_mean_of_the_longest_tenth() -> None:
 class Failing:
     """A transport to one node works, to all others it does not."""
 
+    kind = TransportKind("shm", rank=0, assumed_bytes_s=1e9)
+    endpoints: Sequence[Endpoint] = ()
+
+    def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
+        return list(peer.endpoints)
+
+    def admit(self, hello: Hello) -> None: ...
+
     async def read(self, peer: Peer, items: list[Slice], call: Call) -> None:
         if peer.node_id != "good":
             raise HolderUnreachable("no route")
@@ -100,13 +110,13 @@ async def test_transfers_are_counted_by_transport_and_direction() -> None:
     def peer(node_id: str) -> Peer:
         return Peer(node_id, "i", "h", "s", geometry, (Endpoint(transport="shm", address="s"),))
 
-    engine = TransferEngine({"shm": Failing()}, host="h", stripes=1, counters=Counter())
+    engine = TransferEngine([Failing()], stripes=1, counters=Counter())
     call = Call("o", "p", 2**62)
     await engine.read(peer("good"), [Slice(0, 1, 0, 4), Slice(1, 2, 0, 3)], call)
     await engine.read(peer("good"), [Slice(0, 1, 0, 1)], call)
     with pytest.raises(HolderUnreachable):
         await engine.write(peer("bad"), [Slice(0, 1, 0, 4)], call)
-    read, write = engine.moved["shm", "read"], engine.moved["shm", "write"]
+    read, write = engine.stats["shm", "read"], engine.stats["shm", "write"]
     assert (read.bytes, read.descriptors, sum(read.times.counts), read.failures) == (8000, 3, 2, {})
     assert (write.bytes, write.descriptors, sum(write.times.counts)) == (0, 0, 0)
     assert write.failures == {"peer_unreachable": 1}

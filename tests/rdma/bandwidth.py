@@ -76,18 +76,17 @@ async def measure(here: Cluster, rounds: int) -> dict[str, list[float]]:
     """MiB/s of every round, by name."""
     await node(here, "n2", DEVICES[1], slots=2 * BLOCKS)
     agent = await here.agent("n1", slots=BLOCKS, rdma=DEVICES[0], **FIELDS)
-    transport = agent.rdma
-    assert transport is not None
+    transport = agent.context.transports._open["rdma"]
     near, far = await here.client("n1", "w1"), await here.client("n2", "w2")
     wanted = keys(*range(1, BLOCKS + 1))
     await stored(far, "o", wanted, seed=1)
     committed = (await far.open_put("o1", wanted, blocks=BLOCKS)).slots
     mine = (await near.open_put("o2", b"", blocks=BLOCKS)).slots
-    peer = await agent.peers.get("n2")
+    peer = await agent.context.peers.get("n2")
     reserve = ReserveBlocks(
         order_id="o3", decode_worker_id="w2", writer_node_id="n1", block_keys=b"", blocks=BLOCKS
     )
-    reserved = (await agent.peers.ask("n2", "reserve", reserve, Reserved)).slots
+    reserved = (await agent.context.peers.ask("n2", "reserve", reserve, Reserved)).slots
 
     async def timed(move: Callable[[Peer, list[Slice], Call], Awaitable[None]], items: list[Slice]) -> float:
         started = time.monotonic()
@@ -111,7 +110,7 @@ async def measure(here: Cluster, rounds: int) -> dict[str, list[float]]:
         print({name: round(value, 1) for name, value in values.items()}, flush=True)
         for name, value in values.items() if number >= 0 else ():
             found[name].append(value)
-    assert not any(name.startswith("tcp") for name in agent.counters)
+    assert not any(name.startswith("tcp") for name in agent.context.counters)
     return found
 
 

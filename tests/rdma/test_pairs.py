@@ -28,7 +28,7 @@ from halfmoon.store.errors import (
     TransferTimeout,
 )
 from halfmoon.store.transports.base import Slice
-from halfmoon.store.transports.rdma import pair as rdma_pair
+from halfmoon.store.transports.rdma import connection as rdma_connection
 from halfmoon.store.transports.rdma import transport as rdma
 
 pytestmark = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two RDMA devices: make test-rdma")
@@ -176,12 +176,12 @@ def test_another_secret() -> None:
 def test_memory_that_is_not_registered_is_out_of_reach() -> None:
     async def story(one: Side, two: Side) -> None:
         plain = one.exchange
-        pool = transport(two)._ground.pool
+        pool = transport(two)._context.pool
 
         async def without_key(node_id: str, offer: QueuePair) -> QueuePair:
-            object.__setattr__(transport(two)._ground, "pool", pool._replace(rkey=pool.rkey ^ 0xFF))
+            object.__setattr__(transport(two)._context, "pool", pool._replace(rkey=pool.rkey ^ 0xFF))
             answer = await plain(node_id, offer)
-            object.__setattr__(transport(two)._ground, "pool", pool)
+            object.__setattr__(transport(two)._context, "pool", pool)
             return answer
 
         transport(one)._exchange = without_key
@@ -206,7 +206,7 @@ def test_a_write_without_a_reservation_is_refused_and_counted() -> None:
 def test_a_write_whose_bytes_change_on_the_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(one: Side, two: Side) -> None:
         theirs = two.reserved(1)
-        monkeypatch.setattr(rdma_pair, "run_sums", lambda view, slot, first, layers: [1] * layers)
+        monkeypatch.setattr(rdma_connection, "run_sums", lambda view, slot, first, layers: [1] * layers)
         with pytest.raises(BytesCorrupted, match="not what was sent"):
             await one.transport.write(two.peer, [Slice(0, theirs[0], 0, 4)], call())
         monkeypatch.undo()

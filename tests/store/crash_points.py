@@ -45,12 +45,14 @@ KEYS = [key_of(f"crash {number}") for number in range(2 * BLOCKS)]
 FILES = (
     "tiers/ssd",
     "tiers/ssd_file",
-    "agent/ssd_load",
+    "agent/tier_load",
     "pool/pool",
     "pool/idle_queues",
     "pool/guard",
     "pool/eviction",
-    "agent/agent",
+    "agent/context",
+    "agent/orders",
+    "agent/release",
     "agent/serve_workers",
     "agent/serve_clients",
 )
@@ -86,7 +88,7 @@ async def story(url: str, name: str, path: str, report: Any) -> None:
             agent, client = await start(here, path)
             for number in range(half * BLOCKS, (half + 1) * BLOCKS):
                 await client.put(KEYS[number], value(number))
-                while agent.tier.find(KEYS[number]) is None:
+                while agent.context.tier.find(KEYS[number]) is None:
                     await asyncio.sleep(0.001)
                 report(b"s%03d" % number)
             for number in range(half * BLOCKS, half * BLOCKS + 5):
@@ -161,9 +163,9 @@ async def look(url: str, name: str, path: str, said: list[bytes]) -> tuple[int, 
     async with cluster(url) as here:
         here.name = name
         agent, client = await start(here, path)
-        agent.guard.check()
-        agent.tier.check()
-        counts = agent.guard.counts()
+        agent.context.guard.check()
+        agent.context.tier.check()
+        counts = agent.context.guard.counts()
         assert (counts.free, counts.holds) == (SLOTS, 0), counts
         found = missing = 0
         for number, key in enumerate(KEYS):
@@ -176,10 +178,10 @@ async def look(url: str, name: str, path: str, said: list[bytes]) -> tuple[int, 
                 continue
             assert into == value(number).tobytes(), f"wrong bytes in block {number}"
             found += 1
-        assert agent.counters["ssd_corrupted"] == 0, "a block was shown that is not what was put"
-        agent.guard.check()
-        agent.tier.check()
-        counts = agent.guard.counts()
+        assert agent.context.counters["ssd_corrupted"] == 0, "a block was shown that is not what was put"
+        agent.context.guard.check()
+        agent.context.tier.check()
+        counts = agent.context.guard.counts()
         assert (counts.holds, counts.reserved, counts.condemned) == (0, 0, 0), counts
         return found, missing
 

@@ -68,9 +68,9 @@ async def agent_process(url: str, cluster: str, path: str) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     try:
         while not ended.is_set():
-            agent.guard.check()
-            assert agent.tier is not None
-            agent.tier.check()
+            agent.context.guard.check()
+            assert agent.context.tier is not None
+            agent.context.tier.check()
             await asyncio.sleep(1)
     except AssertionError as problem:
         print(f"the books do not balance: {problem}", file=sys.stderr, flush=True)

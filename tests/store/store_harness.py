@@ -71,7 +71,7 @@ class Cluster:
         return agent
 
     async def _finish(self, agent: StoreAgent) -> None:
-        agent.guard.check()
+        agent.context.guard.check()
         await agent.stop()
 
     async def client(self, node_id: str, worker_id: str) -> AgentClient:

@@ -72,8 +72,8 @@ def test_a_fetch_brings_the_bytes_and_tells_of_layers_in_order(nats_url: str, tr
             await two.fetch("o2", "n1", first_block=2, blocks=2)
         assert caught.value.held in (0, 1)
         await two.release("o2")
-        await until(lambda: here.agents["n1"].guard.counts().leases == 0)
-        counts = here.agents["n2"].guard.counts()
+        await until(lambda: here.agents["n1"].context.guard.counts().leases == 0)
+        counts = here.agents["n2"].context.guard.counts()
         assert (counts.committed, counts.reserved, counts.holds, counts.condemned) == (3, 0, 0, 0)
 
     tell(nats_url, story)
@@ -103,10 +103,10 @@ def test_a_push_is_readable_layer_by_layer_and_committed_at_its_close(nats_url: 
         assert same(two, first.slots, 3)
         await one.commit("o1", first_block=0, blocks=4)
         await one.release("o1")
-        assert here.agents["n2"].guard.counts().holds == 1
+        assert here.agents["n2"].context.guard.counts().holds == 1
         await two.release("o1")
         for node, committed in (("n1", 3), ("n2", 3)):
-            counts = here.agents[node].guard.counts()
+            counts = here.agents[node].context.guard.counts()
             assert (counts.committed, counts.reserved, counts.holds, counts.condemned) == (committed, 0, 0, 0)
 
     tell(nats_url, story)
@@ -127,9 +127,9 @@ def test_a_push_to_the_own_node_moves_nothing_and_both_workers_hold_the_slots(na
         message: Any = here.heard["w2"][0]
         assert message.slots == opened.slots
         assert same(two, message.slots, 5)
-        assert here.agents["n1"].guard.counts().reserved == 1
+        assert here.agents["n1"].context.guard.counts().reserved == 1
         await two.release("o1")
-        counts = here.agents["n1"].guard.counts()
+        counts = here.agents["n1"].context.guard.counts()
         assert (counts.free, counts.committed, counts.holds) == (30, 2, 0)
 
     tell(nats_url, story)
@@ -139,18 +139,18 @@ def test_rdma_that_is_not_there_is_reported_and_another_transport_is_taken(nats_
     async def story(here: Cluster) -> None:
         await here.agent("n1", rdma="none0")
         two = await here.agent("n2", transport="tcp")
-        assert two.absent["rdma"] == "transport is tcp"
+        assert two.context.transports.absent["rdma"] == "transport is tcp"
         one = await here.client("n1", "w1")
         absent = (await one.status()).absent["rdma"]
         assert absent.startswith("no RDMA device")
-        peer = await two.peers.get("n1")
-        assert peer.endpoint("rdma") is None
-        engine: Any = two.transport_to(peer)
+        peer = await two.context.peers.get("n1")
+        assert "rdma" not in [at.transport for at in peer.endpoints]
+        engine = two.context.transports.engine_for(peer)
         assert [path.kind for path in engine.paths(peer)] == ["tcp"]
         memory = RemoteMemory(address="0", size=1, rkey=1)
         offer = QueuePair(
             node_id="n2",
-            incarnation=two.incarnation,
+            incarnation=two.context.incarnation,
             to_node_id="n1",
             to_incarnation=peer.incarnation,
             number=1,
@@ -165,7 +165,7 @@ def test_rdma_that_is_not_there_is_reported_and_another_transport_is_taken(nats_
             mailbox=memory,
         )
         with pytest.raises(TransferRefused, match=f"n1 has no RDMA: {absent}"):
-            await two.peers.ask("n1", "pair", offer, QueuePair)
+            await two.context.peers.ask("n1", "pair", offer, QueuePair)
         with pytest.raises(TransferError, match="RDMA is not to be had: no RDMA device"):
             await here.agent("n3", rdma="none0", transport="rdma")
 

@@ -49,7 +49,7 @@ async def open_client(
 
 
 def idle(here: Cluster, node_id: str) -> bool:
-    counts = here.agents[node_id].guard.counts()
+    counts = here.agents[node_id].context.guard.counts()
     return (counts.holds, counts.leases, counts.reserved, counts.condemned) == (0, 0, 0, 0)
 
 
@@ -107,9 +107,9 @@ def test_a_miss_a_failed_transfer_and_an_unreachable_holder_are_three_answers(na
             await client.get_into(key_of("c"), into)
         await client.get_into(a, into)
         assert into == value(1).tobytes()
-        slot = other.guard.find(b)
+        slot = other.context.guard.find(b)
         assert slot is not None
-        other.view.blocks[slot, 1, 5] ^= (
+        other.context.view.blocks[slot, 1, 5] ^= (
             1  # the memory of the holder goes bad: what arrives is not what was put
         )
         with pytest.raises(BytesCorrupted) as caught:
@@ -152,7 +152,8 @@ def test_another_tenant_and_another_size_are_refused_with_a_reason_and_counted(n
             await mine.get_into(b"short", into)
         with pytest.raises(TypeError, match="cannot be written"):
             await mine.get_into(key, bytes(BLOCK))
-        assert (agent.counters["answered_wrong_tenant"], agent.counters["answered_wrong_size"]) == (4, 2)
+        counters = agent.context.counters
+        assert (counters["answered_wrong_tenant"], counters["answered_wrong_size"]) == (4, 2)
         await mine.get_into(key, into, verify=True)
         assert into == value(1).tobytes()
         assert idle(here, "n1")
@@ -171,7 +172,7 @@ def test_a_tenant_at_its_quota_gives_up_its_own_blocks_and_nobody_elses(nats_url
             await small.put(key, value(10 + i))
         assert await other.batch_exists(others) == [True] * 4
         assert await small.batch_exists(own) == [False] * 3 + [True] * 3
-        assert agent.guard.counts().free == 1
+        assert agent.context.guard.counts().free == 1
         with pytest.raises(QuotaExceeded, match=r"the tenant may have 3 and uses 3"):
             _first(await small.batch_put({key_of(f"x{i}"): value(i) for i in range(4)}))
         held = [await small.get(key) for key in own[3:]]
@@ -180,7 +181,7 @@ def test_a_tenant_at_its_quota_gives_up_its_own_blocks_and_nobody_elses(nats_url
         for one in held:
             await one.release()
         await small.put(key_of("y"), value(0))
-        assert agent.counters["answered_quota_exceeded"] == 2
+        assert agent.context.counters["answered_quota_exceeded"] == 2
 
     tell(nats_url, story)
 
@@ -210,13 +211,13 @@ def test_a_soft_pin_goes_last_a_hard_pin_stays_and_both_end_by_themselves(nats_u
         await client.pin([keys[12]], ttl_s=0.05)
         await client.pin([keys[1]], ttl_s=0.05, hard=True)
         await asyncio.sleep(0.3)
-        assert agent.guard.counts().holds == 0
+        assert agent.context.guard.counts().holds == 0
         for i in range(17, 23):
             await client.put(keys[i], value(i))
         assert await client.batch_exists([keys[1], keys[12]]) == [False, False]
         await client.pin(keys[17:20], ttl_s=60, hard=True)
         await client.unpin(keys[17:20], hard=True)
-        assert agent.guard.counts().holds == 0
+        assert agent.context.guard.counts().holds == 0
 
     tell(nats_url, story)
 
@@ -234,13 +235,13 @@ def test_four_hundred_blocks_into_a_pool_of_two_hundred_with_fifty_leased(nats_u
         held = [await client.get(key) for key in leased]
         keys = [key_of(str(i)) for i in range(400)]
         for first in range(0, 400, 10):
-            lease_ends = [hold.expires_ns for hold in agent.guard._pool.holds.values()]
+            lease_ends = [hold.expires_ns for hold in agent.context.guard._pool.holds.values()]
             assert all(await client.batch_exists(leased))
             await client.batch_exists(keys[:first][-150:])
-            assert lease_ends == [hold.expires_ns for hold in agent.guard._pool.holds.values()]
+            assert lease_ends == [hold.expires_ns for hold in agent.context.guard._pool.holds.values()]
             put = await client.batch_put({keys[i]: value(1000 + i) for i in range(first, first + 10)})
             assert put == [None] * 10
-            agent.guard.check()
+            agent.context.guard.check()
         assert all(one.array.tobytes() == value(i).tobytes() for i, one in enumerate(held))
         # Least recently put goes first, though all of them were asked for just now.
         assert await client.batch_exists(keys) == [False] * 250 + [True] * 150
@@ -248,7 +249,7 @@ def test_four_hundred_blocks_into_a_pool_of_two_hundred_with_fifty_leased(nats_u
         for i in (250, 399):
             await client.get_into(keys[i], into, verify=True)
             assert into == value(1000 + i).tobytes()
-        assert agent.counters["answered_store_full"] == 0
+        assert agent.context.counters["answered_store_full"] == 0
         for one in held:
             await one.release()
         assert idle(here, "n1")

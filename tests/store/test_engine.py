@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path as File
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +14,14 @@ from store_harness import layout
 from transport_harness import Side, call
 
 from halfmoon.schemas.events import Endpoint
+from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferTimeout
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Call, Peer, Slice
 from halfmoon.store.transports.engine import SLICE_BYTES, TransferEngine, cut
+from halfmoon.store.transports.rdma.transport import RdmaTransport
+from halfmoon.store.transports.shm import ShmTransport
+from halfmoon.store.transports.tcp.transport import TcpTransport
 from halfmoon.store.transports.topology import TopologyInvalid, read_topology
 
 GEOMETRY = Geometry(slots=64, layers=4, layer_block_bytes=1 << 20)
@@ -27,11 +30,19 @@ GEOMETRY = Geometry(slots=64, layers=4, layer_block_bytes=1 << 20)
 class Scripted:
     """Says what it was asked to move, takes `seconds` for each, fails when the endpoint is in `broken`."""
 
+    endpoints: Sequence[Endpoint] = ()
+
     def __init__(self, seconds: float = 0.0) -> None:
+        self.kind = KINDS["tcp"]
         self.seconds = seconds
         self.broken: dict[str, Exception] = {}
         self.moved: list[tuple[str, list[Slice]]] = []
         self.running = self.running_max = 0
+
+    def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
+        return [at for at in peer.endpoints if at.transport == self.kind.name]
+
+    def admit(self, hello: Hello) -> None: ...
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         address = peer.endpoints[0].address
@@ -61,10 +72,13 @@ def peer(*endpoints: tuple[str, str, int], incarnation: str = "i") -> Peer:
     return Peer("n", incarnation, "host", "segment", GEOMETRY, found)
 
 
-def engine(stripes: int = 1, **transports: Any) -> TransferEngine:
-    return TransferEngine(transports, host="host", stripes=stripes, counters=Counter())
+def engine(stripes: int = 1, **transports: Scripted) -> TransferEngine:
+    for name, transport in transports.items():
+        transport.kind = KINDS[name]
+    return TransferEngine(list(transports.values()), stripes=stripes, counters=Counter())
 
 
+KINDS = {kind.name: kind for kind in (ShmTransport.kind, RdmaTransport.kind, TcpTransport.kind)}
 BATCH = [Slice(i, i, 0, 4) for i in range(8)]  # 32 MiB: four slices
 
 
@@ -179,10 +193,7 @@ def test_real_bytes_come_over_tcp_when_the_memory_cannot_be_mapped_and_striped()
         one, two = Side("tcp", "one", shape=shape, slots=8), Side("tcp", "two", shape=shape, slots=8)
         mapped = Side("shm", "one", shape=shape, slots=8)
         one.meet(two)
-        assert one.tcp is not None
-        over = TransferEngine(
-            {"shm": mapped.transport, "tcp": one.tcp}, host=two.peer.host, stripes=3, counters=one.counters
-        )
+        over = TransferEngine([one.transport, mapped.transport], stripes=3, counters=one.counters)
         try:
             theirs, mine = two.stored(*range(6)), one.reserved(6)
             gone = Endpoint(transport="shm", address="nowhere")

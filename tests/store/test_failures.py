@@ -94,14 +94,14 @@ async def empty(agent: StoreAgent) -> None:
     """No lease, no reservation, nothing condemned."""
 
     def clean() -> bool:
-        counts = agent.guard.counts()
+        counts = agent.context.guard.counts()
         return (counts.reserved, counts.leases, counts.condemned, counts.holds) == (0, 0, 0, 0)
 
     try:
         await until(clean)
     except AssertionError:
-        raise AssertionError(f"left behind: {agent.guard.counts()}") from None
-    agent.guard.check()
+        raise AssertionError(f"left behind: {agent.context.guard.counts()}") from None
+    agent.context.guard.check()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -159,7 +159,7 @@ def test_a_peer_killed_in_the_middle_of_a_fetch(nats_url: str, transport: str) -
             await fetching
         assert time.monotonic() - started < 3
         assert len([m for m in here.heard["w2"] if isinstance(m, KvLoaded)]) < 16
-        assert here.agents["n2"].guard.counts().committed == 0
+        assert here.agents["n2"].context.guard.counts().committed == 0
         with pytest.raises(HolderUnreachable):
             await two.fetch("o2", "n1", first_block=0, blocks=24)
         await two.release("o2")
@@ -333,7 +333,7 @@ def test_slots_that_a_late_worker_may_write_are_not_given_away(nats_url: str) ->
             Ordered(cause_seq=1, position=0, decision=ReleaseOrder(order_id="o1", node_id="n1")),
             target_id="n1",
         )
-        await until(lambda: agent.guard.counts().condemned == 3)
+        await until(lambda: agent.context.guard.counts().condemned == 3)
         with pytest.raises(StoreFull):
             await one.open_put("o2", b"", blocks=2)
         fill(one, late.slots, 9)
@@ -342,7 +342,7 @@ def test_slots_that_a_late_worker_may_write_are_not_given_away(nats_url: str) ->
         with pytest.raises(OrderUnknown):
             await one.open_put("o1", b"", blocks=1)
         await one.release("o1")
-        assert agent.guard.counts().free == 4
+        assert agent.context.guard.counts().free == 4
 
     tell(nats_url, story)
 
@@ -355,11 +355,11 @@ def test_what_is_not_renewed_expires_and_what_waits_is_kept(nats_url: str) -> No
         await waits.open_put("o1", keys(1), blocks=2)
         await dies.open_put("o2", keys(2), blocks=2)
         await dies.close()
-        await until(lambda: agent.guard.counts().condemned == 2)
-        await until(lambda: agent.guard.counts().condemned == 0)
-        assert agent.guard.counts().reserved == 2
+        await until(lambda: agent.context.guard.counts().condemned == 2)
+        await until(lambda: agent.context.guard.counts().condemned == 0)
+        assert agent.context.guard.counts().reserved == 2
         await asyncio.sleep(1)
-        assert agent.guard.counts().reserved == 2
+        assert agent.context.guard.counts().reserved == 2
         await waits.release("o1")
         await empty(agent)
 
@@ -373,9 +373,9 @@ def test_the_log_hears_everything_in_order_and_again_when_asked(nats_url: str) -
         for number in range(0, 12, 2):
             await stored(one, f"o{number}", keys(number, number + 1), seed=number)
         owner = Owner("late", "w1")
-        agent.guard.open_put(owner, [keys(99)], 1, writer="worker")
-        agent.guard.commit(owner, {0: 0})
-        agent.announcer.announce()  # with changes still waiting to be told
+        agent.context.guard.open_put(owner, [keys(99)], 1, writer="worker")
+        agent.context.guard.commit(owner, {0: 0})
+        agent.context.announcer.announce()  # with changes still waiting to be told
         bus = await here.bus("conductor")
         order = Ordered(cause_seq=1, position=0, decision=AnnounceYourself(role="store", target_id="n1"))
         await bus.order(order, target_id="n1")
@@ -384,7 +384,7 @@ def test_the_log_hears_everything_in_order_and_again_when_asked(nats_url: str) -
             return sum(isinstance(e, StoreJoined) for e in await log(here)) == 3
 
         await until(asked)
-        assert await agent.bus.flush(2)
+        assert await agent.context.bus.flush(2)
         held: set[bytes] = set()
         seen: list[type] = []
         for event in await log(here):
@@ -415,7 +415,7 @@ def test_three_answers_for_three_failures(nats_url: str) -> None:
         one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
         await stored(one, "o1", keys(1), seed=1)
         await two.open_put("o2", keys(1), blocks=1)
-        slot = here.agents["n1"].guard.find(keys(1))
+        slot = here.agents["n1"].context.guard.find(keys(1))
         assert slot is not None
         one.view.blocks[slot, 1, 5] ^= 1
         for node, kind in (
@@ -426,8 +426,8 @@ def test_three_answers_for_three_failures(nats_url: str) -> None:
         ):
             with pytest.raises(kind):
                 await two.fetch("o2", node, first_block=0, blocks=1)
-        assert agent.guard.counts().committed == 0
-        assert here.agents["n4"].counters["refused_hello"] == 1
+        assert agent.context.guard.counts().committed == 0
+        assert here.agents["n4"].context.counters["refused_hello"] == 1
         one.view.blocks[slot, 1, 5] ^= 1
         await two.fetch("o2", "n1", first_block=0, blocks=1)
         await two.release("o2")
@@ -457,7 +457,7 @@ def test_an_agent_that_was_killed_is_replaced_and_its_worker_maps_the_new_memory
         opened = await one.open_put("o2", keys(2), blocks=1)
         fill(one, opened.slots, 4)
         assert one.view is pool
-        assert (here.agents["n1"].view.blocks[opened.slots[0]] == pool.blocks[opened.slots[0]]).all()
+        assert (here.agents["n1"].context.view.blocks[opened.slots[0]] == pool.blocks[opened.slots[0]]).all()
         await one.release("o2")
 
     tell(nats_url, story)

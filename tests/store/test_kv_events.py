@@ -64,10 +64,10 @@ def test_a_subscriber_knows_what_the_node_holds_and_a_late_one_asks_for_the_rest
             await asyncio.sleep(0.3)  # until it is known to the publisher; what was before comes by replay
             client = await StoreClient.connect(nats_url, node_id="n1")
             here.stack.push_async_callback(client.close)
-            assert agent.tier is not None
+            assert agent.context.tier is not None
             for number in range(16):
                 await client.put(key_of(str(number)), np.full(BLOCK, number, np.uint8))
-                await until(lambda n=number: agent.tier.find(key_of(str(n))) is not None)
+                await until(lambda n=number: agent.context.tier.find(key_of(str(n))) is not None)
             holds: dict[str, set[bytes]] = {"CPU": set(), "STORAGE": set()}
             heard: dict[int, list[Any]] = {}
             while await subscriber.poll(300):
@@ -83,7 +83,10 @@ def test_a_subscriber_knows_what_the_node_holds_and_a_late_one_asks_for_the_rest
                         assert event["type"] == "BlockRemoved"
                         assert hashes <= holds[event["medium"]]
                         holds[event["medium"]] -= hashes
-            assert holds == {"CPU": set(agent.guard.keys()), "STORAGE": set(agent.tier.keys())}
+            assert holds == {
+                "CPU": set(agent.context.guard.keys()),
+                "STORAGE": set(agent.context.tier.keys()),
+            }
             assert sorted(heard) == list(range(1, len(heard) + 1))
 
             dealer = context.socket(zmq.DEALER)

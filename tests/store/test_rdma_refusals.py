@@ -11,9 +11,8 @@ import pytest
 
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.store import QueuePair, RemoteMemory
-from halfmoon.store.transports.base import Slice
+from halfmoon.store.transports.base import Run, Slice
 from halfmoon.store.transports.rdma import wire
-from halfmoon.store.transports.tcp.wire import Run
 
 SECRET = "the tests' secret"
 

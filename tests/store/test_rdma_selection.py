@@ -137,7 +137,7 @@ def make(config_rdma: str) -> rdma.RdmaTransport:
         return rdma.RdmaTransport(
             side.view,
             side.guard,
-            side.config,
+            side.config.rdma_options,
             side.executor,
             incarnation="i",
             counters=side.counters,

@@ -88,7 +88,7 @@ def test_a_holder_killed_in_the_middle_of_a_thousand_gets_costs_no_answer(
             await asyncio.gather(*(read() for _ in range(4)))
         assert (done, wrong, killed_at) == (GETS, [], GETS // 2)
         assert slowest_s[True] < 1.0 + slowest_s[False]  # of a busy machine the first half knows
-        counters = here.agents["n3"].counters
+        counters = here.agents["n3"].context.counters
         assert counters["fetched_bytes"] > GETS * size // 2  # most came from elsewhere: the pool holds 8
         suspected = [event.node_id for event in await log(here) if isinstance(event, StoreSuspected)]
         assert set(suspected) <= {"n1"}
@@ -103,7 +103,7 @@ def test_a_holder_killed_in_the_middle_of_a_thousand_gets_costs_no_answer(
 def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         agents = {node: await here.agent(node, slots=16) for node in ("n1", "n2", "n3")}
-        size = agents["n1"].config.layout.block_bytes
+        size = agents["n1"].context.config.layout.block_bytes
         values = {key(i): value(i, size) for i in range(6)}
         async with await StoreClient.connect(here.url, node_id="n1", tenant="t") as one:
             await one.batch_put(values)
@@ -115,19 +115,23 @@ def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: s
             assert done == Replicated(blocks=6)
             done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=10)
             assert done == Replicated(blocks=0)  # it has them
-            assert agents["n1"].guard.counts().committed == agents["n2"].guard.counts().committed == 6
+            assert (
+                agents["n1"].context.guard.counts().committed
+                == agents["n2"].context.guard.counts().committed
+                == 6
+            )
             moved = msgspec.structs.replace(asked, move=True, source_node_id="n2")
             assert await bus.request(
                 subjects.store("n3", "replicate"), moved, Replicated, timeout_s=10
             ) == Replicated(blocks=6)
-            assert [agent.guard.counts().committed for agent in agents.values()] == [6, 0, 6]
+            assert [agent.context.guard.counts().committed for agent in agents.values()] == [6, 0, 6]
         order = ReplicateBlocks(
             node_id="n2", source_node_id="n3", block_keys=join_keys([key(0), key(1)]), tenant="t"
         )
         await (await here.bus("conductor")).order(
             Ordered(cause_seq=1, position=0, decision=order), target_id="n2"
         )
-        await until(lambda: agents["n2"].guard.counts().committed == 2)
+        await until(lambda: agents["n2"].context.guard.counts().committed == 2)
         async with await StoreClient.connect(here.url, node_id="n2", tenant="t") as two:
             into = np.zeros(size, np.uint8)
             await two.get_into(key(1), into, verify=True)
@@ -136,9 +140,8 @@ def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: s
             with pytest.raises(StoreError):
                 await other.get_into(key(1), into)
         for agent in agents.values():
-            await until(
-                lambda agent=agent: (agent.guard.counts().holds, agent.guard.counts().reserved) == (0, 0)
-            )
+            guard = agent.context.guard
+            await until(lambda guard=guard: (guard.counts().holds, guard.counts().reserved) == (0, 0))
 
     tell(nats_url, story)
 
@@ -147,7 +150,7 @@ def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str)
     async def story(here: Cluster) -> None:
         agents = {"n1": await here.agent("n1", slots=32), "n2": await here.agent("n2", slots=8)}
         agents["n3"] = await here.agent("n3", slots=8)
-        size = agents["n1"].config.layout.block_bytes
+        size = agents["n1"].context.config.layout.block_bytes
         values = {key(i): value(i, size) for i in range(20)}
         bus = await here.bus("operator")
         async with await StoreClient.connect(here.url, node_id="n1") as one:
@@ -163,12 +166,12 @@ def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str)
         assert drained == Drained(moved=15, elsewhere=1, left=4)
         await asyncio.wait_for(agents["n1"].drained.wait(), 5)
         await agents["n1"].stop(reason="drained")
-        kept = set(agents["n2"].guard.keys()) | set(agents["n3"].guard.keys())
+        kept = set(agents["n2"].context.guard.keys()) | set(agents["n3"].context.guard.keys())
         assert len(kept) == 16
         assert kept >= {key(0), key(3), key(4)}  # the hot ones, whatever else had to go
         for node in ("n2", "n3"):
             async with await StoreClient.connect(here.url, node_id=node) as reader:
-                for name in agents[node].guard.keys():  # noqa: SIM118
+                for name in agents[node].context.guard.keys():  # noqa: SIM118
                     into = np.zeros(size, np.uint8)
                     await reader.get_into(name, into, verify=True)
                     assert np.array_equal(into, values[name])
@@ -179,7 +182,7 @@ def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str)
 def test_a_copy_that_nobody_reads_goes_before_what_is_used(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         one, two = await here.agent("n1", slots=16), await here.agent("n2", slots=10)
-        size = one.config.layout.block_bytes
+        size = one.context.config.layout.block_bytes
         bus = await here.bus("program")
         async with (
             await StoreClient.connect(here.url, node_id="n1") as there,
@@ -197,7 +200,7 @@ def test_a_copy_that_nobody_reads_goes_before_what_is_used(nats_url: str) -> Non
             ).blocks == 6
             await here_too.get_into(key(12), np.zeros(size, np.uint8))  # this one is of use
             await here_too.batch_put({key(i): value(i, size) for i in range(20, 25)})
-            assert set(two.guard.keys()) == {key(i) for i in (*range(4), 12, *range(20, 25))}
+            assert set(two.context.guard.keys()) == {key(i) for i in (*range(4), 12, *range(20, 25))}
 
     tell(nats_url, story)
 
@@ -223,7 +226,7 @@ def test_a_holder_that_hangs_is_passed_over_and_suspected(nats_url: str) -> None
                 return any(isinstance(e, StoreSuspected) and e.node_id == "n1" for e in await log(here))
 
             await until(suspected)
-            assert agent.counters["fetches_from_replicas"] == 1
+            assert agent.context.counters["fetches_from_replicas"] == 1
         finally:
             hanging.send_signal(signal.SIGCONT)
 

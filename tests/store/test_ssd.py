@@ -66,8 +66,8 @@ async def start(
 
 
 def tier(agent: StoreAgent) -> SsdTier:
-    assert agent.tier is not None
-    return agent.tier
+    assert isinstance(agent.context.tier, SsdTier)
+    return agent.context.tier
 
 
 async def put_through(agent: StoreAgent, client: StoreClient, numbers: range) -> None:
@@ -98,13 +98,13 @@ def test_what_dram_gives_up_comes_back_as_it_was(nats_url: str, tmp_path: Path) 
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier")
         await put_through(agent, client, range(40))
-        assert agent.counters["ssd_unsaved"] == 0
+        assert agent.context.counters["ssd_unsaved"] == 0
         assert await client.batch_exists(KEYS[:41]) == [True] * 40 + [False]
         for number in range(40):
             assert await is_right(client, number)
-            agent.guard.check()
+            agent.context.guard.check()
             tier(agent).check()
-        assert agent.counters["ssd_read_bytes"] >= 32 * BLOCK
+        assert agent.context.counters["ssd_read_bytes"] >= 32 * BLOCK
         assert await client.batch_remove([KEYS[3], KEYS[39]]) == [True, True]
         with pytest.raises(BlockMissing):
             await is_right(client, 3)
@@ -146,7 +146,7 @@ def test_a_reader_on_another_node_gets_it_and_the_log_knows_the_tiers(nats_url: 
         here.stack.push_async_callback(other.close)
         for number in (0, 7, 19):
             assert await is_right(other, number)
-        agent.announcer.announce()
+        agent.context.announcer.announce()
         await asyncio.sleep(0.2)
         events = await announced(here)
         stored = [e for e in events if isinstance(e, BlocksStored) and e.node_id == "n1" and e.tier == "ssd"]
@@ -178,10 +178,10 @@ def test_a_worker_loads_from_its_own_node_layer_by_layer(nats_url: str, tmp_path
         await until(lambda: bool(here.heard["w1"]))
         assert here.heard["w1"][-1] == KvLoaded(order_id="o1", layer=3, first_block=0, blocks=4)
         await worker.release("o1")
-        counts = agent.guard.counts()
+        counts = agent.context.guard.counts()
         assert (counts.committed, counts.holds, counts.condemned) == (8 - counts.free, 0, 0)
         tier(agent).check()
-        assert agent.guard._pool.slots[agent.guard.find(KEYS[1]) or 0].hits == 1
+        assert agent.context.guard._pool.slots[agent.context.guard.find(KEYS[1]) or 0].hits == 1
 
     tell(nats_url, story)
 
@@ -214,7 +214,7 @@ def test_only_blocks_that_were_hit_often_enough_are_saved(nats_url: str, tmp_pat
         await client.batch_put({KEYS[n]: value(n) for n in range(8, 16)})
         assert sorted(tier(agent).keys()) == sorted([KEYS[1], KEYS[4]])
         assert await client.batch_exists(KEYS[:8]) == [n in (1, 4) for n in range(8)]
-        assert agent.counters["ssd_unsaved"] == 6
+        assert agent.context.counters["ssd_unsaved"] == 6
 
     tell(nats_url, story)
 
@@ -256,7 +256,7 @@ def test_bytes_that_changed_on_the_disk_are_a_miss_and_are_forgotten(nats_url: s
         for number in (1, 2):
             with pytest.raises(BlockMissing):
                 await is_right(client, number)
-        assert agent.counters["ssd_corrupted"] == 1
+        assert agent.context.counters["ssd_corrupted"] == 1
         assert tier(agent).find(KEYS[1]) is None
         tier(agent).check()
 
@@ -270,7 +270,7 @@ def test_another_tenant_is_refused_what_comes_from_the_disk(nats_url: str, tmp_p
         here.stack.push_async_callback(mine.close)
         await mine.put(KEYS[0], value(0))
         await put_through(agent, client, range(1, 20))
-        assert agent.guard.find(KEYS[0]) is None
+        assert agent.context.guard.find(KEYS[0]) is None
         with pytest.raises(BlockMissing):
             await client.get_into(KEYS[0], bytearray(BLOCK))
         assert not await client.remove(KEYS[0])
@@ -305,7 +305,7 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_the_rest_goes_on(nats_url: str
         with disk(agent, "/proc/self/mem"):
             with pytest.raises(BlockMissing):
                 await is_right(client, 0)
-            assert agent.counters["ssd_read_errors"] == 1
+            assert agent.context.counters["ssd_read_errors"] == 1
             assert tier(agent).find(KEYS[0]) is None
         assert await is_right(client, 1)
         assert await is_right(client, 29)
@@ -356,7 +356,7 @@ def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(
         }
         assert words[what] in lost[0].reason
         tier(agent)._reopen_s = 0.01
-        agent.guard.check()
+        agent.context.guard.check()
 
     tell(nats_url, story)
 
@@ -369,7 +369,7 @@ def test_a_lost_file_is_opened_anew(nats_url: str, tmp_path: Path, monkeypatch: 
         agent, client = await start(here, path)
         await put_through(agent, client, range(20))
         path.unlink()
-        await until(lambda: agent.counters["ssd_lost"] == 1)
+        await until(lambda: agent.context.counters["ssd_lost"] == 1)
         await until(lambda: tier(agent).open)
         await put_through(agent, client, range(20, 40))
         assert await is_right(client, 20)
@@ -426,13 +426,13 @@ def test_a_slow_disk_never_slows_a_put(
         try:
             for number in range(100):
                 await client.put(KEYS[number], value(number))
-            assert agent.counters["ssd_unsaved"] == 92
+            assert agent.context.counters["ssd_unsaved"] == 92
             assert len(tier(agent)) == 0
             assert await is_right(client, 99)
         finally:
             go_on.set()
         # What was being copied is another block's by now: it is thrown away.
-        await until(lambda: agent.counters["ssd_write_outrun"] > 0)
+        await until(lambda: agent.context.counters["ssd_write_outrun"] > 0)
         for number in range(100):
             with contextlib.suppress(BlockMissing):
                 assert await is_right(client, number)

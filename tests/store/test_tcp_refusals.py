@@ -139,7 +139,7 @@ class Raw:
             )
         else:
             keys = zmq.curve_keypair()
-            two.tcp.allow(msgspec.structs.replace(two.hello, public_key=keys[0].decode()))  # type: ignore[union-attr]
+            two.tcp.admit(msgspec.structs.replace(two.hello, public_key=keys[0].decode()))  # type: ignore[union-attr]
             self.channel = CurveChannel(
                 self._context,
                 endpoint.address,

@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from store_harness import SECRET, layout
 
-from halfmoon.store.agent.agent import StoreAgent
-from halfmoon.store.agent.ssd_load import promote
+from halfmoon.store.agent.context import AgentContext
+from halfmoon.store.agent.open_tier import open_tier
+from halfmoon.store.agent.release import release
+from halfmoon.store.agent.tier_load import promote
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreFull, WrongTenant
 from halfmoon.store.pool.eviction import EvictionName
@@ -62,7 +64,7 @@ class Announced:
             else:
                 self.tiers[tier].remove(key)
 
-    def tier_lost(self, why: str) -> None:
+    def tier_lost(self, tier: str, why: str) -> None:
         raise AssertionError(why)
 
 
@@ -97,12 +99,12 @@ class Tiers(RuleBasedStateMachine):
             port=-1,
         )
         bus: Any = None  # nothing is said to anybody here
-        self.agent = StoreAgent(bus, config)
+        self.context = AgentContext(bus, config)
         self.announced: Any = Announced()
-        self.agent.announcer = self.announced
-        self.agent._segment = Segment.create(segment_name(self.name, "n1"), config.geometry)
-        assert self.agent.tier is not None
-        self.tier = self.agent.tier
+        self.context.announcer = self.announced
+        self.context.segment = Segment.create(segment_name(self.name, "n1"), config.geometry)
+        self.tier: Any = open_tier(self.context)
+        self.context.tier = self.tier
         self.tier._announce = self.announced.add
         self.do(self.tier._open())
         assert self.tier.records == RECORDS
@@ -111,11 +113,11 @@ class Tiers(RuleBasedStateMachine):
         self.pinned: set[int] = set()
 
     def close_agent(self) -> None:
-        assert self.agent._segment is not None
+        assert self.context.segment is not None
         self.tier._threads.shutdown()
         self.tier._retire()
-        self.agent.executor.shutdown()
-        self.agent._segment.close()
+        self.context.executor.shutdown()
+        self.context.segment.close()
 
     def teardown(self) -> None:
         if hasattr(self, "loop"):
@@ -131,7 +133,7 @@ class Tiers(RuleBasedStateMachine):
         return Owner(f"o{self.number}", "w")
 
     def held(self) -> set[bytes]:
-        pool = self.agent.guard._pool
+        pool = self.context.guard._pool
         return {pool.slots[slot].key for hold in pool.holds.values() for slot in hold.slots}
 
     @rule(first=st.integers(0, KEYS - 1), count=st.integers(1, 4), give_up=st.booleans())
@@ -139,7 +141,7 @@ class Tiers(RuleBasedStateMachine):
         numbers = [n for n in range(first, min(first + count, KEYS)) if tenant_of(n) == tenant_of(first)]
         keys, owner, tenant = [key(n) for n in numbers], self.owner(), tenant_of(first)
         here = [k in self.announced.tiers["dram"] for k in keys]
-        pool = self.agent.guard._pool
+        pool = self.context.guard._pool
         kept = len(
             {slot for hold in pool.holds.values() for slot in hold.slots}
             | {pool.find(k) for k in keys} - {None}
@@ -149,7 +151,7 @@ class Tiers(RuleBasedStateMachine):
             | {k for k in keys if tenant and pool.find(k) is not None}
         )
         try:
-            hold = self.agent.guard.open_put(owner, keys, len(keys), writer=WORKER, tenant=tenant)
+            hold = self.context.guard.open_put(owner, keys, len(keys), writer=WORKER, tenant=tenant)
         except StoreFull:
             over = bool(tenant) and own_kept + here.count(False) > QUOTA
             assert over or kept + here.count(False) > SLOTS
@@ -158,16 +160,16 @@ class Tiers(RuleBasedStateMachine):
         assert [i in hold.present for i in range(len(keys))] == here
         for i, number in enumerate(numbers):
             if i not in hold.present:
-                self.agent.view.blocks[hold.slots[i]] = value(number)
+                self.context.view.blocks[hold.slots[i]] = value(number)
         if not give_up:
-            self.do(self.agent.commit(owner, 0, len(keys)))
-        self.do(self.agent.release(owner))
+            self.do(self.context.commit(owner, 0, len(keys)))
+        self.do(release(self.context, owner))
 
     @rule(first=st.integers(0, KEYS - 1), count=st.integers(1, 3))
     def lease(self, first: int, count: int) -> None:
         owner, numbers = self.owner(), list(range(first, min(first + count, KEYS)))
         try:
-            self.agent.guard.lease(owner, [key(n) for n in numbers], 0)
+            self.context.guard.lease(owner, [key(n) for n in numbers], 0)
         except BlockMissing:
             assert not all(key(n) in self.announced.tiers["dram"] for n in numbers)
             return
@@ -178,12 +180,14 @@ class Tiers(RuleBasedStateMachine):
         if self.leases:
             owner = data.draw(st.sampled_from(sorted(self.leases)))
             del self.leases[owner]
-            assert self.agent.guard.release(owner)
+            assert self.context.guard.release(owner)
 
     @rule(number=st.integers(0, KEYS - 1), hard=st.booleans(), on=st.booleans())
     def pin(self, number: int, hard: bool, on: bool) -> None:
         try:
-            self.agent.guard.pin("p", [key(number)], tenant_of(number), hard=hard, ttl_ns=10**12 if on else 0)
+            self.context.guard.pin(
+                "p", [key(number)], tenant_of(number), hard=hard, ttl_ns=10**12 if on else 0
+            )
         except BlockMissing:
             assert key(number) not in self.announced.tiers["dram"]
         except StoreFull:
@@ -205,9 +209,13 @@ class Tiers(RuleBasedStateMachine):
         on_disk = [
             k for k in keys if k in self.announced.tiers["ssd"] and k not in self.announced.tiers["dram"]
         ]
-        full = self.agent.counters["promotion_store_full"] + self.agent.counters["promotion_quota_exceeded"]
-        self.do(promote(self.agent, keys, time.monotonic_ns() + 10**10))
-        full -= self.agent.counters["promotion_store_full"] + self.agent.counters["promotion_quota_exceeded"]
+        full = (
+            self.context.counters["promotion_store_full"] + self.context.counters["promotion_quota_exceeded"]
+        )
+        self.do(promote(self.context, self.tier, keys, time.monotonic_ns() + 10**10))
+        full -= (
+            self.context.counters["promotion_store_full"] + self.context.counters["promotion_quota_exceeded"]
+        )
         if not full and not self.bad & set(on_disk):
             assert all(k in self.announced.tiers["dram"] for k in on_disk)
         assert not self.bad & set(on_disk) & self.announced.tiers["dram"]
@@ -221,7 +229,7 @@ class Tiers(RuleBasedStateMachine):
     @rule(number=st.integers(0, KEYS - 1))
     def remove(self, number: int) -> None:
         idle = key(number) in self.announced.tiers["dram"] and key(number) not in self.held()
-        assert bool(self.agent.guard.remove([key(number)], tenant_of(number))) == idle
+        assert bool(self.context.guard.remove([key(number)], tenant_of(number))) == idle
         self.tier.remove([key(number)])
         self.bad.discard(key(number))
 
@@ -229,7 +237,7 @@ class Tiers(RuleBasedStateMachine):
     def ask_for_anothers(self, number: int) -> None:
         if key(number) in self.announced.tiers["dram"]:
             try:
-                self.agent.guard.take(self.owner(), [key(number)], tenant_mark("evil"))
+                self.context.guard.take(self.owner(), [key(number)], tenant_mark("evil"))
             except WrongTenant:
                 return
             raise AssertionError("another tenant's block was given out")
@@ -262,7 +270,7 @@ class Tiers(RuleBasedStateMachine):
     def all_is_accounted_for(self) -> None:
         if not hasattr(self, "loop"):
             return
-        guard = self.agent.guard
+        guard = self.context.guard
         guard.check()
         self.tier.check()
         assert self.announced.tiers == {"dram": set(guard.keys()), "ssd": set(self.tier.keys())}
@@ -270,7 +278,7 @@ class Tiers(RuleBasedStateMachine):
         assert counts.free + counts.reserved + counts.committed + counts.condemned == SLOTS
         for number in range(KEYS):
             if (slot := guard.find(key(number))) is not None:
-                assert np.array_equal(self.agent.view.blocks[slot], value(number)), (
+                assert np.array_equal(self.context.view.blocks[slot], value(number)), (
                     f"wrong bytes in block {number}"
                 )
         for number in {n for numbers in self.leases.values() for n in numbers} | self.pinned:

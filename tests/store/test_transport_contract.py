@@ -1,8 +1,9 @@
-"""What every transport keeps to, over shared memory, TCP with HMAC and TCP with CURVE."""
+"""The contract of a transport, for each one of the agent's list (`open_transports.OPENERS`), TCP also with CURVE."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 
@@ -11,7 +12,9 @@ import pytest
 from store_harness import layout
 from transport_harness import KINDS, Side, call, noise
 
+from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.policy import Layout
+from halfmoon.store.agent.open_transports import OPENERS
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError, TransferTimeout
 from halfmoon.store.transports.base import Slice
 
@@ -30,6 +33,20 @@ def tell(kind: str, story: Story, *, shape: Layout | None = None, slots: int = 1
             await two.close()
 
     asyncio.run(run())
+
+
+def test_it_describes_itself(kind: str) -> None:
+    async def story(one: Side, two: Side) -> None:
+        name = "tcp" if kind == "curve" else kind
+        assert one.transport.kind.name == name
+        assert {at.transport for at in one.transport.endpoints} == {name}
+        mine = tuple(two.transport.endpoints)
+        others = tuple(Endpoint(transport=other, address="of others") for other in OPENERS if other != name)
+        for endpoints, usable in ((mine, mine), ((*others, *mine), mine), (others, ())):
+            peer = dataclasses.replace(two.peer, endpoints=endpoints)
+            assert one.transport.usable_endpoints(peer) == list(usable)
+
+    tell(kind, story)
 
 
 def test_read_brings_exactly_the_layers_asked_for(kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Two ends of a transport without agents: memory, book, transport, and what each knows of the other."""
+"""Two ends of a transport without agents: memory, pool, transport, and what each knows of the other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,7 @@ from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello, QueuePair
+from halfmoon.store.agent.open_transports import OPENERS, TransportSite
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import HolderUnreachable
 from halfmoon.store.pool.checksums import block_sum, layer_sums
@@ -25,19 +27,19 @@ from halfmoon.store.pool.guard import PoolGuard, peer_writer
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Geometry, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Owner
-from halfmoon.store.transports.base import Call, Peer, Transport
+from halfmoon.store.transports.base import Call, Peer
 from halfmoon.store.transports.rdma.transport import RdmaTransport
-from halfmoon.store.transports.shm import ShmTransport
 from halfmoon.store.transports.tcp.transport import TcpTransport
 
 #: The guest of `make test-rdma` says which devices it has, one for each end.
 DEVICES = os.environ.get("HALFMOON_RDMA_DEVICES", "").split()
-KINDS = ("shm", "tcp", "curve", *(["rdma"] if DEVICES else []))
+#: Each transport of the list, and TCP once more with encryption.
+KINDS = (*(name for name in OPENERS if name != "rdma" or DEVICES), "curve")
 ENCRYPTION = {"shm": "auto", "tcp": "never", "curve": "always", "rdma": "auto"}
 
 
 class Side:
-    """One end. `kind`: shm, tcp (HMAC), curve."""
+    """One end. `kind`: a transport of the list (tcp: HMAC), or curve."""
 
     def __init__(
         self, kind: str, node_id: str, *, shape: Layout | None = None, slots: int = 16, **changes: Any
@@ -64,35 +66,19 @@ class Side:
         self.segment = Segment.create(segment_name(self.config.cluster, node_id), self.config.geometry)
         self.view = self.segment.view
         self.executor = ThreadPoolExecutor(2)
-        self.tcp: TcpTransport | None = None
-        self.transport: Transport
-        endpoints = [Endpoint(transport="shm", address=self.view.name)]
         self.others: dict[str, Side] = {}
-        self.rdma: RdmaTransport | None = None
-        if kind == "shm":
-            self.transport = ShmTransport(self.view, self.executor)
-        elif kind == "rdma":
-            self.rdma = self.transport = RdmaTransport(
-                self.view,
-                self.guard,
-                self.config,
-                self.executor,
-                incarnation=self.incarnation,
-                counters=self.counters,
-                exchange=self.exchange,
-            )
-            endpoints = self.rdma.endpoints
-        else:
-            self.tcp = self.transport = TcpTransport(
-                self.view,
-                self.guard,
-                self.config,
-                incarnation=self.incarnation,
-                host=host_id(),
-                counters=self.counters,
-            )
-            self.tcp.start()
-            endpoints = self.tcp.endpoints
+        self.site = TransportSite(
+            config=self.config,
+            view=self.view,
+            access=self.guard,
+            executor=self.executor,
+            incarnation=self.incarnation,
+            counters=self.counters,
+            exchange=self.exchange,
+        )
+        self.transport = OPENERS["tcp" if kind == "curve" else kind](self.site)
+        self.tcp = self.transport if isinstance(self.transport, TcpTransport) else None
+        self.rdma = self.transport if isinstance(self.transport, RdmaTransport) else None
         self.hello = Hello(
             node_id=node_id,
             incarnation=self.incarnation,
@@ -100,23 +86,24 @@ class Side:
             segment=self.view.name,
             slots=slots,
             layout=self.config.layout,
-            endpoints=endpoints,
+            endpoints=list(self.transport.endpoints),
             public_key=self.tcp.public_key if self.tcp else "",
         )
 
     @property
     def peer(self) -> Peer:
+        return self.own_peer(self.hello.endpoints)
+
+    def own_peer(self, endpoints: Sequence[Endpoint]) -> Peer:
+        """This end as others see it, reached at these endpoints."""
         geometry = Geometry.of(self.config.layout, self.config.slot_count)
         hello = self.hello
-        return Peer(
-            hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(hello.endpoints)
-        )
+        return Peer(hello.node_id, hello.incarnation, hello.host, hello.segment, geometry, tuple(endpoints))
 
     def meet(self, other: Side) -> None:
         for one, two in ((self, other), (other, self)):
             one.others[two.config.node_id] = two
-            if one.tcp is not None:
-                one.tcp.allow(two.hello)
+            one.transport.admit(two.hello)
 
     async def exchange(self, node_id: str, offer: QueuePair) -> QueuePair:
         """As over the bus: encoded, and nobody answers for an agent that is gone."""

@@ -26,11 +26,11 @@ from halfmoon.store.errors import (
     TransferRefused,
     TransferTimeout,
 )
+from halfmoon.store.pool.checksums import run_sums
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Call, Cancellation, Peer, Slice, in_thread
+from halfmoon.store.transports.base import Call, Cancellation, Peer, Run, Slice, in_thread
 from halfmoon.store.transports.rdma import wire
 from halfmoon.store.transports.rdma.verbs import RECEIVES, Completion, Memory, QueuePairHandle
-from halfmoon.store.transports.tcp.wire import Run, run_sums
 
 #: Messages under way on one pair.
 CELLS = 4

@@ -12,6 +12,8 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfmoon.store.transports.base import TransportAbsent
+
 SYSFS = Path("/sys")
 #: The path MTUs of InfiniBand, bytes.
 MTUS = (256, 512, 1024, 2048, 4096)
@@ -21,7 +23,7 @@ ROCE_HEADERS = 96
 GIDS_MAX = 256
 
 
-class RdmaAbsent(Exception):
+class RdmaAbsent(TransportAbsent):
     """There is no RDMA here, or not the one asked for; one line for people."""
 
 

@@ -32,11 +32,19 @@ import msgspec
 import numpy as np
 
 from halfmoon.schemas.events import Endpoint
-from halfmoon.schemas.store import QueuePair, RemoteMemory
-from halfmoon.store.config import StoreConfig
+from halfmoon.schemas.store import Hello, QueuePair, RemoteMemory
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused, TransferTimeout
+from halfmoon.store.pool.checksums import run_sums
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Call, Cancellation, Peer, Slice, SlotAccess, check_items
+from halfmoon.store.transports.base import (
+    Call,
+    Cancellation,
+    Peer,
+    Slice,
+    SlotAccess,
+    TransportKind,
+    check_items,
+)
 from halfmoon.store.transports.rdma import wire
 from halfmoon.store.transports.rdma.connection import (
     CELL_BYTES,
@@ -47,8 +55,8 @@ from halfmoon.store.transports.rdma.connection import (
     RdmaContext,
 )
 from halfmoon.store.transports.rdma.device import RdmaAbsent, Wanted, choose, why_down
+from halfmoon.store.transports.rdma.options import RdmaOptions
 from halfmoon.store.transports.rdma.verbs import Memory, Verbs
-from halfmoon.store.transports.tcp.wire import run_sums
 
 #: In all, both those that this agent uses and those that others use here.
 PAIRS = 64
@@ -71,28 +79,30 @@ class _Links:
 class RdmaTransport:
     """Implements Transport, and is the other agents' other end. On one event loop."""
 
+    kind = TransportKind("rdma", rank=1, assumed_bytes_s=4e9)
+
     def __init__(
         self,
         view: PoolView,
         access: SlotAccess,
-        config: StoreConfig,
+        options: RdmaOptions,
         executor: Executor,
         *,
         incarnation: str,
         counters: Counter[str],
         exchange: Exchange,
     ) -> None:
-        """Opens the port that `config.rdma` names. Raises RdmaAbsent, with the reason."""
-        if config.rdma == "off":
+        """Opens the port that `options.device` names. Raises RdmaAbsent, with the reason."""
+        if options.device == "off":
             raise RdmaAbsent("rdma is off")
         self._view = view
         self._access = access
-        self._config = config
+        self._options = options
         self._incarnation = incarnation
         self._counters = counters
         self._exchange = exchange
-        self._offers = wire.OfferVerifier(config.node_id, incarnation, config.cluster_secret)
-        self._verbs = Verbs(choose(Wanted.parse(config.rdma)), pairs_max=PAIRS)
+        self._offers = wire.OfferVerifier(options.node_id, incarnation, options.cluster_secret)
+        self._verbs = Verbs(choose(Wanted.parse(options.device)), pairs_max=PAIRS)
         try:
             self._context = self._make_context(executor)
         except BaseException:
@@ -116,7 +126,7 @@ class RdmaTransport:
         pool = verbs.register(view.blocks.ctypes.data, view.geometry.file_bytes)
         mailboxes = np.frombuffer(mmap.mmap(-1, verbs.pairs_max * MAILBOX_BYTES), np.uint8)
         registered = verbs.register(mailboxes.ctypes.data, mailboxes.nbytes)
-        return RdmaContext(view, pool, registered, mailboxes, executor, self._config.stall_ns_max)
+        return RdmaContext(view, pool, registered, mailboxes, executor, self._options.stall_ns_max)
 
     def __str__(self) -> str:
         return str(self._verbs.port)
@@ -128,6 +138,12 @@ class RdmaTransport:
 
     async def write(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         await self._move(peer, items, call, reading=False)
+
+    def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
+        return [at for at in peer.endpoints if at.transport == "rdma"]
+
+    def admit(self, hello: Hello) -> None:
+        """Nothing to do: each queue pair is offered, proved and verified by itself."""
 
     def forget(self, node_id: str) -> None:
         """Its idle pairs go now, the others at the end of their move."""
@@ -280,7 +296,7 @@ class RdmaTransport:
         port, pool, mailboxes = self._verbs.port, self._context.pool, self._context.mailboxes
         mine = Memory(mailboxes.address + pair.home, CELLS * CELL_BYTES, 0, mailboxes.rkey)
         bare = QueuePair(
-            node_id=self._config.node_id,
+            node_id=self._options.node_id,
             incarnation=self._incarnation,
             to_node_id=node_id,
             to_incarnation=incarnation,
@@ -296,7 +312,7 @@ class RdmaTransport:
             mailbox=_remote(mine),
             still=list(still),
         )
-        return wire.sign(bare, self._config.cluster_secret)
+        return wire.sign(bare, self._options.cluster_secret)
 
     def _check_fabric(self, other: QueuePair) -> None:
         mine = self._verbs.port.ethernet

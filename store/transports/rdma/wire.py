@@ -16,8 +16,7 @@ import msgspec
 
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.store import QueuePair
-from halfmoon.store.transports.base import Slice
-from halfmoon.store.transports.tcp.wire import Run
+from halfmoon.store.transports.base import Run, Slice
 
 #: One message: so many bytes of blocks (one layer at least), in so many runs, with so many checksums.
 MESSAGE_BYTES = 4 * 1024 * 1024

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError, TransferRefused
+from halfmoon.store.pool.checksums import run_sums
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Call, Peer, Slice
+from halfmoon.store.transports.base import Call, Peer, Run, Slice
 from halfmoon.store.transports.tcp import wire
 from halfmoon.store.transports.tcp.channel import FrameMissing, PlainChannel, StallTimer, TcpChannel
 
@@ -111,8 +112,8 @@ class TcpLink:
     def _send_write(self, message: list[Slice], call: Call, timer: StallTimer) -> None:
         sums: list[int] = []
         for item in message:
-            sums += wire.run_sums(self._view, item.local_slot, item.first_layer, item.layers)
-        runs = [wire.Run(item.remote_slot, item.first_layer, item.layers) for item in message]
+            sums += run_sums(self._view, item.local_slot, item.first_layer, item.layers)
+        runs = [Run(item.remote_slot, item.first_layer, item.layers) for item in message]
         header = wire.Write(order_id=call.order_id, party=call.party, runs=runs, sums=sums)
         payload = [wire.memory(self._view, i.local_slot, i.first_layer, i.layers) for i in message]
         self._send(header, timer, payload)
@@ -128,7 +129,7 @@ class TcpLink:
             if self._channel.into(into) != len(into):
                 raise TransferRefused(f"{self.peer.node_id} sent a truncated frame")
             expected = [next(sums, -1) for _ in range(item.layers)]
-            if wire.run_sums(self._view, item.local_slot, item.first_layer, item.layers) != expected:
+            if run_sums(self._view, item.local_slot, item.first_layer, item.layers) != expected:
                 raise BytesCorrupted(
                     f"slot {item.remote_slot} from {self.peer.node_id} is not what was committed"
                 )
@@ -173,7 +174,7 @@ async def _readable(channel: PlainChannel, seconds: float) -> None:
 
 
 def _read(message: list[Slice], call: Call) -> wire.Read:
-    runs = [wire.Run(item.remote_slot, item.first_layer, item.layers) for item in message]
+    runs = [Run(item.remote_slot, item.first_layer, item.layers) for item in message]
     return wire.Read(order_id=call.order_id, runs=runs)
 
 

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from halfmoon.store.pool.checksums import run_sums
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import SlotAccess
+from halfmoon.store.transports.base import Run, SlotAccess
 from halfmoon.store.transports.tcp import wire
 from halfmoon.store.transports.tcp.channel import FrameMissing, Frames
 
@@ -125,14 +126,14 @@ class TcpService:
                     raise RequestRefused("wrong_size", f"a frame of {size} bytes where {len(into)} were due")
                 self.count("tcp_written_bytes", size)
                 expected = [next(sums) for _ in range(run.layers)]
-                if wire.run_sums(self._view, run.slot, run.first_layer, run.layers) != expected:
+                if run_sums(self._view, run.slot, run.first_layer, run.layers) != expected:
                     raise RequestRefused("corrupted", f"slot {run.slot} is not what was sent")
             if frames.more():
                 raise RequestRefused("wrong_size", "more payload than was announced")
         finally:
             self._access.end_write(header.order_id, header.party)
 
-    def _check_runs(self, runs: Sequence[wire.Run]) -> None:
+    def _check_runs(self, runs: Sequence[Run]) -> None:
         at = self._view.geometry
         for run in runs:
             inside = 0 <= run.slot < at.slots and run.first_layer >= 0 and run.layers >= 1

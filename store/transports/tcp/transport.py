@@ -17,7 +17,6 @@ import zmq
 
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.store import Hello
-from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferRefused
 from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.transports.base import (
@@ -26,15 +25,18 @@ from halfmoon.store.transports.base import (
     Peer,
     Slice,
     SlotAccess,
+    TransportKind,
     check_items,
     in_thread,
     moved_bytes,
 )
 from halfmoon.store.transports.tcp.channel import ConnectionBroken, CurveChannel, PlainChannel, StallTimer
 from halfmoon.store.transports.tcp.link import TcpLink
+from halfmoon.store.transports.tcp.options import TcpOptions
 from halfmoon.store.transports.tcp.server import CurveServer, PlainServer
 from halfmoon.store.transports.tcp.service import TcpService
 from halfmoon.store.transports.tcp.wire import RUNS_PER_MESSAGE, frame_bytes_max
+from halfmoon.store.transports.topology import Topology
 
 LOOPBACK = "127.0.0.1"
 LINK_THREADS = 8
@@ -46,18 +48,23 @@ Work = Callable[[TcpLink, StallTimer], None]
 class TcpTransport:
     """Implements Transport, and serves the other agents' calls."""
 
+    kind = TransportKind("tcp", rank=2, assumed_bytes_s=1.5e9)
+
     def __init__(
         self,
         view: PoolView,
         access: SlotAccess,
-        config: StoreConfig,
+        options: TcpOptions,
         *,
         incarnation: str,
         host: str,
         counters: Counter[str],
+        topology: Topology | None = None,
     ) -> None:
+        """`host`: an id of this machine (`segment.host_id`). `topology` gives the distances of the NICs."""
         self._view = view
-        self._config = config
+        self._options = options
+        self._topology = topology or Topology()
         self._host = host
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = zmq.curve_keypair()
@@ -67,22 +74,22 @@ class TcpTransport:
         self._closed = False
         self.endpoints: list[Endpoint] = []
         service = TcpService(
-            view, access, secret=config.cluster_secret, incarnation=incarnation, counters=counters
+            view, access, secret=options.cluster_secret, incarnation=incarnation, counters=counters
         )
-        self._plain = PlainServer(view, service, stall_ns_max=config.stall_ns_max)
+        self._plain = PlainServer(view, service, stall_ns_max=options.stall_ns_max)
         self._curve = CurveServer(self._context, view, service, self._keys)
 
     def start(self) -> None:
         """Listens. With encryption "auto" there is a plain socket besides, for this host alone. Raises
         TransferError.
         """
-        config = self._config
-        kinds = {"always": [True], "never": [False], "auto": [True, False]}[config.encryption]
+        options = self._options
+        kinds = {"always": [True], "never": [False], "auto": [True, False]}[options.encryption]
         for encrypted in kinds:
             main = encrypted is kinds[0]
-            for address in config.bind.split(",") if main else [LOOPBACK]:
+            for address in options.bind.split(",") if main else [LOOPBACK]:
                 self._listen(
-                    address.strip(), config.port if main else 0, encrypted, config.advertise if main else ""
+                    address.strip(), options.port if main else 0, encrypted, options.advertise if main else ""
                 )
         self._plain.start()
         self._curve.start()
@@ -95,8 +102,14 @@ class TcpTransport:
             raise TransferError(f"cannot listen on {address}:{port}: {problem}") from None
         host, _, port_bound = bound.removeprefix("tcp://").rpartition(":")
         key = self._keys[0].decode() if encrypted else ""
+        reached_at = advertise or host
         self.endpoints.append(
-            Endpoint(transport="tcp", address=f"tcp://{advertise or host}:{port_bound}", public_key=key)
+            Endpoint(
+                transport="tcp",
+                address=f"tcp://{reached_at}:{port_bound}",
+                public_key=key,
+                distance=self._topology.distance_of_address(reached_at),
+            )
         )
 
     @property
@@ -104,7 +117,7 @@ class TcpTransport:
         """The CURVE key (z85) under which this agent calls others, whatever it serves itself."""
         return self._keys[0].decode()
 
-    def allow(self, hello: Hello) -> None:
+    def admit(self, hello: Hello) -> None:
         """A genuine hello names the key under which its agent will call."""
         for key in {hello.public_key, *(endpoint.public_key for endpoint in hello.endpoints)} - {""}:
             self._curve.allow(key)
@@ -152,7 +165,7 @@ class TcpTransport:
         self._running.add(cancellation)
         try:
             cancellation.check()
-            timer = StallTimer(cancellation, self._config.stall_ns_max, peer.node_id)
+            timer = StallTimer(cancellation, self._options.stall_ns_max, peer.node_id)
             await link.exchange(list(items), call, timer, reading=reading)
         except BaseException as problem:
             link.close()
@@ -184,11 +197,11 @@ class TcpTransport:
     def _run(self, peer: Peer, endpoint: Endpoint, work: Work, cancellation: Cancellation) -> None:
         """On an idle link or a new one, which is idle again afterwards if it did not fail."""
         link = self._take_idle(peer, endpoint)
-        timer = StallTimer(cancellation, self._config.stall_ns_max, peer.node_id)
+        timer = StallTimer(cancellation, self._options.stall_ns_max, peer.node_id)
         try:
             if link is None:
                 link = self._connect(peer, endpoint, timer)
-                link.authenticate(self._config.node_id, self._config.cluster_secret, timer)
+                link.authenticate(self._options.node_id, self._options.cluster_secret, timer)
             work(link, timer)
         except (zmq.ZMQError, ConnectionBroken) as problem:
             if link is not None:
@@ -225,7 +238,7 @@ class TcpTransport:
     def _connect(self, peer: Peer, endpoint: Endpoint, timer: StallTimer) -> TcpLink:
         longest = frame_bytes_max(self._view)
         if not endpoint.public_key:
-            timeout_s = self._config.stall_ns_max / 1e9
+            timeout_s = self._options.stall_ns_max / 1e9
             plain = PlainChannel.connect(
                 endpoint.address, timer, frame_bytes_max=longest, timeout_s=timeout_s
             )
@@ -245,24 +258,32 @@ class TcpTransport:
             raise
         return TcpLink(curve, self._view, peer, endpoint.address)
 
-    def ways(self, peer: Peer) -> list[Endpoint]:
+    def usable_endpoints(self, peer: Peer) -> list[Endpoint]:
+        # Where the two ends do not agree on encryption one endpoint stays, so that the call says so.
+        return self._agreed_endpoints(peer) or _offered(peer)[:1]
+
+    def _agreed_endpoints(self, peer: Peer) -> list[Endpoint]:
         """The peer's endpoints on which both ends agree on encryption."""
-        offered = [at for at in peer.endpoints if at.transport == "tcp"]
+        offered = _offered(peer)
         right = [at for at in offered if bool(at.public_key) != self._goes_plain(peer)]
-        if not right and self._config.encryption == "auto":  # encrypted although it need not be
+        if not right and self._options.encryption == "auto":  # encrypted although it need not be
             right = [at for at in offered if at.public_key]
         return right
 
     def _goes_plain(self, peer: Peer) -> bool:
-        return self._config.encryption == "never" or (
-            self._config.encryption == "auto" and peer.host == self._host
+        return self._options.encryption == "never" or (
+            self._options.encryption == "auto" and peer.host == self._host
         )
 
     def _endpoint(self, peer: Peer) -> Endpoint:
         """Raises TransferRefused when the two agents do not agree on encryption."""
-        for endpoint in self.ways(peer):
+        for endpoint in self._agreed_endpoints(peer):
             return endpoint
         wanted = "plain" if self._goes_plain(peer) else "encrypted"
         raise TransferRefused(
-            f"{peer.node_id} offers no {wanted} link, and encryption is {self._config.encryption!r} here"
+            f"{peer.node_id} offers no {wanted} link, and encryption is {self._options.encryption!r} here"
         )
+
+
+def _offered(peer: Peer) -> list[Endpoint]:
+    return [at for at in peer.endpoints if at.transport == "tcp"]

@@ -28,10 +28,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
-import xxhash
 
 from halfmoon.store.pool.segment import PoolView
-from halfmoon.store.transports.base import Slice, joined
+from halfmoon.store.transports.base import Run, Slice, joined
 
 FRAME_BYTES = 512 * 1024
 
@@ -42,14 +41,6 @@ STREAM_BYTES = 64 * 1024 * 1024
 NONCE_BYTES = 16
 #: Runs in one message: a header stays small.
 RUNS_PER_MESSAGE = 512
-
-
-class Run(msgspec.Struct, frozen=True, array_like=True):
-    """Layers `first_layer .. first_layer + layers - 1` of the receiver's (Write) or sender's (Read) slot."""
-
-    slot: int
-    first_layer: int
-    layers: int
 
 
 class FrameHeader(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -204,8 +195,3 @@ def memory(view: PoolView, slot: int, first_layer: int, layers: int) -> memoryvi
     """The bytes of a run, flat, no copy."""
     run: memoryview = view.blocks[slot, first_layer : first_layer + layers].reshape(-1).data
     return run
-
-
-def run_sums(view: PoolView, slot: int, first_layer: int, layers: int) -> list[int]:
-    """xxh3_64 of each layer of a run, as it is in memory now."""
-    return [xxhash.xxh3_64_intdigest(view.blocks[slot, first_layer + i].data) for i in range(layers)]

@@ -1,0 +1,27 @@
+"""Options of the TCP transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from halfmoon.schemas.numbers import SECOND_NS
+
+Encryption = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpOptions:
+    """Where to listen, and how links are protected. The fields are those of `StoreConfig`."""
+
+    node_id: str
+    cluster_secret: str
+    #: Addresses to listen on, separated by commas.
+    bind: str = "127.0.0.1"
+    #: 0: any free port.
+    port: int = 0
+    #: Address that peers connect to, when it is not `bind`; without a port.
+    advertise: str = ""
+    encryption: Encryption = "auto"
+    #: A peer from which nothing comes for this long is unreachable.
+    stall_ns_max: int = 3 * SECOND_NS
