@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -488,12 +486,3 @@ def test_whatever_is_heard_in_whatever_order_each_order_is_answered_at_most_once
     for order_id in ended:
         about = [a for a in script.past if getattr(a, "order_id", "") == order_id]
         assert isinstance(about[-1], EndOrder), about
-
-
-def test_importing_the_machine_imports_no_torch_no_bus_and_no_asyncio() -> None:
-    program = (
-        "import sys, halfmoon.workers.prefill.state\n"
-        "print([name for name in ('torch', 'nats', 'asyncio', 'halfmoon.bus.connection') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

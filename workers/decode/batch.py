@@ -80,12 +80,15 @@ class Batch:
         orders.running.append(sequence)
 
     def _join(self) -> None:
-        """Those whose KV is here join the batch, oldest first, once nobody is swapped out."""
+        """Those whose KV is here join the batch, oldest first, once nobody is swapped out.
+
+        Or when nothing runs: then what is swapped out has no room because those who wait have it.
+        """
         orders = self.orders
         if not orders.swapped:
             orders.load_waiting()
         for sequence in list(orders.waiting.values()):
-            if len(orders.running) >= self.size_max or orders.swapped:
+            if len(orders.running) >= self.size_max or (orders.swapped and orders.running):
                 break
             if sequence.ready:
                 self._join_one(sequence)

@@ -47,19 +47,23 @@ def _check_work(orders: Orders) -> None:
         ready = [order_id for order_id, sequence in orders.waiting.items() if sequence.ready]
         assert not ready, ("ready and nobody wakes the compute thread", ready)
         assert not orders.running, ("running and nobody wakes the compute thread", len(orders.running))
+    if orders.layout.layers:
+        bare = [sequence.order_id for sequence in _busy(orders) if not sequence.table]
+        assert not bare, ("blocks given away while a thread works on them", bare)
     empty = [copy_id for copy_id, (_, count) in orders.copies.items() if count < 1]
     assert not empty, ("nothing to copy", empty)
 
 
+def _busy(orders: Orders) -> list[DecodeSequence]:
+    """Whose blocks a thread reads or writes; one may stand here more than once."""
+    moving = [sequence for sequence in (orders.moving_in, orders.moving_out) if sequence is not None]
+    copied = [sequence for sequence, _ in orders.copies.values()]
+    return [*orders.in_step, *moving, *copied, *orders.sharing.values()]
+
+
 def _holders(orders: Orders) -> list[DecodeSequence]:
     """Who may have blocks, each once: what is open, and what ended while a thread works on its blocks."""
-    ended = [*orders.in_step, *(sequence for sequence, _ in orders.copies.values()), *orders.sharing.values()]
-    ended += [moving for moving in (orders.moving_in, orders.moving_out) if moving is not None]
-    found: list[DecodeSequence] = []
-    for sequence in [*orders.open.values(), *ended]:
-        if not any(sequence is other for other in found):
-            found.append(sequence)
-    return found
+    return list(dict.fromkeys([*orders.open.values(), *_busy(orders)]))
 
 
 def _check_blocks(orders: Orders) -> None:
@@ -88,7 +92,7 @@ def _check_sequence(orders: Orders, sequence: DecodeSequence) -> None:
         assert sequence.taken, ("output before the prompt", order_id)
         known = sequence.replay[: len(sequence.output)]
         assert sequence.output[: len(known)] == known, ("other tokens than the client has", order_id)
-    if layout.layers and orders.has_stores:
+    if layout.layers and orders.has_store:
         # Its lease must last until the KV is here, and no longer.
         assert sequence.released == kv.complete, ("lease", order_id, sequence.released, kv.complete)
     if sequence.stage is Stage.WAITING:
@@ -111,7 +115,7 @@ def _check_ended(orders: Orders) -> None:
         assert order_id not in orders.open, ("finished and open", order_id)
         assert sequence.stage is Stage.ENDED, ("finished and alive", order_id, sequence.stage)
         assert sequence.finish_reason in ("stop", "length"), ("finished how", sequence.finish_reason)
-        if orders.layout.layers and orders.has_stores:
+        if orders.layout.layers and orders.has_store:
             assert sequence.released, ("finished with its lease", order_id)
     for order_id in orders.early:
         assert order_id not in orders.open, ("early and open", order_id)

@@ -59,10 +59,10 @@ class Orders:
         layout: Layout,
         kv_blocks: int,
         profile: CostProfile,
-        has_stores: bool,
+        has_store: bool,
         eos_ids: frozenset[int],
     ) -> None:
-        self.worker_id, self.layout, self.has_stores = worker_id, layout, has_stores
+        self.worker_id, self.layout, self.has_store = worker_id, layout, has_store
         self.blocks = BlockAllocator(kv_blocks)
         self.times = StepTimes(profile)
         #: Every order not yet answered; each is in one of `waiting`, `running` and `swapped`, or is `moving_in`.
@@ -101,7 +101,7 @@ class Orders:
         return [
             order_id
             for order_id, sequence in self.waiting.items()
-            if sequence.result is None or (self.has_stores and not sequence.kv.announced)
+            if sequence.result is None or (self.has_store and not sequence.kv.announced)
         ]
 
     # --- an order arrives -----------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Orders:
     def _on_kv(self, sequence: DecodeSequence, message: KvMessage) -> None:
         match message:
             case TransferOpened() | KvReady():
-                if self.has_stores:
+                if self.has_store:
                     sequence.kv.note(message)
             case PrefillResult():
                 sequence.result = message
@@ -359,7 +359,7 @@ class Orders:
         would give.
         """
         return bool(
-            self.has_stores
+            self.has_store
             and self.layout.numerics == "fast"
             and self.layout.block_bytes
             and sequence.root_key
@@ -391,7 +391,7 @@ class Orders:
             self.out.append(EndSpan(sequence, error, cancelled))
 
     def _release(self, sequence: DecodeSequence, after_ns: int = 0) -> None:
-        if self.has_stores and not sequence.released:
+        if self.has_store and not sequence.released:
             sequence.released = True
             self.out.append(Release(sequence.order_id, after_ns))
 

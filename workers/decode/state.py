@@ -40,7 +40,7 @@ from halfmoon.workers.decode.orders import Orders
 
 
 class DecodeState:
-    """See the module. `has_stores`: the KV comes through a pool (an engine that computes nothing has none).
+    """See the module. `has_store`: the KV comes through a pool (an engine that computes nothing has none).
 
     `eos_ids` are the model's end tokens. What it holds may be read by anybody; only `on` changes it (and
     `heartbeat`, the step figures).
@@ -55,7 +55,7 @@ class DecodeState:
         kv_blocks: int,
         batch_max: int,
         profile: CostProfile,
-        has_stores: bool = True,
+        has_store: bool = True,
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.worker_id, self.incarnation = worker_id, incarnation
@@ -64,7 +64,7 @@ class DecodeState:
             layout=layout,
             kv_blocks=kv_blocks,
             profile=profile,
-            has_stores=has_stores,
+            has_store=has_store,
             eos_ids=eos_ids,
         )
         self.batch = Batch(self.orders, batch_max)
@@ -110,6 +110,11 @@ class DecodeState:
                 assert_never(event)
         return orders.out
 
+    @property
+    def kv_blocks_used(self) -> int:
+        """Blocks of the engine's cache."""
+        return self.orders.blocks_used
+
     def heartbeat(self, obeyed_seq: int) -> WorkerHeartbeat:
         """How the worker is; the step figures begin again. `obeyed_seq`: cause of the newest decision it was fed."""
         orders = self.orders
@@ -119,7 +124,7 @@ class DecodeState:
             incarnation=self.incarnation,
             queued=len(orders.waiting) + len(orders.swapped),
             running=len(orders.running),
-            kv_blocks_used=orders.blocks_used,
+            kv_blocks_used=self.kv_blocks_used,
             steps=steps,
             step_ns=step_ns,
             step_sequences=sequences,

@@ -75,7 +75,7 @@ class DecodeWorker(Worker):
             kv_blocks=config.kv_blocks,
             batch_max=config.batch_max,
             profile=config.profile,
-            has_stores=store is not None,
+            has_store=store is not None,
             eos_ids=frozenset(engine.config.eos_token_ids),
         )
         self._awake = asyncio.Event()
@@ -108,7 +108,7 @@ class DecodeWorker(Worker):
         return len(self.state.orders.open)
 
     def kv_blocks_used(self) -> int:
-        return self.state.orders.blocks_used
+        return self.state.kv_blocks_used
 
     async def release_all(self) -> None:
         for action in self.state.on(events.WorkerStopped(**now())):
