@@ -8,14 +8,11 @@ which the real worker does where a growing batch needs more room than there is.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
+from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import DecodeRefused, DecodeStarted, RequestFinished, WorkerHeartbeat
-
-if TYPE_CHECKING:
-    from halfmoon.conductor.simulation.world import World
 
 
 class SimulatedSequence:
@@ -43,9 +40,9 @@ class SimulatedSequence:
 class SimulatedDecode:
     """Answers every StartDecode by RequestFinished or DecodeRefused, unless it is cancelled."""
 
-    def __init__(self, world: World, worker_id: str, kv_blocks: int) -> None:
-        self.world, self.worker_id = world, worker_id
-        self.steps = Steps(world.profile.cost)
+    def __init__(self, context: SimulationContext, worker_id: str, kv_blocks: int) -> None:
+        self.context, self.worker_id = context, worker_id
+        self.steps = Steps(context.profile.cost)
         self.open: dict[str, SimulatedSequence] = {}
         self.waiting: deque[SimulatedSequence] = deque()
         self.batch: dict[str, SimulatedSequence] = {}
@@ -76,9 +73,9 @@ class SimulatedDecode:
         )
 
     def begin(self, order: StartDecode) -> None:
-        world = self.world
-        output = world.outcomes[order.request_id].output_tokens
-        blocks = -(-(order.prompt_tokens + output) // world.block_tokens)
+        context = self.context
+        output = context.outcomes[order.request_id].output_tokens
+        blocks = -(-(order.prompt_tokens + output) // context.block_tokens)
         self.open[order.order_id] = SimulatedSequence(order, output, blocks)
 
     def cancel(self, order_id: str) -> None:
@@ -86,7 +83,7 @@ class SimulatedDecode:
         if sequence is None:
             return
         if order_id in self.batch:
-            self._stop_run(self.world.clock.now_ns, order_id)
+            self._stop_run(self.context.clock.now_ns, order_id)
             self._begin_run()
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -96,13 +93,13 @@ class SimulatedDecode:
         sequence = self.open.get(order_id)
         if sequence is None:
             return
-        world, order, steps = self.world, sequence.order, self.steps
-        outcome = world.outcomes[order.request_id]
+        context, order, steps = self.context, sequence.order, self.steps
+        outcome = context.outcomes[order.request_id]
         step_ns = int(steps.step_ns(steps.sequences + 1, steps.context_tokens + order.prompt_tokens))
         if order.placement == 1 and order.tbt_slo_ns and step_ns > order.tbt_slo_ns:
             del self.open[order_id]
             outcome.wasted = True
-            world.say(
+            context.say(
                 DecodeRefused(
                     order_id=order_id,
                     request_id=order.request_id,
@@ -112,7 +109,7 @@ class SimulatedDecode:
                 )
             )
             return
-        sequence.first_ns = world.clock.now_ns
+        sequence.first_ns = context.clock.now_ns
         outcome.first_token_ns = sequence.first_ns
         if sequence.output_tokens == 1:
             self._finish(sequence, 0)
@@ -134,26 +131,28 @@ class SimulatedDecode:
         if not self.batch:
             self._begin_run()
         elif self._fits(sequence) and self.waiting[0] is sequence:
-            self._book(self.steps.steps_until(self.world.clock.now_ns))
+            self._book(self.steps.steps_until(self.context.clock.now_ns))
 
     def _fits(self, sequence: SimulatedSequence) -> bool:
-        return len(self.batch) < self.world.profile.batch_max and sequence.blocks <= self.blocks_free
+        return len(self.batch) < self.context.profile.batch_max and sequence.blocks <= self.blocks_free
 
     def _begin_run(self) -> None:
         """Whoever waits and fits joins; the next run begins now."""
-        now_ns = self.world.clock.now_ns
+        now_ns = self.context.clock.now_ns
         while self.waiting and self._fits(self.waiting[0]):
             self._join(self.waiting.popleft(), now_ns)
         self.epoch += 1
         if self.batch:
-            self.steps.begin_run(now_ns, self.world.clock.jitter())
+            self.steps.begin_run(now_ns, self.context.clock.jitter())
             self._book(self.steps.steps_to_end())
 
     def _book(self, steps: int) -> None:
         """The run ends after `steps`, or before when a sequence ends."""
         steps = min(steps, self.steps.steps_to_end())
         self.epoch += 1
-        self.world.clock.at(self.steps.since_ns + self.steps.run_ns(steps), self._run_over, steps, self.epoch)
+        self.context.clock.at(
+            self.steps.since_ns + self.steps.run_ns(steps), self._run_over, steps, self.epoch
+        )
 
     def _join(self, sequence: SimulatedSequence, now_ns: int) -> None:
         order = sequence.order
@@ -161,7 +160,7 @@ class SimulatedDecode:
         self.blocks_free -= sequence.blocks
         self.batch[order.order_id] = sequence
         self.steps.join(order.order_id, order.prompt_tokens + 1, sequence.output_tokens - 1)
-        self.world.say(
+        self.context.say(
             DecodeStarted(
                 order_id=order.order_id,
                 request_id=order.request_id,
@@ -175,14 +174,14 @@ class SimulatedDecode:
             return
         for order_id in self._advance(steps):
             sequence = self.batch[order_id]
-            decode_ns = self.world.clock.now_ns - sequence.joined_ns
+            decode_ns = self.context.clock.now_ns - sequence.joined_ns
             intervals = self.steps.intervals(sequence.joined)
             # The second token waited for the KV and for the step before.
             length, count = intervals[0]
             intervals[0] = (length, count - 1)
             intervals.append((length + sequence.joined_ns - sequence.first_ns, 1))
             self._leave(sequence)
-            self.world.outcomes[sequence.order.request_id].tbt_ns = tbt_ns(intervals)
+            self.context.outcomes[sequence.order.request_id].tbt_ns = tbt_ns(intervals)
             self._finish(sequence, decode_ns)
         self._begin_run()
 
@@ -212,9 +211,9 @@ class SimulatedDecode:
     def _finish(self, sequence: SimulatedSequence, decode_ns: int) -> None:
         order = sequence.order
         self.open.pop(order.order_id, None)
-        outcome = self.world.outcomes[order.request_id]
+        outcome = self.context.outcomes[order.request_id]
         outcome.tbt_ns = max(outcome.tbt_ns, 0)
-        self.world.say(
+        self.context.say(
             RequestFinished(
                 order_id=order.order_id,
                 request_id=order.request_id,
@@ -226,4 +225,4 @@ class SimulatedDecode:
                 decode_ns=decode_ns,
             )
         )
-        self.world.ended(order.request_id, "finished")
+        self.context.ended(order.request_id, "finished")

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from halfmoon.conductor.simulation.block_cache import BlockCache
-from halfmoon.schemas.events import BlocksEvicted, BlocksStored
-
-if TYPE_CHECKING:
-    from halfmoon.conductor.simulation.world import World
+from halfmoon.schemas.events import BlocksEvicted, BlocksStored, Event
 
 
 class Node:
-    """Name, pool, and the world that hears of both."""
+    """A node by its name, and its pool; `say` appends an event to the log."""
 
-    def __init__(self, world: World, node_id: str, slots: int) -> None:
-        self.world, self.node_id = world, node_id
+    def __init__(self, say: Callable[[Event], None], node_id: str, slots: int) -> None:
+        self.node_id = node_id
+        self._say = say
         self.pool = BlockCache(slots)
 
     def commit(self, keys: Sequence[bytes], held: Sequence[bytes]) -> None:
-        """The blocks of a prompt are on the node, and no order of it holds them any more (those in `held`
-        were).
-        """
+        """Make the blocks of a prompt readable, and release those that its order holds (`held`)."""
         added, evicted = self.pool.commit(keys)
         if evicted:
-            self.world.say(
-                BlocksEvicted(node_id=self.node_id, incarnation="i1", block_keys=b"".join(evicted))
-            )
+            self._say(BlocksEvicted(node_id=self.node_id, incarnation="i1", block_keys=b"".join(evicted)))
         if added:
-            self.world.say(BlocksStored(node_id=self.node_id, incarnation="i1", block_keys=b"".join(added)))
+            self._say(BlocksStored(node_id=self.node_id, incarnation="i1", block_keys=b"".join(added)))
         ours = dict.fromkeys([*held, *added])
         self.pool.release([key for key in keys if key in ours])

@@ -8,16 +8,15 @@ last layer's transfer comes after the end of computing.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+from halfmoon.conductor.simulation.context import SimulationContext
+from halfmoon.conductor.simulation.decode import SimulatedDecode
 from halfmoon.conductor.simulation.network import Transfer
+from halfmoon.conductor.simulation.nodes import Node
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
 from halfmoon.schemas.numbers import SECOND_NS
-
-if TYPE_CHECKING:
-    from halfmoon.conductor.simulation.nodes import Node
-    from halfmoon.conductor.simulation.world import World
 
 
 class SimulatedJob:
@@ -63,10 +62,20 @@ class SimulatedJob:
 
 
 class SimulatedPrefill:
-    """Answers every StartPrefill by one PrefillFinished, unless it is cancelled."""
+    """Answers every StartPrefill by one PrefillFinished, unless it is cancelled.
 
-    def __init__(self, world: World, worker_id: str, node: Node) -> None:
-        self.world, self.worker_id, self.node = world, worker_id, node
+    `decode_workers`, by id, get first tokens and KV.
+    """
+
+    def __init__(
+        self,
+        context: SimulationContext,
+        worker_id: str,
+        node: Node,
+        decode_workers: Mapping[str, SimulatedDecode],
+    ) -> None:
+        self._decode_workers = decode_workers
+        self.context, self.worker_id, self.node = context, worker_id, node
         self.queue: deque[SimulatedJob] = deque()
         self.jobs: dict[str, SimulatedJob] = {}
         self.running: SimulatedJob | None = None
@@ -84,7 +93,7 @@ class SimulatedPrefill:
         )
 
     def begin(self, order: StartPrefill) -> None:
-        job = SimulatedJob(order, self.world.keys(order.request_id), self.world.clock.now_ns)
+        job = SimulatedJob(order, self.context.keys(order.request_id), self.context.clock.now_ns)
         self.jobs[order.order_id] = job
         self.queue.append(job)
         self._prepare_some()
@@ -97,7 +106,7 @@ class SimulatedPrefill:
         job.cancelled = True
         for transfer in (job.fetching, job.pushing):
             if transfer is not None:
-                self.world.network.stop(transfer)
+                self.context.network.stop(transfer)
         if job in self.queue:
             self.queue.remove(job)
         self._let_go(job)
@@ -108,7 +117,7 @@ class SimulatedPrefill:
     # --- before ---------------------------------------------------------------------------------------------
 
     def _prepare_some(self) -> None:
-        prepared_max = self.world.profile.prepared_max
+        prepared_max = self.context.profile.prepared_max
         for place, job in enumerate(self.queue):
             if place >= prepared_max:
                 break
@@ -118,8 +127,8 @@ class SimulatedPrefill:
 
     def _prepare(self, job: SimulatedJob) -> None:
         """Hold what is here, fetch what the order says and its holder still has."""
-        world, order = self.world, job.order
-        usable = (order.prompt_tokens - 1) // world.block_tokens  # one token is always computed
+        context, order = self.context, job.order
+        usable = (order.prompt_tokens - 1) // context.block_tokens  # one token is always computed
         job.held = self.node.pool.hold(job.keys)
         here = dict.fromkeys(job.held)
         while job.local < usable and job.local < len(job.keys) and job.keys[job.local] in here:
@@ -127,20 +136,20 @@ class SimulatedPrefill:
         for ordered in order.fetches:
             fetch = ordered.clipped(job.local, usable)
             if fetch is not None:
-                self._fetch(job, world.nodes[fetch.node_id], job.keys[job.local : job.local + fetch.blocks])
+                self._fetch(job, context.nodes[fetch.node_id], job.keys[job.local : job.local + fetch.blocks])
                 break
 
     def _fetch(self, job: SimulatedJob, source: Node, keys: list[bytes]) -> None:
-        world = self.world
+        context = self.context
         if source.pool.run(keys) < len(keys):
-            world.failed_fetches += 1
+            context.failed_fetches += 1
             return  # gone meanwhile: computed instead
         job.fetch_from, job.fetched = source, len(keys)
         job.fetch_held = source.pool.hold(keys)
         job.layer_there = job.loaded = False
-        begun_ns = world.clock.now_ns
-        whole = len(keys) * world.block_bytes
-        layer = whole // world.profile.layers
+        begun_ns = context.clock.now_ns
+        whole = len(keys) * context.block_bytes
+        layer = whole // context.profile.layers
 
         def first_layer_here() -> None:
             job.layer_there = True
@@ -148,12 +157,12 @@ class SimulatedPrefill:
 
         def all_here() -> None:
             job.loaded = True
-            job.fetch_ns = world.clock.now_ns - begun_ns
+            job.fetch_ns = context.clock.now_ns - begun_ns
             source.pool.release(job.fetch_held)
             job.fetch_held = []
             self._computed(job)
 
-        job.fetching = world.network.send(
+        job.fetching = context.network.send(
             source.node_id, self.node.node_id, (layer, first_layer_here), (whole - layer, all_here)
         )
 
@@ -164,15 +173,17 @@ class SimulatedPrefill:
             return
         job = self.running = self.queue.popleft()
         self._prepare_some()
-        world, order = self.world, job.order
-        now_ns = job.started_ns = world.clock.now_ns
-        used = (job.local + job.fetched) * world.block_tokens
-        job.compute_ns = int(world.profile.cost.prefill_ns(order.prompt_tokens, used) * world.clock.jitter())
+        context, order = self.context, job.order
+        now_ns = job.started_ns = context.clock.now_ns
+        used = (job.local + job.fetched) * context.block_tokens
+        job.compute_ns = int(
+            context.profile.cost.prefill_ns(order.prompt_tokens, used) * context.clock.jitter()
+        )
         # What is cached is loaded from the pool, layer by layer, while layers are computed.
-        load_ns = used * world.profile.token_bytes * SECOND_NS // world.profile.load_bytes_s
+        load_ns = used * context.profile.token_bytes * SECOND_NS // context.profile.load_bytes_s
         job.compute_ns = max(job.compute_ns, load_ns)
         self._open_push(job)
-        world.clock.at(now_ns + job.compute_ns, self._time_over, job)
+        context.clock.at(now_ns + job.compute_ns, self._time_over, job)
 
     def _time_over(self, job: SimulatedJob) -> None:
         if not job.cancelled:
@@ -183,18 +194,18 @@ class SimulatedPrefill:
         """Both computing and the fetch are over (the last layer's blocks may have come after its time)."""
         if job.cancelled or not job.computed or not job.loaded or self.running is not job:
             return
-        world, order = self.world, job.order
+        context, order = self.context, job.order
         self.running = None
-        job.compute_ns = world.clock.now_ns - job.started_ns
+        job.compute_ns = context.clock.now_ns - job.started_ns
         self.compute_ns += job.compute_ns
         self.node.commit(job.keys, job.held)
         job.held = []
-        outcome = world.outcomes[order.request_id]
+        outcome = context.outcomes[order.request_id]
         outcome.queue_ns = job.started_ns - job.arrived_ns
         outcome.compute_ns += job.compute_ns
-        outcome.local_tokens = job.local * world.block_tokens
-        outcome.fetched_tokens = job.fetched * world.block_tokens
-        world.decode_workers[order.decode_worker_id].first_token(order.order_id)
+        outcome.local_tokens = job.local * context.block_tokens
+        outcome.fetched_tokens = job.fetched * context.block_tokens
+        self._decode_workers[order.decode_worker_id].first_token(order.order_id)
         self._close_push(job)
         self._next()
 
@@ -202,42 +213,42 @@ class SimulatedPrefill:
 
     def _open_push(self, job: SimulatedJob) -> None:
         """All layers but the last go while computing."""
-        world, order = self.world, job.order
-        target = world.nodes[order.decode_node_id]
+        context, order = self.context, job.order
+        target = context.nodes[order.decode_node_id]
         job.target_held = target.pool.hold(job.keys)
-        blocks = -(-order.prompt_tokens // world.block_tokens) - len(job.target_held)
-        job.push_missing = blocks * world.block_bytes
-        early = job.push_missing - job.push_missing // world.profile.layers
+        blocks = -(-order.prompt_tokens // context.block_tokens) - len(job.target_held)
+        job.push_missing = blocks * context.block_bytes
+        early = job.push_missing - job.push_missing // context.profile.layers
 
         def early_there() -> None:
             job.pushing = None
             self._close_push(job)
 
         if early:
-            job.pushing = world.network.send(self.node.node_id, target.node_id, (early, early_there))
+            job.pushing = context.network.send(self.node.node_id, target.node_id, (early, early_there))
 
     def _close_push(self, job: SimulatedJob) -> None:
         if job.cancelled or job.pushing is not None or not job.computed or self.running is job:
             return
-        world, order = self.world, job.order
-        last = job.push_missing // world.profile.layers
+        context, order = self.context, job.order
+        last = job.push_missing // context.profile.layers
         if not last:
             self._finish(job)
             return
-        job.pushing = world.network.send(
+        job.pushing = context.network.send(
             self.node.node_id, order.decode_node_id, (last, lambda: self._finish(job))
         )
 
     def _finish(self, job: SimulatedJob) -> None:
-        world, order = self.world, job.order
+        context, order = self.context, job.order
         if self.jobs.pop(order.order_id, None) is None:
             return
-        world.nodes[order.decode_node_id].commit(job.keys, job.target_held)
+        context.nodes[order.decode_node_id].commit(job.keys, job.target_held)
         job.target_held = []
-        world.pushed_bytes += job.push_missing
-        fetched_bytes = job.fetched * world.block_bytes
-        world.fetched_bytes += fetched_bytes
-        world.say(
+        context.pushed_bytes += job.push_missing
+        fetched_bytes = job.fetched * context.block_bytes
+        context.fetched_bytes += fetched_bytes
+        context.say(
             PrefillFinished(
                 order_id=order.order_id,
                 request_id=order.request_id,
@@ -245,19 +256,19 @@ class SimulatedPrefill:
                 queue_ns=job.started_ns - job.arrived_ns,
                 transfer_ns=job.fetch_ns,
                 compute_ns=job.compute_ns,
-                cached_local_tokens=job.local * world.block_tokens,
-                cached_fetched_tokens=job.fetched * world.block_tokens,
+                cached_local_tokens=job.local * context.block_tokens,
+                cached_fetched_tokens=job.fetched * context.block_tokens,
                 fetched_bytes=fetched_bytes,
                 fetch_node_id=job.fetch_from.node_id if job.fetch_from is not None else "",
                 fetch_ns=job.fetch_ns,
                 pushed_bytes=job.push_missing,
             )
         )
-        world.decode_workers[order.decode_worker_id].kv_there(order.order_id)
+        self._decode_workers[order.decode_worker_id].kv_there(order.order_id)
 
     def _let_go(self, job: SimulatedJob) -> None:
         self.node.pool.release(job.held)
         if job.fetch_from is not None:
             job.fetch_from.pool.release(job.fetch_held)
-        self.world.nodes[job.order.decode_node_id].pool.release(job.target_held)
+        self.context.nodes[job.order.decode_node_id].pool.release(job.target_held)
         job.held, job.fetch_held, job.target_held = [], [], []

@@ -43,10 +43,13 @@ def simulate(
     began = time.perf_counter()
     slo = slo or Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns)
     world = World(
-        cluster, msgspec.structs.replace(policy, seed=seed), profile, seed=seed, noise_percent=noise_percent
+        cluster,
+        msgspec.structs.replace(policy, seed=seed),
+        profile,
+        seed=seed,
+        noise_percent=noise_percent,
+        outcomes=outcomes,
     )
-    if outcomes is not None:
-        world.outcomes = outcomes
     paced = faster(arrivals, speed)
     sample_ns = max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN) if paced else 1
     # Else every collection would look at every block in every pool, and there may be millions.
@@ -71,10 +74,10 @@ def simulate(
         slo=slo,
         prefill_gpu_s=round(prefill_ns / 1e9, 6),
         decode_gpu_s=round(sum(worker.busy_ns for worker in world.decode_workers.values()) / 1e9, 6),
-        bytes_moved=world.network.bytes_moved,
-        bytes_fetched=world.fetched_bytes,
-        bytes_pushed=world.pushed_bytes,
-        failed_fetches=world.failed_fetches,
+        bytes_moved=world.context.network.bytes_moved,
+        bytes_fetched=world.context.fetched_bytes,
+        bytes_pushed=world.context.pushed_bytes,
+        failed_fetches=world.context.failed_fetches,
         events=world.events,
         digest=world.digest(),
         load=world.samples,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import assert_never
 
 import msgspec
 
@@ -17,6 +18,7 @@ from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.simulation.clock import Clock
+from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.decode import SimulatedDecode
 from halfmoon.conductor.simulation.network import Network
 from halfmoon.conductor.simulation.nodes import Node
@@ -42,6 +44,7 @@ from halfmoon.schemas.events import (
     FrontendHeartbeat,
     FrontendJoined,
     RequestArrived,
+    Role,
     Stamped,
     StoreHeartbeat,
     StoreJoined,
@@ -91,7 +94,7 @@ class LoadSample(msgspec.Struct):
 
 
 class World:
-    """Call `run`; then `outcomes`, `samples` and the counters hold what happened."""
+    """Call `run`; then `outcomes`, `samples` and the counters of `context` hold what happened."""
 
     def __init__(
         self,
@@ -101,11 +104,10 @@ class World:
         *,
         seed: int = 0,
         noise_percent: int = 0,
+        outcomes: dict[str, Outcome] | None = None,
     ) -> None:
         self.profile = profile
-        self.block_tokens = cluster.block_tokens
         self.layout = profile.layout(cluster.block_tokens)
-        self.block_bytes = self.layout.block_bytes
         link_bytes_s = cluster.link_bytes_s or profile.link_bytes_s
         self.policy = msgspec.structs.replace(
             policy,
@@ -115,11 +117,19 @@ class World:
             link_latency_ns=profile.link_latency_ns,
         )
         self.clock = Clock(seed, noise_percent)
-        self.network = Network(self.clock, link_bytes_s, profile.link_latency_ns)
+        self.outcomes: dict[str, Outcome] = {} if outcomes is None else outcomes
+        self.context = SimulationContext(
+            profile,
+            self.clock,
+            Network(self.clock, link_bytes_s, profile.link_latency_ns),
+            self.outcomes,
+            block_tokens=cluster.block_tokens,
+            say=self.say,
+            ended=self.ended,
+            keys=self.keys,
+        )
         self.core = Core()
-        self.outcomes: dict[str, Outcome] = {}
         self.samples: list[LoadSample] = []
-        self.failed_fetches = self.fetched_bytes = self.pushed_bytes = 0
         self.timers_set = 0
         #: Sees every event with its decisions, as `live.run`'s does.
         self.after_step: Callable[[Stamped, list[Decision]], None] | None = None
@@ -130,7 +140,6 @@ class World:
         self._events = 0
         self._check_at = CHECK_EVERY
         self.open = 0
-        self.nodes: dict[str, Node] = {}
         self.prefill_workers: dict[str, SimulatedPrefill] = {}
         self.decode_workers: dict[str, SimulatedDecode] = {}
         self._build(cluster)
@@ -139,60 +148,61 @@ class World:
         for name in ("prefill", "decode"):
             if getattr(cluster, name) < 1:
                 raise ConfigurationImpossible(f"{name}: at least one worker is needed")
-        block_bytes = self.block_bytes
+        block_bytes = self.layout.block_bytes
         kv_blocks = cluster.kv_blocks if cluster.kv_blocks >= 0 else self.profile.kv_bytes // block_bytes
         pool = cluster.pool_blocks if cluster.pool_blocks >= 0 else self.profile.pool_bytes // block_bytes
         decode_pool = cluster.decode_pool_blocks if cluster.decode_pool_blocks >= 0 else pool
         if kv_blocks < 1:
             raise ConfigurationImpossible(
-                f"a worker's own cache holds no block of {self.block_tokens} tokens"
+                f"a worker's own cache holds no block of {cluster.block_tokens} tokens"
             )
         self.say(ClusterConfigured(code_version="simulation", log_version=1, policy=self.policy))
         self.say(FrontendJoined(frontend_id="frontend", incarnation="i1"))
         self._beat(
             lambda: FrontendHeartbeat(frontend_id="frontend", incarnation="i1", open_requests=self.open), 0, 1
         )
-        number, processes = 0, 2 * (cluster.prefill + cluster.decode)
-        for role, count, slots in (
-            ("prefill", cluster.prefill, pool),
-            ("decode", cluster.decode, decode_pool),
-        ):
-            width = len(str(count - 1))
-            for place in range(count):
-                worker_id = f"{role}-{place:0{width}}"
-                node_id = f"node-{worker_id}"
-                node = self.nodes[node_id] = Node(self, node_id, slots)
-                worker: SimulatedPrefill | SimulatedDecode
-                if role == "prefill":
-                    worker = self.prefill_workers[worker_id] = SimulatedPrefill(self, worker_id, node)
-                else:
-                    worker = self.decode_workers[worker_id] = SimulatedDecode(self, worker_id, kv_blocks)
-                self.say(
-                    StoreJoined(
-                        node_id=node_id,
-                        incarnation="i1",
-                        host=node_id,
-                        layout=self.layout,
-                        slots=slots,
-                        endpoints=[],
-                    )
-                )
-                self.say(
-                    WorkerJoined(
-                        worker_id=worker_id,
-                        role=role,  # type: ignore[arg-type]
-                        node_id=node_id,
-                        incarnation="i1",
-                        layout=self.layout,
-                        kv_blocks=kv_blocks,
-                        context_tokens_max=self.profile.context_tokens_max,
-                        batch_max=self.profile.batch_max,
-                        profile=self.profile.cost,
-                    )
-                )
-                self._beat(lambda node=node: self._store_heartbeat(node), number, processes)  # type: ignore[misc]
-                self._beat(worker.heartbeat, number + 1, processes)
-                number += 2
+        self._processes = 2 * (cluster.prefill + cluster.decode)
+        for place in range(cluster.prefill):
+            self._add_worker("prefill", f"prefill-{place:0{len(str(cluster.prefill - 1))}}", pool, kv_blocks)
+        for place in range(cluster.decode):
+            self._add_worker(
+                "decode", f"decode-{place:0{len(str(cluster.decode - 1))}}", decode_pool, kv_blocks
+            )
+
+    def _add_worker(self, role: Role, worker_id: str, slots: int, kv_blocks: int) -> None:
+        """A worker and its node, with a pool of `slots` blocks; both join and start their heartbeats."""
+        context, node_id = self.context, f"node-{worker_id}"
+        number = 2 * len(context.nodes)
+        node = context.nodes[node_id] = Node(self.say, node_id, slots)
+        worker: SimulatedPrefill | SimulatedDecode
+        match role:
+            case "prefill":
+                worker = SimulatedPrefill(context, worker_id, node, self.decode_workers)
+                self.prefill_workers[worker_id] = worker
+            case "decode":
+                worker = self.decode_workers[worker_id] = SimulatedDecode(context, worker_id, kv_blocks)
+            case _:
+                assert_never(role)
+        self.say(
+            StoreJoined(
+                node_id=node_id, incarnation="i1", host=node_id, layout=self.layout, slots=slots, endpoints=[]
+            )
+        )
+        self.say(
+            WorkerJoined(
+                worker_id=worker_id,
+                role=role,
+                node_id=node_id,
+                incarnation="i1",
+                layout=self.layout,
+                kv_blocks=kv_blocks,
+                context_tokens_max=self.profile.context_tokens_max,
+                batch_max=self.profile.batch_max,
+                profile=self.profile.cost,
+            )
+        )
+        self._beat(lambda: self._store_heartbeat(node), number, self._processes)
+        self._beat(worker.heartbeat, number + 1, self._processes)
 
     # --- the log --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,44 @@
+"""What simulated workers share: time, the network, the nodes, the log, and what became of each request.
+
+The world makes one and fills it; workers know nothing else of the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from halfmoon.conductor.simulation.clock import Clock
+from halfmoon.conductor.simulation.network import Network
+from halfmoon.conductor.simulation.nodes import Node
+from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.profiles import Profile
+from halfmoon.schemas.events import Event
+
+
+class SimulationContext:
+    """`say` appends an event to the log, `ended` notes the end of a request, `keys` gives its block keys."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        clock: Clock,
+        network: Network,
+        outcomes: dict[str, Outcome],
+        *,
+        block_tokens: int,
+        say: Callable[[Event], None],
+        ended: Callable[[str, str], None],
+        keys: Callable[[str], list[bytes]],
+    ) -> None:
+        self.profile = profile
+        self.clock = clock
+        self.network = network
+        self.block_tokens = block_tokens
+        self.block_bytes = profile.layout(block_tokens).block_bytes
+        self.say = say
+        self.ended = ended
+        self.keys = keys
+        #: By request and by node id.
+        self.outcomes = outcomes
+        self.nodes: dict[str, Node] = {}
+        self.failed_fetches = self.fetched_bytes = self.pushed_bytes = 0
