@@ -344,7 +344,8 @@ class Orders:
             sequence.table = []
         if not self.stopped:
             self.load_waiting()
-            self._wake()
+            if self.swapped:
+                self._wake()
 
     def load_waiting(self) -> None:
         """Go on with every order whose KV waits for blocks."""

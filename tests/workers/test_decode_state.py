@@ -1,0 +1,604 @@
+"""The decode worker's machine: events in, whole lists of actions out. No asyncio, no model, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from decode_script import (
+    FINISHED_NS,
+    LAYOUT,
+    MS,
+    NULL_LAYOUT,
+    Script,
+    opened,
+    order,
+    ready,
+    reply,
+    result,
+)
+
+from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished
+from halfmoon.schemas.keys import pack_tokens
+from halfmoon.schemas.kv import TransferFailed
+from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, Timing, TokensSampled
+from halfmoon.workers.decode import events
+from halfmoon.workers.decode.actions import (
+    Action,
+    Announce,
+    AnswerResend,
+    CopyLayers,
+    Deliver,
+    EndSpan,
+    Measure,
+    Release,
+    Report,
+    RunStep,
+    ShareOutput,
+    SwapIn,
+    SwapOut,
+    TakeTokens,
+    Wake,
+)
+from halfmoon.workers.decode.orders import EARLY_ORDERS_MAX, FINISHED_MAX, LAST_LAYERS_NS
+
+
+def names(number: int = 1) -> dict[str, str]:
+    """The ids that every report carries."""
+    return {"order_id": f"{number}-1", "request_id": f"r{number}", "worker_id": "d0"}
+
+
+def tokens(*ids: int) -> list[SampledToken]:
+    return [SampledToken(token_id=token_id) for token_id in ids]
+
+
+def delivered(index: int, *ids: int, number: int = 1, finish: Any = "", timing: bool = False) -> Delivery:
+    """What a frontend gets of one order."""
+    return Delivery(
+        request_id=f"r{number}",
+        order_id=f"{number}-1",
+        index=index,
+        tokens=tokens(*ids),
+        finish_reason=finish,
+        timing=Timing(
+            queue_ns=1,
+            transfer_ns=2,
+            prefill_ns=3,
+            cached_tokens=4,
+            prefill_worker="p0",
+            decode_worker="d0",
+            decode_wait_ns=0,
+        )
+        if timing
+        else None,
+    )
+
+
+def deliver(*deliveries: Delivery, frontend_id: str = "f1") -> Deliver:
+    return Deliver(frontend_id, TokensSampled(worker_id="d0", deliveries=list(deliveries)))
+
+
+def failed(reason: str, *, number: int = 1, retryable: bool = True) -> Report:
+    return Report(DecodeFailed(**names(number), reason=reason, retryable=retryable))
+
+
+def filled(number: int = 1, blocks: int = 2, **fields: Any) -> tuple[Any, ...]:
+    """Every KV message of an order whose prompt has so many blocks."""
+    order_id, slots = f"{number}-1", [10 * number + place for place in range(blocks)]
+    return opened(order_id, *slots), *(ready(order_id, layer, 0, blocks) for layer in (0, 1))
+
+
+def loaded(script: Script, number: int = 1, prompt: int = 6, **fields: Any) -> None:
+    """An order with tokens, first token and all of its KV: it waits for room in the batch only."""
+    taken = reply(prompt, **{name: fields.pop(name) for name in ("root_key", "block_keys") if name in fields})
+    script.give(order(number, prompt_tokens=prompt, **fields), taken)
+    said = script.hear(*filled(number, LAYOUT.blocks(prompt)), result(f"{number}-1"))
+    for action in said:
+        if isinstance(action, CopyLayers):
+            script.on(events.LayersCopied, copy_id=action.copy_id)
+
+
+def step(script: Script, *ids: int) -> list[Action]:
+    """A step has ended with these tokens, and the compute thread asks for more."""
+    actions = script.on(events.StepEnded, tokens=tokens(*ids), step_ns=MS)
+    return actions + script.on(events.EngineIdled)
+
+
+# --- the whole way of a request -----------------------------------------------------------------------------
+
+
+def test_a_request_from_its_order_to_its_last_token() -> None:
+    script = Script()
+    assert script.on(events.OrderReceived, order=order()) == [TakeTokens("f1", "r1", "1-1")]
+    assert script.on(events.TokensTaken, order_id="1-1", reply=reply()) == []
+    assert script.hear(opened("1-1", 7, 8)) == []
+    assert script.hear(ready("1-1", 0)) == [CopyLayers(1, ((0, 7, 0), (0, 8, 1)))]
+    assert script.hear(result("1-1", 100)) == [deliver(delivered(0, 100, timing=True))]
+    assert script.hear(ready("1-1", 1)) == [CopyLayers(2, ((1, 7, 0), (1, 8, 1)))]
+    assert script.on(events.LayersCopied, copy_id=1) == []
+    one = script.sequence()
+    assert script.on(events.LayersCopied, copy_id=2) == [Release("1-1"), Wake()]
+    ready_ns = script.now_ns
+    assert script.on(events.EngineIdled) == [
+        Measure("room_wait", 1 * MS),
+        Report(DecodeStarted(**names(), wait_ns=ready_ns - FINISHED_NS)),
+        RunStep([one], 6),
+    ]
+    started_ns = script.now_ns
+    assert script.on(events.StepEnded, tokens=tokens(101), step_ns=MS) == [
+        Measure("first_step", 1 * MS),
+        deliver(delivered(1, 101)),
+    ]
+    assert script.on(events.EngineIdled) == [RunStep([one], 7)]
+    timing = one.timing("d0")
+    assert timing.decode_wait_ns == ready_ns - FINISHED_NS
+    last = msgspec.structs.replace(delivered(2, 102, finish="length"), timing=timing)
+    assert script.on(events.StepEnded, tokens=tokens(102), step_ns=MS) == [
+        deliver(last),
+        Report(
+            RequestFinished(
+                **names(),
+                finish_reason="length",
+                completion_tokens=3,
+                ttft_ns=1 + 3,
+                tbt_ns=one.tbt_ns(),
+                decode_ns=script.now_ns - started_ns,
+            )
+        ),
+    ]
+    assert script.on(events.EngineIdled) == []
+    assert script.state.kv_blocks_used == 0
+
+
+def test_an_order_that_comes_again_is_begun_once() -> None:
+    script = Script()
+    script.give()
+    assert script.on(events.OrderReceived, order=order()) == []
+    loaded(script)
+    script.on(events.EngineIdled)
+    step(script, 101)
+    step(script, 102)
+    assert script.on(events.OrderReceived, order=order()) == []
+    assert not script.state.orders.open
+
+
+def test_without_layers_nothing_is_copied_and_nothing_is_released() -> None:
+    script = Script(layout=NULL_LAYOUT, has_store=False)
+    script.give()
+    assert script.hear(result("1-1")) == [deliver(delivered(0, 100, timing=True)), Wake()]
+    one = script.sequence()
+    assert script.on(events.EngineIdled)[-1] == RunStep([one], 6)
+    assert step(script, 101)[-1] == RunStep([one], 7)
+    assert isinstance(step(script, 102)[-1], Report)
+    assert script.state.kv_blocks_used == 0
+
+
+def test_requests_join_and_leave_between_two_steps() -> None:
+    script = Script()
+    loaded(script, 1)
+    loaded(script, 2, max_tokens=5, frontend_id="f2")
+    one, two = script.sequence("1-1"), script.sequence("2-1")
+    assert script.on(events.EngineIdled)[-1] == RunStep([one, two], 12)
+    loaded(script, 3)
+    three = script.sequence("3-1")
+    actions = script.on(events.StepEnded, tokens=tokens(101, 201), step_ns=MS)
+    assert [a for a in actions if isinstance(a, Deliver)] == [
+        deliver(delivered(1, 101)),
+        deliver(delivered(1, 201, number=2), frontend_id="f2"),
+    ]
+    assert script.on(events.EngineIdled)[-1] == RunStep([one, two, three], 7 + 7 + 6)
+    assert step(script, 102, 202, 301)[-1] == RunStep([two, three], 8 + 7)
+
+
+def test_the_batch_takes_no_more_than_its_size() -> None:
+    script = Script(batch_max=1)
+    loaded(script, 1)
+    loaded(script, 2)
+    assert script.on(events.EngineIdled)[-1] == RunStep([script.sequence("1-1")], 6)
+    step(script, 101)
+    assert step(script, 102)[-1] == RunStep([script.sequence("2-1")], 6)
+
+
+# --- tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("taken", "reason", "retryable"),
+    [
+        (None, "the frontend does not answer", True),
+        (reply(gone=True), "the frontend no longer wants it", False),
+    ],
+)
+def test_an_order_without_tokens_fails(taken: Any, reason: str, retryable: bool) -> None:
+    script = Script()
+    script.on(events.OrderReceived, order=order())
+    assert script.on(events.TokensTaken, order_id="1-1", reply=taken) == [
+        Release("1-1"),
+        failed(reason, retryable=retryable),
+    ]
+
+
+def test_tokens_of_a_cancelled_order_do_nothing() -> None:
+    script = Script()
+    script.on(events.OrderReceived, order=order())
+    assert script.on(events.OrderCancelled, order_id="1-1") == [Release("1-1")]
+    assert script.on(events.TokensTaken, order_id="1-1", reply=reply()) == []
+
+
+def test_a_token_that_ends_the_text_ends_it_but_not_before_its_time() -> None:
+    script = Script(eos_ids=frozenset({101, 102}))
+    sampling = Sampling(min_tokens=2)
+    script.give(order(max_tokens=9), reply(sampling=sampling))
+    for action in script.hear(*filled(), result("1-1")):
+        if isinstance(action, CopyLayers):
+            script.on(events.LayersCopied, copy_id=action.copy_id)
+    script.on(events.EngineIdled)
+    assert isinstance(step(script, 101)[-1], RunStep)  # the second token: two are asked for at least
+    (_, report) = step(script, 102)
+    assert isinstance(report, Report)
+    assert isinstance(report.event, RequestFinished)
+    assert report.event.finish_reason == "stop"
+
+
+# --- KV -----------------------------------------------------------------------------------------------------
+
+
+def test_kv_that_comes_before_its_order_is_kept_for_it() -> None:
+    script = Script()
+    assert script.hear(*filled(), result("1-1")) == []
+    assert script.on(events.OrderReceived, order=order()) == [
+        TakeTokens("f1", "r1", "1-1"),
+        CopyLayers(1, ((0, 10, 0), (0, 11, 1))),
+        CopyLayers(2, ((1, 10, 0), (1, 11, 1))),
+    ]
+    assert script.on(events.TokensTaken, order_id="1-1", reply=reply()) == [
+        deliver(delivered(0, 100, timing=True))
+    ]
+
+
+def test_early_kv_of_many_orders_is_kept_and_no_more() -> None:
+    script = Script()
+    for number in range(EARLY_ORDERS_MAX + 1):
+        script.hear(result(f"{number}-1"))
+    assert "0-1" not in script.state.orders.early
+    assert len(script.state.orders.early) == EARLY_ORDERS_MAX
+
+
+def test_kv_that_is_told_again_is_not_copied_again() -> None:
+    script = Script()
+    script.give()
+    told = filled()
+    assert len(script.hear(*told)) == 2
+    assert script.hear(*told) == []
+    script.on(events.LayersCopied, copy_id=1)
+    assert script.on(events.LayersCopied, copy_id=2) == [Release("1-1")]
+    assert script.hear(*told) == []
+
+
+def test_a_prompt_that_finds_no_room_is_copied_when_another_request_has_ended() -> None:
+    script = Script(kv_blocks=3)
+    loaded(script, 1)
+    script.on(events.EngineIdled)
+    script.give(order(2))
+    assert script.hear(*filled(2)) == []
+    step(script, 101)
+    actions = script.on(events.StepEnded, tokens=tokens(102), step_ns=MS)
+    copies = CopyLayers(3, tuple((layer, 20 + i, i) for layer in (0, 1) for i in (0, 1)))
+    assert actions[-1] == copies
+
+
+def test_a_transfer_that_failed_fails_the_order_even_while_it_copies() -> None:
+    script = Script()
+    script.give()
+    script.hear(*filled()[:2])
+    lost = TransferFailed(order_id="1-1", request_id="r1", reason="no route")
+    assert script.hear(lost) == [Release("1-1"), failed("transfer: no route")]
+    assert script.hear(lost) == []
+    assert script.state.kv_blocks_used == 2  # the copy thread still writes there
+    assert script.on(events.LayersCopied, copy_id=1) == []
+    assert script.state.kv_blocks_used == 0
+
+
+def test_the_store_agent_restarts_what_waits_for_kv_fails_and_the_rest_goes_on() -> None:
+    script = Script()
+    loaded(script, 1)
+    script.on(events.EngineIdled)
+    loaded(script, 2)
+    script.give(order(3))
+    script.hear(*filled(3)[:2])
+    script.on(events.OrderReceived, order=order(4))
+    reason = "the node's store agent restarted"
+    assert script.on(events.MemoryLost) == [
+        Release("3-1"),
+        failed(reason, number=3),
+        Release("4-1"),
+        failed(reason, number=4),
+    ]
+    assert list(script.state.orders.open) == ["1-1", "2-1"]
+
+
+# --- admission ----------------------------------------------------------------------------------------------
+
+
+def test_the_double_check_refuses_what_would_make_steps_too_long() -> None:
+    script = Script()
+    loaded(script, 1)
+    script.on(events.EngineIdled)
+    script.give(order(2, tbt_slo_ns=11 * MS))  # a step of two takes 12 ms
+    assert script.hear(result("2-1")) == [
+        Release("2-1"),
+        Report(
+            DecodeRefused(
+                **names(2), reason="a step would take 12 ms, over the SLO", predicted_tbt_ns=12 * MS
+            )
+        ),
+    ]
+    script.give(order(3, tbt_slo_ns=12 * MS))
+    assert isinstance(script.hear(result("3-1"))[0], Deliver)
+
+
+def test_a_request_that_was_placed_before_is_not_refused() -> None:
+    script = Script()
+    script.give(order(1, placement=2, tbt_slo_ns=1))
+    assert isinstance(script.hear(result("1-2"))[0], Deliver)
+
+
+def test_the_prediction_follows_what_steps_take_here() -> None:
+    script = Script()
+    loaded(script, 1, max_tokens=100)
+    script.on(events.EngineIdled)
+    for index in range(50):
+        script.on(events.StepEnded, tokens=tokens(101 + index), step_ns=22 * MS)  # twice the profile's 11 ms
+        script.on(events.EngineIdled)
+    script.give(order(2, tbt_slo_ns=20 * MS))
+    (_, refused) = script.hear(result("2-1"))
+    assert isinstance(refused, Report)
+    assert isinstance(refused.event, DecodeRefused)
+    assert 23 * MS < refused.event.predicted_tbt_ns <= 24 * MS
+
+
+# --- a request that moved -----------------------------------------------------------------------------------
+
+
+def test_tokens_that_the_client_has_are_fed_again_and_not_delivered() -> None:
+    script = Script()
+    script.give(order(max_tokens=4), reply(output_ids=pack_tokens([500, 501])))
+    script.hear(*filled(), result("1-1", 100))
+    script.on(events.LayersCopied, copy_id=1)
+    script.on(events.LayersCopied, copy_id=2)
+    one = script.sequence()
+    assert one.output == [500]
+    script.on(events.EngineIdled)
+    assert one.next_known() == SampledToken(token_id=501)
+    assert not [a for a in step(script, 501) if isinstance(a, Deliver)]
+    assert one.next_known() is None
+    assert step(script, 102)[0] == deliver(delivered(2, 102))
+    assert one.output == [500, 501, 102]
+
+
+# --- the end ------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_ends_with_its_first_token_lets_the_last_layers_arrive() -> None:
+    script = Script()
+    script.give(order(max_tokens=1))
+    script.hear(*filled()[:2])
+    actions = script.hear(result("1-1"))
+    assert actions[0] == deliver(delivered(0, 100, finish="length", timing=True))
+    assert isinstance(actions[1], Report)
+    assert actions[2:] == [Release("1-1", LAST_LAYERS_NS)]
+    script.on(events.LayersCopied, copy_id=1)
+    assert script.state.kv_blocks_used == 0
+
+
+def test_what_is_cancelled_during_a_step_keeps_its_blocks_until_the_step_is_over() -> None:
+    script = Script()
+    loaded(script, 1)
+    loaded(script, 2)
+    script.on(events.EngineIdled)
+    assert script.on(events.OrderCancelled, order_id="1-1") == []
+    assert script.state.kv_blocks_used == 4
+    actions = script.on(events.StepEnded, tokens=tokens(101, 201), step_ns=MS)
+    assert actions == [Measure("first_step", 2 * MS), deliver(delivered(1, 201, number=2))]
+    assert script.state.kv_blocks_used == 2
+
+
+def test_what_fails_while_it_waits_is_answered_once() -> None:
+    script = Script()
+    script.give()
+    lost = TransferFailed(order_id="1-1", request_id="r1", reason="x")
+    assert len(script.hear(lost)) == 2
+    assert script.on(events.OrderCancelled, order_id="1-1") == []
+    assert script.on(events.MemoryLost) == []
+
+
+def test_a_traced_request_tells_how_its_decode_ended() -> None:
+    script = Script()
+    script.give(taken=reply(traceparent="00-1-2-01"))
+    one = script.sequence()
+    assert script.on(events.OrderCancelled, order_id="1-1") == [
+        EndSpan(one, cancelled=True),
+        Release("1-1"),
+    ]
+
+
+def test_a_worker_that_is_not_known_drops_its_orders_and_announces_itself() -> None:
+    script = Script()
+    loaded(script, 1)
+    script.give(order(2))
+    assert script.on(events.AnnounceRequested) == [Release("2-1"), Announce()]
+    assert script.state.kv_blocks_used == 0
+    assert not script.state.orders.open
+
+
+def test_a_worker_that_stops_releases_all_and_begins_nothing() -> None:
+    script = Script()
+    script.give(order(1))
+    loaded(script, 2)
+    assert script.on(events.WorkerStopped) == [Release("1-1")]
+    assert script.on(events.EngineIdled) == []
+    assert script.on(events.OrderReceived, order=order(3)) == []
+
+
+# --- a full cache -------------------------------------------------------------------------------------------
+
+
+def crowded() -> Script:
+    """Two sequences of 7 tokens run in 4 blocks; their second tokens fill them."""
+    script = Script(kv_blocks=4)
+    loaded(script, 1, prompt=7, max_tokens=9)
+    loaded(script, 2, prompt=7, max_tokens=9)
+    script.on(events.EngineIdled)
+    return script
+
+
+def test_the_sequence_that_joined_last_is_swapped_out_and_rejoins_first() -> None:
+    script = crowded()
+    one, two = script.sequence("1-1"), script.sequence("2-1")
+    assert step(script, 101, 201)[-1] == SwapOut([2, 3])
+    assert script.on(events.SwappedOut, held="bytes") == []
+    assert script.on(events.EngineIdled) == [RunStep([one], 8)]
+    loaded(script, 3, prompt=3)  # all of it waits behind the one that is swapped out
+    assert script.state.heartbeat(0).queued == 2
+    for token in range(102, 108):
+        step(script, token)
+    assert step(script, 108)[-1] == SwapIn([0, 1], "bytes")
+    assert script.on(events.SwappedIn) == []
+    actions = script.on(events.EngineIdled)
+    assert isinstance(actions[-1], RunStep)
+    assert actions[-1].batch[0] is two
+    assert two.preemptions == 1
+    assert two.output == [100, 201]
+
+
+@pytest.mark.parametrize("moment", ["moving out", "out", "moving in"])
+def test_a_sequence_that_is_cancelled_while_it_is_swapped_leaves_nothing(moment: str) -> None:
+    script = crowded()
+    step(script, 101, 201)
+    if moment != "moving out":
+        script.on(events.SwappedOut, held="bytes")
+    if moment == "moving in":
+        script.on(events.EngineIdled)
+        script.on(events.OrderCancelled, order_id="1-1")
+        script.on(events.StepEnded, tokens=tokens(102), step_ns=MS)
+        assert script.on(events.EngineIdled) == [SwapIn([0, 1], "bytes")]
+    script.on(events.OrderCancelled, order_id="2-1")
+    if moment == "moving in":
+        assert script.state.kv_blocks_used == 2
+        script.on(events.SwappedIn)
+        assert script.state.kv_blocks_used == 0
+        return
+    if moment == "moving out":
+        assert script.state.kv_blocks_used == 4
+        script.on(events.SwappedOut, held="bytes")
+    assert script.state.kv_blocks_used == 2
+    assert script.on(events.EngineIdled) == [RunStep([script.sequence("1-1")], 8)]
+
+
+def test_a_prompt_that_waits_with_a_part_of_its_kv_gives_way_before_one_that_runs() -> None:
+    script = Script(kv_blocks=4)
+    loaded(script, 1, prompt=7, max_tokens=9)
+    script.on(events.EngineIdled)
+    script.give(order(2))
+    assert script.hear(*filled(2)[:2]) == [CopyLayers(3, ((0, 20, 2), (0, 21, 3)))]
+    script.on(events.LayersCopied, copy_id=3)
+    one = script.sequence("1-1")
+    assert step(script, 101)[-1] == RunStep([one], 8)
+    assert one.table == [0, 1, 2]
+    assert script.sequence("2-1").table == []
+    assert script.hear(ready("2-1", 1)) == []
+    script.on(events.OrderCancelled, order_id="1-1")
+    assert script.on(events.StepEnded, tokens=tokens(102), step_ns=MS) == [
+        CopyLayers(4, ((0, 20, 0), (0, 21, 1), (1, 20, 0), (1, 21, 1)))
+    ]
+
+
+def test_a_request_whose_kv_is_here_runs_when_it_holds_the_room_of_the_one_that_is_swapped_out() -> None:
+    """Else each would wait for the other."""
+    script = Script(kv_blocks=4, batch_max=1)
+    loaded(script, 1, prompt=7, max_tokens=9)
+    script.on(events.EngineIdled)
+    loaded(script, 2, prompt=7, max_tokens=2)
+    assert step(script, 101)[-1] == SwapOut([0, 1])
+    script.on(events.SwappedOut, held="bytes")
+    assert script.on(events.EngineIdled)[-1] == RunStep([script.sequence("2-1")], 7)
+    assert step(script, 201)[-1] == SwapIn([0, 1], "bytes")
+
+
+# --- generated blocks ---------------------------------------------------------------------------------------
+
+
+def test_generated_blocks_are_shared_and_free_only_then() -> None:
+    script = Script(layout=msgspec.structs.replace(LAYOUT, numerics="fast"))
+    keys = {"root_key": b"r" * 16, "block_keys": b"k" * 16}
+    loaded(script, 1, prompt=6, max_tokens=4, **keys)
+    script.on(events.EngineIdled)
+    for token in (101, 102):
+        step(script, token)
+    actions = script.on(events.StepEnded, tokens=tokens(103), step_ns=MS)
+    assert actions[-1] == ShareOutput(
+        order_id="1-1",
+        root_key=b"r" * 16,
+        tokens=[1, 2, 3, 4, 5, 6, 100, 101, 102],
+        known_blocks=1,
+        table=[0, 1, 2],
+        tenant="",
+    )
+    assert script.state.kv_blocks_used == 3
+    assert script.on(events.OutputShared, order_id="1-1") == []
+    assert script.state.kv_blocks_used == 0
+
+
+def test_in_exact_numerics_generated_blocks_are_not_shared() -> None:
+    script = Script()
+    loaded(script, 1, prompt=6, max_tokens=4, root_key=b"r" * 16, block_keys=b"k" * 16)
+    script.on(events.EngineIdled)
+    for token in (101, 102, 103):
+        actions = step(script, token)
+    assert not [a for a in actions if isinstance(a, ShareOutput)]
+    assert script.state.kv_blocks_used == 0
+
+
+# --- what others ask ----------------------------------------------------------------------------------------
+
+
+def asked(script: Script, index: int, order_id: str = "1-1") -> ResendReply:
+    request = ResendRequest(request_id="r1", order_id=order_id, index=index)
+    (answer,) = script.on(events.ResendRequested, request=request)
+    assert isinstance(answer, AnswerResend)
+    return answer.reply
+
+
+def test_a_frontend_that_missed_tokens_gets_them_again_while_they_are_known() -> None:
+    script = Script()
+    loaded(script, max_tokens=2)
+    assert asked(script, 1) == ResendReply(known=True)
+    assert asked(script, 0) == ResendReply(known=True, delivery=script.sequence().delivery(0, "d0"))
+    script.on(events.EngineIdled)
+    one = script.sequence()
+    step(script, 101)
+    assert asked(script, 1) == ResendReply(known=True, delivery=one.delivery(1, "d0"))
+    assert asked(script, 0, "9-1") == ResendReply(known=False)
+    for number in range(2, FINISHED_MAX + 2):
+        script.give(order(number, max_tokens=1))
+        script.hear(result(f"{number}-1"))
+    assert asked(script, 1) == ResendReply(known=False)
+
+
+def test_a_heartbeat_says_how_the_worker_is_and_what_it_lacks() -> None:
+    script = Script()
+    loaded(script, 1, max_tokens=9)
+    script.on(events.EngineIdled)
+    step(script, 101)
+    script.give(order(2))
+    script.hear(*filled(2))
+    script.give(order(3))
+    script.hear(*filled(3)[:2], result("3-1"))
+    loaded(script, 4)
+    beat = script.state.heartbeat(77)
+    assert (beat.orders, beat.lacking) == (["1-1", "2-1", "3-1", "4-1"], ["2-1", "3-1"])
+    assert (beat.queued, beat.running, beat.kv_blocks_used, beat.obeyed_seq) == (3, 1, 8, 77)
+    assert (beat.steps, beat.step_ns, beat.step_sequences, beat.step_context_tokens) == (1, MS, 1, 6)
+    assert script.state.heartbeat(78).steps == 0
