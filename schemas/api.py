@@ -187,7 +187,7 @@ class CancelBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ApiRequest:
     """A checked request, the same for both edges. One of `text`, `token_ids`, `messages` is set."""
 
     chat: bool
@@ -246,7 +246,7 @@ def _decoder(kind: type[B]) -> msgspec.json.Decoder[B]:
     return decoder
 
 
-def completion_ask(payload: bytes) -> Ask:
+def parse_completion(payload: bytes) -> ApiRequest:
     """Raises ApiError."""
     body = decode_body(payload, CompletionBody)
     prompt: Any = body.prompt
@@ -261,7 +261,7 @@ def completion_ask(payload: bytes) -> Ask:
     return _ask(body, body.max_tokens, chat=False, token_ids=prompt)
 
 
-def chat_ask(payload: bytes) -> Ask:
+def parse_chat(payload: bytes) -> ApiRequest:
     """Raises ApiError."""
     body = decode_body(payload, ChatBody)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -285,7 +285,7 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
     return plain
 
 
-def _ask(body: _Body, max_tokens: int | None, *, chat: bool, **prompt: Any) -> Ask:
+def _ask(body: _Body, max_tokens: int | None, *, chat: bool, **prompt: Any) -> ApiRequest:
     if body.response_format is not None and body.response_format.get("type", "text") != "text":
         raise ApiError(
             400, "response_format: only type text is supported", param="response_format", code="unsupported"
@@ -299,7 +299,7 @@ def _ask(body: _Body, max_tokens: int | None, *, chat: bool, **prompt: Any) -> A
         )
     stop = body.stop
     slo = body.slo
-    return Ask(
+    return ApiRequest(
         chat=chat,
         model=body.model or "",
         max_tokens=max_tokens,

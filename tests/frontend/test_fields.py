@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.schemas.api import ApiError, Ask, chat_ask, completion_ask
+from halfmoon.schemas.api import ApiError, ApiRequest, parse_chat, parse_completion
 from tests.api_fields import CHATS, FIELDS, NO_JSON, PROMPTS
 
 
-def refusal(body: Any, read: Any = completion_ask) -> ApiError:
+def refusal(body: Any, read: Any = parse_completion) -> ApiError:
     with pytest.raises(ApiError) as caught:
         read(orjson.dumps(body) if not isinstance(body, bytes) else body)
     return caught.value
@@ -28,8 +28,8 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(name: str) -> None:
     refused, taken = FIELDS[name]
     for value in refused:
         for base, read in (
-            ({"prompt": "x"}, completion_ask),
-            ({"messages": [{"role": "user", "content": "x"}]}, chat_ask),
+            ({"prompt": "x"}, parse_completion),
+            ({"messages": [{"role": "user", "content": "x"}]}, parse_chat),
         ):
             # The standard library's encoder also writes integers that orjson refuses.
             error = refusal(json.dumps({**base, name: value}).encode(), read)
@@ -38,7 +38,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(name: str) -> None:
             assert error.param.partition(".")[0] == name
             assert name in error.message
     for value in taken:
-        completion_ask(orjson.dumps({"prompt": "x", name: value}))
+        parse_completion(orjson.dumps({"prompt": "x", name: value}))
 
 
 @pytest.mark.parametrize(("prompt", "status"), PROMPTS)
@@ -49,7 +49,7 @@ def test_a_wrong_prompt_is_refused_by_name(prompt: Any, status: int) -> None:
 
 @pytest.mark.parametrize("messages", CHATS)
 def test_wrong_messages_are_refused_by_name(messages: Any) -> None:
-    error = refusal({"messages": messages}, chat_ask)
+    error = refusal({"messages": messages}, parse_chat)
     assert (error.status, error.param) == (400, "messages")
 
 
@@ -81,20 +81,20 @@ def test_numbers_out_of_floats_range_are_refused() -> None:
 
 
 def test_unknown_fields_are_ignored_and_absent_ones_have_their_defaults() -> None:
-    ask = completion_ask(b'{"prompt": "x", "wings": {"left": [1]}, "temperature": null}')
+    ask = parse_completion(b'{"prompt": "x", "wings": {"left": [1]}, "temperature": null}')
     assert (ask.text, ask.max_tokens, ask.stream, ask.sampling.temperature) == ("x", None, False, 1.0)
     assert ask.sampling.logprobs == -1
 
 
 def test_seeds_differ_unless_given() -> None:
-    asks = [completion_ask(b'{"prompt": "x"}') for _ in range(8)]
+    asks = [parse_completion(b'{"prompt": "x"}') for _ in range(8)]
     assert len({ask.sampling.seed for ask in asks}) == 8
-    assert completion_ask(b'{"prompt": "x", "seed": 7}').sampling.seed == 7
+    assert parse_completion(b'{"prompt": "x", "seed": 7}').sampling.seed == 7
 
 
-def outcome(read: Any, payload: bytes) -> Ask | ApiError:
+def outcome(read: Any, payload: bytes) -> ApiRequest | ApiError:
     try:
-        ask: Ask = read(payload)
+        ask: ApiRequest = read(payload)
     except ApiError as error:
         return error
     return ask
@@ -117,7 +117,7 @@ bodies = st.dictionaries(names, json_values, max_size=6)
 @given(body=bodies)
 def test_any_json_object_is_taken_or_refused_with_a_body_that_is_json(body: dict[str, Any]) -> None:
     payload = json.dumps(body).encode()
-    for read in (completion_ask, chat_ask):
+    for read in (parse_completion, parse_chat):
         answer = outcome(read, payload)
         if isinstance(answer, ApiError):
             assert answer.status in (400, 422)
@@ -127,7 +127,7 @@ def test_any_json_object_is_taken_or_refused_with_a_body_that_is_json(body: dict
 @settings(max_examples=300, deadline=None)
 @given(payload=st.binary(max_size=60))
 def test_any_bytes_are_taken_or_refused(payload: bytes) -> None:
-    for read in (completion_ask, chat_ask):
+    for read in (parse_completion, parse_chat):
         with pytest.raises(ApiError):
             read(payload)
 

@@ -13,7 +13,7 @@ import pytest
 from halfmoon.bus.errors import PeerError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, RequestView, Told, ViewRequest
-from halfmoon.workers.frontend.frontend.page import feed
+from halfmoon.workers.frontend.page import feed
 
 ID = "01a1fd24449f555d5bf1f4718d"
 

@@ -9,7 +9,7 @@ from frontend_double import ANSWER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.schemas.api import Ask
+from halfmoon.schemas.api import ApiRequest
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeRequest
@@ -36,7 +36,7 @@ def opened(
     tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), **sampling: Any
 ) -> tuple[OpenRequest, Collected]:
     listener = Collected()
-    ask = Ask(
+    ask = ApiRequest(
         chat=False,
         text="x",
         model="",

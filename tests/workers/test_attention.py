@@ -12,13 +12,12 @@ import torch
 
 from halfmoon.workers.model.attention import (
     Attention,
-    AttentionUnavailable,
     Partial,
     SdpaAttention,
-    make_attention,
     merge,
     neutral,
 )
+from halfmoon.workers.model.attention_choice import AttentionUnavailable, make_attention
 from halfmoon.workers.model.attention_flash import FlashAttention, flash_unavailable
 
 PAGE, HEADS, KV_HEADS, DIM = 256, 6, 2, 32

@@ -147,7 +147,7 @@ def generate_chunk(request: OpenRequest, piece: Piece | None, tokenizer: Tokeniz
 # --- OpenAI's -----------------------------------------------------------------------------------------------
 
 
-class OpenAiForm:
+class OpenAiFormatter:
     """How one request is answered over HTTP. `created_s`: unix time."""
 
     def __init__(self, request: OpenRequest, tokenizer: Tokenizer, model: str, created_s: int) -> None:
@@ -165,7 +165,7 @@ class OpenAiForm:
         usage_field = b',"usage":null' if request.ask.include_usage else b""
         self._end = b',"logprobs":null,"finish_reason":null}]' + usage_field + b"}\n\n"
 
-    def whole(self) -> bytes:
+    def body(self) -> bytes:
         request = self._request
         choice: dict[str, Any] = {"index": 0}
         if self._chat:

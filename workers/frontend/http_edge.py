@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
@@ -23,10 +22,11 @@ import orjson
 from aiohttp import web
 
 from halfmoon.bus.telemetry.metrics import CONTENT_TYPE, exposition
+from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.bus.telemetry.version import VERSION
-from halfmoon.schemas.api import ApiError, Ask, TokenizeBody, chat_ask, completion_ask, decode_body
+from halfmoon.schemas.api import ApiError, ApiRequest, TokenizeBody, decode_body, parse_chat, parse_completion
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.workers.frontend.answers import OpenAiForm
+from halfmoon.workers.frontend.answers import OpenAiFormatter
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.page.assets import Assets
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 #: Who looks at the page and reads nothing for so long is cut off.
 WRITE_S = 20.0
 _JSON = "application/json"
-_TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -122,16 +121,16 @@ class HttpEdge:
     # --- generating -----------------------------------------------------------------------------------------
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._generate(request, chat_ask)
+        return await self._generate(request, parse_chat)
 
     async def _complete(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._generate(request, completion_ask)
+        return await self._generate(request, parse_completion)
 
-    async def _generate(self, request: web.BaseRequest, read: Callable[[bytes], Ask]) -> web.StreamResponse:
+    async def _generate(
+        self, request: web.BaseRequest, read: Callable[[bytes], ApiRequest]
+    ) -> web.StreamResponse:
         began_ns = time.monotonic_ns()
-        traceparent = request.headers.get("traceparent", "")
-        if traceparent and not _TRACEPARENT.match(traceparent):
-            traceparent = ""
+        traceparent = checked_traceparent(request.headers.get("traceparent", ""))
         listener = _HttpListener(asyncio.get_running_loop())
         try:
             tenant = self._authorize(request)
@@ -144,9 +143,11 @@ class HttpEdge:
                 ask, listener, traceparent=traceparent, max_tokens_default=default
             )
         except ApiError as error:
-            self._registry.refused(error, began_ns, chat=read is chat_ask, traceparent=traceparent)
+            self._registry.refused(error, began_ns, chat=read is parse_chat, traceparent=traceparent)
             raise
-        listener.form = OpenAiForm(opened, self._registry.tokenizer, self._config.model, int(time.time()))
+        listener.form = OpenAiFormatter(
+            opened, self._registry.tokenizer, self._config.model, int(time.time())
+        )
         headers = {"x-request-id": opened.request_id}
         if traceparent:
             headers["traceparent"] = traceparent
@@ -156,7 +157,7 @@ class HttpEdge:
             await listener.wait()
             if listener.error is not None:
                 return _refusal(listener.error, headers)
-            return web.Response(body=listener.form.whole(), content_type=_JSON, headers=headers)
+            return web.Response(body=listener.form.body(), content_type=_JSON, headers=headers)
         except (asyncio.CancelledError, ConnectionError):
             self._registry.cancel(opened)
             raise
@@ -296,7 +297,7 @@ class _HttpListener:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
-        self.form: OpenAiForm | None = None
+        self.form: OpenAiFormatter | None = None
         self.events: list[bytes] = []
         self.ended = False
         self.error: ApiError | None = None

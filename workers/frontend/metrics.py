@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from halfmoon.bus.telemetry.metrics import INTERVAL_S, LATENCY_S
 from halfmoon.schemas.decisions import RejectReason
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.workers.frontend.slo import Slo
+from halfmoon.workers.frontend.slo import ClusterSlo
 
 if TYPE_CHECKING:
     from halfmoon.workers.frontend.open_request import OpenRequest
@@ -27,7 +27,7 @@ class FrontendMetrics:
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry(auto_describe=True)
-        self.slo = Slo()
+        self.slo = ClusterSlo()
         self._model = model
         self.running = self._gauge("vllm:num_requests_running", "Requests that have their first token.")
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token.")

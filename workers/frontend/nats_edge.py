@@ -28,16 +28,16 @@ from halfmoon.bus.telemetry.version import VERSION
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import (
     ApiError,
-    Ask,
+    ApiRequest,
     CancelBody,
     TokenizeBody,
-    chat_ask,
-    completion_ask,
     decode_body,
+    parse_chat,
+    parse_completion,
 )
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
 from halfmoon.workers.frontend.nats_request import NatsListener, client_traceparent
-from halfmoon.workers.frontend.nats_service import Endpoint, MicroService, settled
+from halfmoon.workers.frontend.nats_service import MicroService, ServiceEndpoint, settled
 from halfmoon.workers.frontend.open_request import OpenRequest
 from halfmoon.workers.frontend.prompts import INLINE_CHARACTERS_MAX
 from halfmoon.workers.frontend.registry import RequestRegistry
@@ -103,13 +103,13 @@ class NatsEdge:
 
     # --- generating -----------------------------------------------------------------------------------------
 
-    async def _generate(self, endpoint: Endpoint, msg: Msg) -> None:
-        await self._open(endpoint, msg, completion_ask)
+    async def _generate(self, endpoint: ServiceEndpoint, msg: Msg) -> None:
+        await self._open(endpoint, msg, parse_completion)
 
-    async def _chat(self, endpoint: Endpoint, msg: Msg) -> None:
-        await self._open(endpoint, msg, chat_ask)
+    async def _chat(self, endpoint: ServiceEndpoint, msg: Msg) -> None:
+        await self._open(endpoint, msg, parse_chat)
 
-    async def _open(self, endpoint: Endpoint, msg: Msg, read: Callable[[bytes], Ask]) -> None:
+    async def _open(self, endpoint: ServiceEndpoint, msg: Msg, read: Callable[[bytes], ApiRequest]) -> None:
         started_ns = time.monotonic_ns()
         if not msg.reply:
             endpoint.finished(started_ns, "a request without a reply subject")
@@ -118,7 +118,7 @@ class NatsEdge:
             self.registry.admit()
             ask = read(msg.data)
         except ApiError as error:
-            chat, traceparent = read is chat_ask, client_traceparent(msg)
+            chat, traceparent = read is parse_chat, client_traceparent(msg)
             self.registry.refused(error, started_ns, chat=chat, traceparent=traceparent)
             self.refuse(endpoint, started_ns, msg.reply, error)
             return
@@ -128,7 +128,7 @@ class NatsEdge:
         else:
             await self._open_ask(listener, ask)
 
-    async def _open_ask(self, listener: NatsListener, ask: Ask) -> None:
+    async def _open_ask(self, listener: NatsListener, ask: ApiRequest) -> None:
         try:
             request = await self.registry.open(ask, listener, traceparent=listener.traceparent)
         except Exception as problem:
@@ -155,11 +155,11 @@ class NatsEdge:
         """The reply subject that tells us when nobody listens."""
         return f"{self._probe_prefix}.{request.request_id}"
 
-    def refuse(self, endpoint: Endpoint, started_ns: int, reply: str, error: ApiError) -> None:
+    def refuse(self, endpoint: ServiceEndpoint, started_ns: int, reply: str, error: ApiError) -> None:
         self.registry.metrics.failed(error.status)
         self.answer_error(endpoint, started_ns, reply, error)
 
-    def answer_error(self, endpoint: Endpoint, started_ns: int, reply: str, error: ApiError) -> None:
+    def answer_error(self, endpoint: ServiceEndpoint, started_ns: int, reply: str, error: ApiError) -> None:
         endpoint.finished(started_ns, f"{error.status} {error.message}")
         message = re.sub(r"[^\x20-\x7e]", "?", error.message)[:512]
         headers = {ERROR_CODE_HEADER: str(error.status), ERROR_HEADER: message, **error.retry_headers()}
@@ -193,7 +193,7 @@ class NatsEdge:
 
     # --- the rest -------------------------------------------------------------------------------------------
 
-    async def _cancel(self, endpoint: Endpoint, msg: Msg) -> None:
+    async def _cancel(self, endpoint: ServiceEndpoint, msg: Msg) -> None:
         started_ns = time.monotonic_ns()
         try:
             name = decode_body(msg.data, CancelBody).id
@@ -216,7 +216,9 @@ class NatsEdge:
         self.registry.fail(request, error, "cancelled")
         return True
 
-    async def _cancel_elsewhere(self, endpoint: Endpoint, started_ns: int, msg: Msg, name: str) -> None:
+    async def _cancel_elsewhere(
+        self, endpoint: ServiceEndpoint, started_ns: int, msg: Msg, name: str
+    ) -> None:
         """Another frontend may have it. Ours hears the question too, and keeps silent."""
         cancelled = False
         with contextlib.suppress(NatsError):
@@ -228,18 +230,18 @@ class NatsEdge:
         if self._cancel_here(msg.data.decode(errors="replace")) and msg.reply:
             self.send(msg.reply, b"")
 
-    async def _models(self, endpoint: Endpoint, msg: Msg) -> None:
+    async def _models(self, endpoint: ServiceEndpoint, msg: Msg) -> None:
         models = self.registry.prompts.models(self.registry.started_at_s)
         self._reply(endpoint, time.monotonic_ns(), msg, models)
 
-    async def _show_status(self, endpoint: Endpoint, msg: Msg) -> None:
+    async def _show_status(self, endpoint: ServiceEndpoint, msg: Msg) -> None:
         async def answer() -> None:
             self._reply(endpoint, started_ns, msg, await self._status.read())
 
         started_ns = time.monotonic_ns()
         self.registry.spawn(answer())
 
-    async def _tokenize(self, endpoint: Endpoint, msg: Msg) -> None:
+    async def _tokenize(self, endpoint: ServiceEndpoint, msg: Msg) -> None:
         async def answer() -> None:
             try:
                 body = decode_body(msg.data, TokenizeBody)
@@ -250,7 +252,7 @@ class NatsEdge:
         started_ns = time.monotonic_ns()
         self.registry.spawn(answer())
 
-    def _reply(self, endpoint: Endpoint, started_ns: int, msg: Msg, content: dict[str, Any]) -> None:
+    def _reply(self, endpoint: ServiceEndpoint, started_ns: int, msg: Msg, content: dict[str, Any]) -> None:
         endpoint.finished(started_ns)
         if msg.reply:
             self.send(msg.reply, orjson.dumps(content))

@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from nats.aio.msg import Msg
 
-from halfmoon.schemas.api import ApiError, Ask
+from halfmoon.bus.telemetry.tracing import checked_traceparent
+from halfmoon.schemas.api import ApiError, ApiRequest
 from halfmoon.workers.frontend.answers import generate_answer, generate_chunk
-from halfmoon.workers.frontend.nats_service import Endpoint
+from halfmoon.workers.frontend.nats_service import ServiceEndpoint
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
-
-if TYPE_CHECKING:
-    from halfmoon.workers.frontend.nats_edge import NatsEdge
+from halfmoon.workers.frontend.registry import RequestRegistry
 
 #: A request that is no stream may name a subject that its client listens to for as long as it wants the
 #: answer.
 ALIVE_HEADER = "Halfmoon-Alive"
 _SUBJECT = re.compile(r"^[^\s*>.]+(\.[^\s*>.]+)*$")
-_TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 #: What the server's protocol and our headers may add to a payload.
 _ENVELOPE_BYTES = 1024
 
 
 def client_traceparent(msg: Msg) -> str:
     """As the client sent it; "" when there is none, or it is malformed."""
-    traceparent = (msg.headers or {}).get("traceparent", "")
-    return traceparent if _TRACEPARENT.match(traceparent) else ""
+    return checked_traceparent((msg.headers or {}).get("traceparent", ""))
+
+
+class Edge(Protocol):
+    """What a request needs of its edge."""
+
+    payload_bytes_max: int
+    registry: RequestRegistry
+
+    def send(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None: ...
+
+    def probe(self, request: OpenRequest) -> str: ...
+
+    def closed(self, request: OpenRequest) -> None: ...
+
+    def answer_error(
+        self, endpoint: ServiceEndpoint, started_ns: int, reply: str, error: ApiError
+    ) -> None: ...
 
 
 class NatsListener:
@@ -47,7 +63,9 @@ class NatsListener:
         "traceparent",
     )
 
-    def __init__(self, edge: NatsEdge, endpoint: Endpoint, started_ns: int, msg: Msg, ask: Ask) -> None:
+    def __init__(
+        self, edge: Edge, endpoint: ServiceEndpoint, started_ns: int, msg: Msg, ask: ApiRequest
+    ) -> None:
         headers = msg.headers or {}
         alive = headers.get(ALIVE_HEADER, "")
         self._edge = edge

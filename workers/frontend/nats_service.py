@@ -32,7 +32,7 @@ async def settled(nc: Client) -> None:
     await nc.flush()
 
 
-class Endpoint:
+class ServiceEndpoint:
     """One subject. `finished` is to be called once for each request, when its last answer is out."""
 
     def __init__(self, name: str, subject: str) -> None:
@@ -76,7 +76,7 @@ class MicroService:
         self._description = description
         self._started = datetime.now(UTC)
         self._subscriptions: list[Subscription] = []
-        self.endpoints: list[Endpoint] = []
+        self.endpoints: list[ServiceEndpoint] = []
 
     async def start(self) -> None:
         for verb, answer in (("PING", self._ping), ("INFO", self._info), ("STATS", self._stats)):
@@ -88,10 +88,10 @@ class MicroService:
                 self._subscriptions.append(await self._nc.subscribe(subject, cb=self._answering(answer)))
 
     async def add(
-        self, name: str, subject: str, handler: Callable[[Endpoint, Msg], Awaitable[None]]
-    ) -> Endpoint:
+        self, name: str, subject: str, handler: Callable[[ServiceEndpoint, Msg], Awaitable[None]]
+    ) -> ServiceEndpoint:
         """`handler` is awaited for one message after another: it must return soon."""
-        endpoint = Endpoint(name, subject)
+        endpoint = ServiceEndpoint(name, subject)
 
         async def receive(msg: Msg) -> None:
             await handler(endpoint, msg)

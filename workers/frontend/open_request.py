@@ -16,7 +16,7 @@ import enum
 from typing import NamedTuple, Protocol
 
 from halfmoon.bus.telemetry.tracing import OpenSpan
-from halfmoon.schemas.api import ApiError, Ask
+from halfmoon.schemas.api import ApiError, ApiRequest
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.sampling import SampledToken
@@ -93,7 +93,7 @@ class OpenRequest:
     def __init__(
         self,
         *,
-        ask: Ask,
+        ask: ApiRequest,
         arrived: RequestArrived,
         packed_prompt: bytes,
         root_key: bytes,
@@ -132,7 +132,7 @@ class OpenRequest:
         self.finish_reason = ""
         self.timing: Timing | None = None
         self.resending = False
-        #: Resends in a row that the worker answered with "I have no such order".
+        #: Redelivery in a row that the worker answered with "I have no such order".
         self.unknown_count = 0
         self.end_ids = end_ids
         self.detokenizer = IncrementalDetokenizer(tokenizer)

@@ -7,7 +7,7 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from halfmoon.schemas.api import ApiError, Ask, TokenizeBody, plain_messages
+from halfmoon.schemas.api import ApiError, ApiRequest, TokenizeBody, plain_messages
 from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.frontend.config import FrontendConfig
@@ -48,7 +48,7 @@ class PromptReader:
             message = f"the model {name[:80]!r} does not exist; there is {self.config.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def read(self, ask: Ask, *, max_tokens_default: int) -> Prompt:
+    async def read(self, ask: ApiRequest, *, max_tokens_default: int) -> Prompt:
         """`max_tokens_default`: when the request does not say; cut to the context."""
         self.check_model(ask.model)
         token_ids = await self.encode(text=ask.text, token_ids=ask.token_ids, messages=ask.messages)
@@ -119,7 +119,7 @@ class PromptReader:
         except ChatTemplateError as problem:
             raise ApiError(400, str(problem)[:500], param="messages", code="chat_template") from None
 
-    def _max_tokens(self, ask: Ask, prompt_tokens: int, default: int) -> int:
+    def _max_tokens(self, ask: ApiRequest, prompt_tokens: int, default: int) -> int:
         """What is asked for, or the default; fits in the context. Raises ApiError 413."""
         context = self.config.context_tokens
         room = context - prompt_tokens

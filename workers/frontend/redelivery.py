@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 import msgspec
 
+from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError, PeerUnreachable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.tokens import ResendReply, ResendRequest, TokensSampled
+from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.metrics import FrontendMetrics
 from halfmoon.workers.frontend.open_request import OpenRequest
-
-if TYPE_CHECKING:
-    from halfmoon.workers.frontend.registry import RequestRegistry
 
 TIMEOUT_S = 2.0
 #: In one heartbeat.
@@ -30,10 +31,25 @@ SILENT_MAX = 256
 UNKNOWN_COUNT_MAX = 3
 
 
-class Resends:
-    """One for a registry."""
+class OpenRequests(Protocol):
+    """What repairing needs of the registry."""
 
-    def __init__(self, registry: RequestRegistry) -> None:
+    bus: Bus
+    config: FrontendConfig
+    metrics: FrontendMetrics
+    requests: dict[str, OpenRequest]
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None: ...
+
+    def fail(self, request: OpenRequest, error: ApiError, reason: str = "") -> None: ...
+
+    def on_tokens(self, message: TokensSampled) -> None: ...
+
+
+class Redelivery:
+    """Asks again for tokens that were lost on the way. One for a registry."""
+
+    def __init__(self, registry: OpenRequests) -> None:
         self._registry = registry
 
     def watch(self, request: OpenRequest, now_ns: int) -> None:

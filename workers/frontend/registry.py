@@ -23,7 +23,7 @@ from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.schemas import subjects
-from halfmoon.schemas.api import CLIENT_GONE, ApiError, Ask
+from halfmoon.schemas.api import CLIENT_GONE, ApiError, ApiRequest
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import AnnounceYourself, FailRequest, Ordered, RejectRequest, StartPrefill
 from halfmoon.schemas.events import (
@@ -40,7 +40,7 @@ from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.metrics import FrontendMetrics
 from halfmoon.workers.frontend.open_request import Listener, OpenRequest, Progress, order_rank
 from halfmoon.workers.frontend.prompts import PromptReader
-from halfmoon.workers.frontend.redelivery import Resends
+from halfmoon.workers.frontend.redelivery import Redelivery
 from halfmoon.workers.frontend.rejections import rejection
 from halfmoon.workers.frontend.spans import begin_request, end_request, refused_request
 from halfmoon.workers.model.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class RequestRegistry:
         self._incarnation = uuid.uuid4().hex[:16]
         self._end_ids = frozenset(tokenizer.eos_ids)
         self._aliases: dict[str, OpenRequest] = {}
-        self._resends = Resends(self)
+        self._redelivery = Redelivery(self)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -129,7 +129,7 @@ class RequestRegistry:
             raise ApiError(429, message, code="queue_full", retry_after_ns=SECOND_NS)
 
     async def open(
-        self, ask: Ask, listener: Listener, *, traceparent: str = "", max_tokens_default: int = 0
+        self, ask: ApiRequest, listener: Listener, *, traceparent: str = "", max_tokens_default: int = 0
     ) -> OpenRequest:
         """Take a request in. Raises ApiError; then the listener is never called."""
         now_ns = time.monotonic_ns()
@@ -258,7 +258,7 @@ class RequestRegistry:
             had, last_at_ns = len(request.output_ids), request.last_at_ns
             progress = request.accept(delivery, now_ns)
             if progress is Progress.GAP:
-                self._resends.ask(request)
+                self._redelivery.ask(request)
             elif progress is not Progress.NOTHING:
                 self.metrics.count(request, had, last_at_ns)
                 if progress is not Progress.MORE:
@@ -308,11 +308,11 @@ class RequestRegistry:
                     frontend_id=source_id,
                     incarnation=self._incarnation,
                     open_requests=len(self.requests),
-                    silent=self._resends.silent(now_ns),
+                    silent=self._redelivery.silent(now_ns),
                 )
                 self.bus.append_soon(beat, source_id=source_id)
             for request in list(self.requests.values()):
-                self._resends.watch(request, now_ns)
+                self._redelivery.watch(request, now_ns)
             self.metrics.show_open(self.requests.values())
             await asyncio.sleep(min(_TICK_S, self.config.heartbeat_ns / SECOND_NS))
 

@@ -16,7 +16,7 @@ ASK_S = 30.0
 RETRY_S = 1.0
 
 
-class Slo:
+class ClusterSlo:
     """The cluster's, in ns; 0 until it is known."""
 
     def __init__(self) -> None:

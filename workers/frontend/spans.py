@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from halfmoon.bus.telemetry.tracing import OpenSpan, Tracing, Value, wall_ns
-from halfmoon.schemas.api import ApiError, Ask
+from halfmoon.schemas.api import ApiError, ApiRequest
 from halfmoon.schemas.events import RequestArrived
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def begin_request(
-    tracing: Tracing, ask: Ask, arrived: RequestArrived, model: str, traceparent: str, now_ns: int
+    tracing: Tracing, ask: ApiRequest, arrived: RequestArrived, model: str, traceparent: str, now_ns: int
 ) -> OpenSpan | None:
     """The request as its client sees it, a child of the client's span when there is one. None: not sampled."""
     operation, sampling = "chat" if ask.chat else "text_completion", ask.sampling

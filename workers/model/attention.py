@@ -111,28 +111,6 @@ class Attention(ABC):
         """
 
 
-class AttentionUnavailable(Exception):
-    """``flash`` was asked for by name and cannot be had, for the reasons given."""
-
-
-def make_attention(
-    choice: str, device: torch.device, dtype: torch.dtype, block_tokens: int, *, exact: bool = False
-) -> Attention:
-    """``auto`` takes flash-attn where it can; ``flash`` raises :class:`AttentionUnavailable` where it cannot."""
-    from halfmoon.workers.model.attention_flash import FlashAttention, flash_unavailable
-
-    if choice not in ("auto", "sdpa", "flash"):
-        raise AttentionUnavailable(f"attention is {choice!r}; supported: auto, sdpa, flash")
-    if choice == "sdpa":
-        return SdpaAttention(block_tokens, device)
-    reasons = flash_unavailable(device, dtype, block_tokens)
-    if not reasons:
-        return FlashAttention(block_tokens, device, exact=exact)
-    if choice == "flash":
-        raise AttentionUnavailable("; ".join(reasons))
-    return SdpaAttention(block_tokens, device)
-
-
 class SdpaAttention(Attention):
     """PyTorch alone. On CPU its private flash operator, which returns the log-sum-exp; elsewhere the public
     one.

@@ -5,13 +5,10 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import tokenizers
 from tokenizers import decoders
-
-if TYPE_CHECKING:
-    from halfmoon.workers.model.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -49,6 +46,14 @@ def token_bytes(tokenizer: tokenizers.Tokenizer, control_ids: frozenset[int]) ->
     return table, not byte_level
 
 
+class TokenBytes(Protocol):
+    """The bytes of each token; `Tokenizer` has them."""
+
+    strips_first_space: bool
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
 class IncrementalDetokenizer:
     """Text of a growing sequence of tokens. What ``push`` and ``flush`` return, joined, is ``decode`` of all
     ids.
@@ -56,7 +61,7 @@ class IncrementalDetokenizer:
     A character whose bytes come with several tokens is held back until the last of them, so O(1) a token.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TokenBytes) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = tokenizer.strips_first_space

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 import xxhash
 
-from halfmoon.workers.model.attention import make_attention
+from halfmoon.workers.model.attention_choice import make_attention
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.files import LoadedModel
 from halfmoon.workers.model.paged_cache import PagedCache
