@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from halfmoon.conductor.core.admission import Placement, Refusal, limit_ns, slo_ns
-from halfmoon.conductor.core.candidates import candidates, decode_candidates, decode_fits, prefill_fits
+from halfmoon.conductor.core.candidates import candidates, decode_candidates, fits
 from halfmoon.conductor.core.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.prefix_match import match_prefix
@@ -99,5 +99,4 @@ def _why_not(state: State, worker: WorkerRecord, request: RequestArrived) -> str
         return "draining"
     if not state.takes_orders(worker):
         return "its node's store agent is away"
-    fits = prefill_fits(worker, request) if worker.role == "prefill" else decode_fits(worker, request)
-    return "it failed this request before" if fits else "the request is too long for it"
+    return "it failed this request before" if fits(worker, request) else "the request is too long for it"

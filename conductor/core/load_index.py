@@ -1,9 +1,9 @@
-"""Both pools as rows: of every worker that takes orders, what a choice looks at. Part of the core.
+"""Load indexes: one row per worker that takes orders, with what a choice looks at.
 
-In a large pool most of a decision's time would go into reading the workers themselves. A row is a tuple, made
-anew when its worker's load or cost changes, and the order of rows by load is kept, so that a choice looks at
-the least loaded first and passes over all that cannot be better. Rows follow from the state and are in no
-snapshot: they are made when first needed, and again when somebody joins, drains or leaves.
+In a large pool most of a decision's time would go into reading the workers themselves. A row is a tuple, made again
+when its worker's load or cost changes. Rows are also kept in the order of load, so that a choice looks at the least
+loaded first and passes over all that cannot be better. They follow from the state and are in no snapshot: they are made
+when first needed, and again when a process joins, drains or leaves.
 """
 
 from __future__ import annotations
@@ -11,33 +11,34 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Mapping
 from operator import le
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, assert_never
 
 import msgspec
 
 from halfmoon.conductor.core.cost import LINK_STALE_NS, Link
 from halfmoon.conductor.core.records import StoreRecord, WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.events import Role
 
 #: KV blocks that are free where there is no KV.
 NO_KV_BLOCKS = 2**62
 
 
 class PrefillRow(NamedTuple):
-    """Its queue at a time is `free_ns` less that time, and at least `behind_ns`: what waits behind the oldest
-    order.
-    """
+    """A prefill worker's queue: at a time t it is `free_ns` - t, and at least `behind_ns`."""
 
     free_ns: int
+    #: What waits behind the oldest order.
     behind_ns: int
     orders: int
 
 
 class DecodeRow(NamedTuple):
-    """`step_ns`: of a step with one sequence more, but not its context."""
+    """A decode worker's next step, and its room."""
 
+    #: A step with one more sequence, without that one's context.
     step_ns: int
-    #: For one request more; -1: the batch is full.
+    #: KV blocks for one more request; -1: the batch is full.
     blocks_free: int
 
 
@@ -45,7 +46,7 @@ Row = TypeVar("Row", PrefillRow, DecodeRow)
 
 
 class LoadIndex(Generic[Row]):
-    """Workers of one role in the order of their ids, and at the same places their rows."""
+    """The workers of one role, in the order of their ids, and their rows at the same places."""
 
     __slots__ = (
         "_changes",
@@ -66,17 +67,17 @@ class LoadIndex(Generic[Row]):
         self._places = {worker.worker_id: place for place, worker in enumerate(workers)}
         self.workers = workers
         self.rows: list[Row] = [row(worker) for worker in workers]
-        #: First part of every row with its place, in order.
+        #: (load, place), least loaded first; the load is the first part of a row.
         self.by_load = sorted((one[0], place) for place, one in enumerate(self.rows))
         #: Places by node.
         self.on_node: dict[str, list[int]] = {}
         for place, worker in enumerate(workers):
             self.on_node.setdefault(worker.node_id, []).append(place)
-        #: All take a request of so many tokens; -1: they are not alike.
+        #: Tokens of a request that every worker takes; -1: the workers are not alike.
         self.tokens_max = min((_tokens_max(worker) for worker in workers), default=-1)
         if any(worker.layout != workers[0].layout for worker in workers):
             self.tokens_max = -1
-        #: Of a block that may be cached; 0: there is no KV.
+        #: Tokens of a block that may be cached; 0: there is no KV.
         self.block_tokens = workers[0].block_tokens if workers and workers[0].block_bytes else 0
         self._bound_costs()
 
@@ -103,19 +104,20 @@ class LoadIndex(Generic[Row]):
                 insort(self.by_load, (self.rows[place][0], place))
 
     def up_to(self, load: int) -> list[tuple[int, int]]:
-        """Of `by_load`, those up to `load`."""
+        """The part of `by_load` whose load is at most `load`."""
         return self.by_load[: bisect_right(self.by_load, (load, len(self.rows)))]
 
     def refitted(self, worker: WorkerRecord) -> None:
         self.changed(worker)
         self._include(worker.cost)
         self._changes += 1
-        if self._changes > len(self.workers):  # the bounds only widen; so that they stay close
+        # Including a cost only widens the bounds: computed again now and then, they stay close.
+        if self._changes > len(self.workers):
             self._bound_costs()
 
 
 class LoadIndexes:
-    """Of one cluster. `workers`: those that take orders, by id."""
+    """Both load indexes of a cluster, of the `workers` that take orders (in the order of ids)."""
 
     __slots__ = ("_links", "decode", "prefill", "suspected_until_ns")
 
@@ -132,10 +134,10 @@ class LoadIndexes:
         self.decode = LoadIndex[DecodeRow](
             [worker for worker in every if worker.role == "decode"], decode_row
         )
-        #: From then on no store agent is suspected.
+        #: No store agent is suspected at or after this time.
         self.suspected_until_ns = max((store.suspected_until_ns for store in stores), default=0)
 
-        #: Destination, source; the longest not measured first.
+        #: By destination and source; the one measured longest ago first.
         self._links = {
             destination: dict(sorted(sources.items(), key=lambda one: one[1].measured_ns))
             for destination, sources in links.items()
@@ -147,7 +149,7 @@ class LoadIndexes:
         links[source] = link
 
     def links_measured(self, destination: str, now_ns: int) -> Mapping[str, Link]:
-        """By source: what was measured so lately that it counts. `now_ns` never goes back."""
+        """Links to `destination` whose measurement still counts, by source. `now_ns` never goes back."""
         links = self._links.get(destination)
         if links is None:
             return {}
@@ -159,18 +161,21 @@ class LoadIndexes:
         return links
 
     def changed(self, worker: WorkerRecord) -> None:
-        """Its load is another."""
-        if worker.role == "prefill":
-            self.prefill.changed(worker)
-        else:
-            self.decode.changed(worker)
+        """Call after the worker's load has changed."""
+        self._index_of(worker.role).changed(worker)
 
     def refitted(self, worker: WorkerRecord) -> None:
-        """Its cost is another."""
-        if worker.role == "prefill":
-            self.prefill.refitted(worker)
-        else:
-            self.decode.refitted(worker)
+        """Call after the worker's cost has changed."""
+        self._index_of(worker.role).refitted(worker)
+
+    def _index_of(self, role: Role) -> LoadIndex[PrefillRow] | LoadIndex[DecodeRow]:
+        match role:
+            case "prefill":
+                return self.prefill
+            case "decode":
+                return self.decode
+            case _:
+                assert_never(role)
 
 
 def queue_ns(worker: WorkerRecord, now_ns: int) -> int:

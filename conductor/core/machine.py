@@ -59,6 +59,7 @@ from halfmoon.schemas.events import (
     RequestArrived,
     RequestCancelled,
     RequestFinished,
+    Role,
     Stamped,
     StateDigested,
     StoreHeartbeat,
@@ -246,14 +247,18 @@ def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
         orders.fail(state, state.requests[subject], "no worker came in time", out)
 
 
-def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: str) -> Order | None:
+def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: Role) -> Order | None:
     """The order that an answer is about; None when it is late, repeated or unknown."""
     order = state.orders.get(order_id)
     if order is None or order.request_id != request_id:
         return None
-    if half == "prefill":
-        return order if order.prefill_id == worker_id and order.phase == "prefill" else None
-    return order if order.decode_id == worker_id else None
+    match half:
+        case "prefill":
+            return order if order.prefill_id == worker_id and order.phase == "prefill" else None
+        case "decode":
+            return order if order.decode_id == worker_id else None
+        case _:
+            assert_never(half)
 
 
 def _prefill_finished(state: State, event: PrefillFinished) -> None:
@@ -360,13 +365,19 @@ def _request_finished(state: State, event: RequestFinished) -> None:
 
 
 def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOutput) -> None:
-    prefill = isinstance(event, PrefillFailed)
-    half = "prefill" if prefill else "decode"
+    half: Role
+    match event:
+        case PrefillFailed():
+            half = "prefill"
+        case DecodeFailed():
+            half = "decode"
+        case _:
+            assert_never(event)
     order = _answered(state, event.order_id, event.request_id, event.worker_id, half)
     if order is None:
         return
     request = state.requests[order.request_id]
-    orders.withdraw(state, order, out, prefill_runs=not prefill, decode_runs=prefill)
+    orders.withdraw(state, order, out, prefill_runs=half != "prefill", decode_runs=half != "decode")
     if event.retryable:
         orders.avoid(request, event.worker_id)
         orders.place(state, request, event.reason, out)

@@ -7,9 +7,9 @@ heard, so everybody's last sign of life moves by the length of the silence.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, assert_never
 
-from halfmoon.conductor.core.cost import decode_fit, prefill_fit
+from halfmoon.conductor.core.cost import Fit, decode_fit, prefill_fit
 from halfmoon.conductor.core.orders import arm, end, place_parked, withdraw
 from halfmoon.conductor.core.reconcile import lose_orders
 from halfmoon.conductor.core.records import FrontendRecord, StoreRecord, WorkerRecord
@@ -74,12 +74,22 @@ def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
         last_seen_ns=now_ns,
         profile=profile,
         cost=profile,
-        fit=prefill_fit(profile) if event.role == "prefill" else decode_fit(profile),
+        fit=_first_fit(event),
         learns=layout.block_bytes > 0 or profile != CostProfile(),
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
         layer_block_bytes=layout.layer_block_bytes,
     )
+
+
+def _first_fit(event: WorkerJoined) -> Fit:
+    match event.role:
+        case "prefill":
+            return prefill_fit(event.profile)
+        case "decode":
+            return decode_fit(event.profile)
+        case _:
+            assert_never(event.role)
 
 
 def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
@@ -266,24 +276,31 @@ def loss_timer_fired(state: State, key: str, at_ns: int, out: StepOutput) -> Non
     """The timer `key`, set for `at_ns`, which was this process's only one."""
     _, role, process_id, incarnation = key.split(":")
     member: WorkerRecord | StoreRecord | FrontendRecord | None
-    if role == "store":
-        member = state.stores.get(process_id)
-    elif role == "frontend":
-        member = state.frontends.get(process_id)
-    else:
-        member = state.workers.get(process_id)
+    match role:
+        case "store":
+            member = state.stores.get(process_id)
+        case "frontend":
+            member = state.frontends.get(process_id)
+        case "prefill" | "decode":
+            member = state.workers.get(process_id)
+        case _:
+            raise AssertionError(("a timer of no role", key))
     if member is None or member.incarnation != incarnation:
         return
     if state.at_ns - member.last_seen_ns < state.policy.lost_after_ns:
         # Later than before in any case: a timer's name and time are its identity in the log.
         due_ns = max(member.last_seen_ns + state.policy.lost_after_ns, at_ns + 1)
         arm(state, key, due_ns, out)
-    elif role == "store":
-        store_left(state, process_id, incarnation)
-    elif role == "frontend":
-        frontend_left(state, process_id, incarnation, out)
-    else:
-        worker_left(state, process_id, incarnation, out)
+        return
+    match member:
+        case StoreRecord():
+            store_left(state, process_id, incarnation)
+        case FrontendRecord():
+            frontend_left(state, process_id, incarnation, out)
+        case WorkerRecord():
+            worker_left(state, process_id, incarnation, out)
+        case _:
+            assert_never(member)
 
 
 def _arm_loss(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 import msgspec
 
@@ -25,6 +26,7 @@ from halfmoon.schemas.events import (
     FrontendJoined,
     FrontendLeft,
     PolicyChanged,
+    Role,
     StoreJoined,
     StoreLeft,
     StoreSuspected,
@@ -36,6 +38,8 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.policy import Policy
 
+#: Roles in the order of their lanes.
+ROLES = get_args(Role)
 #: Points of a curve: at most, and after every other one was dropped.
 SAMPLES_MAX = 1_600
 
@@ -92,7 +96,7 @@ class Timeline(msgspec.Struct, kw_only=True):
     policy: Policy
     model: str
     #: Workers by id: role; prefill before decode.
-    lanes: dict[str, str]
+    lanes: dict[str, Role]
     rows: dict[str, int]
     histories: list[RequestHistory]
     prefill: list[Bar]
@@ -106,7 +110,7 @@ def timeline(replay: Replay) -> Timeline:
     found = RequestHistories()
     happenings: list[Happening] = []
     samples: list[Sample] = []
-    roles: dict[str, str] = {}
+    roles: dict[str, Role] = {}
     start_ns = end_ns = step_ns = 0
     events = decisions_seen = 0
     policy, model = Policy(), ""
@@ -132,7 +136,7 @@ def timeline(replay: Replay) -> Timeline:
                 step_ns = max(1, 2 * step_ns, (line.at_ns - start_ns) // SAMPLES_MAX)
     for worker in replay.core.state.workers.values():
         roles.setdefault(worker.worker_id, worker.role)
-    lanes = dict(sorted(roles.items(), key=lambda lane: (lane[1] != "prefill", _natural(lane[0]))))
+    lanes = dict(sorted(roles.items(), key=lambda lane: (ROLES.index(lane[1]), _natural(lane[0]))))
     histories = list(found.of.values())
     prefill, decode = _bars(histories, start_ns, end_ns)
     rows = _stack(prefill) | _stack(decode)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
+from typing import assert_never
 
 from halfmoon.bus.connection import Bus
 from halfmoon.conductor.core.load_index import queue_ns
@@ -196,11 +197,14 @@ class ViewService:
 
 def _load(worker: WorkerRecord, state: State) -> WorkerLoad:
     """The predicted first token, or time between tokens, of what the worker has, against the cluster's SLO."""
-    if worker.role == "prefill":
-        predicted_ns, slo_ns = queue_ns(worker, state.at_ns), state.policy.ttft_slo_ns
-    else:
-        predicted_ns = worker.cost.step_ns(len(worker.orders), worker.context_tokens) if worker.orders else 0
-        slo_ns = state.policy.tbt_slo_ns
+    match worker.role:
+        case "prefill":
+            predicted_ns, slo_ns = queue_ns(worker, state.at_ns), state.policy.ttft_slo_ns
+        case "decode":
+            sequences, slo_ns = len(worker.orders), state.policy.tbt_slo_ns
+            predicted_ns = worker.cost.step_ns(sequences, worker.context_tokens) if sequences else 0
+        case _:
+            assert_never(worker.role)
     return WorkerLoad(worker_id=worker.worker_id, load=1_000 * predicted_ns // max(1, slo_ns))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import Literal, assert_never
 
 import msgspec
 
 from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.records import WorkerRecord
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.status import ConductorStatus, NodeStatus, RequestCounts
 
@@ -46,6 +47,17 @@ def ssd_counts(state: State) -> dict[str, int]:
     return {node: blocks for node, blocks in sorted(found.items()) if blocks}
 
 
+def _queue_ns(worker: WorkerRecord, now_ns: int) -> int:
+    """A decode worker has no queue of known length: its requests run side by side."""
+    match worker.role:
+        case "prefill":
+            return queue_ns(worker, now_ns)
+        case "decode":
+            return 0
+        case _:
+            assert_never(worker.role)
+
+
 def node_statuses(state: State) -> list[NodeStatus]:
     """Workers, store agents, frontends, each by id."""
     nodes = []
@@ -62,7 +74,7 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 kv_used=worker.kv_blocks_used,
                 kv_total=worker.kv_blocks,
                 orders=len(worker.orders),
-                queue_ns=queue_ns(worker, state.at_ns) if worker.role == "prefill" else 0,
+                queue_ns=_queue_ns(worker, state.at_ns),
             )
         )
     for node_id, store in sorted(state.stores.items()):
