@@ -1,7 +1,6 @@
-"""Lets the tests of chaos share the world, and what the conductor's tests share."""
+"""Lets the tests of chaos import the world as it is imported elsewhere: as `tests.chaos`."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "conductor"))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))

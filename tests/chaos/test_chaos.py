@@ -1,21 +1,35 @@
-"""Some worlds of chaos; `make chaos` plays thousands. That the checks of a world can fail is shown here too."""
+"""Some worlds of chaos; `make chaos` plays thousands. That the checks of a world can fail is shown here too: faults
+are planted in the core, in the pools and in the machines of workers, and each is found, from the seed named on.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from world import Conductor, World
 
 from halfmoon.conductor.core import machine, reconcile
+from halfmoon.schemas.sampling import SampledToken
 from halfmoon.store.pool.pool import Pool
+from halfmoon.workers.decode.kv_arrival import KvArrival
+from halfmoon.workers.decode.orders import Orders
+from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.prefill.actions import EndOrder
+from halfmoon.workers.prefill.job import Job
+from halfmoon.workers.prefill.stages import Stage
+from halfmoon.workers.prefill.state import PrefillState
+from tests.chaos.conductors import Conductor
+from tests.chaos.stores import StoreAgent
+from tests.chaos.world import World
 
-#: The first of these failed once: KV that was lost, an answer that was lost with its worker.
-SEEDS = [3, 34, *range(100, 106)]
+SEEDS = range(100, 108)
+#: Worlds in which a planted fault is looked for.
+WORLDS = 20
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -31,7 +45,7 @@ def test_a_seed_plays_the_same_again() -> None:
     for world in worlds:
         world.run()
     assert worlds[0].log == worlds[1].log
-    assert worlds[0].stream == worlds[1].stream
+    assert worlds[0].net.stream == worlds[1].net.stream
 
 
 def test_the_command_names_what_it_played() -> None:
@@ -43,15 +57,18 @@ def test_the_command_names_what_it_played() -> None:
     assert "none fails" in done.stdout
 
 
-def fails(seeds: range, match: str) -> None:
-    """One of these worlds must."""
+def fails(first: int, match: str) -> None:
+    """One of the worlds from this seed on must; mostly the first."""
 
     def play() -> None:
-        for seed in seeds:
+        for seed in range(first, first + WORLDS):
             World(seed).run()
 
     with pytest.raises(AssertionError, match=match):
         play()
+
+
+# --- in the core and in the pools ---------------------------------------------------------------------------
 
 
 def test_a_conductor_that_decides_by_something_else_than_the_log_is_found(
@@ -64,12 +81,12 @@ def test_a_conductor_that_decides_by_something_else_than_the_log_is_found(
         self.core.state.policy = self.world.any_policy()
 
     monkeypatch.setattr(Conductor, "start", ill)
-    fails(range(20), "decided differently|another state")
+    fails(0, "decided differently|another state")
 
 
 def test_lost_kv_that_nobody_misses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconcile, "_is_overdue", lambda *_: False)
-    fails(range(20), "orders at d|open at f")
+    fails(0, "orders at d|open at f")
 
 
 def test_a_request_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,24 +100,24 @@ def test_a_request_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(machine.orders, "place", forgets)
     monkeypatch.setattr(reconcile, "place", forgets)
-    fails(range(20), "open at f")
+    fails(0, "open at f")
 
 
 def test_a_block_that_is_leased_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pool, "_take_free", lambda self: self._free[-1])
-    fails(range(5), "leased twice|free twice|[0-9]+, Slot")
+    fails(0, "leased twice|free twice|[0-9]+, Slot")
 
 
 def test_a_lease_that_is_never_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pool, "sweep", lambda self, now_ns: [])
-    monkeypatch.setattr(World, "release", lambda self, node_id, owner: None)
-    fails(range(5), "held at n-|orders at|open at")
+    monkeypatch.setattr(StoreAgent, "release", lambda self, owner: None)
+    fails(0, "held at n-|orders at|open at")
 
 
 def test_a_full_queue_that_takes_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole_decide = machine.orders.decide
     monkeypatch.setattr(machine.orders, "decide", lambda state, *args: whole_decide(Roomy(state), *args))
-    fails(range(20), "more than the queue takes")
+    fails(0, "more than the queue takes")
 
 
 class Roomy:
@@ -112,3 +129,135 @@ class Roomy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)
+
+
+# --- in the machines of workers -----------------------------------------------------------------------------
+
+
+def twice(whole: Callable[..., None]) -> Callable[..., None]:
+    """`whole`, and what it reported once more."""
+
+    def again(self: Any, *args: Any) -> None:
+        reports = args[-1] if isinstance(self, Job) else self.out
+        before = len(reports)
+        whole(self, *args)
+        reports += [action for action in reports[before:] if type(action).__name__ == "Report"]
+
+    return again
+
+
+def kv_told_again_counts_twice(self: KvArrival, layer: int, block: int) -> bool:
+    return layer < self._layers and block < len(self.slots)
+
+
+def blocks_are_freed_in_the_step(self: Orders, sequence: DecodeSequence) -> bool:
+    return sequence.kv.copying > 0
+
+
+def a_cancelled_decode_goes_on(self: Orders, order_id: str) -> None:
+    """Does not hear of it."""
+
+
+def the_clients_tokens_are_forgotten(self: DecodeSequence, *args: Any) -> None:
+    whole_take(self, *args)
+    self.output, self.tokens = [], []
+    self.replay = self.replay[1:]
+
+
+def replayed_tokens_are_not_fed_again(self: DecodeSequence, *args: Any) -> None:
+    whole_take(self, *args)
+    self.output = list(self.replay[:-1])
+    self.tokens = [SampledToken(token_id=token) for token in self.output]
+
+
+def a_delivery_begins_one_too_early(self: DecodeSequence, first: int, worker_id: str) -> Any:
+    delivery = whole_delivery(self, first, worker_id)
+    return msgspec.structs.replace(delivery, index=max(0, first - 1))
+
+
+def the_lease_is_kept(self: Orders, sequence: DecodeSequence, after_ns: int = 0) -> None:
+    sequence.released = True
+
+
+def a_cancelled_prefill_goes_on(self: Job, out: list[Any]) -> None:
+    """Does not hear of it."""
+
+
+def the_result_goes_before_the_token_is_drawn(self: Job, event: Any, out: list[Any]) -> None:
+    whole_computed(self, event, out)
+    if self.stage is Stage.DRAWING:
+        self._first_token_drawn(SampledToken(token_id=0), out)
+
+
+def the_last_layer_is_not_pushed(self: Job, event: Any, out: list[Any]) -> None:
+    if event.layer + 1 < self.rules.layout.layers:
+        whole_stored(self, event, out)
+
+
+def layers_are_loaded_before_they_are_fetched(self: Job, out: list[Any]) -> None:
+    self.fetched_layer = self.rules.layout.layers - 1
+    whole_compute(self, out)
+
+
+def a_failed_fetch_is_not_heard_of(self: Job, reason: str, out: list[Any]) -> None:
+    """Waits on."""
+
+
+def a_store_is_not_asked_again(self: Job, out: list[Any]) -> None:
+    """The pause has no end."""
+
+
+def the_turn_is_not_given_back(self: PrefillState, job: Job) -> None:
+    if job.stage is Stage.ENDED:
+        del self.jobs[job.order_id]
+        if job in self.queue:
+            self.queue.remove(job)
+
+
+def leases_outlive_the_order(self: Job, error: str, out: list[Any]) -> None:
+    whole_end(self, error, out)
+    out[:] = [action for action in out if not isinstance(action, EndOrder)]
+
+
+whole_take, whole_delivery = DecodeSequence.take, DecodeSequence.delivery
+whole_computed, whole_stored = Job._prompt_computed, Job._layer_stored
+whole_compute, whole_end = Job._compute, Job._end
+PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
+    (KvArrival, "_is_fresh", kv_told_again_counts_twice, 0, "copied|copies under way"),
+    (Orders, "_is_busy", blocks_are_freed_in_the_step, 1, "given away while a thread works"),
+    (Orders, "finish", twice(Orders.finish), 0, "answered twice"),
+    (Orders, "cancel", a_cancelled_decode_goes_on, 0, "cancelled and answered"),
+    (Orders, "_release", the_lease_is_kept, 0, "held at n-d"),
+    (DecodeSequence, "take", the_clients_tokens_are_forgotten, 37, "another token|another text|wrong text"),
+    (DecodeSequence, "take", replayed_tokens_are_not_fed_again, 47, "of somebody else|output before"),
+    (DecodeSequence, "delivery", a_delivery_begins_one_too_early, 0, "another token"),
+    (Job, "cancel", a_cancelled_prefill_goes_on, 0, "cancelled and answered"),
+    (Job, "_prompt_computed", the_result_goes_before_the_token_is_drawn, 0, "another token|another text"),
+    (Job, "_push_closed", twice(Job._push_closed), 0, "answered twice"),
+    (Job, "_layer_stored", the_last_layer_is_not_pushed, 0, "committed without its bytes"),
+    (Job, "_compute", layers_are_loaded_before_they_are_fetched, 4, "loaded other bytes"),
+    (Job, "_fetch_failed", a_failed_fetch_is_not_heard_of, 4, "orders at p|held at n-p"),
+    (Job, "_pause_ended", a_store_is_not_asked_again, 0, "orders at p|held at n-p"),
+    (Job, "_end", leases_outlive_the_order, 0, "held at n-p"),
+    (
+        PrefillState,
+        "_settle",
+        the_turn_is_not_given_back,
+        0,
+        "turn and stage differ|ended order has the turn",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "fault", "seed", "match"),
+    PLANTED,
+    ids=[f"{p[0].__name__}.{p[1]}-{p[3]}" for p in PLANTED],
+)
+def test_a_fault_planted_in_a_workers_machine_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, fault: Any, seed: int, match: str
+) -> None:
+    if fault is the_lease_is_kept:
+        monkeypatch.setattr(Pool, "sweep", lambda self, now_ns: [])  # else it ends by itself
+    monkeypatch.setattr(owner, method, fault)
+    fails(seed, match)

@@ -1,0 +1,207 @@
+"""Decode workers of a make-believe cluster: the real `DecodeState`, in a shell with marks instead of KV."""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartDecode
+from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.schemas.kv import KvMessage
+from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.tokens import ResendReply, ResendRequest, TakeReply
+from halfmoon.store.pool.slots import Owner
+from halfmoon.workers.decode import actions as decode_actions
+from halfmoon.workers.decode import events as decode_events
+from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.decode.state import DecodeState
+from tests.chaos.stores import Memory
+from tests.chaos.texts import BLOCK_TOKENS, END, LAYERS
+from tests.chaos.workers import Worker
+from tests.conductor.conductor_scripts import MS
+
+
+class DecodeWorker(Worker):
+    """Drives a `DecodeState`. `cache[block][layer]` is the mark of what a block of the engine's cache holds."""
+
+    role = "decode"
+
+    def make_machine(self) -> None:
+        world = self.world
+        self.state = DecodeState(
+            worker_id=self.process_id,
+            incarnation=self.incarnation,
+            layout=world.layout,
+            kv_blocks=world.kv_blocks,
+            batch_max=world.batch_max,
+            profile=world.profile,
+            eos_ids=frozenset([END]),
+        )
+        self.cache: Memory = [[b""] * LAYERS for _ in range(world.kv_blocks)]
+        self.hear(decode_events.EngineIdled)
+
+    def machine_heartbeat(self) -> WorkerHeartbeat:
+        return self.state.heartbeat(self.done[0])
+
+    def open_orders(self) -> list[str]:
+        return list(self.state.orders.open)
+
+    def under_way(self) -> str:
+        used = self.state.orders.blocks_used
+        return super().under_way() or (f"blocks used at {self.process_id}: {used}" if used else "")
+
+    def memory_lost(self) -> None:
+        self.hear(decode_events.MemoryLost)
+
+    def obey(self, decision: Decision) -> None:
+        match decision:
+            case StartDecode():
+                self.hear(decode_events.OrderReceived, order=decision)
+            case CancelOrder():
+                if decision.order_id in self.state.orders.open:
+                    self.cancelled[decision.order_id] = True
+                self.hear(decode_events.OrderCancelled, order_id=decision.order_id)
+            case AnnounceYourself():
+                self.drop_all()
+                self.hear(decode_events.AnnounceRequested)
+            case _:
+                raise AssertionError(decision)
+
+    def hear_kv(self, message: KvMessage) -> None:
+        self.hear(decode_events.KvHeard, message=message)
+
+    def on(self, kind: type[Any], **fields: Any) -> list[decode_actions.Action]:
+        now_ns = self.net.now_ns
+        actions = self.state.on(kind(at_ns=now_ns, wall_ns=now_ns, **fields))
+        self.state.validate()
+        return actions
+
+    def hear(self, kind: type[Any], **fields: Any) -> None:
+        """The machine hears, the shell obeys."""
+        for action in self.on(kind, **fields):
+            self.do(action)
+
+    def soon(self, delay_ns: int, kind: type[Any], **fields: Any) -> None:
+        self.later(delay_ns, lambda: self.hear(kind, **fields))
+
+    def resend(self, request: ResendRequest) -> ResendReply:
+        (answer,) = self.on(decode_events.ResendRequested, request=request)
+        assert isinstance(answer, decode_actions.AnswerResend), answer
+        return answer.reply
+
+    def do(self, action: decode_actions.Action) -> None:
+        act, draw = decode_actions, self.net.draw
+        match action:
+            case act.TakeTokens():
+                order_id = action.order_id
+                self.take(action, lambda reply: self.taken(order_id, reply))
+            case act.Report():
+                self.report(action.event)
+            case act.Announce():
+                self.announce()
+            case act.Deliver():
+                frontend, message = self.world.frontend(action.frontend_id), action.message
+                self.net.send(frontend, lambda: frontend.hear_tokens(message), repeats=True)
+            case act.Release():
+                order_id = action.order_id
+                self.later(action.after_ns, lambda: self.release(order_id))
+            case act.CopyLayers():
+                self.later(draw.randrange(1, 40 * MS), lambda: self.copy(action))
+            case act.ShareOutput():
+                self.share(action)
+            case act.Wake():
+                self.soon(draw.randrange(2 * MS), decode_events.EngineIdled)
+            case act.RunStep():
+                step_ns = draw.choice([1 * MS, draw.randrange(1, 150 * MS)])
+                self.check_step(action.batch)
+                self.later(step_ns, lambda: self.step(action.batch, step_ns))
+            case act.SwapOut():
+                self.net.counts["swapped out"] += 1
+                held = [list(self.cache[block]) for block in action.table]
+                self.worked(decode_events.SwappedOut, held=held)
+            case act.SwapIn():
+                self.later(draw.randrange(1, 20 * MS), lambda: self.swap_in(action))
+            case act.AnswerResend():
+                raise AssertionError("a reply to nobody")
+            case act.Measure() | act.EndSpan():
+                pass
+            case _:
+                assert_never(action)
+
+    def taken(self, order_id: str, reply: TakeReply | None) -> None:
+        self.hear(decode_events.TokensTaken, order_id=order_id, reply=reply)
+
+    # --- the copy thread ------------------------------------------------------------------------------------
+
+    def copy(self, action: decode_actions.CopyLayers) -> None:
+        assert self.view is not None
+        for layer, slot, block in action.copies:
+            self.cache[block][layer] = self.view[slot][layer]
+        self.hear(decode_events.LayersCopied, copy_id=action.copy_id)
+
+    def share(self, action: decode_actions.ShareOutput) -> None:
+        """Generated blocks join the pool under keys of their own."""
+        text = self.world.text(self.state.orders.sharing[action.order_id].order.request_id)
+        order_id, owner = f"{action.order_id}-out", Owner(f"{action.order_id}-out", self.process_id)
+        shared = range(action.known_blocks, len(action.tokens) // BLOCK_TOKENS)
+        keys = [text.mark(block) for block in shared]
+        memory = self.view
+        assert memory is not None
+
+        def ended(_: object = None) -> None:
+            self.release(order_id)
+            self.hear(decode_events.OutputShared, order_id=action.order_id)
+
+        def work() -> None:
+            hold = self.store.open_put(owner, keys, len(keys), text.keys)
+            self.kept[order_id] = True
+            self.net.counts["outputs shared"] += 1
+            for place, slot in enumerate(hold.slots):
+                have = self.cache[action.table[action.known_blocks + place]]
+                assert have == [keys[place]] * LAYERS, ("shares other bytes", action.order_id, place, have)
+                if place not in hold.present:
+                    memory[slot][:] = have
+            self.store.commit(owner, 0, len(keys))
+            self.later(self.net.lag_ns(), ended)
+
+        self.ask(work, ended)
+
+    # --- the compute thread ---------------------------------------------------------------------------------
+
+    def worked(self, kind: type[Any], **fields: Any) -> None:
+        """The compute thread is done with one instruction, and asks for the next."""
+
+        def end() -> None:
+            self.hear(kind, **fields)
+            self.hear(decode_events.EngineIdled)
+
+        self.later(self.net.draw.randrange(1, 20 * MS), end)
+
+    def swap_in(self, action: decode_actions.SwapIn) -> None:
+        held: Any = action.held
+        for block, marks in zip(action.table, held, strict=True):
+            self.cache[block][:] = marks
+        self.hear(decode_events.SwappedIn)
+        self.hear(decode_events.EngineIdled)
+
+    def check_step(self, batch: list[DecodeSequence]) -> None:
+        """Every block that the step reads holds its sequence's KV; it writes the next token's into the last."""
+        for sequence in batch:
+            text, have = self.world.text(sequence.order.request_id), len(sequence.output)
+            assert sequence.output == text.tokens[:have], ("decodes another text", sequence.order_id)
+            place, offset = divmod(sequence.length, BLOCK_TOKENS)
+            assert len(sequence.table) > place, ("no block to write to", sequence.order_id, place)
+            if offset == 0:
+                self.cache[sequence.table[place]][:] = [text.mark(place)] * LAYERS
+            for block in range(place + 1):
+                marks = self.cache[sequence.table[block]]
+                wanted = [text.mark(block)] * LAYERS
+                assert marks == wanted, ("KV of somebody else", sequence.order_id, block, marks, wanted)
+
+    def step(self, batch: list[DecodeSequence], step_ns: int) -> None:
+        self.check_step(batch)
+        tokens = []
+        for sequence in batch:
+            drawn = self.world.text(sequence.order.request_id).token(len(sequence.output))
+            tokens.append(sequence.next_known() or SampledToken(token_id=drawn))
+        self.hear(decode_events.StepEnded, tokens=tokens, step_ns=step_ns)
+        self.hear(decode_events.EngineIdled)

@@ -1,0 +1,64 @@
+"""What goes wrong in a make-believe cluster: one fault after another, drawn from the seed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from halfmoon.schemas.events import PolicyChanged, WorkerDraining
+from tests.chaos.network import Process
+from tests.conductor.conductor_scripts import S
+
+if TYPE_CHECKING:
+    from tests.chaos.world import World
+
+
+class Faults:
+    """Calls itself for as long as the network has faults."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.net = world, world.net
+        self.pause_s = world.net.draw.choice([0.3, 1.0, 3.0, 6.0])
+
+    def strike(self) -> None:
+        net = self.net
+        if not net.faults:
+            return
+        draw = net.draw
+        process = draw.choice(list(net.processes.values()))
+        conductor = draw.choice(self.world.conductors)
+        match draw.randrange(10):
+            case 0 | 1 if process.alive:
+                self.kill(process, noticed=draw.random() < 0.5)
+            case 2 | 3 if conductor.alive:
+                conductor.die()
+                net.counts["killed: conductor"] += 1
+                net.later(draw.randrange(6 * S), lambda: None if conductor.alive else conductor.start())
+            case 4:
+                conductor.paused_until_ns = net.now_ns + draw.randrange(10 * S)
+                net.counts["paused: conductor"] += 1
+            case 5 | 6:
+                net.cut(process, draw.randrange(6 * S))
+                net.counts["link cut"] += 1
+            case 7 if net.server_up:
+                net.server_away(draw.randrange(5 * S))
+            case 8 if process.role in ("prefill", "decode") and process.alive:
+                self.drain(process, draining=draw.random() < 0.5)
+                process.later(5 * S, lambda: self.drain(process, draining=False))
+            case 9 if draw.random() < 0.3:
+                net.append(PolicyChanged(policy=self.world.any_policy()))
+        net.later(int(draw.random() * self.pause_s * S), self.strike)
+
+    def kill(self, process: Process, *, noticed: bool) -> None:
+        """It comes back after a while. `noticed`: whoever started it tells the log."""
+        process.die()
+        self.net.counts[f"killed: {process.role}"] += 1
+        # Whoever notices it may not know which life it was.
+        incarnation = self.net.draw.choice([f"i{process.life - 1}", ""])
+        if noticed:
+            self.net.append(process.left(incarnation))
+        self.net.later(self.net.draw.randrange(8 * S), lambda: None if process.alive else process.start())
+
+    def drain(self, process: Process, *, draining: bool) -> None:
+        process.say(
+            WorkerDraining(worker_id=process.process_id, incarnation=process.incarnation, draining=draining)
+        )

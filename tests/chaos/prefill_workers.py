@@ -1,0 +1,303 @@
+"""Prefill workers of a make-believe cluster: the real `PrefillState`, in a shell that computes marks instead of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill
+from halfmoon.schemas.events import WorkerHeartbeat
+from halfmoon.schemas.keys import split_keys
+from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.tokens import TakeReply
+from halfmoon.store.errors import StoreError, StoreFull
+from halfmoon.store.pool.slots import Owner
+from halfmoon.workers.prefill import actions as prefill_actions
+from halfmoon.workers.prefill import events as prefill_events
+from halfmoon.workers.prefill.state import PrefillState
+from tests.chaos.stores import Fetching
+from tests.chaos.texts import BLOCK_TOKENS, LAYERS, Text
+from tests.chaos.workers import Worker
+from tests.conductor.conductor_scripts import MS, S
+
+#: How long the engine waits for a cached layer.
+LAYER_NS_MAX = 4 * S
+
+
+class PrefillWorker(Worker):
+    """Drives a `PrefillState`."""
+
+    role = "prefill"
+
+    def make_machine(self) -> None:
+        world = self.world
+        self.state = PrefillState(
+            worker_id=self.process_id,
+            incarnation=self.incarnation,
+            layout=world.layout,
+            kv_blocks=world.kv_blocks,
+            prepared_max=world.prepared_max,
+            chunk_tokens=world.chunk_tokens,
+            stream_layers=world.stream_layers,
+        )
+        self.computation: Computation | None = None
+        self.pushes: dict[str, int] = {}
+
+    def machine_heartbeat(self) -> WorkerHeartbeat:
+        return self.state.heartbeat(self.done[0])
+
+    def open_orders(self) -> list[str]:
+        return list(self.state.jobs)
+
+    def obey(self, decision: Decision) -> None:
+        match decision:
+            case StartPrefill():
+                self.hear(prefill_events.OrderReceived, order=decision)
+            case CancelOrder():
+                if decision.order_id in self.state.jobs:
+                    self.cancelled[decision.order_id] = True
+                self.hear(prefill_events.OrderCancelled, order_id=decision.order_id)
+            case AnnounceYourself():
+                self.drop_all()
+                self.hear(prefill_events.AnnounceRequested)
+            case _:
+                raise AssertionError(decision)
+
+    def hear(self, kind: type[Any], **fields: Any) -> None:
+        """The machine hears, the shell obeys."""
+        state = self.state
+        actions = state.on(kind(at_ns=self.net.now_ns, **fields))
+        state.validate()
+        for action in actions:
+            self.do(action)
+
+    def soon(self, delay_ns: int, kind: type[Any], **fields: Any) -> None:
+        self.later(delay_ns, lambda: self.hear(kind, **fields))
+
+    def hear_loaded(self, order_id: str, layer: int) -> None:
+        self.hear(prefill_events.LayersFetched, order_id=order_id, layer=layer)
+
+    def text(self, order_id: str) -> Text:
+        return self.world.text(self.state.jobs[order_id].order.request_id)
+
+    def do(self, action: prefill_actions.Action) -> None:
+        act = prefill_actions
+        match action:
+            case act.PushLayer():
+                self.push(action)
+            case act.CommitBlocks():
+                owner = Owner(action.order_id, self.process_id)
+                first, blocks = action.first_block, action.blocks
+                self.ask(lambda: self.store.commit(owner, first, blocks), lambda _: None)
+            case act.TakeTokens():
+                order_id = action.order_id
+                self.take(action, lambda reply: self.taken(order_id, reply))
+            case act.OpenPut():
+                self.open_put(action)
+            case act.PauseOrder():
+                self.soon(action.pause_ns, prefill_events.PauseEnded, order_id=action.order_id)
+            case act.FetchBlocks():
+                self.fetch(action)
+            case act.OpenPush():
+                self.open_push(action)
+            case act.ComputePrompt():
+                self.computation = Computation(self, action, self.text(action.order_id))
+            case act.LoadLayers() | act.FailLoads() | act.StopComputing():
+                assert self.computation is not None, action
+                assert self.computation.order_id == action.order_id, (self.computation.order_id, action)
+                self.computation.steer(action)
+            case act.DrawFirstToken():
+                token = SampledToken(token_id=self.text(action.order_id).token(0))
+                kind = prefill_events.FirstTokenDrawn
+                self.soon(self.net.draw.randrange(20 * MS), kind, order_id=action.order_id, first=token)
+            case act.SendResult():
+                decode, result = self.world.worker(action.decode_worker_id), action.result
+                self.net.send(decode, lambda: decode.hear_kv(result), repeats=True)
+            case act.ClosePush():
+                self.close_push(action.order_id)
+            case act.Report():
+                self.report(action.event)
+            case act.EndOrder():
+                self.pushes.pop(action.order_id, None)
+                self.release(action.order_id)
+            case act.Announce():
+                self.announce()
+            case act.BeginSpan():
+                raise AssertionError("nothing is traced here")
+            case _:
+                assert_never(action)
+
+    def taken(self, order_id: str, reply: TakeReply | None) -> None:
+        self.hear(prefill_events.TokensTaken, order_id=order_id, reply=reply)
+
+    def open_put(self, action: prefill_actions.OpenPut) -> None:
+        order_id, owner = action.order_id, Owner(action.order_id, self.process_id)
+
+        def work() -> None:
+            hold = self.store.open_put(owner, split_keys(action.block_keys), action.blocks, [])
+            slots, present = list(hold.slots), list(hold.present)
+            self.later(self.net.lag_ns(), lambda: answered(slots, present))
+
+        def answered(slots: list[int], present: list[int]) -> None:
+            if order_id in self.state.jobs:
+                self.kept[order_id] = True
+                self.pushes[order_id] = 0
+            self.hear(prefill_events.PutOpened, order_id=order_id, slots=slots, present=present)
+
+        self.ask(work, lambda problem: self.put_failed(prefill_events.OpenPutFailed, order_id, problem))
+
+    def put_failed(self, kind: type[Any], order_id: str, problem: StoreError) -> None:
+        full = isinstance(problem, StoreFull)
+        self.net.counts["store full"] += full
+        self.hear(kind, order_id=order_id, reason=str(problem), full=full)
+
+    def fetch(self, action: prefill_actions.FetchBlocks) -> None:
+        order_id, owner = action.order_id, Owner(action.order_id, self.process_id)
+        holders = [
+            self.world.store(node) for node in dict.fromkeys([action.source_node_id, *action.replicas])
+        ]
+
+        def failed(problem: str) -> None:
+            self.hear(prefill_events.FetchFailed, order_id=order_id, reason=problem)
+
+        def answered(source: str, problem: str) -> None:
+            if problem:
+                failed(problem)
+                return
+            self.hear(
+                prefill_events.BlocksFetched,
+                order_id=order_id,
+                source_node_id=source,
+                moved_bytes=action.blocks * self.world.layout.block_bytes,
+                elapsed_ns=self.net.draw.randrange(10 * MS),
+            )
+
+        def work() -> None:
+            answer = self.watched(answered, failed)
+            Fetching(self.store, owner, action.first_block, action.blocks, holders, answer)
+
+        self.ask(work, lambda problem: failed(str(problem)))
+
+    def open_push(self, action: prefill_actions.OpenPush) -> None:
+        order_id, owner = action.order_id, Owner(action.order_id, self.process_id)
+        target = self.world.store(action.target_node_id)
+        decode = self.world.worker(action.decode_worker_id)
+
+        def work() -> None:
+            self.store.open_push(owner, action.request_id, target, decode)
+            self.soon(self.net.lag_ns(), prefill_events.PushOpened, order_id=order_id)
+
+        self.ask(work, lambda problem: self.put_failed(prefill_events.OpenPushFailed, order_id, problem))
+
+    def push(self, action: prefill_actions.PushLayer) -> None:
+        """Nobody waits for its answer: a lost one is found when the push is closed."""
+        self.pushes[action.order_id] += 1
+        store, owner = self.store, Owner(action.order_id, self.process_id)
+        layer, first, blocks = action.layer, action.first_block, action.blocks
+        if not self.net.chance(self.net.loss / 10):
+            self.net.send_surely(self, store, lambda: store.push(owner, layer, first, blocks))
+
+    def close_push(self, order_id: str) -> None:
+        owner, pushes = Owner(order_id, self.process_id), self.pushes[order_id]
+
+        def failed(problem: str) -> None:
+            self.hear(prefill_events.PushFailed, order_id=order_id, reason=problem)
+
+        def answered(problem: str) -> None:
+            if problem:
+                failed(problem)
+                return
+            draw = self.net.draw
+            self.hear(
+                prefill_events.PushClosed,
+                order_id=order_id,
+                moved_bytes=draw.randrange(10**7),
+                elapsed_ns=draw.randrange(10 * MS),
+            )
+
+        def work() -> None:
+            running = self.store.pushes.get(owner)
+            if running is None:
+                raise StoreError(f"order {order_id} has no push here")
+            self.store.guard.hold(owner)
+            running.close(pushes, self.watched(answered, failed))
+
+        self.ask(work, lambda problem: failed(str(problem)))
+
+
+class Computation:
+    """A prompt on the compute thread. Layers of the prefix are loaded as they come, then the chunks are computed."""
+
+    def __init__(self, worker: PrefillWorker, action: prefill_actions.ComputePrompt, text: Text) -> None:
+        self.worker, self.action, self.text = worker, action, text
+        self.order_id = action.order_id
+        self.fetched_layer = action.fetched_layer
+        self.failure = ""
+        self.stopped = False
+        self.began_ns = worker.net.now_ns
+        self.memory = worker.view
+        draw = worker.net.draw
+        self.pace_ns = draw.choice([1 * MS, draw.randrange(1, 60 * MS)])
+        self._next(self._load_layer, 0)
+
+    def steer(
+        self, action: prefill_actions.LoadLayers | prefill_actions.FailLoads | prefill_actions.StopComputing
+    ) -> None:
+        match action:
+            case prefill_actions.LoadLayers():
+                self.fetched_layer = max(self.fetched_layer, action.layer)
+            case prefill_actions.FailLoads():
+                self.failure = action.reason
+            case prefill_actions.StopComputing():
+                self.stopped = True
+            case _:
+                assert_never(action)
+
+    def _next(self, step: Callable[[int], None], number: int) -> None:
+        self.worker.later(self.pace_ns, lambda: step(number))
+
+    def _tell(self, kind: type[Any], **fields: Any) -> None:
+        self.worker.hear(kind, order_id=self.order_id, **fields)
+
+    def _load_layer(self, layer: int) -> None:
+        if self.stopped:
+            self._tell(prefill_events.ComputingStopped)
+        elif layer == LAYERS or not self.action.prefix_blocks:
+            self._compute_chunk(0)
+        elif self.failure or self.worker.net.now_ns - self.began_ns > LAYER_NS_MAX:
+            self._tell(prefill_events.LoadFailed, reason=self.failure or "nothing came")
+        elif layer > self.fetched_layer:
+            self._next(self._load_layer, layer)
+        else:
+            for block in range(self.action.prefix_blocks):
+                self._check(block, layer)
+            self._tell(prefill_events.PrefixLayerLoaded, layer=layer)
+            self._next(self._load_layer, layer + 1)
+
+    def _check(self, block: int, layer: int) -> None:
+        assert self.memory is not None
+        have, wanted = self.memory[self.action.slots[block]][layer], self.text.mark(block)
+        assert have == wanted, ("loaded other bytes", self.order_id, block, layer, have, wanted)
+
+    def _compute_chunk(self, number: int) -> None:
+        chunks = self.action.chunks
+        if self.stopped:
+            self._tell(prefill_events.ComputingStopped)
+            return
+        if number == len(chunks):
+            self._tell(prefill_events.PromptComputed, finished_at_ns=self.worker.net.now_ns)
+            return
+        assert self.memory is not None
+        chunk = chunks[number]
+        first, end = chunk.start // BLOCK_TOKENS, -(-chunk.stop // BLOCK_TOKENS)
+        for layer in range(LAYERS):
+            for block in range(first, end):
+                if block not in self.action.present:
+                    self.memory[self.action.slots[block]][layer] = self.text.mark(block)
+            self._tell(prefill_events.LayerStored, layer=layer, first_block=first, blocks=end - first)
+        self._tell(prefill_events.ChunkStored, first_block=first, blocks=end - first)
+        # Small chunks take no time of their own: three at a time.
+        if number % 3 == 2 or number + 1 == len(chunks):
+            self._next(self._compute_chunk, number + 1)
+        else:
+            self._compute_chunk(number + 1)

@@ -1,0 +1,197 @@
+"""Workers of a make-believe cluster: the real machines, and shells that make up what surrounds them.
+
+Whatever a shell does for a machine takes time and can fail in every way that the machine has an event for. After
+each event the machine's invariants are checked. Engines compute marks and tokens that the world knows beforehand
+(`texts`), so a wrong slot, a block given twice or a token of another place is found where it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.schemas.events import DecodeStarted, Event, WorkerHeartbeat, WorkerJoined, WorkerLeft
+from halfmoon.schemas.kv import KvMessage
+from halfmoon.schemas.tokens import TakeReply, TakeRequest
+from halfmoon.store.errors import StoreError
+from halfmoon.store.pool.slots import Owner
+from tests.chaos.network import Process
+from tests.chaos.stores import Memory, StoreAgent
+from tests.conductor.conductor_scripts import MS, S
+
+if TYPE_CHECKING:
+    from tests.chaos.world import World
+
+#: As workers and their door to the store have it.
+TAKE_TRIES = 4
+ASK_NS = 5 * S
+ASK_AGAIN_NS = 300 * MS
+WATCH_NS = 250 * MS
+
+
+class Worker(Process):
+    """What both roles share: joining, heartbeats, tokens from frontends, the door to the node's store agent."""
+
+    def __init__(self, world: World, process_id: str, store: StoreAgent) -> None:
+        super().__init__(world.net, process_id)
+        self.world, self.store = world, store
+        #: The memory of the store agent that is mapped; an agent that restarts has another.
+        self.view: Memory | None = None
+        store.worker = self
+
+    def reset(self) -> None:
+        self.view = None
+        #: Orders that hold something in the store and are kept alive there.
+        self.kept: dict[str, bool] = {}
+        self.joined = False
+        #: Answers and cancellations of this life: an order is answered once, a cancelled one not at all.
+        self.answered: dict[str, bool] = {}
+        self.cancelled: dict[str, bool] = {}
+        self.make_machine()
+        self.watch()
+
+    def make_machine(self) -> None:
+        raise NotImplementedError
+
+    def machine_heartbeat(self) -> WorkerHeartbeat:
+        raise NotImplementedError
+
+    def memory_lost(self) -> None:
+        """The store agent restarted; its new memory is going to be mapped."""
+
+    def open_orders(self) -> list[str]:
+        raise NotImplementedError
+
+    # --- the log --------------------------------------------------------------------------------------------
+
+    def announce(self) -> None:
+        world = self.world
+        self.say(
+            WorkerJoined(
+                worker_id=self.process_id,
+                role=self.role,  # type: ignore[arg-type]
+                node_id=self.store.process_id,
+                incarnation=self.incarnation,
+                layout=world.layout,
+                kv_blocks=world.kv_blocks,
+                context_tokens_max=2_000,
+                batch_max=world.batch_max,
+                profile=world.profile,
+            )
+        )
+
+    def beat(self) -> None:
+        self.say(self.machine_heartbeat())
+        if self.net.reachable(self.store) and self.view is self.store.memory:
+            for order_id in self.kept:
+                self.keep(order_id)
+        self.net.remember_mark(self)
+        self.later(1 * S, self.beat)
+
+    def keep(self, order_id: str) -> None:
+        owner = Owner(order_id, self.process_id)
+        if owner in self.store.pool.holds:
+            self.store.guard.hold(owner)
+
+    def left(self, incarnation: str) -> Event:
+        return WorkerLeft(worker_id=self.process_id, incarnation=incarnation)
+
+    def under_way(self) -> str:
+        orders = self.open_orders()
+        return f"orders at {self.process_id}: {orders}" if orders else ""
+
+    def report(self, event: Any) -> None:
+        """To the log; an answer at most once in a life, and none of what was cancelled."""
+        if not isinstance(event, DecodeStarted):
+            order_id = event.order_id
+            assert order_id not in self.answered, ("answered twice", self.process_id, event)
+            assert order_id not in self.cancelled, ("cancelled and answered", self.process_id, event)
+            self.answered[order_id] = True
+        self.say(event)
+
+    def drop_all(self) -> None:
+        self.cancelled.update(dict.fromkeys(self.open_orders(), True))
+
+    # --- the frontend ---------------------------------------------------------------------------------------
+
+    def take(self, action: Any, taken: Callable[[TakeReply | None], None], tries: int = TAKE_TRIES) -> None:
+        """The tokens of an order; None when the frontend does not answer."""
+        frontend = self.world.frontend(action.frontend_id)
+        if self.net.reachable(frontend):
+            ask = TakeRequest(
+                request_id=action.request_id,
+                order_id=action.order_id,
+                worker_id=self.process_id,
+                role=self.role,  # type: ignore[arg-type]
+            )
+            reply = frontend.take(ask)
+            self.later(self.net.lag_ns(), lambda: taken(reply))
+        elif tries:
+            self.later(self.net.draw.randrange(2 * S), lambda: self.take(action, taken, tries - 1))
+        else:
+            taken(None)
+
+    # --- the store ------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Maps the memory of a store agent that is new, once no order of the old one is open."""
+        store = self.store
+        if store.alive and self.view is not store.memory and not self.kept and self.net.reachable(store):
+            if self.view is not None:
+                self.memory_lost()
+            self.view = store.memory
+        if self.view is not None and not self.joined:
+            self.joined = True
+            self.announce()
+            self.beat()
+        self.later(WATCH_NS, self.watch)
+
+    def ask(self, work: Callable[[], None], failed: Callable[[StoreError], None], since_ns: int = 0) -> None:
+        """`work` at the store agent, after a while; it answers itself. Raised errors and silence go to `failed`."""
+        net, store, life = self.net, self.store, self.store.life
+        since_ns = since_ns or net.now_ns
+
+        def arrive() -> None:
+            if not store.alive or store.life != life:
+                self.later(WATCH_NS, lambda: failed(StoreError("the store agent died")))
+            elif net.reachable(store) and self.link.up:
+                try:
+                    work()
+                except StoreError as problem:
+                    refused = problem
+                    self.later(net.lag_ns(), lambda: failed(refused))
+            elif net.now_ns - since_ns > ASK_NS:
+                failed(StoreError("the store agent does not answer"))
+            else:
+                self.later(ASK_AGAIN_NS, lambda: self.ask(work, failed, since_ns))
+
+        self.later(net.lag_ns(), arrive)
+
+    def watched(self, answered: Callable[..., None], died: Callable[[str], None]) -> Callable[..., None]:
+        """For a call that takes long: `answered`, after a while, unless the store agent dies before."""
+        store, life, over = self.store, self.store.life, [False]
+
+        def end(call: Callable[[], None]) -> None:
+            if not over[0]:
+                over[0] = True
+                call()
+
+        def look() -> None:
+            if store.life != life:
+                end(lambda: died("the store agent died"))
+            elif not over[0]:
+                self.later(WATCH_NS, look)
+
+        self.later(WATCH_NS, look)
+        return lambda *values: self.later(self.net.lag_ns(), lambda: end(lambda: answered(*values)))
+
+    def release(self, order_id: str) -> None:
+        """Nothing of the order is touched here any more."""
+        self.kept.pop(order_id, None)
+        self.ask(lambda: self.store.release(Owner(order_id, self.process_id)), lambda _: None)
+
+    def hear_kv(self, message: KvMessage) -> None:
+        raise NotImplementedError
+
+    def hear_loaded(self, order_id: str, layer: int) -> None:
+        raise NotImplementedError
