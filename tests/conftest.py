@@ -10,11 +10,12 @@ import pytest
 from halfmoon.bus.embedded import EmbeddedServer
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where two processes share the tests (`make test`), a file is one's, and all clusters are one's: a cluster has as
     many processes as the machine has cores, and kills them by the clock.
     """
-    if config.getoption("dist", "no") != "loadgroup":
+    if not config.getoption("loadgroup", False):  # so pytest-xdist has it in each of its processes
         return
     for item in items:
         folder, file = item.path.parent.name, item.path.name

@@ -22,6 +22,7 @@ import orjson
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.embedded import free_port
 from halfmoon.bus.errors import PeerUnreachable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import decode, encode
@@ -211,6 +212,9 @@ def start(state: Path, *flags: str, name: str = "") -> Cluster:
     """`halfmoon up` with free ports; returns when it is ready. Raises AssertionError with its output when it
     is not.
     """
+    if "--port" not in flags and "--config" not in flags:
+        # Its default is 8000 or a free one: another cluster that starts at the same time may take the same.
+        flags = (*flags, "--port", str(free_port()))
     name = name or f"t{uuid.uuid4().hex[:8]}"
     environment = {**os.environ, "XDG_STATE_HOME": str(state)}
     output = state / f"{name}.out"

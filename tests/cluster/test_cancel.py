@@ -110,7 +110,7 @@ async def test_who_goes_away_leaves_nothing(
         return bool(mine)
 
     mine: list[str] = []
-    await until(placed, 5, "no RequestArrived")
+    await until(placed, 30, "no RequestArrived")
     request_id = mine[0]
     orders = [
         o.decision for o in await cluster.decisions() if isinstance(o.decision, StartPrefill | StartDecode)
@@ -133,7 +133,7 @@ async def test_who_goes_away_leaves_nothing(
         found = [s.event for s in await cluster.events(left_at_seq) if isinstance(s.event, RequestCancelled)]
         return request_id in [event.request_id for event in found]
 
-    noticed = await until(cancelled, 2.0, "no RequestCancelled")
+    noticed = await until(cancelled, 30, "no RequestCancelled")
     released = await until(lambda: holds_nothing(cluster), RELEASED_S, "something is still held")
     print(f"{salt}: noticed after {noticed:.2f} s, released {released:.2f} s later")
     after = (await cluster.events())[-1].seq

