@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from halfmoon.schemas import subjects
+from halfmoon.schemas.roles import ProcessRole
 from halfmoon.schemas.subjects import ROOT
 
-Role = Literal["conductor", "frontend", "store", "prefill", "decode", "operator", "client"]
+Role = ProcessRole | Literal["operator", "client"]
 
 _JS = "$JS.API"
 _EVENTS, _DECISIONS, _KV, _SNAPSHOTS = subjects.STREAMS
@@ -123,6 +124,8 @@ class Identity:
                 return [*said, *asks, *_PLACES, *gets, *_reading(subjects.STREAMS)]
             case "client":
                 return [f"{subjects.API}.*", "$SRV.>"]
+            case _:
+                assert_never(self.role)
 
     @property
     def subscribe(self) -> list[str]:
@@ -144,13 +147,20 @@ class Identity:
                 node = self.node_id
                 others = subjects.events_of_kind("StoreJoined")
                 return [inbox, subjects.decisions_for(node), subjects.store(node, "*"), others]
-            case "prefill" | "decode":
-                resend = [subjects.resend(me)] if self.role == "decode" else []
-                return [inbox, subjects.decisions_for(me), subjects.give(me), subjects.kv_for(me), *resend]
+            case "prefill":
+                return [inbox, *self._worker_hears()]
+            case "decode":
+                return [inbox, *self._worker_hears(), subjects.resend(me)]
             case "operator":
                 return [f"{subjects.inbox('*')}.>", *_CLIENT_INBOXES]
             case "client":
                 return _CLIENT_INBOXES
+            case _:
+                assert_never(self.role)
+
+    def _worker_hears(self) -> list[str]:
+        me = self.name
+        return [subjects.decisions_for(me), subjects.give(me), subjects.kv_for(me)]
 
     def _worker(self) -> list[str]:
         verbs = (*_ASKED_BY_WORKERS, "push", "keep")

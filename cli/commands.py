@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from halfmoon.schemas.roles import WORKER_ROLES
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -45,7 +47,9 @@ COMMANDS = (
         "decide where requests run; any number may run at once",
     ),
     Command("store", "halfmoon.cli.processes.store", "a node's store agent: its KV pool and its data plane"),
-    Command("prefill", "halfmoon.cli.processes.worker", "a prefill worker, beside a store agent"),
-    Command("decode", "halfmoon.cli.processes.worker", "a decode worker, beside a store agent"),
+    *(
+        Command(role, "halfmoon.cli.processes.worker", f"a {role} worker, beside a store agent")
+        for role in WORKER_ROLES
+    ),
     Command("frontend", "halfmoon.cli.processes.frontend", "the client edge: NATS API and HTTP"),
 )

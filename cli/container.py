@@ -21,11 +21,14 @@ import socket
 import sys
 from pathlib import Path
 
+from halfmoon.cli.local.supervisor import Child, Supervisor
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.output import say
-from halfmoon.cli.supervisor import Child, Supervisor
+from halfmoon.schemas.roles import ROLES as PROCESS_ROLES
+from halfmoon.schemas.roles import WORKER_ROLES
 
-ROLES = ("conductor", "frontend", "prefill", "decode")
+SINGLE = ("conductor", "frontend")
+ROLES = (*SINGLE, *WORKER_ROLES)
 STORE_STOP_S = 5.0
 
 
@@ -54,7 +57,7 @@ async def run(args: argparse.Namespace) -> int:
     common = ["--drain-s", str(args.drain_s)]
     if args.role != "frontend":  # its own port has them
         common += _metrics(args, 0)
-    if args.role in ("conductor", "frontend"):
+    if args.role in SINGLE:
         os.set_inheritable(lock, True)
         words = [args.role, "--id", name, *common, *_known_as(args, name)]
         os.execv(sys.executable, [sys.executable, "-m", "halfmoon.cli.main", *words])
@@ -98,7 +101,7 @@ def _known_as(args: argparse.Namespace, name: str) -> list[str]:
         f"{args.secrets_dir}/ca.pem",
         "--health-file",
         f"{args.health_dir}/{name}",
-        *(("--secret-file", f"{args.secrets_dir}/secret") if args.role != "conductor" else ()),
+        *(("--secret-file", f"{args.secrets_dir}/secret") if PROCESS_ROLES[args.role].has_secret else ()),
     ]
 
 

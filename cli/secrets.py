@@ -20,13 +20,13 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import get_args
 
 import nkeys
 
-from halfmoon.bus.permissions import Identity, Role, authorization
+from halfmoon.bus.permissions import Identity, authorization
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.output import say
+from halfmoon.schemas.roles import ROLES, WORKER_ROLES
 
 DAYS = 3650
 _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -58,8 +58,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", default="nats-0,nats-1,nats-2", help="host names of the NATS servers")
     parser.add_argument("--conductors", type=int, default=5, help="how many of each there may be at most")
     parser.add_argument("--frontends", type=int, default=4)
-    parser.add_argument("--prefill", type=int, default=8)
-    parser.add_argument("--decode", type=int, default=8)
+    for role in WORKER_ROLES:
+        parser.add_argument(f"--{role}", type=int, default=8)
     parser.add_argument(
         "--seen-at", default="/run/secrets", help="where a NATS server's container finds its own"
     )
@@ -69,7 +69,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    for option in ("conductors", "frontends", "prefill", "decode", "log_gib_max"):
+    for option in ("conductors", "frontends", *WORKER_ROLES, "log_gib_max"):
         if getattr(args, option) < 1:
             raise OptionInvalid(f"--{option.replace('_', '-')}: at least 1")
     if shutil.which("openssl") is None:
@@ -92,9 +92,10 @@ def make(args: argparse.Namespace) -> None:
     if made.missing(authority / "secret"):
         _write(authority / "secret", random_bytes.token_hex(32).encode())
     identities = [_with_key(place / _folder(each), each, made) for each in _wanted(args)]
+    needs_secret = {role for role, traits in ROLES.items() if traits.has_secret}
     for role in dict.fromkeys(_folder(each) for each in identities):
         _copy(authority / "ca.pem", place / role)
-        if role in ("prefill", "decode", "frontend"):
+        if role in needs_secret:
             _copy(authority / "secret", place / role)
     text = authorization(identities)
     for name in servers:
@@ -125,12 +126,11 @@ def _wanted(args: argparse.Namespace) -> list[Identity]:
     found = [Identity(role="operator", name="operator"), Identity(role="client", name="client")]
     found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(args.conductors)]
     found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(args.frontends)]
-    for role, count in (("prefill", args.prefill), ("decode", args.decode)):
-        assert role in get_args(Role)
-        for n in range(count):
+    for role in WORKER_ROLES:
+        for n in range(getattr(args, role)):
             node = f"{role}-{n}"
             found.append(Identity(role="store", name=f"store-{node}", node_id=node))
-            found.append(Identity(role="prefill" if role == "prefill" else "decode", name=node, node_id=node))
+            found.append(Identity(role=role, name=node, node_id=node))
     return found
 
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout, Policy
+from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.types import (
     BlockKeys,
     Blocks,
@@ -27,7 +28,7 @@ from halfmoon.schemas.types import (
     check_whole_keys,
 )
 
-Role = Literal["prefill", "decode"]
+Role = WorkerRole
 Tier = Literal["dram", "ssd"]
 FinishReason = Literal["stop", "length", "abort"]
 

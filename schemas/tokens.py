@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.types import (
     BlockKeys,
@@ -31,7 +32,7 @@ class TakeRequest(Message, frozen=True):
     request_id: Id
     order_id: Id
     worker_id: Id
-    role: Literal["prefill", "decode"]
+    role: WorkerRole
 
 
 class TakeReply(Message, frozen=True):

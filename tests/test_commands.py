@@ -38,7 +38,8 @@ def test_help_imports_no_command_and_nothing_heavy() -> None:
     ours = {name for name in found if name.startswith("halfmoon.")}
     assert ours <= {
         "halfmoon.bus", "halfmoon.bus.errors", "halfmoon.cli", "halfmoon.cli.commands", "halfmoon.cli.main",
-        "halfmoon.cli.options", "halfmoon.schemas", "halfmoon.schemas.numbers", "halfmoon.workers",
+        "halfmoon.cli.options", "halfmoon.schemas", "halfmoon.schemas.numbers", "halfmoon.schemas.roles",
+        "halfmoon.workers",
         "halfmoon.workers.model", "halfmoon.workers.model.config",
     }  # fmt: skip
 

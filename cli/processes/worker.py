@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from typing import assert_never
 
 from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
@@ -14,6 +15,7 @@ from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
 from halfmoon.cli.processes.options import add_process, add_worker
 from halfmoon.cli.tracing import start_tracing, stop_tracing
+from halfmoon.schemas.roles import ROLES, WorkerRole
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +32,12 @@ async def run(args: argparse.Namespace) -> int:
     from halfmoon.workers.prefill.worker import PrefillWorker
     from halfmoon.workers.worker import WorkerConfig
 
+    role: WorkerRole = args.command
     worker_id = args.id or args.node
     layout = models.layout_of(args)
     context = models.context_tokens_max(args)
     per_request = layout.blocks(context)
-    kv_blocks = args.kv_blocks or (per_request if args.command == "prefill" else 2 * per_request)
+    kv_blocks = args.kv_blocks or ROLES[role].contexts * per_request
     if layout.layers == 0 and not args.kv_blocks:
         kv_blocks = 1 << 16
     loop = asyncio.get_running_loop()
@@ -42,21 +45,26 @@ async def run(args: argparse.Namespace) -> int:
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # two workers on two cores collapse when idle threads spin
-    say(
-        f"{args.command} worker {worker_id}: loading {layout.model} ({layout.dtype}, {layout.numerics} numerics)"
-    )
+    say(f"{role} worker {worker_id}: loading {layout.model} ({layout.dtype}, {layout.numerics} numerics)")
     started = loop.time()
     engine = models.build_engine(args, layout, kv_blocks=kv_blocks)
     loaded = loop.time()
     profile = models.measure_profile(engine, layout)
     if warning := models.numerics_warning(engine, layout):
-        say(f"{args.command} worker {worker_id}: {warning}")
+        say(f"{role} worker {worker_id}: {warning}")
     took = f"loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s"
-    say(f"{args.command} worker {worker_id}: {took}")
-    tracing = start_tracing(args, args.command, worker_id)
+    say(f"{role} worker {worker_id}: {took}")
+    tracing = start_tracing(args, role, worker_id)
     bus = await connect(args, worker_id)
     store = AgentClient(bus, node_id=args.node, worker_id=worker_id) if layout.block_bytes else None
-    kind = PrefillWorker if args.command == "prefill" else DecodeWorker
+    kind: type[PrefillWorker | DecodeWorker]
+    match role:
+        case "prefill":
+            kind = PrefillWorker
+        case "decode":
+            kind = DecodeWorker
+        case _:
+            assert_never(role)
     worker = kind(
         bus,
         engine,
@@ -75,8 +83,8 @@ async def run(args: argparse.Namespace) -> int:
     )
     worker.tracing = tracing
     await worker.start()
-    say(f"{args.command} worker {worker_id} takes orders")
-    registry = process_registry(bus, role=args.command, process_id=worker_id, node_id=args.node)
+    say(f"{role} worker {worker_id} takes orders")
+    registry = process_registry(bus, role=role, process_id=worker_id, node_id=args.node)
     registry.register(worker.metrics)
     try:
         async with shown(args, registry):

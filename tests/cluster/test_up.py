@@ -21,8 +21,8 @@ import aiohttp
 import pytest
 
 from halfmoon.bus.embedded import EmbeddedServer, free_port
+from halfmoon.cli.local.flags import DRAIN_S
 from halfmoon.cli.main import main
-from halfmoon.cli.up import DRAIN_S
 from tests.cluster.harness import Cluster, children, command_of, running, start
 from tests.cluster.prompts import prompt
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfmoon.bus.embedded import die_with_parent
+from halfmoon.schemas.roles import ProcessRole
 
 PAUSE_S_MIN = 0.2
 PAUSE_S_MAX = 5.0
@@ -37,6 +38,12 @@ class Child:
     pause_s: float = PAUSE_S_MIN
     restarts: int = 0
     watcher: asyncio.Task[None] | None = None
+
+    @property
+    def role(self) -> ProcessRole:
+        """The command that it runs."""
+        role: ProcessRole = self.command[0]  # type: ignore[assignment]
+        return role
 
 
 class Supervisor:

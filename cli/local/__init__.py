@@ -1,0 +1,1 @@
+"""A whole cluster on this machine: its processes, watched; its ports; the flags that it hands on."""

@@ -1,0 +1,243 @@
+"""The processes of `halfmoon up`: started, watched until all have joined, drained in order."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import assert_never
+
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.bus.errors import BusUnreachable
+from halfmoon.cli import model as models
+from halfmoon.cli.local.flags import DRAIN_S, common_flags, policy_flags, store_flags, worker_flags
+from halfmoon.cli.local.ports import port_or_free, wanted_port
+from halfmoon.cli.local.supervisor import Child, Supervisor
+from halfmoon.cli.metrics import Targets
+from halfmoon.cli.options import (
+    OptionInvalid,
+    bus_config,
+    stream_limits,
+)
+from halfmoon.cli.output import say
+from halfmoon.cli.processes.options import policy_of
+from halfmoon.conductor.live.bootstrap import bootstrap_core
+from halfmoon.conductor.log_reading import LogUnreadable
+from halfmoon.schemas import subjects
+from halfmoon.schemas.events import (
+    ClusterConfigured,
+    FrontendJoined,
+    FrontendLeft,
+    StoreJoined,
+    StoreLeft,
+    WorkerJoined,
+    WorkerLeft,
+)
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.roles import ROLES, WORKER_ROLES
+from halfmoon.store.pool.segment import remove_stale
+
+START_S_MAX = 300.0
+#: Between two looks at nats-server, and between two attempts to start it again.
+SERVER_PAUSE_S = 0.1
+#: A process that dies more often before the cluster is ready will not come up.
+START_DEATHS_MAX = 3
+
+
+class LocalCluster:
+    """Everything that `halfmoon up` has started."""
+
+    def __init__(self, args: argparse.Namespace, directory: Path) -> None:
+        self.args = args
+        self.directory = directory
+        self.server: EmbeddedServer | None = None
+        self.server_watcher: asyncio.Task[None] | None = None
+        self.bus: Bus | None = None
+        self.supervisor = Supervisor(self._on_death, self._on_line)
+        self.http_port = 0
+        self.targets = Targets(args.metrics_port)
+        self.joined: set[str] = set()
+        self.ready = False
+        self.started_at = time.monotonic()
+
+    # --- what the user sees ---------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        say(f"[{time.monotonic() - self.started_at:5.1f}s] {text}")
+
+    def _on_line(self, child: Child, line: str) -> None:
+        if not self.ready or "error" in line.lower() or "warning" in line.lower():
+            self.say(line if child.name in line else f"{child.name}: {line}")
+
+    def _on_death(self, child: Child, status: int) -> None:
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        self.say(f"{child.name} died ({how}); it is started again. Its output: {child.log}")
+        self.joined.discard(child.name)
+        if self.bus is None or child.role == "conductor":  # conductors neither join nor leave
+            return
+        self.bus.append_soon(_left(child, f"died: {how}"), source_id=subjects.SUPERVISOR)
+
+    # --- start ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        args = self.args
+        layout = models.layout_of(args)
+        self.http_port = wanted_port("--port", args.port, args.http_host)
+        if not self.http_port and args.http_port != 8000:
+            self.http_port = wanted_port("--http-port", args.http_port, args.http_host)
+        removed = remove_stale(args.cluster)
+        if removed:
+            self.say(f"removed what an earlier cluster left: {', '.join(map(str, removed))}")
+        shutil.rmtree(self.directory / "output", ignore_errors=True)
+        (self.directory / "layout.json").write_bytes(_layout_json(layout))
+        if not args.nats:
+            self._keep_one_old_log()
+            port = wanted_port("--nats-port", args.nats_port, "127.0.0.1") or port_or_free(4222)
+            self.server = EmbeddedServer.start(self.directory / "nats", port=port)
+            self.server_watcher = asyncio.create_task(self._keep_server(self.server))
+            args.nats = self.server.url
+            self.say(f"nats-server at {self.server.url}")
+        if not args.secret_file:
+            args.secret_file = str(self.directory / "secret")
+            _write_secret(Path(args.secret_file))
+        self.bus = await Bus.connect(bus_config(args), name="up", limits=stream_limits(args))
+        after = await self.bus.last_seq()
+        watcher = asyncio.create_task(self._watch(after))
+        try:  # before anybody joins: conductors read the log from its ClusterConfigured on
+            await bootstrap_core(self.bus, "up", policy_of(args))
+        except LogUnreadable as problem:
+            raise OptionInvalid(str(problem)) from None
+        expected = await self._start_children(layout)
+        self.say(f"starting {len(self.supervisor.children)} processes; the model is {layout.model}")
+        async with asyncio.timeout(START_S_MAX):
+            while not expected <= self.joined:
+                await asyncio.sleep(0.02)
+                if watcher.done():
+                    watcher.result()
+                for child in self.supervisor.children.values():
+                    if child.restarts > START_DEATHS_MAX:
+                        raise OptionInvalid(f"{child.name} dies again and again; see {child.log}")
+        self.ready = True
+
+    async def _start_children(self, layout: Layout) -> set[str]:
+        args = self.args
+        for number in range(args.conductors):
+            await self._child(
+                f"conductor-{number}", "conductor", ["--id", f"conductor-{number}", *policy_flags(args)]
+            )
+        nodes = [(role, n) for role in WORKER_ROLES for n in range(getattr(args, role))]
+        names = {"frontend-0"}
+        for role, number in nodes:
+            node = f"{role}-{number}"
+            if layout.block_bytes:
+                await self._child(f"store-{node}", "store", ["--node", node, *store_flags(args)])
+                names.add(f"store-{node}")
+            await self._child(node, role, ["--node", node, "--id", node, *worker_flags(args)])
+            names.add(node)
+        http_port = self.http_port or port_or_free(8000)
+        self.http = f"http://{args.http_host}:{http_port}"
+        flags = ["--id", "frontend-0", "--http-host", args.http_host, "--http-port", str(http_port)]
+        if args.api_keys_file:
+            flags += ["--api-keys-file", args.api_keys_file]
+        self.targets.add("frontend", self.http.removeprefix("http://"))
+        await self._child(
+            "frontend-0", "frontend", [*flags, "--open-requests-max", str(args.open_requests_max)]
+        )
+        return names
+
+    async def _child(self, name: str, command: str, flags: list[str]) -> None:
+        common = common_flags(self.args, command, self.directory, self.targets)
+        log = self.directory / "output" / f"{name}.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("")
+        await self.supervisor.start(Child(name, [command, *flags, *common], log))
+
+    async def _watch(self, after: int) -> None:
+        assert self.bus is not None
+        async for stamped in self.bus.events(after=after):
+            match stamped.event:
+                case ClusterConfigured():
+                    self.joined.clear()
+                case WorkerJoined(worker_id=name) | FrontendJoined(frontend_id=name):
+                    self.joined.add(name)
+                case StoreJoined(node_id=node):
+                    self.joined.add(f"store-{node}")
+                case _:
+                    pass
+
+    async def _keep_server(self, server: EmbeddedServer) -> None:
+        """nats-server dies: it is started again at the same address, and every process reconnects by itself."""
+        while True:
+            await asyncio.sleep(SERVER_PAUSE_S)
+            if (status := server.process.poll()) is not None:
+                how = signal.Signals(-status).name if status < 0 else f"status {status}"
+                self.say(
+                    f"nats-server died ({how}); it is started again. Its output: {server.directory / 'nats.log'}"
+                )
+                server.launch_again()
+                try:
+                    await asyncio.to_thread(server.wait)
+                except BusUnreachable as problem:
+                    self.say(str(problem))
+
+    def _keep_one_old_log(self) -> None:
+        """The log of the last cluster stays readable until the one after the next start."""
+        current, previous = self.directory / "nats", self.directory / "nats-previous"
+        if current.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            current.rename(previous)
+
+    # --- end ------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Drains rank after rank of `ROLES`."""
+        ranks = {name: ROLES[child.role].drain_rank for name, child in self.supervisor.children.items()}
+        for rank in sorted(set(ranks.values())):
+            await self.supervisor.stop([name for name in ranks if ranks[name] == rank], within_s=DRAIN_S + 2)
+        if self.bus is not None:
+            await self.bus.close()
+        if self.server_watcher is not None:
+            self.server_watcher.cancel()
+            await asyncio.wait([self.server_watcher])
+
+    def kill(self) -> None:
+        self.supervisor.kill()
+
+    def clean(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+        remove_stale(self.args.cluster)
+        for name in ("cluster.json", "layout.json", "prometheus.json", "secret"):
+            (self.directory / name).unlink(missing_ok=True)
+
+
+def _left(child: Child, reason: str) -> WorkerLeft | StoreLeft | FrontendLeft:
+    """The event that a process would have announced, had it ended in order."""
+    match child.role:
+        case "prefill" | "decode":
+            return WorkerLeft(worker_id=child.name, reason=reason)
+        case "store":
+            return StoreLeft(node_id=child.name.removeprefix("store-"), reason=reason)
+        case "frontend":
+            return FrontendLeft(frontend_id=child.name, reason=reason)
+        case "conductor":
+            raise AssertionError(f"{child.name} is not a member of the cluster")
+        case _:
+            assert_never(child.role)
+
+
+def _layout_json(layout: Layout) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(layout)
+
+
+def _write_secret(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))

@@ -1,0 +1,85 @@
+"""The flags that `halfmoon up` hands on to its processes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from halfmoon.cli.metrics import Targets
+
+DRAIN_S = 8.0
+
+
+def common_flags(args: argparse.Namespace, command: str, directory: Path, targets: Targets) -> list[str]:
+    """What every process is told: how to reach NATS, whom it belongs to, and which model it serves."""
+    common = ["--nats", args.nats, "--cluster", args.cluster, "--secret-file", args.secret_file]
+    for flag in ("user", "password", "token", "nkey_file", "credentials", "ca", "cert", "key"):
+        if value := getattr(args, f"nats_{flag}"):
+            common += [f"--nats-{flag.replace('_', '-')}", value]
+    if args.otlp:
+        common += ["--otlp", args.otlp]
+    for flag in ("nats_replicas", "log_mib_max", "log_hours_max"):
+        common += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
+    common += ["--drain-s", str(DRAIN_S)]
+    common += targets.flags(command)
+    if command != "conductor":
+        common += ["--layout-file", str(directory / "layout.json"), "--model", args.model]
+        common += [
+            "--engine",
+            args.engine,
+            "--device",
+            args.device,
+            "--block-tokens",
+            str(args.block_tokens),
+        ]
+    return common
+
+
+def policy_flags(args: argparse.Namespace) -> list[str]:
+    return [
+        "--policy",
+        args.policy,
+        "--admission",
+        args.admission,
+        "--ttft-slo-ms",
+        str(args.ttft_slo_ms),
+        "--tbt-slo-ms",
+        str(args.tbt_slo_ms),
+    ]
+
+
+def store_flags(args: argparse.Namespace) -> list[str]:
+    return [
+        "--pool-mib",
+        str(args.pool_mib),
+        "--bind",
+        args.bind,
+        "--transport",
+        args.transport,
+        "--encryption",
+        args.encryption,
+        "--eviction",
+        args.eviction,
+        "--rdma",
+        args.rdma,
+        "--ssd",
+        args.ssd,
+        "--ssd-bytes",
+        str(args.ssd_bytes),
+        "--ssd-hits",
+        str(args.ssd_hits),
+        *(flag for quota in args.quota for flag in ("--quota", quota)),
+    ]
+
+
+def worker_flags(args: argparse.Namespace) -> list[str]:
+    flags = [
+        "--kv-blocks",
+        str(args.kv_blocks),
+        "--batch-max",
+        str(args.batch_max),
+        "--threads",
+        str(args.threads),
+    ]
+    flags += ["--attention", args.attention, "--chunk-tokens", str(args.chunk_tokens)]
+    return [*flags, "--no-stream-layers"] if args.no_stream_layers else flags

@@ -1,0 +1,34 @@
+"""The roles of a cluster's processes: the one table that starting, stopping, containers and secrets read.
+
+What a role may say on NATS stands in `halfmoon.bus.permissions`, what its worker does in `halfmoon.workers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+WorkerRole = Literal["prefill", "decode"]
+ProcessRole = Literal["conductor", "frontend", "store", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleTraits:
+    """What starting and stopping need to know of a role."""
+
+    #: The cluster's secret names blocks and opens the data plane: who touches neither does not get it.
+    has_secret: bool
+    #: A cluster drains in this order, which is the way of a request: nothing waits for what is gone already.
+    drain_rank: int
+    #: The longest requests that a worker's own cache holds at once, where no option says otherwise.
+    contexts: int = 0
+
+
+ROLES: dict[ProcessRole, RoleTraits] = {
+    "frontend": RoleTraits(has_secret=True, drain_rank=0),
+    "prefill": RoleTraits(has_secret=True, drain_rank=1, contexts=1),
+    "decode": RoleTraits(has_secret=True, drain_rank=1, contexts=2),
+    "store": RoleTraits(has_secret=True, drain_rank=2),
+    "conductor": RoleTraits(has_secret=False, drain_rank=3),
+}
+WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
