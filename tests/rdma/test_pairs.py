@@ -1,4 +1,4 @@
-"""What only RDMA does: queue pairs made, kept, lost and made anew; endpoint messages; immediates. Needs two
+"""Behaviour of RDMA alone: queue pairs made, kept, lost and made again; endpoint messages; immediates. Needs two
 devices.
 """
 

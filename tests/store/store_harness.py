@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +18,8 @@ from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.config import StoreConfig
 
+#: Sequences for decisions that tests give: a stream drops a second decision of the same identity.
+CAUSES = itertools.count(1)
 SECRET = "the tests' secret"
 
 
@@ -47,6 +50,8 @@ class Cluster:
         self.agents: dict[str, StoreAgent] = {}
         self.heard: dict[str, list[KvMessage]] = {}
         self.stack = stack
+        #: Where the log stood when the first agent of this cluster was made.
+        self.began_seq = -1
 
     async def bus(self, name: str) -> Bus:
         bus = await Bus.connect(BusConfig(url=self.url), name=name)
@@ -64,11 +69,28 @@ class Cluster:
         return StoreConfig(**{**fields, **changes})
 
     async def agent(self, node_id: str, **changes: Any) -> StoreAgent:
-        agent = StoreAgent(await self.bus(node_id), self.config(node_id, **changes))
+        bus = await self.bus(node_id)
+        if self.began_seq < 0:
+            self.began_seq = await bus.last_seq()
+        agent = StoreAgent(bus, self.config(node_id, **changes))
         await agent.start()
         self.agents[node_id] = agent
         self.stack.push_async_callback(self._finish, agent)
         return agent
+
+    async def log(self) -> list[Any]:
+        """All events since the cluster began."""
+        assert self.began_seq >= 0, "no agent was made in this process"
+        bus = await self.bus("reader")
+        last = await bus.last_seq()
+        found: list[Any] = []
+        if last == self.began_seq:
+            return found
+        async for stamped in bus.events(after=self.began_seq):
+            found.append(stamped.event)
+            if stamped.seq == last:
+                break
+        return found
 
     async def _finish(self, agent: StoreAgent) -> None:
         agent.context.guard.check()

@@ -1,4 +1,4 @@
-"""What dies, is cut off, is released or lies: a typed answer in time, and nothing left behind."""
+"""Processes that die, are cut off, release or lie: a typed answer in time, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_harness import Cluster, cluster, keys, layout, until
+from store_harness import CAUSES, Cluster, cluster, keys, layout, until
 from test_agent import fill, same, stored
 
 from halfmoon.schemas.decisions import AnnounceYourself, Ordered, ReleaseOrder
@@ -78,18 +78,6 @@ async def node_process(
     return process
 
 
-async def log(here: Cluster) -> list[Any]:
-    """All events so far."""
-    bus = await here.bus("reader")
-    last = await bus.last_seq()
-    found: list[Any] = []
-    async for stamped in bus.events():
-        found.append(stamped.event)
-        if stamped.seq == last:
-            return found
-    return found
-
-
 async def empty(agent: StoreAgent) -> None:
     """No lease, no reservation, nothing condemned."""
 
@@ -107,8 +95,7 @@ async def empty(agent: StoreAgent) -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_blocks_move_between_two_processes(nats_url: str, transport: str) -> None:
     async def story(here: Cluster) -> None:
-        for node in ("n1", "n2"):
-            await node_process(here, node, transport, slots=6)
+        await asyncio.gather(*(node_process(here, node, transport, slots=6) for node in ("n1", "n2")))
         one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
         await stored(one, "o1", keys(1, 2), seed=1)
         opened = await two.open_put("o2", keys(1, 2), blocks=3)
@@ -164,7 +151,7 @@ def test_a_peer_killed_in_the_middle_of_a_fetch(nats_url: str, transport: str) -
             await two.fetch("o2", "n1", first_block=0, blocks=24)
         await two.release("o2")
         await empty(here.agents["n2"])
-        suspected = [e for e in await log(here) if isinstance(e, StoreSuspected)]
+        suspected = [e for e in await here.log() if isinstance(e, StoreSuspected)]
         assert (suspected[0].node_id, suspected[0].reporter_id) == ("n1", "n2")
 
     tell(nats_url, story)
@@ -330,7 +317,7 @@ def test_slots_that_a_late_worker_may_write_are_not_given_away(nats_url: str) ->
         late = await one.open_put("o1", b"", blocks=3)
         bus = await here.bus("conductor")
         await bus.order(
-            Ordered(cause_seq=1, position=0, decision=ReleaseOrder(order_id="o1", node_id="n1")),
+            Ordered(cause_seq=next(CAUSES), position=0, decision=ReleaseOrder(order_id="o1", node_id="n1")),
             target_id="n1",
         )
         await until(lambda: agent.context.guard.counts().condemned == 3)
@@ -377,17 +364,19 @@ def test_the_log_hears_everything_in_order_and_again_when_asked(nats_url: str) -
         agent.context.guard.commit(owner, {0: 0})
         agent.context.announcer.announce()  # with changes still waiting to be told
         bus = await here.bus("conductor")
-        order = Ordered(cause_seq=1, position=0, decision=AnnounceYourself(role="store", target_id="n1"))
+        order = Ordered(
+            cause_seq=next(CAUSES), position=0, decision=AnnounceYourself(role="store", target_id="n1")
+        )
         await bus.order(order, target_id="n1")
 
         async def asked() -> bool:
-            return sum(isinstance(e, StoreJoined) for e in await log(here)) == 3
+            return sum(isinstance(e, StoreJoined) for e in await here.log()) == 3
 
         await until(asked)
         assert await agent.context.bus.flush(2)
         held: set[bytes] = set()
         seen: list[type] = []
-        for event in await log(here):
+        for event in await here.log():
             names = getattr(event, "block_keys", b"")
             names = [names[i : i + 16] for i in range(0, len(names), 16)]
             match event:
@@ -488,9 +477,13 @@ def test_an_agent_that_cannot_start_says_why_in_a_line(nats_url: str) -> None:
             ("--data-port", "70000"): "data_port: 70000",
         }
         command = [sys.executable, "-m", "halfmoon.cli.main", "store", "--node", "n1", "--nats", nats_url]
-        for flags, why in tries.items():
-            done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
-            assert done.returncode == 1
-            assert done.stderr.startswith("halfmoon: ")
-            assert done.stderr.count("\n") == 1, done.stderr
-            assert why in done.stderr
+        started = [
+            subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            for flags in tries
+        ]
+        for process, why in zip(started, tries.values(), strict=True):
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == 1
+            assert said.startswith("halfmoon: ")
+            assert said.count("\n") == 1, said
+            assert why in said

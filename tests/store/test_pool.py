@@ -297,3 +297,4 @@ TestBooksLfu = BooksLfu.TestCase
 TestBooksS3Fifo = BooksS3Fifo.TestCase
 for case, examples in ((TestBooks, 60), (TestBooksLfu, 60), (TestBooksS3Fifo, 80)):
     case.settings = settings(max_examples=examples, stateful_step_count=40, deadline=None)
+del case  # or it is collected once more

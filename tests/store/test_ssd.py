@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from store_harness import Cluster, cluster, layout, until
 
-from halfmoon.schemas.events import BlocksEvicted, BlocksStored, Event, StoreInventory, TierLost
+from halfmoon.schemas.events import BlocksEvicted, BlocksStored, StoreInventory, TierLost
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.kv import KvLoaded
 from halfmoon.store.agent.agent import StoreAgent
@@ -83,17 +83,6 @@ async def is_right(client: StoreClient, number: int) -> bool:
     return into == value(number).tobytes()
 
 
-async def announced(here: Cluster) -> list[Event]:
-    bus = await here.bus("log")
-    found = []
-    last = await bus.last_seq()
-    async for stamped in bus.events():
-        found.append(stamped.event)
-        if stamped.seq >= last:
-            return found
-    raise AssertionError("the log ended")
-
-
 def test_what_dram_gives_up_comes_back_as_it_was(nats_url: str, tmp_path: Path) -> None:
     async def story(here: Cluster) -> None:
         agent, client = await start(here, tmp_path / "tier")
@@ -148,7 +137,7 @@ def test_a_reader_on_another_node_gets_it_and_the_log_knows_the_tiers(nats_url: 
             assert await is_right(other, number)
         agent.context.announcer.announce()
         await asyncio.sleep(0.2)
-        events = await announced(here)
+        events = await here.log()
         stored = [e for e in events if isinstance(e, BlocksStored) and e.node_id == "n1" and e.tier == "ssd"]
         assert {key for e in stored for key in split_keys(e.block_keys)} == set(KEYS[:20])
         parts = [e for e in events if isinstance(e, StoreInventory) and e.node_id == "n1"][-2:]
@@ -228,7 +217,7 @@ def test_a_small_file_gives_up_the_oldest_and_says_so(nats_url: str, tmp_path: P
         tier(agent).check()
         await asyncio.sleep(0.1)
         held: set[bytes] = set()
-        for event in await announced(here):
+        for event in await here.log():
             if isinstance(event, BlocksStored) and event.tier == "ssd":
                 held |= set(split_keys(event.block_keys))
             elif isinstance(event, BlocksEvicted) and event.tier == "ssd":
@@ -345,7 +334,7 @@ def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(
         with pytest.raises(BlockMissing):
             await is_right(client, 0)
         await asyncio.sleep(0.1)
-        lost = [event for event in await announced(here) if isinstance(event, TierLost)]
+        lost = [event for event in await here.log() if isinstance(event, TierLost)]
         assert len(lost) == 1
         words = {
             "full": "No space",

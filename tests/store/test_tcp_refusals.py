@@ -1,4 +1,4 @@
-"""What the TCP server refuses, with a reason to the caller and a count for the operator."""
+"""Refusals of the TCP server: a reason for the caller, and a count for the operator."""
 
 from __future__ import annotations
 
