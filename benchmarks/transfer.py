@@ -1,4 +1,4 @@
-"""How fast blocks move, against what the machine can do in the same run: one memcpy, a plain blocking socket,
+"""Measures how fast blocks move, against what the machine can do in the same run: one memcpy, a plain blocking socket,
 bare pyzmq with and without CURVE, and Mooncake's store over TCP.
 
 `python benchmarks/transfer.py [--json] [--rounds N] [--mooncake PYTHON]`. 64 MiB of block-layers (256 KiB each) between
@@ -70,7 +70,7 @@ def summary(samples: Samples, size: int) -> dict[str, float]:
 
 
 def ratio(mine: Samples, theirs: Samples, figure: str) -> float:
-    """Of the rounds' ratios the median; of CPU, that of the sums."""
+    """The median of the rounds' ratios; for CPU, the ratio of the sums."""
     if figure == "cpu":
         return sum(cpu for _, cpu in mine) / sum(cpu for _, cpu in theirs)
     times = [one / other for (one, _), (other, _) in zip(mine, theirs, strict=True)]

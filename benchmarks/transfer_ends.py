@@ -73,7 +73,7 @@ def layout(small: bool) -> Layout:
 
 
 class Memcpy:
-    """What no transport can beat."""
+    """The bound that no transport can beat."""
 
     name, size = "memcpy", TOTAL
 
@@ -297,7 +297,7 @@ def noise(shape: tuple[int, ...]) -> Any:
 
 
 class End:
-    """Memory, book and transport of one process."""
+    """Memory, pool and transport of one process."""
 
     def __init__(self, kind: str, node_id: str, small: bool) -> None:
         shape = layout(small)

@@ -1,6 +1,6 @@
-"""The workers' door to their node's store agent.
+"""A worker's connection to the store agent of its node.
 
-Pushes are gathered while the event loop is busy, and nobody waits for their answers, so that the thirty
+Pushes are gathered while the event loop is busy, and their answers are not waited for, so that the thirty
 layers of a chunk cost the worker next to nothing; `close_push` says how many there were, so that a lost one
 is found. Everything else is waited for, and watched: when the agent dies in the middle (its lock on the
 segment goes), the call ends within half a second with AgentUnreachable.
@@ -31,7 +31,7 @@ M = TypeVar("M")
 ATTACH_S = 30.0
 ASK_S = 5.0
 WATCH_S = 0.25
-#: An order for which nothing was done for so long is not kept alive any more: somebody forgot it.
+#: An order is kept alive for this long after its last activity: one that is idle for longer was forgotten.
 KEEP_S = 600.0
 #: A push message stays far below the bus's limit.
 PUSHES_PER_MESSAGE = 256
@@ -294,7 +294,7 @@ class AgentClient:
             await self.ask("release", request, messages.Done)
 
     async def status(self) -> messages.StoreStatus:
-        """How full the node is."""
+        """The node's slots by state, its counters, and the transports that it lacks."""
         return await self.ask("status", messages.StoreStatusRequest(), messages.StoreStatus)
 
     async def close(self) -> None:

@@ -7,9 +7,9 @@ caller's buffer and the node's memory, which is mapped here, or not at all (`get
 
 Three answers that are not a value, three errors (`halfmoon.store.errors`):
 
-- `BlockMissing`: nobody that was asked has the block.
+- `BlockMissing`: no node that was asked has the block.
 - `TransferError` (`TransferTimeout`, `TransferRefused`, `BytesCorrupted`): it was found, but did not arrive.
-- `AgentUnreachable`, `HolderUnreachable`: the holder, or somebody who may be one, does not answer.
+- `AgentUnreachable`, `HolderUnreachable`: the holder, or a node that may be one, does not answer.
 
 A batch gives one answer a key: the error itself, not raised, where one key failed.
 """
@@ -125,7 +125,7 @@ class StoreClient:
         await self._door.attach()
 
     async def close(self) -> None:
-        """Gives back what is held. The arrays of `Held` stay readable, but are nobody's from here on."""
+        """Gives back what is held. The arrays of `Held` stay readable, but other blocks may take their place."""
         for order_id in list(self._held):
             await self.let_go(order_id)
         await self._door.close()
@@ -140,7 +140,7 @@ class StoreClient:
 
     @property
     def block_bytes(self) -> int:
-        """How long every value is."""
+        """Length of every value."""
         return self._door.view.geometry.block_bytes
 
     # --- one block ------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class StoreClient:
         _raise((await self.batch_get_into([key], [into], verify=verify))[0])
 
     async def exists(self, key: bytes) -> bool:
-        """Whether this node or a peer has it, in memory or on its SSD; keeps nothing alive. Raises
+        """True: this node or a peer has it, in memory or on its SSD. Keeps nothing alive. Raises
         HolderUnreachable.
         """
         answer = (await self.batch_exists([key]))[0]
@@ -174,7 +174,7 @@ class StoreClient:
         return answer
 
     async def remove(self, key: bytes) -> bool:
-        """Forgets the block on this node. False: it was not here, or somebody holds it."""
+        """Forgets the block on this node. False: it was not here, or is held."""
         return (await self.batch_remove([key]))[0]
 
     async def pin(self, keys: Sequence[bytes], *, ttl_s: float, hard: bool = False) -> None:

@@ -41,12 +41,12 @@ class StoreConfig:
     ssd_path: str = ""
     #: Size of that file, all of it taken at the start.
     ssd_bytes: int = 0
-    #: Blocks go there when they were hit so often; 0: all.
+    #: Blocks go there once they were hit this many times; 0: all.
     ssd_hits_min: int = 0
-    #: So many of the pool's slots, in percent, are kept free or saved already, so that evicting them loses
+    #: Share of the pool's slots, in percent, that is kept free or saved already, so that evicting it loses
     #: nothing.
     ssd_ahead_percent: int = 50
-    #: At an orderly end, blocks are saved for at most so long.
+    #: Time limit for saving blocks at an orderly end.
     ssd_stop_s: float = 5.0
     #: Threads that read and write the file.
     ssd_threads: int = 4
@@ -57,7 +57,7 @@ class StoreConfig:
     kv_events: str = ""
     kv_events_replay: str = ""
     #: Address that the TCP data plane listens on; with several NICs all of theirs, separated by commas. Never
-    #: all interfaces unless somebody writes so.
+    #: all interfaces unless it says so.
     bind: str = "127.0.0.1"
     #: Port of the TCP data plane; 0: any free one. -1: no TCP at all (a single host).
     port: int = 0
@@ -72,9 +72,9 @@ class StoreConfig:
     #: CURVE on TCP links. "auto": only between hosts; it halves the speed. Links are authenticated in any
     #: case.
     encryption: Encryption = "auto"
-    #: What all agents of the cluster know and nobody else does; authenticates the data plane.
+    #: Known to the agents of the cluster alone; it authenticates the data plane.
     cluster_secret: str
-    #: A lease or reservation lives so long after the last activity of its order.
+    #: Life of a lease or reservation after the last activity of its order.
     lease_ttl_ns: int = 60 * SECOND_NS
     #: A slot is not used again before a writer's deadline plus this: clocks and scheduling of a writer are
     #: not exact.
@@ -95,7 +95,7 @@ class StoreConfig:
     #: TOML file that says what sysfs does not: NUMA nodes of memory and NICs
     #: (`halfmoon.store.transports.topology`).
     topology: str = ""
-    #: An order with a replica to turn to waits so long for a holder's answer before it does.
+    #: An order that could turn to a replica waits this long for a holder's answer first.
     replica_after_s: float = 0.25
     #: Threads that copy and hash.
     threads: int = 2

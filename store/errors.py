@@ -11,10 +11,10 @@
     ├── LayoutMismatch       the two sides do not agree on what a block is
     ├── AgentUnreachable     the node's own store agent does not answer
     └── TransferError        bytes did not arrive
-        ├── HolderUnreachable  nobody there: dead, cut off, or never joined
-        ├── TransferRefused  the other side said no, and why
-        ├── TransferTimeout  the deadline passed, or nothing moved for too long
-        └── BytesCorrupted   they arrived, but are not what was committed
+        ├── HolderUnreachable  no answer: dead, cut off, or never joined
+        ├── TransferRefused    the other side said no, and why
+        ├── TransferTimeout    the deadline passed, or nothing moved for too long
+        └── BytesCorrupted     they arrived, but are not what was committed
 
 A miss, a failed transfer and an unreachable holder are three different answers: on a miss the index is stale,
 on a failed transfer another try may do, on an unreachable holder every block of that node is out of reach.
@@ -97,7 +97,7 @@ class TransferError(StoreError):
 
 
 class HolderUnreachable(TransferError):
-    """Nobody there: dead, cut off, or never joined."""
+    """No answer: it is dead, cut off, or never joined."""
 
     code = "peer_unreachable"
 

@@ -1,4 +1,4 @@
-"""Asks other agents which blocks they have: for programs that no conductor tells where blocks are."""
+"""Finds the holders of blocks by asking the agents, for programs that no conductor tells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.types import KEY_BYTES
 
 PROBE_S = 2.0
-#: Once every block has a holder, the other agents have so long to name themselves as replicas.
+#: Once every block has a holder, the other agents have this long to name themselves as replicas.
 LATE_S = 0.02
 
 
@@ -56,7 +56,7 @@ async def find_holders(
 
 
 def _all_held(asking: Mapping[str, asyncio.Task[messages.Probed | None]], blocks: int) -> bool:
-    """Whether the nodes that have answered hold all blocks between them."""
+    """True: the nodes that have answered hold all blocks between them."""
     answers = [task.result() for task in asking.values() if task.done()]
     found = {i for answer in answers if answer is not None for i in (*answer.dram, *answer.ssd)}
     return len(found) == blocks

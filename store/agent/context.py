@@ -1,4 +1,4 @@
-"""What the parts of a store agent share: the pool, the other agents, the transports, what runs for each order.
+"""The state that the parts of a store agent share: the pool, the other agents, the transports, the orders.
 
 A part (fetching, pushing, serving, copying, loading) takes an `AgentContext` and nothing else of the agent, so that
 no part imports the agent that it belongs to.
@@ -78,7 +78,7 @@ class AgentContext:
         return self.segment.view
 
     def hello(self) -> Hello:
-        """Who this agent is, signed. Once the transports are open."""
+        """This agent's own hello, signed. Ask once the transports are open."""
         if self._hello is None:
             config = self.config
             bare = Hello(
@@ -95,7 +95,7 @@ class AgentContext:
         return self._hello
 
     def joined(self) -> StoreJoined:
-        """What the log is told of this agent, before its inventory."""
+        """The event that begins every announcement of this agent in the log."""
         hello = self.hello()
         return StoreJoined(
             node_id=hello.node_id,
@@ -121,7 +121,7 @@ class AgentContext:
         )
 
     def peer_failed(self, node_id: str, problem: StoreError) -> None:
-        """A peer could not be read or written: counted, suspected, and asked anew next time."""
+        """A peer could not be read or written: counted, suspected, and asked for its hello again next time."""
         self.counters[f"failed_{problem.code}"] += 1
         # A refusal or a miss says that the peer lives.
         if isinstance(problem, HolderUnreachable | TransferTimeout | BytesCorrupted):

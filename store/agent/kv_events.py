@@ -1,4 +1,4 @@
-"""What this node holds, told to routers from elsewhere in vLLM's wire form. Off unless an address is given.
+"""Publishes what this node holds in vLLM's wire form, for routers of other systems. Off unless an address is given.
 
 PUB: multipart `[topic, seq as 8 bytes big-endian, payload]`; the payload is msgpack, an array `[ts, events,
 data_parallel_rank]` of tagged maps. ROUTER (if given an address): `[id, "", seq]` is answered with `[id, "",

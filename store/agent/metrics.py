@@ -1,6 +1,6 @@
 """A store agent's metrics: how full each tier is, what moved over which transport, what failed and why.
 
-Read from the agent's own counts when somebody asks. Only reads and writes that this agent began are counted
+Read from the agent's own counts at each scrape. Only reads and writes that this agent began are counted
 here, so that the sum over all agents counts each transfer once.
 """
 
@@ -43,7 +43,7 @@ FAMILIES = {
 
 
 class StoreMetrics(Collector):
-    """Of one agent. `follow` before it starts, so that no change is missed."""
+    """The collector of one agent. Call `follow` before the agent starts, so that no change is missed."""
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context

@@ -24,7 +24,7 @@ from halfmoon.store.transports.topology import Topology, read_topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSite:
-    """What a transport needs of the node that it is opened on."""
+    """The node that a transport is opened on, as far as a transport needs it."""
 
     config: StoreConfig
     view: PoolView

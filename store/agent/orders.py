@@ -1,4 +1,4 @@
-"""What runs at the agent for each owner of a hold: fetches, loads, and at most one push.
+"""Running work by owner of a hold: fetches, loads, and at most one push.
 
 A release may come at any moment. It ends what runs, waits until none of it touches a slot any more, and only then
 are the slots freed: that order is the reason for this table.

@@ -1,6 +1,6 @@
 """The other agents: who they are, how their memory is reached, and asking them.
 
-Everything is learnt by `hello`, on first need, and learnt anew when a peer answers under another incarnation.
+Everything is learnt by `hello`, on first need, and learnt again when a peer answers under another incarnation.
 What the bus says of a peer becomes an error of the store here.
 """
 
@@ -64,7 +64,7 @@ class Peers:
         self.forgotten: list[Callable[[str], None]] = []
 
     async def get(self, node_id: str, *, incarnation: str = "") -> Peer:
-        """The peer; asked anew when `incarnation` is another than what is known.
+        """The peer. It is asked for its hello again when `incarnation` differs from the known one.
 
         Raises HolderUnreachable, LayoutMismatch, TransferRefused (it is not of this cluster).
         """

@@ -1,4 +1,4 @@
-"""Who uses this node's pool: its workers' processes and the other agents' incarnations.
+"""The users of this node's pool: its workers' processes and the other agents' incarnations.
 
 A new process under a known name means that the earlier one is dead: it will neither read nor write any more, so
 that whatever it held is free at once and need not wait for its lease to end.

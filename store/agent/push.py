@@ -140,7 +140,7 @@ class Push:
         return Pushed(bytes=self._bytes, elapsed_ns=self._elapsed_ns)
 
     def fail(self, problem: StoreError) -> None:
-        """No more will come: everybody is told, the target's reservation is dropped. Idempotent."""
+        """No more will come: the decode worker is told and the target's reservation is dropped. Idempotent."""
         if self.failure is None and not self.finished:
             self.failure = problem
             self._queue.clear()

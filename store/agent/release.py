@@ -1,4 +1,4 @@
-"""How an order's holds end: by its worker, by the conductor, or because nobody renewed them."""
+"""Ends the holds of an order: for its worker, for the conductor, or because they were not renewed in time."""
 
 from __future__ import annotations
 

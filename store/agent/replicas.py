@@ -2,8 +2,8 @@
 their node leaves.
 
 `replicate` pulls: the new holder asks the source, as for any fetch, so that leases, checksums and the paths are the
-same. With `move` the source forgets its copy afterwards, when nobody holds it. A copy that was made ahead of
-need (`spare`) goes before anything else when room is needed, until somebody reads it.
+same. With `move` the source forgets its copy afterwards, if it is not leased. A copy that was made ahead of
+need (`spare`) goes before anything else when room is needed, until it is read.
 
 `drain` hands the blocks that no other node holds to the others, those that would have been evicted last first, until
 there is no more room. The node then leaves; a reader that still counts on it turns to the others.
@@ -64,7 +64,7 @@ class Replicator:
         return Replicated(blocks=copied, full=full)
 
     async def _copy(self, keys: Sequence[bytes], request: Replicate) -> tuple[int, bool]:
-        """How many of `keys`, from the first, are here now; and whether there is no room for more."""
+        """Copies `keys`. Returns how many of them, from the first, are here now, and whether the pool is full."""
         me = self._context.config.node_id
         owner = Owner(f"replica-{me}-{self._context.incarnation}-{next(_numbers)}", me)
         try:
@@ -149,7 +149,7 @@ class Replicator:
         return status.slots_free + (status.slots_committed - status.slots_leased) // 2
 
     async def obey(self, order: ReplicateBlocks) -> None:
-        """A conductor's order; nobody waits for an answer but the log, which hears of every block."""
+        """A conductor's order; it has no answer: the log hears of every block."""
         wanted = Replicate(
             block_keys=order.block_keys,
             source_node_id=order.source_node_id,

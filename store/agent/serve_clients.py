@@ -62,6 +62,6 @@ class ClientService:
         return messages.Done()
 
     def _in_tier(self, key: bytes, tenant: str) -> bool:
-        """Whether it is there, and for this tenant."""
+        """True: a slower tier has the block, for this tenant or for all."""
         entry = self._context.tier.find(key) if self._context.tier is not None else None
         return entry is not None and (not any(entry.tenant) or entry.tenant.hex() == tenant)

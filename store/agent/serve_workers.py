@@ -114,7 +114,7 @@ class WorkerService:
                 if peer is not None and (
                     isinstance(problem, TransferError) or not isinstance(problem, StoreError)
                 ):
-                    # No answer, or nobody to hear it any more: the reservation may be there all the same.
+                    # The reservation may exist although its answer was lost, or came when the caller had gone.
                     self._context.spawn(self._context.peers.tell(peer.node_id, "drop", drop))
                 raise
 

@@ -20,7 +20,7 @@ async def traced(
     answer: Callable[[Any], Awaitable[Message]],
     request: FetchBlocks | ClosePush,
 ) -> Message:
-    """What `answer` gives, or raises. `fetch` is one request; `transfer` began with the push that ends now."""
+    """Answers the request within a span: `fetch` spans one request, `transfer` the push that ends with this one."""
     push = context.orders.push_of(Owner(request.order_id, request.worker_id))
     about: dict[str, Value] = {"halfmoon.order_id": request.order_id}
     name, began_ns = "fetch", time.time_ns()

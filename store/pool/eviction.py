@@ -1,6 +1,6 @@
-"""Which block goes when room is needed. The pool tells a policy what is idle; the policy names a victim.
+"""Policies of eviction. The pool tells a policy which slots are idle; the policy names a victim.
 
-Only idle slots (committed, held by nobody, no writer on them) can be victims, so that no policy can evict a
+Only idle slots (committed, no holder, no writer) can be victims, so that no policy can evict a
 leased block. A policy may remember a slot while it is held: it is the same block until it was a victim.
 
 Chains are evicted from their tail because the pool adds and touches the blocks of a chain last to first:
@@ -114,8 +114,11 @@ class LeastFrequentlyUsed:
     def victim(self) -> int:
         while self._heap:
             worth, stamp, slot = heapq.heappop(self._heap)
+            # An entry that is not the slot's latest was overtaken by a later use. It is skipped here, which costs less
+            # than to find and remove it at that use.
             if self._idle.get(slot) == (worth, stamp):
                 del self._idle[slot], self._worth[slot]
+                # New blocks start level with this victim, so that an old favourite is overtaken in the end.
                 self._age = worth
                 return slot
         raise LookupError("nothing is idle")
@@ -174,6 +177,7 @@ class S3Fifo:
         else:
             self._uses[slot] = 0
             self._keys[slot] = key
+            # It came back soon after it had left the first queue unused: it was evicted too early.
             queue = self._main if key in self._ghosts else self._first
             queue[slot] = None
             self._ghosts.pop(key, None)
@@ -225,6 +229,7 @@ class S3Fifo:
 
     def _from_first(self) -> int | None:
         slot, _ = self._first.popitem(last=False)
+        # A slot that is held now cannot be a victim. Being held is a use, so that it moves on like a used one.
         if self._uses[slot] > 0 or slot not in self._idle:
             self._uses[slot] = 0
             self._main[slot] = None

@@ -2,7 +2,7 @@
 they touch a slot.
 
 Also remembers, for one lease's time, what was released before it was ever opened: an order may be cancelled
-while its reservation is still on the way, and would otherwise hold memory that nobody wants.
+while its reservation is still on the way, and would otherwise hold memory until its lease ends.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class PoolGuard:
         return self._pool.keys()
 
     def mark_spare(self, owner: Owner) -> None:
-        """What this order reserved is a copy ahead of need. Before it commits."""
+        """Marks the order's reserved slots as a copy ahead of need. Call it before the order commits."""
         with self._lock:
             hold = self._pool.hold(owner)
             for i, slot in enumerate(hold.slots):

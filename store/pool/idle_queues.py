@@ -1,5 +1,5 @@
-"""Which idle slots go when room is needed: first copies that were made ahead of need and that nobody read,
-then what nobody pinned, then what is pinned softly; a tenant at its quota gives up blocks of its own only.
+"""The order in which idle slots are evicted: first copies that were made ahead of need and not read since, then
+blocks without a pin, then softly pinned ones. A tenant at its quota gives up blocks of its own only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The book of a node's block slots: what is in each, who holds it, what may go. No I/O; time is handed in as
-`now_ns`.
+"""A node's block slots: the block in each, its holders, and the order of eviction. No I/O; time comes in as `now_ns`.
 
 A slot is in one of four states::
 
@@ -12,7 +11,7 @@ Rules.
 - A put has two phases. Reserved slots belong to their holders alone; a key is found only after `commit`.
 - A *hold* is what one party of one order has: reserved slots, and leases on committed ones. It expires.
   Leased blocks are never evicted. Looking whether a key exists (`probe`) changes nothing.
-- A *writer* is somebody outside of this process who may write into the reserved slots of a hold: the node's
+- A *writer* is another process that may write into the reserved slots of a hold: the node's
   own worker, or a peer that pushes. A writer never writes after its deadline. A slot that loses its last
   holder while a writer is on it is condemned: unusable until the writer closes or its deadline passes, so
   that a late write never hits another order's bytes.
@@ -90,12 +89,14 @@ class Pool:
             raise StoreError(f"order {owner.order_id} names a block twice")
         self.require_tenant(keys, tenant)
         needed = blocks - len(present)
+        # Blocks of this very put are about to be held, so that they cannot make room for it.
         idle = len(self._idle) - sum(1 for slot in here if slot in self._idle)
         if needed > len(self._free) + idle:
             raise StoreFull(
                 f"{needed} blocks wanted, {len(self._free)} free and {idle} evictable of {len(self.slots)}"
             )
         self._make_room_in_quota(tenant, needed, here)
+        # Held before a slot is taken: taking one may evict, and must not evict these.
         for number in here:
             self._hold_slot(number)
             self.slots[number].hits += 1
@@ -141,6 +142,8 @@ class Pool:
             if slot.state is not SlotState.RESERVED or not slot.key:
                 continue
             if slot.key in self._by_key:
+                # Another order committed the same block first. This copy stays with its holder and is found by nobody
+                # else, or one key would have two slots.
                 slot.key = b""
                 continue
             slot.state = SlotState.COMMITTED
@@ -190,6 +193,7 @@ class Pool:
         hold = self.holds.pop(owner, None)
         if hold is None:
             return False
+        # Last block first: policies evict what became idle first, and a chain is of use only from its head.
         for slot in reversed(hold.slots):
             self.slots[slot].holders -= 1
             self._settle(slot)
@@ -248,8 +252,8 @@ class Pool:
                     self._idle.add(number, slot.key, pinned=True)
 
     def pin_hard(self, owner: Owner, keys: Sequence[bytes], *, until_ns: int) -> None:
-        """A lease that lasts until then, whoever is active. Raises BlockMissing; StoreFull when too much of
-        the pool would be pinned."""
+        """Leases the blocks until then; activity does not prolong it. Raises BlockMissing; StoreFull when too much
+        of the pool would be pinned."""
         slots = self._all_here(keys)
         pinned = {slot for hold in self.holds.values() if hold.pin for slot in hold.slots}
         if len(pinned.union(slots)) > len(self.slots) // PINNED_SHARE:
@@ -259,7 +263,7 @@ class Pool:
         self.lease(owner, keys, first_block=0, expires_ns=until_ns).pin = True
 
     def remove(self, key: bytes) -> bool:
-        """Forgets an idle block. False: it is not here, or somebody holds it."""
+        """Forgets an idle block. False: it is not here, or is held."""
         slot = self._by_key.get(key)
         if slot is None or slot not in self._idle:
             return False
@@ -271,7 +275,8 @@ class Pool:
         return [Idle(number, self.slots[number]) for number in self._idle.first(count, lambda _: True)]
 
     def still(self, idle: Idle) -> bool:
-        """Whether the block has been there, unchanged, since `next_victims` named it."""
+        """True: the block has been there, unchanged, since `next_victims` named it."""
+        # Identity is enough: a slot that is taken or freed gets a new `Slot`.
         return self.slots[idle.number] is idle.slot and idle.slot.state is SlotState.COMMITTED
 
     # --- writers --------------------------------------------------------------------------------------------
@@ -280,6 +285,7 @@ class Pool:
         """`name` may write into the reserved slots of the hold until `deadline_ns`. Raises OrderUnknown."""
         hold = self.hold(owner)
         assert (owner, name) not in self.writers, (owner, name)
+        # Committed slots are left out: nobody may write into what others read.
         slots = [slot for slot in hold.slots if self.slots[slot].state is SlotState.RESERVED]
         for slot in slots:
             self.slots[slot].writers += 1
@@ -289,6 +295,7 @@ class Pool:
         """No effect when it is closed."""
         writer = self.writers.get((owner, name))
         if writer is not None:
+            # Never shortened: the writer may count on what it was told before.
             writer.deadline_ns = max(writer.deadline_ns, deadline_ns)
 
     def close_writer(self, owner: Owner, name: str) -> None:
@@ -339,7 +346,7 @@ class Pool:
         return expired
 
     def take_changes(self) -> list[Change]:
-        """What became readable or was evicted since the last call, in order."""
+        """Blocks that became readable or were evicted since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -404,6 +411,7 @@ class Pool:
                     number, slot.key, pinned=number in self._pinned, spare=slot.spare and not slot.hits
                 )
         elif slot.writers:
+            # A write may still arrive: given to another order, the slot would take bytes of this one.
             slot.state, slot.key = SlotState.CONDEMNED, b""
         elif slot.state is not SlotState.FREE:
             self._free_slot(number)
@@ -431,6 +439,7 @@ class Pool:
         slot = self.slots[number]
         slot.pinned_until_ns = 0
         self._pinned.discard(number)
+        # An idle slot moves between the queues of idle slots; one that is held enters its queue when it is released.
         if number in self._idle:
             self._idle.discard(number)
             self._idle.add(number, slot.key, pinned=False)

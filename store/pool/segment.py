@@ -126,7 +126,7 @@ class PoolView:
         return block
 
     def alive(self) -> bool:
-        """Whether the agent that made the segment still lives."""
+        """True: the agent that made the segment still lives."""
         return self._fd >= 0 and _locked(self._fd)
 
     def close(self) -> None:

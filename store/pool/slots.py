@@ -1,4 +1,4 @@
-"""What a pool's book is made of: slots and their states, holds, writers, changes. The rules are in `pool`."""
+"""The records of a pool: slots and their states, holds, writers, changes. The rules are in `pool`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfmoon.schemas.events import Tier
 
 
 class SlotState(Enum):
-    """Of a slot; see the module."""
+    """The four states of a slot; `pool` draws the ways between them."""
 
     FREE = "free"
     RESERVED = "reserved"
@@ -21,7 +21,7 @@ class SlotState(Enum):
 
 
 class Owner(NamedTuple):
-    """Whose a hold is: a party (worker or reading node) of an order."""
+    """The owner of a hold: one party (worker, reading node) of one order."""
 
     order_id: str
     party: str
@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """A committed block that nobody holds. It is still there as long as `slot` is the pool's slot `number`."""
+    """A committed block without a holder. It is still there as long as `slot` is the pool's slot `number`."""
 
     number: int
     slot: Slot
@@ -44,7 +44,7 @@ class Idle(NamedTuple):
 
 @dataclass(slots=True)
 class Slot:
-    """One block of memory, and who needs it."""
+    """One block of memory, and the needs for it."""
 
     state: SlotState = SlotState.FREE
     #: b"" for a slot without a key: a partial tail, or a block that another order committed first.
@@ -53,8 +53,8 @@ class Slot:
     checksum: int = 0
     holders: int = 0
     writers: int = 0
-    #: Mark of the tenant in whose quota it counts, who alone may name it through `halfmoon.store.client`; "":
-    #: everybody's.
+    #: Mark of the tenant in whose quota it counts, the only one who may name it through `halfmoon.store.client`; "":
+    #: every tenant.
     tenant: str = ""
     #: How often it was leased, or found by a put, since it is here (or on this node's SSD).
     hits: int = 0
@@ -81,7 +81,7 @@ class Hold:
 
 @dataclass(slots=True)
 class Writer:
-    """Somebody who may write into reserved slots until a deadline."""
+    """A process that may write into reserved slots until a deadline."""
 
     deadline_ns: int
     slots: list[int]
@@ -102,5 +102,5 @@ class Counts:
 
 
 def tenant_mark(tenant: str) -> str:
-    """What a tenant is called in a pool and on its disk: 32 hexadecimal digits; "" of ""."""
+    """The mark of a tenant in a pool and on its disk: 32 hexadecimal digits; "" for ""."""
     return xxhash.xxh3_128_hexdigest(tenant.encode()) if tenant else ""

@@ -57,7 +57,7 @@ class Tier(Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether it is in use now."""
+        """True: it is in use now."""
 
     @property
     def records(self) -> int:
@@ -65,7 +65,7 @@ class Tier(Protocol):
 
     @property
     def mode(self) -> str:
-        """How it is read and written, in words for people."""
+        """Its way of reading and writing, in words for people."""
 
     def __len__(self) -> int:
         """Blocks that it holds."""

@@ -1,5 +1,5 @@
-"""The SSD tier: blocks that DRAM cannot keep go to one file (`ssd_file`), and come back when somebody was
-told to load them, that is when the conductor found it cheaper than computing.
+"""The SSD tier: blocks that DRAM cannot keep go to one file (`ssd_file`). They come back when the conductor found
+loading cheaper than computing.
 
 Rules.
 
@@ -8,7 +8,7 @@ Rules.
   could not keep up with is lost with its eviction, and counted (`ssd_unsaved`).
 - A read compares the block's checksum. What is not what was put is forgotten and announced as evicted: a
   miss.
-- A disk that fails becomes an event (`TierLost`): nothing is there any more, and the file is opened anew
+- A disk that fails becomes an event (`TierLost`): nothing is there any more, and the file is opened again
   after a pause that grows. The node goes on without it.
 
 Used from the event loop; its own threads read and write.
@@ -78,7 +78,7 @@ class SsdTier:
         self._free: list[int] = []
         self._order: Eviction = make_eviction(options.eviction)
         self._readers: Counter[int] = Counter()
-        #: Files that were given up, until nobody reads or writes them any more.
+        #: Files that were given up, until no thread reads or writes them any more.
         self._retired: list[SsdFile] = []
         self._reading = self._writing = 0
         #: Records that a batch is being written to.
@@ -125,7 +125,7 @@ class SsdTier:
 
     @property
     def mode(self) -> str:
-        """How it is read and written."""
+        """Direct I/O or the page cache, in words for people."""
         direct = self._file is not None and self._file.direct
         return "direct I/O" if direct else "through the page cache: no direct I/O on this file system"
 
@@ -394,7 +394,7 @@ class SsdTier:
         return kept
 
     def _make_room(self, count: int) -> list[int]:
-        """Up to `count` records that nobody reads; what they held is forgotten."""
+        """Up to `count` records without a reader; what they held is forgotten."""
         with contextlib.suppress(LookupError):
             for _ in range(count - len(self._free)):
                 self.forget([self._entries[self._order.victim()].key])

@@ -14,7 +14,7 @@ Rules, by which a crash at any point loses blocks and never gives a wrong byte:
 - A record is overwritten only after its entry was cleared on the disk, and its new entry is written only
   after the record. A power cut may reorder that (nothing waits for the disk's own cache): then the block's
   checksum, which is compared at every read, tells.
-- A file of another layout, or one whose head is damaged, is begun anew.
+- A file of another layout, or one whose head is damaged, is made empty.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What is known of another agent, from its `hello`. A restarted agent is another peer (`incarnation`)."""
+    """Another agent, as its `hello` describes it. A restarted agent is another peer (`incarnation`)."""
 
     node_id: str
     incarnation: str
@@ -135,8 +135,8 @@ class Transport(BlockMover, Protocol):
 
 
 class SlotAccess(Protocol):
-    """What a receiver asks its agent about a request that came over a network. Called from a transport's
-    thread.
+    """The rights of a request that came over a network: a receiver asks before it touches a slot, from a thread of
+    its own.
     """
 
     def begin_write(self, order_id: str, party: str, slots: Sequence[int]) -> str:

@@ -41,7 +41,7 @@ REST_NS_MAX = 10_000_000_000
 
 
 class TransferStats:
-    """What went over a transport in one direction since the start. `descriptors`: contiguous runs, one a
+    """Counts of one transport in one direction since the start. `descriptors`: contiguous runs, one a
     block.
     """
 
@@ -80,6 +80,7 @@ class Path:
         self.failures = 0
         if size >= MEASURED_BYTES_MIN:
             measured = size * at_once * 1e9 / max(1, elapsed_ns)
+            # A moving average, so that one slow slice on a busy machine does not move all traffic elsewhere.
             self.bytes_s += (measured - self.bytes_s) * EWMA_WEIGHT
 
     def failed(self, now_ns: int) -> None:
@@ -103,6 +104,7 @@ class TransferEngine:
         """Best transport first. Raises HolderUnreachable when there is none."""
         known = self._paths.get((peer.node_id, peer.incarnation))
         if known is None:
+            # A restarted agent is another process with other ports: what its predecessor's paths did says nothing.
             for old in [key for key in self._paths if key[0] == peer.node_id]:
                 del self._paths[old]
             known = self._paths[peer.node_id, peer.incarnation] = self._find(peer)
@@ -138,6 +140,7 @@ class TransferEngine:
 
     async def _move(self, peer: Peer, items: Sequence[Slice], call: Call, *, reading: bool) -> None:
         paths = self.paths(peer)
+        # At least one slice for each path of the best transport, or a second NIC would never be used.
         stripes = max(self._stripes, sum(path.kind == paths[0].kind for path in paths))
         pieces = cut(items, peer.geometry.layer_block_bytes, stripes)
         if len(pieces) == 1:
@@ -186,6 +189,7 @@ class TransferEngine:
         started_ns = time.monotonic_ns()
         path.in_flight_bytes += size
         path.moves += 1
+        # Moves on the same path share its bandwidth; each one measures its share.
         at_once = path.moves
         move = path.transport.read if reading else path.transport.write
         moved = self.stats[path.kind, "read" if reading else "write"]
@@ -198,7 +202,7 @@ class TransferEngine:
             moved.times.observe(elapsed_ns)
         except TransferError as problem:
             moved.failures[problem.code] += 1
-            # A deadline that was too short is not the path's fault.
+            # A deadline that was too short is not the path's fault, nor is a refusal: the peer lives and said why.
             if (
                 isinstance(problem, HolderUnreachable | TransferTimeout | BytesCorrupted)
                 and call.remaining_s() > 0
@@ -216,6 +220,7 @@ def choose(paths: Sequence[Path], size: int, tried: Sequence[Path]) -> Path | No
     usable = [path for path in paths if path not in tried and path.usable(now_ns)]
     if not usable:
         return None
+    # Scores compare paths of one transport only: a better transport is taken even when it is busy.
     return min((path for path in usable if path.kind == usable[0].kind), key=lambda path: path.score(size))
 
 

@@ -1,4 +1,4 @@
-"""How far this node's NICs are from its memory: NUMA distances, read from sysfs, overridable by a file.
+"""NUMA distances of this node's NICs from its memory, read from sysfs, overridable by a file.
 
 A distance is as the kernel gives it: 10 on the same NUMA node, more between nodes. The agent announces the
 distance of each of its endpoints (`Endpoint.distance`), so that the calling side can choose among them.
@@ -40,14 +40,14 @@ class Topology:
     distances: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def distance(self, nic: str) -> int:
-        """Of a NIC ("": unknown) from the pool's memory; NEAR when nothing is known of either."""
+        """The distance of a NIC ("": unknown) from the pool's memory; NEAR when nothing is known of either."""
         node = self.nics.get(nic, -1)
         if node < 0 or node == self.memory_node:
             return NEAR
         return self.distances.get((self.memory_node, node), 2 * NEAR)
 
     def distance_of_address(self, host: str) -> int:
-        """Of the NIC that bears this address."""
+        """The distance of the NIC that bears this address."""
         return self.distance(nic_of(host))
 
 

@@ -55,7 +55,7 @@ class PairBroken(HolderUnreachable):
 
 @dataclass(frozen=True, slots=True)
 class RdmaContext:
-    """What all pairs of a transport share: memory, and where to hash."""
+    """The memory that all connections of a transport share, and the threads that hash."""
 
     view: PoolView
     pool: Memory
@@ -123,7 +123,7 @@ class RdmaConnection:
         for future in self._under_way.values():
             if not future.done():
                 future.set_exception(self.problem)
-                future.exception()  # nobody may be waiting any more
+                future.exception()  # retrieved here, because a cancelled move does not wait for it
 
     def _end(self, cell: int) -> None:
         future = self._under_way.get(cell)
@@ -266,5 +266,5 @@ class RdmaConnection:
         del self._under_way[cell]
 
     def busy(self) -> bool:
-        """Whether the device may still touch memory on this pair's behalf."""
+        """True: the device may still touch memory on this pair's behalf."""
         return bool(self._under_way)

@@ -1,7 +1,7 @@
 """Memory of a GPU as RDMA memory, so that KV could move from GPU to GPU without a stop in the pool.
 
-UNTESTED: nobody has run this with a GPU and an RDMA device in one machine, and nothing in halfmoon calls it
-yet.
+UNTESTED on hardware, and called by tests only: it was never run with a GPU and an RDMA device in one machine, and
+`RdmaTransport` registers the host's memory alone. It stays for the GPU tier, which needs both ways.
 
 Two ways, the first that there is:
 

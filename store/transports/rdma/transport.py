@@ -67,7 +67,7 @@ Exchange = Callable[[str, QueuePair], Awaitable[QueuePair]]
 
 
 class _Links:
-    """Of one peer: idle pairs, the room for more, and one exchange at a time, so that offers arrive in order."""
+    """The pairs to one peer, and room for more. One exchange at a time, so that offers arrive in order."""
 
     def __init__(self) -> None:
         self.idle: list[RdmaConnection] = []
@@ -111,7 +111,7 @@ class RdmaTransport:
         self._homes = [i * MAILBOX_BYTES for i in reversed(range(self._verbs.pairs_max))]
         self._numbers = itertools.count(1)
         self._pairs: dict[int, RdmaConnection] = {}
-        #: Those that others made, the longest unused first.
+        #: Pairs that peers asked for, the longest unused first.
         self._served: OrderedDict[int, RdmaConnection] = OrderedDict()
         self._links: dict[str, _Links] = {}
         self._running: set[Cancellation] = set()
@@ -159,7 +159,9 @@ class RdmaTransport:
             pair.fail(TransferError("the transport is closed"))
         for cancellation in self._running:
             cancellation.cancel()
-        with contextlib.suppress(TimeoutError):  # whoever waits for an answer over the bus fails by itself
+        with contextlib.suppress(
+            TimeoutError
+        ):  # a move that waits for an answer over the bus fails by itself
             async with asyncio.timeout(CLOSE_S):
                 while self._running:
                     await asyncio.sleep(0.01)
@@ -394,7 +396,10 @@ class RdmaTransport:
             if not inside or run.first_layer + run.layers > at.layers:
                 return wire.WriteVerdict("outside", f"slot {run.slot}, layers {run.first_layer}+{run.layers}")
         if len(arrived.sums) != sum(run.layers for run in arrived.runs):
-            return wire.WriteVerdict("malformed_write", "as many checksums as layers, please")
+            return wire.WriteVerdict(
+                "malformed_write",
+                f"{len(arrived.sums)} checksums for {sum(run.layers for run in arrived.runs)} layers",
+            )
         if reason := self._access.begin_write(
             arrived.order_id, arrived.party, [run.slot for run in arrived.runs]
         ):

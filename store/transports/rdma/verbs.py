@@ -1,4 +1,4 @@
-"""pyverbs behind a small door: one opened port, its completions as events of a file descriptor, registered
+"""The part of pyverbs that is used: one opened port, its completions as events of a file descriptor, registered
 memory, and reliable connected (RC) queue pairs.
 
 pyverbs comes with the distribution's rdma-core or from a package index (`pip install halfmoon[rdma]`), and is
@@ -125,7 +125,7 @@ class Verbs:
         return Memory(address, size, region.lkey, region.rkey)
 
     def completions(self) -> list[Completion]:
-        """What has completed. Asks for the next event first, so that none is missed."""
+        """Takes what has completed. Asks for the next event first, so that none is missed."""
         with contextlib.suppress(self._pv.Error):  # nothing there: told of it already
             self._channel.get_cq_event(self.queue)
             self.queue.ack_events(1)

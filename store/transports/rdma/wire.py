@@ -1,8 +1,7 @@
-"""What the two ends of an RDMA connection say to each other, over the bus to connect and in mailboxes
-afterwards.
+"""Messages between the two ends of an RDMA connection: over the bus to connect, in mailboxes afterwards.
 
 A `QueuePair` gives its reader the right to read and write a pool, so that it is proved, addressed and
-numbered: who does not know the cluster's secret cannot make one, and one that was heard cannot be used again.
+numbered: without the cluster's secret none can be made, and one that was heard cannot be used again.
 A message in a mailbox is only heard by the other end of a connected pair, which the device sees to.
 """
 
@@ -43,7 +42,7 @@ def _proof(pair: QueuePair, secret: str) -> str:
 
 
 class OfferVerifier:
-    """Judges what others offer, and numbers what is offered to them."""
+    """Verifies the offers of peers, and numbers the offers to them."""
 
     def __init__(self, node_id: str, incarnation: str, secret: str) -> None:
         self._node_id = node_id

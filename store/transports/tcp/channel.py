@@ -1,5 +1,4 @@
-"""A connection as both ends of a TCP link see it: messages, each of a few frames. Blocking, one thread at a
-time.
+"""A connection as both ends of a TCP link see it: messages of a few frames. Blocking; one thread at a time.
 
 `PlainChannel` is a socket: in front of a message go the number of its frames and their sizes (u32, little-endian).
 A frame is received straight into the slot that it is for. (Links without encryption went over pyzmq before:
@@ -65,7 +64,7 @@ class StallTimer:
 
 
 class Waiter(Protocol):
-    """What a channel asks while it waits (`StallTimer` here, the server has its own)."""
+    """Asked by a channel while it waits (`StallTimer` here, the server has its own)."""
 
     def moved(self) -> None: ...
 
@@ -95,7 +94,7 @@ class TcpChannel(Frames, Protocol):
         """Waits for a message; its frames come next."""
 
     def broken(self) -> bool:
-        """Whether an idle connection has ended meanwhile."""
+        """True: an idle connection has ended meanwhile."""
 
     def close(self) -> None: ...
 
@@ -133,7 +132,7 @@ class PlainChannel:
         self.socket.close()
 
     def broken(self) -> bool:
-        """Nobody speaks on an idle link: whatever is there to be read is its end."""
+        """True when there is anything to read: the peer never speaks first, so that it is the connection's end."""
         try:
             self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -146,6 +145,7 @@ class PlainChannel:
 
     def send(self, frames: Sequence[bytes | memoryview], waiter: Waiter) -> None:
         sizes = [len(frame) for frame in frames]
+        # Sizes first and all together, so that the receiver knows where each frame goes before its first byte.
         prefix = struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes)
         pending = [memoryview(frame) for frame in (prefix, *frames)]
         first = 0
@@ -173,7 +173,7 @@ class PlainChannel:
             self._more_scratch(waiter)
 
     def during(self, waiter: Waiter) -> None:
-        """What is asked while the frames of this message come."""
+        """`waiter` is asked while the frames of this message come."""
         self._waiter = waiter
 
     def whole(self) -> bool:
@@ -181,6 +181,7 @@ class PlainChannel:
         here.
         """
         while not self._prefix() or sum(self._sizes) > self._end - self._start:
+            # It may never fit into the scratch, and the event loop would ask for ever.
             if sum(self._sizes) > SCRATCH_BYTES // 2:
                 raise ConnectionBroken("an answer that is too long", "malformed")
             self._compact()
@@ -199,6 +200,7 @@ class PlainChannel:
         if not self._sizes:
             raise FrameMissing("a frame is missing")
         size = self._sizes.popleft()
+        # The sender chooses the size, and may be a stranger.
         if size > SMALL_BYTES_MAX:
             raise ConnectionBroken(f"a header of {size} bytes", "malformed")
         frame = bytearray(size)
@@ -210,6 +212,7 @@ class PlainChannel:
             return -1
         size = self._sizes.popleft()
         self._fill(buffer[:size])
+        # What is too long is read all the same, so that the next message begins where it should.
         if size > len(buffer):
             self._skip(size - len(buffer))
         return size
@@ -233,6 +236,7 @@ class PlainChannel:
         if ready < 4:
             return False
         (count,) = struct.unpack_from("<I", self._scratch, self._start)
+        # Checked before anything is allocated by it.
         if not 1 <= count <= FRAMES_MAX:
             raise ConnectionBroken(f"a message of {count} frames", "malformed")
         if ready < 4 + 4 * count:
@@ -253,6 +257,7 @@ class PlainChannel:
             self._start += done
         while done < len(buffer):
             try:
+                # MSG_WAITALL: one system call for a frame and not one for each segment that arrives.
                 got = self.socket.recv_into(buffer[done:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
                 self._waiter.check()
@@ -305,6 +310,7 @@ class CurveChannel:
         self._peer = peer
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
+        # No reconnection: a link that broke is not used again, and its session would not continue.
         self._socket.reconnect_ivl = -1
         self._socket.immediate = 1
         self._socket.sndhwm = 0
@@ -358,7 +364,7 @@ class CurveChannel:
         return self._socket.recv_into(buffer) if self.more() else -1
 
     def _wait(self, waiter: Waiter) -> bool:
-        """Whether a message is there, within POLL_MS."""
+        """True: a message came within POLL_MS."""
         ready = dict(self._poller.poll(POLL_MS))
         if self._socket in ready:
             return True

@@ -38,7 +38,7 @@ class TcpLink:
         self._channel.close()
 
     def broken(self) -> bool:
-        """Whether an idle link's connection has ended meanwhile."""
+        """True: the connection of an idle link has ended meanwhile."""
         return self._channel.broken()
 
     def authenticate(self, node_id: str, secret: str, timer: StallTimer) -> None:

@@ -1,8 +1,8 @@
 """The receiving ends of TCP: a thread for each plain connection, and one for all encrypted ones (a pyzmq
 ROUTER).
 
-On an encrypted link the caller's CURVE key must be on the allow list (ZAP) before a byte of his is looked at.
-Over a plain link a caller has `ADMISSION_S` to prove that he knows the secret, and there are at most
+On an encrypted link the caller's CURVE key must be on the allow list (ZAP) before a byte of it is looked at.
+Over a plain link a caller has `ADMISSION_S` to prove that it knows the secret, and there are at most
 `SESSIONS_MAX` of them.
 """
 

@@ -1,7 +1,7 @@
-"""What the receiving end of TCP does with a message, whatever link it came over.
+"""The receiving end of TCP: does what a message asks, whatever link it came over.
 
-Nobody is served who has not proved that he knows the cluster's secret. Every write is checked against the
-book before a byte of it reaches a slot: right order, reserved slots, exact sizes. What is refused is answered
+A caller is served only when it has proved that it knows the cluster's secret. Every write is checked against the
+pool before a byte of it reaches a slot: right order, reserved slots, exact sizes. What is refused is answered
 with a reason and counted (`refused_…`).
 """
 
@@ -111,7 +111,10 @@ class TcpService:
     def _write(self, header: wire.Write, frames: Frames) -> None:
         self._check_runs(header.runs)
         if len(header.sums) != sum(run.layers for run in header.runs):
-            raise RequestRefused("malformed_write", "as many checksums as layers, please")
+            raise RequestRefused(
+                "malformed_write",
+                f"{len(header.sums)} checksums for {sum(run.layers for run in header.runs)} layers",
+            )
         slots = [run.slot for run in header.runs]
         if reason := self._access.begin_write(header.order_id, header.party, slots):
             raise RequestRefused("no_reservation", reason)

@@ -1,5 +1,4 @@
-"""What goes over a TCP link: messages of frames `[mac, header, payload…]`, and how both ends prove who they
-are.
+"""The messages of a TCP link, `[mac, header, payload…]`, and the proofs by which both ends know each other.
 
 ::
 
@@ -44,7 +43,7 @@ RUNS_PER_MESSAGE = 512
 
 
 class FrameHeader(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What every message begins with."""
+    """The begin of every message."""
 
     #: Counts the messages of one direction of a connection, from 1.
     number: int = 0
