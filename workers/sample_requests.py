@@ -41,7 +41,7 @@ def banned_ids(engine: Any, sampling: Sampling, index: int) -> Sequence[int]:
 def request_of(
     engine: Any, params: SamplingParams, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
 ) -> SampleRequest:
-    """What the engine needs to draw token number `len(output)`."""
+    """The engine's question for token number `len(output)`."""
     index = len(output)
     return SampleRequest(
         params=params,

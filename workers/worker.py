@@ -1,4 +1,4 @@
-"""What prefill and decode workers share: joining, heartbeats, orders, tokens from the frontend, leaving.
+"""The shell that prefill and decode workers share: joining, heartbeats, orders, tokens from the frontend, leaving.
 
 A worker is one asyncio loop, which obeys and reports, and one compute thread, which owns the engine. Orders
 come from the DECISIONS stream; each is answered by exactly one event, or cancelled.
@@ -64,7 +64,9 @@ class Worker(ABC):
         self.config = config
         self.incarnation = uuid.uuid4().hex[:16]
         self.inbox = TokenInbox(bus, config.worker_id)
-        self.metrics = WorkerMetrics(self)
+        self.metrics = WorkerMetrics(
+            self, node_id=config.node_id, model=config.layout.model, kv_blocks=config.kv_blocks
+        )
         self.draining = False
         #: OpenTelemetry, where it is switched on.
         self.tracing: Tracing | None = None

@@ -1,14 +1,14 @@
-"""Metrics of a prefill or decode worker: what its answers to orders say, its steps, its own cache.
+"""Metrics of a prefill or decode worker: its answers to orders, its steps, its own cache.
 
-A request's way is measured in parts by whoever sees them: queue, fetch, compute and push by the prefill
-worker; waiting for KV, waiting for room in the batch, and the first step by the decode worker.
+Each worker measures the parts of a request that it sees. The prefill worker: queue, fetch, compute and push. The
+decode worker: waiting for KV, waiting for room in the batch, and the first step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, assert_never
+from typing import Any, Literal, Protocol, assert_never
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -21,21 +21,32 @@ from halfmoon.schemas.events import (
     PrefillFailed,
     PrefillFinished,
     RequestFinished,
+    Role,
 )
-
-if TYPE_CHECKING:
-    from halfmoon.workers.worker import Worker
 
 #: Where cached tokens of a prompt come from. A worker's own paged cache keeps nothing for the next request:
 #: of "device" there are none.
 SOURCES = ("device", "host", "p2p", "disk")
 
 
-class WorkerMetrics(Collector):
-    """Of one worker. It is told of every event that the worker reports (`saw`)."""
+class MeasuredWorker(Protocol):
+    """The part of a worker that is read when metrics are shown."""
 
-    def __init__(self, worker: Worker) -> None:
+    role: Role
+
+    def orders_open(self) -> int:
+        """Orders not yet answered."""
+
+    def kv_blocks_used(self) -> int:
+        """Blocks of its own paged cache in use."""
+
+
+class WorkerMetrics(Collector):
+    """Counts of one worker. Every event that the worker reports goes to `saw`."""
+
+    def __init__(self, worker: MeasuredWorker, *, node_id: str, model: str, kv_blocks: int) -> None:
         self._worker = worker
+        self._node_id, self._model, self._kv_blocks = node_id, model, kv_blocks
         self._ends: Counter[str] = Counter({"finished": 0, "failed": 0, "refused": 0})
         self._cached: Counter[str] = Counter(dict.fromkeys(SOURCES, 0))
         self._preemptions = 0
@@ -58,7 +69,7 @@ class WorkerMetrics(Collector):
                 self._push.observe(event.push_ns)
                 self._cached["host"] += event.cached_local_tokens
                 if event.cached_fetched_tokens:
-                    own = event.fetch_node_id == self._worker.config.node_id
+                    own = event.fetch_node_id == self._node_id
                     self._cached["disk" if own else "p2p"] += event.cached_fetched_tokens
                     self._fetch.observe(event.fetch_ns)
             case DecodeStarted():
@@ -93,12 +104,11 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         worker = self._worker
-        model = (worker.config.layout.model,)
+        model = (self._model,)
         ends: Values = {(end,): count for end, count in self._ends.items()}
         yield counter("halfmoon_orders", "Orders answered, by how they ended.", ("result",), ends)
         yield gauge("halfmoon_orders_open", "Orders taken and not answered.", (), {(): worker.orders_open()})
-        blocks = worker.config.kv_blocks
-        used = worker.kv_blocks_used()
+        blocks, used = self._kv_blocks, worker.kv_blocks_used()
         yield gauge(
             "halfmoon_kv_cache_blocks", "Blocks of the worker's own paged cache in use.", (), {(): used}
         )

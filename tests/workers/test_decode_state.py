@@ -55,7 +55,7 @@ def tokens(*ids: int) -> list[SampledToken]:
 
 
 def delivered(index: int, *ids: int, number: int = 1, finish: Any = "", timing: bool = False) -> Delivery:
-    """What a frontend gets of one order."""
+    """Tokens of one order, as its frontend gets them."""
     return Delivery(
         request_id=f"r{number}",
         order_id=f"{number}-1",

@@ -110,7 +110,7 @@ def _check_sequence(orders: Orders, sequence: DecodeSequence) -> None:
 
 
 def _check_ended(orders: Orders) -> None:
-    """What has ended is not open, has given back its lease, and is known for as long as it was promised."""
+    """An order that has ended is not open and has given back its lease."""
     for order_id, sequence in orders.finished.items():
         assert order_id not in orders.open, ("finished and open", order_id)
         assert sequence.stage is Stage.ENDED, ("finished and alive", order_id, sequence.stage)

@@ -70,7 +70,7 @@ class DecodeState:
         self.batch = Batch(self.orders, batch_max)
 
     def on(self, event: Event) -> list[Action]:
-        """What follows from `event`: to be done in this order, before the next event."""
+        """The actions that follow from `event`: to be done in this order, before the next event."""
         orders, batch = self.orders, self.batch
         orders.now_ns, orders.wall_ns = event.at_ns, event.wall_ns
         orders.out = []

@@ -50,14 +50,14 @@ from halfmoon.workers.worker import Worker, WorkerConfig
 
 
 class Now(TypedDict):
-    """The time of an event."""
+    """The times that every event carries."""
 
     at_ns: int
     wall_ns: int
 
 
 def now() -> Now:
-    """Of both clocks."""
+    """The time by both clocks."""
     return {"at_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
 
 
