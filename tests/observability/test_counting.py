@@ -32,7 +32,7 @@ from halfmoon.store.errors import HolderUnreachable
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Call, Peer, Slice, TransportKind
 from halfmoon.store.transports.engine import TransferEngine
-from halfmoon.workers.frontend.slo import Slo
+from halfmoon.workers.frontend.slo import ClusterSlo
 from tests.observability.parts import SMALL, shown
 
 MS = 1_000_000
@@ -66,7 +66,7 @@ def test_a_histogram_puts_each_value_into_its_bucket() -> None:
 
 
 def test_a_request_holds_its_own_slo_or_else_the_clusters() -> None:
-    slo = Slo()
+    slo = ClusterSlo()
     assert slo.judge(5, [1], ttft_slo_ns=0, tbt_slo_ns=0) == "", "nobody knows yet"
     slo.ttft_ns, slo.tbt_ns = 100, 10
     assert slo.judge(100, [10, 10], ttft_slo_ns=0, tbt_slo_ns=0) == "met"
