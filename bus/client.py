@@ -96,7 +96,7 @@ class DirectClient(Client):
             log.exception("a message on %s was not taken", subject.decode(errors="replace"))
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        """While a connection is being lost the library may raise its error to whoever publishes just then.
+        """While a connection is being lost the library may raise its error in a call that publishes just then.
         The reading of the socket deals with it; what must not be lost is sent again after the reconnect.
         """
         with contextlib.suppress(OSError):

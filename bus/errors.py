@@ -1,4 +1,4 @@
-"""What can go wrong on the bus.
+"""Errors of the bus, as one tree.
 
 BusError
 ├── BusUnreachable      no NATS server at the address, or it refuses us

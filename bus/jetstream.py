@@ -25,7 +25,7 @@ NO_STREAM = 10059
 
 
 class StreamInfo(NamedTuple):
-    """What a stream holds; `created` names this stream among those of its name."""
+    """The place of a stream; `created` names this stream among those of its name."""
 
     created: str
     first_seq: int

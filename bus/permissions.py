@@ -1,4 +1,4 @@
-"""What each role may publish and hear on NATS: the text of `authorization` in a server's configuration.
+"""Permissions of each role on NATS, to publish and to hear: the text of `authorization` in a server's configuration.
 
 Every process has a name and an nkey of its own. It speaks under its own name only (events), hears only what
 is for it (orders, KV progress, tokens, answers), and calls only whom its role has to do with: a worker its

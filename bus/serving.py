@@ -42,7 +42,7 @@ class ReplyCache:
         return True
 
     def answer(self, reply: str) -> bytes | None:
-        """What a question was answered with; None while it is being answered."""
+        """The reply that a question got; None while it is being answered."""
         return self._answers.get(reply)
 
     def end(self, reply: str, answer: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The four streams, made or brought up to date by whoever connects first."""
+"""The four streams, made or brought up to date by the process that connects first."""
 
 from __future__ import annotations
 

@@ -120,10 +120,11 @@ class StreamTail:
             self._mark = message.seq
 
     async def _keep_mark(self) -> None:
-        """What the stream held when it was last asked, long ago, has been sent to us since. (Of what it holds
-        now that is certain only with one server: with three, an answer and a message come by different ways.)
+        """Moves the mark to where the stream ended at the question before the last.
 
-        An answer that comes after a loss, to a question from before it, says nothing.
+        Everything up to there has been sent to us since. Of where it ends now that is certain only with one server:
+        with three, an answer and a message come by different ways. An answer that comes after a loss, to a question
+        from before it, says nothing.
         """
         earlier = self._mark
         while True:

@@ -35,7 +35,7 @@ def tell(text: str) -> None:
 def outcomes_of(
     args: argparse.Namespace, arrivals: list[Arrival], speed: float, **options: Any
 ) -> dict[str, Outcome]:
-    """What became of each request in one whole simulation; KeyboardInterrupt when it was cut short."""
+    """The outcome of each request of one whole simulation. Raises KeyboardInterrupt when it was cut short."""
     outcomes: dict[str, Outcome] = {}
     with interruptible():
         report = simulated(args, arrivals, speed=speed, outcomes=outcomes, **options)

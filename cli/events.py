@@ -68,7 +68,7 @@ async def run(args: argparse.Namespace) -> int:
 
 @contextlib.asynccontextmanager
 async def _bus(args: argparse.Namespace) -> AsyncIterator[Bus]:
-    """Of the cluster that runs, or of a server started for the one that does not."""
+    """The running cluster's bus, or that of a server started over the streams of a stopped one."""
     with contextlib.ExitStack() as stack:
         config = bus_config(args)
         if args.store:

@@ -90,7 +90,7 @@ def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) ->
 
 
 def measure_profile(engine: Any, layout: Layout) -> CostProfile:
-    """What this machine takes; from the cache of earlier measurements where there is one."""
+    """The cost of work on this machine; from the cache of earlier measurements where there is one."""
     if layout.layers == 0:
         return CostProfile()
     from halfmoon.workers.profiler import measured_profile

@@ -174,9 +174,7 @@ def _named_file(argv: Sequence[str]) -> str:
 
 
 def _from_toml(file: str, command: str, commands: Mapping[str, argparse.ArgumentParser]) -> dict[str, Any]:
-    """What the file says to `command`. A key at its top may be for another command, but must be some
-    command's.
-    """
+    """The file's values for `command`. A key at its top may be for another command, but must be some command's."""
     import tomllib
 
     try:

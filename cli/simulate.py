@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """What all commands that simulate need to know."""
+    """Options of every command that simulates."""
     add_config(parser)
     group = parser.add_argument_group("workload")
     group.add_argument("--trace", metavar="FILE", default=DEFAULT_TRACE, help="JSON Lines, also .gz and .zst")

@@ -11,7 +11,7 @@ Source: Mooncake (FAST'25), section 4 (prefix-hashed block keys).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import xxhash
@@ -57,11 +57,6 @@ def split_keys(keys: bytes) -> list[bytes]:
 
 def join_keys(keys: Sequence[bytes]) -> bytes:
     return b"".join(keys)
-
-
-def iter_hex(keys: bytes) -> Iterator[str]:
-    """Keys as people read them."""
-    return (key.hex() for key in split_keys(keys))
 
 
 def pack_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:

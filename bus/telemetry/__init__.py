@@ -1,3 +1,1 @@
-"""What a process tells about itself to operators: metrics for Prometheus, spans for OpenTelemetry, its
-version.
-"""
+"""Telemetry of a process: metrics for Prometheus, spans for OpenTelemetry, its version."""

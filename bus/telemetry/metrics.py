@@ -117,7 +117,7 @@ def histogram(name: str, text: str, labels: Sequence[str], values: Mapping[Any, 
 
 
 class ProcessMetrics(Collector):
-    """What every process shows."""
+    """The metrics of every process."""
 
     def __init__(self, bus: Bus, *, role: str, process_id: str, node_id: str = "") -> None:
         self._bus = bus

@@ -34,7 +34,7 @@ CONNECT_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """What became of one request. Times in ns of the monotonic clock, 0: it did not come to that."""
+    """The course of one request. Times in ns of the monotonic clock, 0: it did not come to that."""
 
     planned: Planned
     #: When it should have been sent, and when it was.
@@ -72,7 +72,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the cluster serves; `context` in tokens, prompt and answer together."""
+    """The model that the cluster serves; `context` in tokens, prompt and answer together."""
 
     name: str
     context: int

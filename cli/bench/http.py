@@ -77,7 +77,7 @@ class HttpTarget:
 
 
 def _error_in(body: bytes) -> dict[str, Any]:
-    """Of a refusal; an answer that is not ours has none."""
+    """The `error` object of a refusal; {} where the answer is not ours."""
     try:
         error = orjson.loads(body)["error"]
     except (orjson.JSONDecodeError, KeyError, TypeError):

@@ -1,5 +1,4 @@
-"""What a run of `halfmoon bench` showed: the figures under the names that serving benchmarks use, and a
-table.
+"""The report of a run of `halfmoon bench`: figures under the names that serving benchmarks use, and a table.
 
 TTFT: to the first token; E2EL: to the last. Both count from when the request should have been sent;
 `..._sent`: from when it was. ITL: between two messages with tokens, of all requests. TPOT: its mean in a
@@ -31,7 +30,7 @@ OBJECTIVES = ("ttft", "tpot", "tbt", "e2el")
 
 
 def objectives(texts: Sequence[str]) -> dict[str, float]:
-    """Of `ttft:500 tbt:100`: ms by measure. Raises OptionInvalid."""
+    """Milliseconds by measure, from `ttft:500 tbt:100`. Raises OptionInvalid."""
     found: dict[str, float] = {}
     for text in texts:
         name, _, limit = text.partition(":")
@@ -61,7 +60,7 @@ def measures(record: Record) -> dict[str, int]:
 def report(
     records: Sequence[Record], *, slo: dict[str, float], complete: bool, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Of the counted requests; `about` (what was run) comes first."""
+    """The figures of the counted requests; `about` (what was run) comes first."""
     finished = [record for record in records if record.outcome == "finished" and record.heard_ns]
     empty = sum(record.outcome == "finished" and not record.heard_ns for record in records)
     every = [measures(record) for record in finished]

@@ -1,5 +1,4 @@
-"""What `halfmoon bench` asks for: requests with times, prompts and answer lengths, drawn by a seed or out of
-a trace.
+"""The load of `halfmoon bench`: requests with times, prompts and answer lengths, drawn by a seed or from a trace.
 
 A prompt is made of named parts, and a name always gives the same tokens: so prompts are equal exactly as far
 as their parts are. A block of a trace is such a part, so what the trace shares is shared here. Lengths of a
@@ -140,7 +139,7 @@ class Drawn:
             )
 
     def requests(self) -> Iterator[Planned]:
-        """What a distribution without an end draws too long is cut to the context."""
+        """Cuts to the context what a distribution without an end draws too long."""
         rng = np.random.default_rng(self.seed)
         at_s = 0.0
         for number in itertools.count():

@@ -11,7 +11,7 @@ DRAIN_S = 8.0
 
 
 def common_flags(args: argparse.Namespace, command: str, directory: Path, targets: Targets) -> list[str]:
-    """What every process is told: how to reach NATS, whom it belongs to, and which model it serves."""
+    """Flags of every process: how to reach NATS, which cluster it belongs to, and which model that serves."""
     common = ["--nats", args.nats, "--cluster", args.cluster, "--secret-file", args.secret_file]
     for flag in ("user", "password", "token", "nkey_file", "credentials", "ca", "cert", "key"):
         if value := getattr(args, f"nats_{flag}"):

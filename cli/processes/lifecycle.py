@@ -24,7 +24,7 @@ async def connect(args: argparse.Namespace, name: str) -> Bus:
 
 
 def _settle_memory() -> None:
-    """What was loaded stays: the collector need not look at it again, nor run for every 700 small objects."""
+    """Tells the collector that all that was loaded stays, and to run less often than for every 700 small objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -35,9 +35,7 @@ def _touch(file: str) -> None:
 
 
 async def _keep_healthy(bus: Bus, file: str) -> None:
-    """What a container's health check looks at: the file is fresh while the event loop turns and NATS is
-    there.
-    """
+    """Keeps a file fresh while the event loop turns and NATS is there: a container's health check looks at it."""
     while True:
         if bus.nc.is_connected:
             _touch(file)

@@ -13,7 +13,7 @@ from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 
 def add_process(parser: argparse.ArgumentParser) -> None:
-    """What every process takes."""
+    """Options of every process."""
     add_bus(parser)
     add_secret(parser)
     add_config(parser)

@@ -1,4 +1,4 @@
-"""What the tests of whole clusters share. Each module has a `cluster` of its own."""
+"""Fixtures of the tests of whole clusters. Each module has a `cluster` of its own."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Cluster:
             await bus.close()
 
     async def conductors(self, nc: nats.NATS) -> list[ConductorStatus]:
-        """What every conductor says that answers within 0.2 s."""
+        """The status of every conductor that answers within 0.2 s."""
         inbox = await nc.subscribe(nc.new_inbox())
         await nc.publish(subjects.status(subjects.CONDUCTORS), encode(StatusRequest()), reply=inbox.subject)
         found = []
@@ -128,7 +128,7 @@ class Cluster:
         return [state for state in found if state.caught_up]
 
     async def stores(self) -> dict[str, StoreStatus]:
-        """What each store agent says it holds."""
+        """The status of each store agent."""
         bus = await Bus.connect(BusConfig(url=self.nats), name="stores")
         try:
             found = {}

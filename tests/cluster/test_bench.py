@@ -217,7 +217,7 @@ async def test_a_stall_is_charged_to_all_who_should_have_been_sent_meanwhile() -
 
 
 def halfmoon(*words: object) -> dict[str, Any]:
-    """What `halfmoon bench ... --json` prints."""
+    """The output of `halfmoon bench ... --json`."""
     done = subprocess.run(
         [sys.executable, "-m", "halfmoon.cli.main", "bench", *map(str, words), "--json"],
         capture_output=True,
@@ -241,7 +241,7 @@ async def status(nc: nats.NATS) -> dict[str, Any]:
 
 
 async def counted(cluster: Cluster, nc: nats.NATS) -> dict[str, float]:
-    """What the cluster itself counts: the conductor's counts, and the frontend's metrics."""
+    """The cluster's own counts: the conductor's counts, and the frontend's metrics."""
     requests = await status(nc)
     counts = {name: requests[name] for name in ("arrived", "finished", "failed", "cancelled")}
     counts |= {f"rejected {reason}": count for reason, count in requests["rejected"].items()}

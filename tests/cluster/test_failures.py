@@ -203,7 +203,7 @@ async def test_a_stopped_worker_is_lost_and_its_late_words_change_nothing(
 async def test_nats_server_dies_under_a_prefill_and_the_request_does_not_wait_for_its_lease(
     cluster: Cluster, nc: nats.NATS
 ) -> None:
-    """What was lost on the way to the decode worker is missed by its heartbeats, within a few seconds."""
+    """A message that was lost on the way to the decode worker is missed by its heartbeats, within a few seconds."""
     undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))
     await whole(cluster)
     body = {**fields(1000, 8, "server dies"), "stream": False}

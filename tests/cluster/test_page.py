@@ -1,4 +1,4 @@
-"""What is behind the cluster's page, on a whole cluster: the stream, and the story of a request."""
+"""The source of the cluster's page, on a whole cluster: the stream, and the story of a request."""
 
 from __future__ import annotations
 

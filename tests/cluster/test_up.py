@@ -231,7 +231,7 @@ async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
 def refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What `halfmoon up` says on standard error; it must be one line, and status 1."""
+    """The words of `halfmoon up` on standard error; they must be one line, and status 1."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     def ask_for(*flags: str) -> str:

@@ -246,7 +246,7 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Cluster]:
-    """What must be so at the end of any scenario is checked here."""
+    """Checks what must be so at the end of any scenario."""
     frontend_id = f"f{next(_numbers)}"
     settings: dict[str, Any] = {
         "http_port": 0,

@@ -22,7 +22,7 @@ COMPLETION, CHAT = f"text_completion {MODEL}", f"chat {MODEL}"
 
 
 class Spans:
-    """What was told since the last look."""
+    """The spans that were told since the last look."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()

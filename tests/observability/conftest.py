@@ -1,4 +1,4 @@
-"""What needs a real Prometheus is asked for by `make test-observability`, and skips with the reason where
+"""Tests that need a real Prometheus are asked for by `make test-observability`, and skip with the reason where
 none is.
 """
 

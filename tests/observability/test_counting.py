@@ -1,4 +1,4 @@
-"""What single parts count, against what was done to them."""
+"""Counts of single parts, against what was done to them."""
 
 from __future__ import annotations
 

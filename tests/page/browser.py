@@ -57,7 +57,7 @@ class Browser:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def value(self, expression: str) -> Any:
-        """Of JavaScript in the page. Raises AssertionError with what it threw."""
+        """The value of JavaScript in the page. Raises AssertionError with what it threw."""
         answer = await self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )

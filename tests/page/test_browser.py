@@ -165,7 +165,7 @@ async def test_the_event_log_is_filtered_and_reached_by_keyboard(
 async def test_under_as_much_load_as_the_machine_makes_it_samples(
     cluster: Cluster, http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    """What the page holds is bounded by its own limits, not by the load."""
+    """The size of the page is bounded by its own limits, not by the load."""
     async with browsing(tmp_path, cluster.http) as browser:
         await browser.wait(LIVE)
         async with load(http, cluster.http, 24):

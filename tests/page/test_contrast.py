@@ -77,7 +77,7 @@ async def script(browser: Browser, text: str) -> Any:
 
 
 async def measured(browser: Browser, within: str, *, least: int) -> list[str]:
-    """What has too little contrast, light and dark, on a laptop and a phone, of at least so many elements."""
+    """Elements with too little contrast, light and dark, on a laptop and a phone, of at least so many elements."""
     failed = []
     for width, dark in LOOKS:
         await browser.look(width=width, height=844, dark=dark)

@@ -1,4 +1,4 @@
-"""Makes ``reference`` importable here, and loads the model once for all tests of this folder."""
+"""Makes `reference` importable here, and loads the model once for all tests of this folder."""
 
 from __future__ import annotations
 

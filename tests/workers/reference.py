@@ -1,4 +1,4 @@
-"""An independent implementation to compare with: transformers' ``LlamaForCausalLM`` with our dequantised
+"""An independent implementation to compare with: transformers' `LlamaForCausalLM` with our dequantised
 weights.
 
 transformers' own reading of this GGUF splits digits wrongly, so token ids come from our tokenizer; logits are
@@ -75,14 +75,14 @@ def reference_model(model: LoadedModel) -> Any:
 
 @torch.inference_mode()
 def reference_logits(reference: Any, prompt: Sequence[int]) -> torch.Tensor:
-    """f32 ``[vocab]`` of the last token."""
+    """f32 `[vocab]` of the last token."""
     logits: torch.Tensor = reference(torch.tensor([list(prompt)]), logits_to_keep=1).logits[0, -1]
     return logits
 
 
 @torch.inference_mode()
 def reference_greedy(reference: Any, prompt: Sequence[int], tokens: int) -> list[int]:
-    """``tokens`` greedy tokens after ``prompt``, past any end token."""
+    """`tokens` greedy tokens after `prompt`, past any end token."""
     past, ids, found = None, torch.tensor([list(prompt)]), list[int]()
     for _ in range(tokens):
         answer = reference(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
@@ -95,7 +95,7 @@ def reference_greedy(reference: Any, prompt: Sequence[int], tokens: int) -> list
 def prefill(
     engine: Engine, prompt: Sequence[int], table: Sequence[int], *, start: int = 0, chunk_tokens: int = 0
 ) -> torch.Tensor:
-    """The last token's logits after prefill of ``prompt[start:]`` in chunks (of a block, unless told)."""
+    """The last token's logits after prefill of `prompt[start:]` in chunks (of a block, unless told)."""
     step, logits = chunk_tokens or engine.block_tokens, None
     for at in range(start, len(prompt), step):
         chunk = prompt[at : at + step]
@@ -105,7 +105,7 @@ def prefill(
 
 
 def generate(engine: Engine, prompt: Sequence[int], tokens: int) -> list[int]:
-    """``tokens`` greedy tokens by the engine, alone, from a cold cache."""
+    """`tokens` greedy tokens by the engine, alone, from a cold cache."""
     table = engine.allocator.allocate(-(-(len(prompt) + tokens) // engine.block_tokens))
     found = engine.argmax(prefill(engine, prompt, table))
     for at in range(len(prompt), len(prompt) + tokens - 1):

@@ -51,7 +51,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[tuple[Attention, torch.d
 
 
 def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> Partial:
-    """In f64; ``hidden`` ``[queries, keys]`` is true where a key is not seen."""
+    """In f64; `hidden` `[queries, keys]` is true where a key is not seen."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) / q.shape[-1] ** 0.5

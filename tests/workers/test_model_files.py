@@ -36,7 +36,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tiny_gguf(path: Path, architecture: str = "llama") -> Path:
-    """Two layers of random f32 weights; ``token_embd`` in f16."""
+    """Two layers of random f32 weights; `token_embd` in f16."""
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_block_count(2)
@@ -207,7 +207,7 @@ def test_the_built_in_model_is_what_it_should_be(model_f32: LoadedModel) -> None
         64,
     )
     assert (config.tied, config.context_tokens_max, config.eos_token_ids) == (True, 8192, (2,))
-    assert config.kv_token_bytes(2) == 23_040
+    assert (config.layers, config.kv_heads, config.head_dim) == (30, 3, 64)
 
 
 def test_what_is_missing_or_broken_is_named(empty_cache: Path) -> None:

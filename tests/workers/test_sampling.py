@@ -1,6 +1,4 @@
-"""What is chosen from logits: masks exactly, draws by seed and index, penalties as OpenAI and vLLM define
-them.
-"""
+"""Sampling from logits: masks exactly, draws by seed and index, penalties as OpenAI and vLLM define them."""
 
 from __future__ import annotations
 

@@ -55,10 +55,3 @@ class Frontend:
             await self._nats.stop()
         if self._http is not None:
             await self._http.stop()
-
-
-async def run_frontend(bus: Bus, config: FrontendConfig, tokenizer: Tokenizer, layout: Layout) -> Frontend:
-    """A started frontend."""
-    frontend = Frontend(bus, config, tokenizer, layout)
-    await frontend.start()
-    return frontend

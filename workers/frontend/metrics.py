@@ -23,7 +23,7 @@ _TOKENS = tuple(2**power for power in range(0, 18))
 
 
 class FrontendMetrics:
-    """What a frontend sees of its requests. Label `model_name` as dashboards expect it."""
+    """Metrics of a frontend's requests. Label `model_name` as dashboards expect it."""
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry(auto_describe=True)

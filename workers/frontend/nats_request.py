@@ -29,7 +29,7 @@ def client_traceparent(msg: Msg) -> str:
 
 
 class Edge(Protocol):
-    """What a request needs of its edge."""
+    """The part of the edge that a request needs."""
 
     payload_bytes_max: int
     registry: RequestRegistry

@@ -66,7 +66,7 @@ class ServiceEndpoint:
 
 
 class MicroService:
-    """See the module. `metadata` is shown to whoever asks for INFO."""
+    """See the module. `metadata` is in the answer to INFO."""
 
     def __init__(self, nc: Client, *, name: str, service_id: str, version: str, description: str) -> None:
         self._nc = nc

@@ -25,7 +25,7 @@ from halfmoon.workers.model.tokenizer import IncrementalDetokenizer, StopChecker
 
 
 class Piece(NamedTuple):
-    """What one delivery added. `finish_reason` is "" but on the last piece: "stop" or "length"."""
+    """The text and tokens that one delivery added. `finish_reason` is "" but on the last piece: "stop" or "length"."""
 
     text: str
     #: Index of the first of `tokens` among the output tokens.
@@ -45,7 +45,7 @@ class Listener(Protocol):
 
 
 class Progress(enum.Enum):
-    """What a delivery meant."""
+    """The meaning of a delivery for its request."""
 
     NOTHING = enum.auto()
     MORE = enum.auto()

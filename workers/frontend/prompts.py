@@ -120,7 +120,7 @@ class PromptReader:
             raise ApiError(400, str(problem)[:500], param="messages", code="chat_template") from None
 
     def _max_tokens(self, ask: ApiRequest, prompt_tokens: int, default: int) -> int:
-        """What is asked for, or the default; fits in the context. Raises ApiError 413."""
+        """The `max_tokens` asked for, or the default; fits in the context. Raises ApiError 413."""
         context = self.config.context_tokens
         room = context - prompt_tokens
         if room < 1:

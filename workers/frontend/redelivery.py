@@ -32,7 +32,7 @@ UNKNOWN_COUNT_MAX = 3
 
 
 class OpenRequests(Protocol):
-    """What repairing needs of the registry."""
+    """The part of the registry that redelivery needs."""
 
     bus: Bus
     config: FrontendConfig

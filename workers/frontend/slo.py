@@ -36,8 +36,8 @@ class ClusterSlo:
             await asyncio.sleep(pause_s)
 
     def judge(self, ttft_ns: int, intervals_ns: Sequence[int], *, ttft_slo_ns: int, tbt_slo_ns: int) -> str:
-        """Of a request that was answered: "met", or which it missed first, "ttft" or "tbt"; "" while none is
-        known.
+        """The verdict on an answered request: "met", or the objective that it missed first, "ttft" or "tbt"; "" while
+        none is known.
 
         `ttft_slo_ns`, `tbt_slo_ns`: its own, or 0.
         """

@@ -1,10 +1,10 @@
 """Attention over the paged cache: one interface, its implementations for any device and for flash-attn.
 
-Shapes. ``q`` is ``[rows, heads, head_dim]``, ``k_cache`` and ``v_cache`` one layer of the cache,
-``[num_blocks, block_tokens, kv_heads, head_dim]``. Queries are the last tokens of their sequence and their own keys are
-in the cache already. A :class:`Plan` is made once a step, and used by every layer of it.
+Shapes. `q` is `[rows, heads, head_dim]`, `k_cache` and `v_cache` one layer of the cache,
+`[num_blocks, block_tokens, kv_heads, head_dim]`. Queries are the last tokens of their sequence and their own keys are
+in the cache already. A `Plan` is made once a step, and used by every layer of it.
 
-A *partial attention state* is attention over some of the keys: the normalised ``out`` and the f32 log-sum-exp
+A *partial attention state* is attention over some of the keys: the normalised `out` and the f32 log-sum-exp
 of its scores. States over disjoint keys merge to the state over their union; that of no keys is the neutral
 element. Chunked prefill uses it here (keys before the chunk, keys of the chunk); remote parts of a sequence
 can use it as well. Source: FlashAttention-2, section 3.1; Infinite-LLM (arXiv 2401.02669), section 4.
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """``out`` ``[rows, heads, head_dim]``; ``lse`` f32 ``[rows, heads]``, natural logarithm, -inf where no
+    """`out` `[rows, heads, head_dim]`; `lse` f32 `[rows, heads]`, natural logarithm, -inf where no
     key was.
     """
 
@@ -39,7 +39,7 @@ def neutral(q: Tensor) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The state over the keys of both, which must be disjoint. Accumulates in f32, returns ``a.out``'s dtype."""
+    """The state over the keys of both, which must be disjoint. Accumulates in f32, returns `a.out`'s dtype."""
     lse = torch.logaddexp(a.lse, b.lse)
     # Rows that saw no key on either side have lse -inf, and -inf minus -inf is NaN: their weights are zero.
     safe = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
@@ -85,7 +85,7 @@ def make_plan(
 
 
 class Attention(ABC):
-    """Implementations hold no state of a sequence; ``name`` is what the configuration calls them."""
+    """Implementations hold no state of a sequence; `name` is what the configuration calls them."""
 
     name: str
 
@@ -99,15 +99,15 @@ class Attention(ABC):
 
     @abstractmethod
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor) -> None:
-        """Causal attention of every sequence of ``plan``, rows of ``q`` in its order, into ``out`` (like
-        ``q``).
+        """Causal attention of every sequence of `plan`, rows of `q` in its order, into `out` (like
+        `q`).
         """
 
     @abstractmethod
     def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
-        """The state of one sequence's queries over ``k``, ``v`` ``[keys, kv_heads, head_dim]``.
+        """The state of one sequence's queries over `k`, `v` `[keys, kv_heads, head_dim]`.
 
-        ``causal`` needs as many keys as queries: key j is seen by queries j and later.
+        `causal` needs as many keys as queries: key j is seen by queries j and later.
         """
 
 
@@ -144,7 +144,7 @@ class SdpaAttention(Attention):
             row += rows
 
     def _sequence(self, cache: Tensor, plan: Plan, i: int, tokens: int) -> Tensor:
-        """``[tokens, kv_heads, head_dim]``: a view where the blocks lie in a row, a gathered copy otherwise."""
+        """`[tokens, kv_heads, head_dim]`: a view where the blocks lie in a row, a gathered copy otherwise."""
         first, index = plan.first_rows[i], plan.indices[i]
         if first is not None:
             return cache.flatten(0, 1)[first : first + tokens]

@@ -9,13 +9,13 @@ from halfmoon.workers.model.attention_flash import FlashAttention, flash_unavail
 
 
 class AttentionUnavailable(Exception):
-    """``flash`` was asked for by name and cannot be had, for the reasons given."""
+    """`flash` was asked for by name and cannot be had, for the reasons given."""
 
 
 def make_attention(
     choice: str, device: torch.device, dtype: torch.dtype, block_tokens: int, *, exact: bool = False
 ) -> Attention:
-    """``auto`` takes flash-attn where it can; ``flash`` raises :class:`AttentionUnavailable` where it cannot."""
+    """`auto` takes flash-attn where it can; `flash` raises `AttentionUnavailable` where it cannot."""
     if choice not in ("auto", "sdpa", "flash"):
         raise AttentionUnavailable(f"attention is {choice!r}; supported: auto, sdpa, flash")
     if choice == "sdpa":

@@ -1,7 +1,7 @@
 """flash-attn over the paged cache.
 
 flash-attn's page is a multiple of 256 tokens and its dtypes are bf16 and f16; it needs CUDA. Its import can
-fail in two ways, by being absent and by having been built for another torch (an ``OSError`` or an undefined
+fail in two ways, by being absent and by having been built for another torch (an `OSError` or an undefined
 symbol).
 """
 
@@ -91,7 +91,7 @@ class FlashAttention(Attention):
         return Partial(out, lse.t().float())
 
     def _device_plan(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """``[sequences, blocks]`` and ``[sequences]``, int32, made by the first layer and kept for the
+        """`[sequences, blocks]` and `[sequences]`, int32, made by the first layer and kept for the
         others.
         """
         if plan.device_tables is None or plan.device_lengths is None:

@@ -1,8 +1,8 @@
 """Which blocks of the paged cache are free, and which to give.
 
-Imports no torch: a worker without a model (see ``null_engine``) allocates the same way. Ask ``can_allocate``
+Imports no torch: a worker without a model (see `null_engine`) allocates the same way. Ask `can_allocate`
 first;
-``allocate`` beyond it is our own mistake and an assertion. Blocks are given in one run where a run is free, since a
+`allocate` beyond it is our own mistake and an assertion. Blocks are given in one run where a run is free, since a
 sequence whose blocks lie in a row is read in place, without a gather.
 """
 
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 
 class BlockAllocator:
-    """``num_blocks`` blocks, numbered from 0. Free runs are kept as start to length, and by their starts in
+    """`num_blocks` blocks, numbered from 0. Free runs are kept as start to length, and by their starts in
     order.
     """
 
@@ -37,7 +37,7 @@ class BlockAllocator:
         return count <= self._free
 
     def allocate(self, count: int) -> list[int]:
-        """The smallest free run that holds ``count``; without one, the longest runs, so that few pieces
+        """The smallest free run that holds `count`; without one, the longest runs, so that few pieces
         result.
         """
         assert 0 <= count <= self._free, (count, self._free)
@@ -53,7 +53,7 @@ class BlockAllocator:
         return taken
 
     def extend(self, table: list[int], count: int = 1) -> list[int]:
-        """Appends ``count`` blocks to ``table`` and returns them: the next in the row while it is free.
+        """Appends `count` blocks to `table` and returns them: the next in the row while it is free.
 
         A new piece starts in the middle of the longest free run, where it and the run's left neighbour can
         both grow.
@@ -90,7 +90,7 @@ class BlockAllocator:
         assert len(free) == self._free
 
     def _take(self, first: int, count: int) -> list[int]:
-        """Marks ``[first, first + count)``, which lies inside one free run, as used."""
+        """Marks `[first, first + count)`, which lies inside one free run, as used."""
         at = bisect_right(self._starts, first) - 1
         start = self._starts[at]
         end = start + self._length[start]

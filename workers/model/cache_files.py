@@ -15,13 +15,13 @@ from pathlib import Path
 
 
 def cache_folder(part: str) -> Path:
-    """``$XDG_CACHE_HOME/halfmoon/<part>``; not created before something is written."""
+    """`$XDG_CACHE_HOME/halfmoon/<part>`; not created before something is written."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "halfmoon" / part
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> bool:
-    """Puts what ``write`` makes at ``path`` in one step; False when the folder takes no files."""
+    """Puts what `write` makes at `path` in one step; False when the folder takes no files."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

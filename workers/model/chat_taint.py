@@ -1,6 +1,6 @@
 """Keeps what users write from being read as control tokens of a chat template.
 
-A control token (``<|im_end|>``) in a message would end the message, and let its author speak as the system.
+A control token (`<|im_end|>`) in a message would end the message, and let its author speak as the system.
 So user text is rendered with the *first characters* of all control tokens replaced by characters of a
 private-use plane, one for one. Whatever the template then cuts, trims or joins, no control token can begin
 inside user text. Those found in the rendered text are the template's own; everything between them is turned
@@ -19,7 +19,7 @@ Message = Mapping[str, Any]
 
 
 def split_control(text: str, control: Iterable[str]) -> list[tuple[str, bool]]:
-    """Pieces of ``text`` with whether each is a control token; of two at one place the longer wins."""
+    """Pieces of `text` with whether each is a control token; of two at one place the longer wins."""
     names = sorted(control, key=lambda name: (-len(name), name))
     if not names:
         return [(text, False)]
@@ -41,7 +41,7 @@ def render_pieces(
     everywhere = str.maketrans(stand_ins)
     tainted = render(_mapped(messages, lambda value: value.translate(everywhere)))
     if tainted.translate(back) != plain:
-        # The template looks into the messages (for ``</think>``, say): then only what may be part of a
+        # The template looks into the messages (for `</think>`, say): then only what may be part of a
         # control token is replaced, which is every first character of a whole one, or of one cut off at the
         # end of a string.
         tainted = render(_mapped(messages, lambda value: _narrow(value, control, stand_ins)))
@@ -49,7 +49,7 @@ def render_pieces(
 
 
 def _stand_ins(present: str, characters: list[str]) -> dict[str, str]:
-    """A private-use character for each, none of which occurs in ``present``."""
+    """A private-use character for each, none of which occurs in `present`."""
     used = set(present)
     free = (chr(code) for code in range(_PRIVATE_FIRST, _PRIVATE_LAST + 1) if chr(code) not in used)
     return {character: next(free) for character in characters}

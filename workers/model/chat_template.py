@@ -18,7 +18,7 @@ class ChatTemplateError(Exception):
 
 
 class ChatTemplate:
-    """One compiled template. ``specials`` are what templates call ``bos_token`` and ``eos_token``."""
+    """One compiled template. `specials` are what templates call `bos_token` and `eos_token`."""
 
     def __init__(self, source: str, specials: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -54,7 +54,7 @@ class ChatTemplate:
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose content is one string: parts of type text are joined, null becomes empty.
 
-    Raises :class:`ChatTemplateError` for anything else.
+    Raises `ChatTemplateError` for anything else.
     """
     if not messages:
         raise ChatTemplateError("messages is empty")

@@ -1,4 +1,4 @@
-"""What a model is, apart from its weights: sizes, rotary embedding, special token ids.
+"""A model apart from its weights: sizes, rotary embedding, special token ids.
 
 Imports neither torch nor numpy, so that the frontend can ask for a model's limits cheaply. Everything that
 the compute engine cannot run is refused here, by name of the field, before any weight is read.
@@ -31,8 +31,8 @@ class ModelUnsupported(ModelError):
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    ``linear`` divides every frequency by ``factor``; ``llama3`` only the low ones, smoothly; ``factors`` divides
-    frequency i by ``factors[i]`` (how GGUF files spell llama3: precomputed).
+    `linear` divides every frequency by `factor`; `llama3` only the low ones, smoothly; `factors` divides
+    frequency i by `factors[i]` (how GGUF files spell llama3: precomputed).
     """
 
     kind: Literal["linear", "llama3", "factors"]
@@ -45,7 +45,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes are counts of elements; a KV head serves ``heads // kv_heads`` query heads."""
+    """Sizes are counts of elements; a KV head serves `heads // kv_heads` query heads."""
 
     layers: int
     hidden: int
@@ -68,10 +68,6 @@ class ModelConfig:
             raise ModelUnsupported("num_key_value_heads", self.kv_heads, f"a divisor of {self.heads} heads")
         if self.head_dim <= 0 or self.head_dim % 2:
             raise ModelUnsupported("head_dim", self.head_dim, "positive and even (rotary pairs)")
-
-    def kv_token_bytes(self, element_bytes: int) -> int:
-        """Bytes of KVCache of one token over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * element_bytes
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
@@ -106,9 +102,9 @@ def _huggingface_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def from_huggingface(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """From ``config.json``, with the end tokens of ``generation_config.json`` added where it has some.
+    """From `config.json`, with the end tokens of `generation_config.json` added where it has some.
 
-    Raises :class:`ModelUnsupported` for an architecture or option that the engine does not compute.
+    Raises `ModelUnsupported` for an architecture or option that the engine does not compute.
     """
     kind = config.get("model_type")
     if kind not in ("llama", "mistral", "qwen2"):
@@ -150,7 +146,7 @@ def from_huggingface(config: Mapping[str, Any], generation: Mapping[str, Any]) -
 
 
 def from_gguf(metadata: Mapping[str, Any], *, tied: bool, rope_factors: tuple[float, ...]) -> ModelConfig:
-    """From the metadata of a GGUF file. ``rope_factors`` are the values of its ``rope_freqs`` tensor, if any."""
+    """From the metadata of a GGUF file. `rope_factors` are the values of its `rope_freqs` tensor, if any."""
     kind = metadata.get("general.architecture")
     if kind not in ("llama", "qwen2"):
         raise ModelUnsupported("general.architecture", kind, "llama, qwen2")

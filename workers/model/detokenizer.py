@@ -14,7 +14,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Inverse of byte-level BPE's alphabet. Source: GPT-2, encoder.py, ``bytes_to_unicode``."""
+    """Inverse of byte-level BPE's alphabet. Source: GPT-2, encoder.py, `bytes_to_unicode`."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -55,7 +55,7 @@ class TokenBytes(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Text of a growing sequence of tokens. What ``push`` and ``flush`` return, joined, is ``decode`` of all
+    """Text of a growing sequence of tokens. What `push` and `flush` return, joined, is `decode` of all
     ids.
 
     A character whose bytes come with several tokens is held back until the last of them, so O(1) a token.
@@ -73,7 +73,7 @@ class IncrementalDetokenizer:
         return self._decoder.decode(raw)
 
     def flush(self) -> str:
-        """What was held back, as U+FFFD: the end of the text came inside a character."""
+        """The held-back bytes, as U+FFFD: the end of the text came inside a character."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -104,13 +104,13 @@ class StopChecker:
         return text[: len(text) - hold], None
 
     def flush(self) -> str:
-        """What was held back: the text ended before it became a stop string."""
+        """The held-back text: it ended before it became a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -5,7 +5,7 @@ runs alone or in a batch, and wherever its blocks lie, because every row goes th
 the same shapes:
 
 - prefill runs on an absolute grid, one block of the cache at a time, so a prefix hit cannot shift a boundary;
-- matrix products of decode see ``decode_rows_multiple`` rows, always; a larger batch is several such groups;
+- matrix products of decode see `decode_rows_multiple` rows, always; a larger batch is several such groups;
 - attention runs for each sequence alone, at its exact length.
 
 This holds for one build of torch, kind of CPU and number of threads. Fast mode gives it up: chunks of any
@@ -82,12 +82,12 @@ class Engine:
         want_logits: bool = False,
         should_stop: Callable[[], bool] | None = None,
     ) -> Tensor | None:
-        """Computes the KV of tokens ``[start, start + len(token_ids))`` of one sequence, whose earlier KV is
+        """Computes the KV of tokens `[start, start + len(token_ids))` of one sequence, whose earlier KV is
         cached.
 
-        ``before_layer(i)`` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which
-        needs none of it, runs before); ``after_layer(i)`` is called when layer i of this chunk is. Returns
-        the last token's logits, f32 ``[vocab]``, if wanted. None also when ``should_stop`` said so between
+        `before_layer(i)` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which
+        needs none of it, runs before); `after_layer(i)` is called when layer i of this chunk is. Returns
+        the last token's logits, f32 `[vocab]`, if wanted. None also when `should_stop` said so between
         two layers: the chunk's KV is then incomplete.
         """
         count = len(token_ids)
@@ -126,7 +126,7 @@ class Engine:
     def decode(
         self, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> Tensor:
-        """One token of each sequence: f32 ``[batch, vocab]``. Writes the KV of each token at its position."""
+        """One token of each sequence: f32 `[batch, vocab]`. Writes the KV of each token at its position."""
         batch = len(token_ids)
         assert batch == len(positions) == len(block_tables) > 0, (batch, len(positions), len(block_tables))
         if not self.exact or batch <= self._rows_multiple:
@@ -156,7 +156,7 @@ class Engine:
     def _enter(
         self, token_ids: Sequence[int], positions: Sequence[int], padded: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embeddings ``[padded, hidden]`` and rotary tables; rows of padding are token 0 at position 0."""
+        """Embeddings `[padded, hidden]` and rotary tables; rows of padding are token 0 at position 0."""
         blank = [0] * (padded - len(token_ids))
         ids = torch.tensor([*token_ids, *blank], dtype=torch.int64, device=self.device)
         cos, sin = self._model.rotary.rows(
@@ -181,7 +181,7 @@ class Engine:
 
     @torch.inference_mode()
     def sample(self, logits_row: Tensor, params: SamplingParams, request: SampleRequest) -> Sampled:
-        """One token; ``params`` stand in for those of ``request``."""
+        """One token; `params` stand in for those of `request`."""
         return sample(
             logits_row,
             params,
@@ -193,7 +193,7 @@ class Engine:
 
     @torch.inference_mode()
     def sample_rows(self, logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
-        """One token for each row of ``logits``: ``[rows, vocab]``, or ``[vocab]`` as prefill returns it."""
+        """One token for each row of `logits`: `[rows, vocab]`, or `[vocab]` as prefill returns it."""
         return sample_batch(logits.view(-1, logits.shape[-1]), requests)
 
     def argmax(self, logits: Tensor) -> list[int]:

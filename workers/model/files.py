@@ -1,9 +1,9 @@
 """Finds a model, says what it is (config, fingerprint), and loads its weights under our own names.
 
-A model is named by a built-in name, the path of a ``.gguf`` file, or a Hugging Face directory. Only
-:func:`load_model` imports torch: the frontend asks for config and fingerprint alone.
+A model is named by a built-in name, the path of a `.gguf` file, or a Hugging Face directory. Only
+`load_model` imports torch: the frontend asks for config and fingerprint alone.
 
-Weights, rows first, all of one dtype (``q``, ``kv`` are heads * head_dim, kv_heads * head_dim)::
+Weights, rows first, all of one dtype (`q`, `kv` are heads * head_dim, kv_heads * head_dim)::
 
     embed                     [vocab, hidden]
     layers.{i}.attention_norm [hidden]
@@ -63,7 +63,7 @@ _MEMO_FROM_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model lies. ``files`` are those whose bytes are its weights (and, for GGUF, everything else)."""
+    """Where a model lies. `files` are those whose bytes are its weights (and, for GGUF, everything else)."""
 
     name: str
     kind: Literal["gguf", "huggingface"]
@@ -73,7 +73,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model in memory. ``fingerprint`` (32 hex digits) names config and weights, and is the same on every
+    """A model in memory. `fingerprint` (32 hex digits) names config and weights, and is the same on every
     machine.
     """
 
@@ -86,7 +86,7 @@ class LoadedModel:
 
 
 def find_model(name_or_path: str) -> ModelSource:
-    """Raises :class:`ModelNotFound` with what was looked for."""
+    """Raises `ModelNotFound` with what was looked for."""
     if name_or_path in BUILT_IN:
         package, file_name = BUILT_IN[name_or_path]
         spec = importlib.util.find_spec(package)  # found, not imported: the package loads a server of its own
@@ -169,7 +169,7 @@ def _fingerprint(source: ModelSource) -> str:
 
 
 def load_model(name_or_path: str, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> LoadedModel:
-    """Weights of ``dtype`` on ``device``.
+    """Weights of `dtype` on `device`.
 
     A GGUF file is dequantised once and then read from the cache folder; any number of processes may start at
     once.
@@ -221,7 +221,7 @@ def _check_shapes(config: ModelConfig, weights: dict[str, torch.Tensor]) -> None
 
 
 def _fuse(config: ModelConfig, part: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Asks ``part`` for each weight by its Hugging Face name, and joins those that are multiplied together."""
+    """Asks `part` for each weight by its Hugging Face name, and joins those that are multiplied together."""
     import torch
 
     weights = {"embed": part("model.embed_tokens.weight"), "norm": part("model.norm.weight")}

@@ -26,7 +26,7 @@ _ALIGNMENT_DEFAULT = 32
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """``shape`` in the order of numpy and torch (rows first); ``offset`` in bytes from the start of the file."""
+    """`shape` in the order of numpy and torch (rows first); `offset` in bytes from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class _Cursor:
 
 
 class GgufFile:
-    """An open file. ``metadata`` maps field names to Python values; ``tensors`` maps tensor names to their
+    """An open file. `metadata` maps field names to Python values; `tensors` maps tensor names to their
     place.
     """
 
@@ -150,7 +150,7 @@ class GgufFile:
 
 
 def unpermute_rotary(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Undoes the row order that the converter gives q and k of llama models, ``[heads * head_dim, hidden]``.
+    """Undoes the row order that the converter gives q and k of llama models, `[heads * head_dim, hidden]`.
 
     GGUF pairs dimension 2i with 2i+1; our rotary embedding, as Hugging Face's, pairs i with i + head_dim/2.
     """

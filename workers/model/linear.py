@@ -17,7 +17,7 @@ _PACKED_FOR_ROWS = 16
 
 
 class Linear:
-    """``x @ weight.T + bias`` for ``x`` ``[rows, inputs]``; ``weight`` is ``[outputs, inputs]``."""
+    """`x @ weight.T + bias` for `x` `[rows, inputs]`; `weight` is `[outputs, inputs]`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias.contiguous().clone() if bias is not None else None

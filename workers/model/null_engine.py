@@ -1,4 +1,4 @@
-"""An engine that computes nothing: the same interface as ``Engine``, for measuring everything around it.
+"""An engine that computes nothing: the same interface as `Engine`, for measuring everything around it.
 
 It has no layers and no KVCache bytes, needs no torch, and answers at once with printable tokens, which depend
 on the position alone: a request resumed elsewhere goes on with the same text, as with a real model in exact
@@ -43,7 +43,7 @@ class NullCache:
 
 
 class NullEngine:
-    """``config`` is that of the model it stands for, with no layers."""
+    """`config` is that of the model it stands for, with no layers."""
 
     dtype = "null"
     attention_name = "null"

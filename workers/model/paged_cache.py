@@ -1,8 +1,8 @@
 """The KVCache of one engine, in pages of one block each, and copies of single layers of blocks in and out.
 
-``k`` and ``v`` are ``[layers, num_blocks, block_tokens, kv_heads, head_dim]``: one layer of them is flash-attn's paged
+`k` and `v` are `[layers, num_blocks, block_tokens, kv_heads, head_dim]`: one layer of them is flash-attn's paged
 layout, and blocks that follow each other are one contiguous sequence. In the store's pool a block is
-``[layers, 2, block_tokens, kv_heads, head_dim]``; :meth:`PagedCache.read_block` and :meth:`PagedCache.write_block` copy
+`[layers, 2, block_tokens, kv_heads, head_dim]`; `PagedCache.read_block` and `PagedCache.write_block` copy
 one layer of one block between the two as raw bytes, so that dtypes unknown to numpy (bf16) pass unharmed.
 """
 
@@ -60,7 +60,7 @@ class PagedCache:
         return self.layers * self.layer_block_bytes
 
     def read_block(self, layer: int, block: int, destination: LayerBytes) -> None:
-        """Copies one layer of ``block`` to ``destination``: ``layer_block_bytes`` writable bytes, k then v."""
+        """Copies one layer of `block` to `destination`: `layer_block_bytes` writable bytes, k then v."""
         half = self.layer_block_bytes // 2
         if (
             self._k_rows is not None
@@ -76,7 +76,7 @@ class PagedCache:
         target[half:].copy_(self._v_bytes[layer, block])
 
     def write_block(self, layer: int, block: int, source: LayerBytes | bytes) -> None:
-        """Copies ``source`` (``layer_block_bytes`` bytes, k then v) into one layer of ``block``."""
+        """Copies `source` (`layer_block_bytes` bytes, k then v) into one layer of `block`."""
         half = self.layer_block_bytes // 2
         if self._k_rows is not None and self._v_rows is not None and not isinstance(source, torch.Tensor):
             flat = _flat_bytes(source, self.layer_block_bytes)

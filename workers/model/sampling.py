@@ -2,10 +2,10 @@
 
 Order, as in vLLM: banned tokens and logit bias, repetition, frequency and presence penalties, temperature,
 min_p, top_k, top_p, draw. Log-probabilities are of the model's own distribution, before all of that (vLLM's
-``raw_logprobs``).
+`raw_logprobs`).
 
 A draw is a function of (seed, index of the token) alone: no state is kept between tokens, so a request that
-goes on elsewhere at token ``index`` draws what it would have drawn here. It inverts the cumulative
+goes on elsewhere at token `index` draws what it would have drawn here. It inverts the cumulative
 distribution over token ids in their order, which also makes it robust: logits a rounding error apart draw the
 same token almost always.
 """
@@ -42,7 +42,7 @@ def sample(
     index: int,
     banned_ids: Sequence[int] = (),
 ) -> Sampled:
-    """One token from f32 ``logits`` ``[vocab]``, which are left as they were."""
+    """One token from f32 `logits` `[vocab]`, which are left as they were."""
     raw = logits
     if params.adjusts_logits or banned_ids:
         logits = _adjust(logits.clone(), params, prompt_ids, output_ids, banned_ids)
@@ -58,7 +58,7 @@ def sample(
 
 
 def sample_batch(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
-    """One token for each row of f32 ``[rows, vocab]``; those that ask for the largest logit alone share one
+    """One token for each row of f32 `[rows, vocab]`; those that ask for the largest logit alone share one
     call.
     """
     assert len(requests) <= logits.shape[0], (len(requests), logits.shape)
@@ -115,7 +115,7 @@ def _index(ids: list[int], logits: Tensor) -> Tensor:
 
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
-    """f64 probabilities ``[vocab]`` after temperature, min_p, top_k and top_p; what is filtered out is
+    """f64 probabilities `[vocab]` after temperature, min_p, top_k and top_p; what is filtered out is
     exactly 0.
 
     Of equal probabilities at the edge of top_k or top_p the smaller token ids stay.

@@ -1,6 +1,6 @@
 """How a token is chosen from logits: what a request asks, and what comes back. Imports no torch.
 
-Source: the fields and their meaning are those of the OpenAI API and, beyond it, of vLLM's ``SamplingParams``.
+Source: the fields and their meaning are those of the OpenAI API and, beyond it, of vLLM's `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class SamplingInvalid(ValueError):
-    """A sampling parameter is outside of its range; ``field`` names it."""
+    """A sampling parameter is outside of its range; `field` names it."""
 
     def __init__(self, field: str, found: object, allowed: str) -> None:
         super().__init__(f"{field} is {found!r}; allowed: {allowed}")
@@ -19,10 +19,10 @@ class SamplingInvalid(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """``temperature`` 0 means greedy. The defaults switch every filter and penalty off.
+    """`temperature` 0 means greedy. The defaults switch every filter and penalty off.
 
-    ``seed`` with the index of the token decides every draw. Without a seed each draw is fresh, so whoever may resume a
-    request elsewhere gives it one. ``logprobs`` asks for the chosen token's and that many of the top ones; 0
+    `seed` with the index of the token decides every draw. Without a seed each draw is fresh, so whoever may resume a
+    request elsewhere gives it one. `logprobs` asks for the chosen token's and that many of the top ones; 0
     for the chosen token's alone.
     """
 
@@ -38,7 +38,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        """Raises :class:`SamplingInvalid`. The comparisons are written so that NaN fails them."""
+        """Raises `SamplingInvalid`. The comparisons are written so that NaN fails them."""
         if not 0.0 <= self.temperature < float("inf"):
             raise SamplingInvalid("temperature", self.temperature, "0 or more")
         if self.top_k < -1:
@@ -75,9 +75,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One row of logits to choose from. ``index`` counts the request's generated tokens from 0.
+    """One row of logits to choose from. `index` counts the request's generated tokens from 0.
 
-    ``banned_ids`` cannot be chosen: the end tokens while ``min_tokens`` or ``ignore_eos`` forbid them.
+    `banned_ids` cannot be chosen: the end tokens while `min_tokens` or `ignore_eos` forbid them.
     """
 
     params: SamplingParams
@@ -95,7 +95,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """``logprob`` is None unless asked for; ``top_logprobs`` are (token id, logprob), the most likely first."""
+    """`logprob` is None unless asked for; `top_logprobs` are (token id, logprob), the most likely first."""
 
     token_id: int
     logprob: float | None = None

@@ -39,14 +39,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self._bytes)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """``add_special`` adds what the model puts around every text (a begin token, for some).
+        """`add_special` adds what the model puts around every text (a begin token, for some).
 
-        With ``parse_special`` control tokens in ``text`` are recognised: never set it for what a user wrote.
+        With `parse_special` control tokens in `text` are recognised: never set it for what a user wrote.
         """
         chosen: tokenizers.Tokenizer = (
             self._files.with_control if parse_special else self._files.without_control
@@ -61,20 +57,20 @@ class Tokenizer:
         return detokenizer.push(list(ids)) + detokenizer.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to the text; empty for control tokens and for ids beyond the vocabulary."""
+        """The bytes that one token adds to the text; empty for control tokens and for ids beyond the vocabulary."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
     def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The chat as one text, for people to read: in it, a user's control tokens look like the template's.
 
-        Raises :class:`ChatTemplateError`.
+        Raises `ChatTemplateError`.
         """
         return self._render(plain_messages(messages), add_generation_prompt)
 
     def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """The chat as token ids, in which every control token is the template's own.
 
-        Raises :class:`ChatTemplateError`.
+        Raises `ChatTemplateError`.
         """
         plain = plain_messages(messages)
         first = {name[0] for name in self.control}

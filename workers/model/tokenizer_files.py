@@ -1,6 +1,6 @@
 """Builds the tokenizer of a model from its files: a GGUF's metadata, or a Hugging Face directory.
 
-A :class:`tokenizers.Tokenizer` recognises control tokens in any text it is given. Two are built, therefore:
+A `tokenizers.Tokenizer` recognises control tokens in any text it is given. Two are built, therefore:
 one for templates, which does, and one for what users write, which does not.
 """
 
@@ -28,7 +28,7 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """``with_control`` recognises control tokens, ``without_control`` reads them as plain text."""
+    """`with_control` recognises control tokens, `without_control` reads them as plain text."""
 
     with_control: tokenizers.Tokenizer
     without_control: tokenizers.Tokenizer

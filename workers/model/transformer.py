@@ -1,6 +1,6 @@
 """The layers of a llama-like transformer over rows of tokens: everything but attention and the cache.
 
-A *row* is one token's hidden state; ``x`` is ``[rows, hidden]``. In between stand the caller's attention and
+A *row* is one token's hidden state; `x` is `[rows, hidden]`. In between stand the caller's attention and
 cache, so that prefill and decode share one path. Norms and the rotary embedding are computed in f32 and
 rounded once.
 """
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """f32 ``[head_dim / 2]``, radians a position. Source: RoFormer, section 3.2; Llama 3.1's rope scaling."""
+    """f32 `[head_dim / 2]`, radians a position. Source: RoFormer, section 3.2; Llama 3.1's rope scaling."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = 1.0 / (config.rope_base**exponents)
     scaling = config.rope_scaling
@@ -43,9 +43,7 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 class Rotary:
-    """Tables of cosine and sine for every position the model has, f32 ``[context_tokens_max, 1, head_dim /
-    2]``.
-    """
+    """Cosine and sine of every position that the model has, f32 `[context_tokens_max, 1, head_dim / 2]`."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         angles = torch.outer(torch.arange(config.context_tokens_max).float(), rotary_frequencies(config))
@@ -57,7 +55,7 @@ class Rotary:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``heads`` ``[rows, heads, head_dim]`` turned by their positions: dimension i pairs with i + head_dim /
+    """`heads` `[rows, heads, head_dim]` turned by their positions: dimension i pairs with i + head_dim /
     2.
     """
     half = heads.shape[-1] // 2
@@ -70,7 +68,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight`` is f32."""
+    """`weight` is f32."""
     wide = x.float()
     scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)
@@ -90,7 +88,7 @@ class Layer:
         self._down = Linear(weights[f"{name}.down"])
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q ``[rows, heads, head_dim]``, rotated k and plain v ``[rows, kv_heads, head_dim]``."""
+        """Rotated q `[rows, heads, head_dim]`, rotated k and plain v `[rows, kv_heads, head_dim]`."""
         config = self._config
         qkv = self._qkv(rms_norm(x, self._attention_norm, config.rms_eps))
         heads = qkv.view(x.shape[0], config.heads + 2 * config.kv_heads, config.head_dim)
@@ -99,7 +97,7 @@ class Layer:
         return turned[:, : config.heads], turned[:, config.heads :], heads[:, turning:]
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer after attention, whose result is ``[rows, heads * head_dim]``; changes ``x``."""
+        """The rest of the layer after attention, whose result is `[rows, heads * head_dim]`; changes `x`."""
         config = self._config
         x += self._out(attended)
         gate_up = self._gate_up(rms_norm(x, self._ffn_norm, config.rms_eps))
@@ -124,5 +122,5 @@ class Transformer:
         return torch.nn.functional.embedding(token_ids, self._embed)
 
     def logits(self, x: Tensor) -> Tensor:
-        """f32 ``[rows, vocab]``."""
+        """f32 `[rows, vocab]`."""
         return self._head(rms_norm(x, self._norm, self.config.rms_eps)).float()

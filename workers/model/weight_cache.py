@@ -28,7 +28,7 @@ def cached_weights_path(fingerprint: str, dtype: torch.dtype) -> Path:
 def load_or_parse(
     fingerprint: str, dtype: torch.dtype, parse: Callable[[], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """The weights of the model with this fingerprint, from the cache, or from ``parse`` and then cached."""
+    """The weights of the model with this fingerprint, from the cache, or from `parse` and then cached."""
     path = cached_weights_path(fingerprint, dtype)
     weights = _read(path)
     if weights is not None:

@@ -1,8 +1,7 @@
-"""What the page is fed with: one question to the conductors every half second, for all who look, and none
-else.
+"""The feed of the page: one question to the conductors every half second, for all who look, and no other.
 
 All conductors answer that they are there; one, which we name, answers in full. When it falls silent another
-is named, so the page goes on as the cluster does. Whoever reads slowly gets the newest view when he is ready,
+is named, so the page goes on as the cluster does. A slow reader gets the newest view when it is ready for one,
 never a queue.
 """
 
