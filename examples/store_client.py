@@ -40,8 +40,10 @@ async def use(url: str) -> None:
         await client.get_into(keys[0], into, verify=True)
         print("the first one, from the SSD, is right:", bool((into.view(np.uint8) == 0).all()))
 
+        await client.pin([keys[47]], ttl_s=60)  # goes last of all, for a minute or until `unpin`
         async with await client.get(keys[47]) as held:  # in place: no byte is copied, nothing evicts it
             print("the last one, in the pool's own memory:", held.array[:4])
+        await client.unpin([keys[47]])
 
         try:
             await client.get_into(key_of("nobody put this"), into)

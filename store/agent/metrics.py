@@ -47,7 +47,7 @@ class StoreMetrics(Collector):
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
-        tiers = ("dram", "ssd") if context.config.ssd_path else ("dram",)
+        tiers = ("dram", context.tier.name) if context.tier is not None else ("dram",)
         self._changes: Counter[tuple[str, str]] = Counter({(at, kind): 0 for at in tiers for kind in KINDS})
 
     def follow(self) -> None:
@@ -69,7 +69,7 @@ class StoreMetrics(Collector):
         used: dict[tuple[str, ...], float] = {("dram",): counts.slots - counts.free}
         room: dict[tuple[str, ...], float] = {("dram",): counts.slots}
         if tier is not None:
-            used["ssd",], room["ssd",] = len(tier), tier.records
+            used[tier.name,], room[tier.name,] = len(tier), tier.records
         yield gauge("halfmoon_cache_blocks", "Blocks in use, by tier.", ("tier",), used)
         yield gauge("halfmoon_cache_blocks_max", "Blocks that there is room for.", ("tier",), room)
         yield gauge("halfmoon_cache_block_bytes", "Size of a block.", (), {(): block_bytes})

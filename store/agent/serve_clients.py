@@ -20,7 +20,7 @@ def require_size(layout: Layout, block_bytes: int) -> None:
 
 
 class ClientService:
-    """One method a verb."""
+    """One method a verb. Raises StoreErrors, which `serve` answers as ProcessErrors of their code."""
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context

@@ -19,7 +19,7 @@ PROMOTION_SHARE = 0.6
 
 
 class PeerService:
-    """One method a verb."""
+    """One method a verb. Raises StoreErrors, which `serve` answers as ProcessErrors of their code."""
 
     def __init__(self, context: AgentContext, processes: KnownProcesses) -> None:
         self._context = context

@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 
 from halfmoon.schemas import store as messages
-from halfmoon.schemas.keys import join_keys, split_keys
+from halfmoon.schemas.keys import split_keys
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.fetch import fetch_blocks
+from halfmoon.store.agent.open_push import open_push
 from halfmoon.store.agent.processes import KnownProcesses
-from halfmoon.store.agent.push import Push
 from halfmoon.store.agent.release import release
 from halfmoon.store.agent.serve_clients import require_size
 from halfmoon.store.agent.tier_load import load_own
-from halfmoon.store.errors import OrderUnknown, StoreError, TransferError
+from halfmoon.store.errors import OrderUnknown
 from halfmoon.store.pool.guard import WORKER
 from halfmoon.store.pool.slots import Hold, Owner, tenant_mark
 
 
 class WorkerService:
-    """Errors of the store leave by `serve` as ProcessErrors of their code."""
+    """One method a verb. Raises StoreErrors, which `serve` answers as ProcessErrors of their code."""
 
     def __init__(self, context: AgentContext, processes: KnownProcesses) -> None:
         self._context = context
@@ -79,64 +79,9 @@ class WorkerService:
         owner = Owner(request.order_id, request.worker_id)
         if self._context.orders.push_of(owner) is not None:
             raise ValueError(f"order {request.order_id} pushes already")
-        return await self._context.orders.run(owner, self._open_push(owner, request))
-
-    async def _open_push(self, owner: Owner, request: messages.OpenPush) -> messages.Done:
-        """Reserves at the target. When this is cancelled after the request left, the target is told to drop."""
-        hold = self._guard.hold(owner)
-        config = self._context.config
-        peer = reserved = transport = None
-        if request.target_node_id == config.node_id:
+        if request.target_node_id == self._context.config.node_id:
             self._processes.require_attached(request.decode_worker_id)
-            self._guard.share(owner, Owner(request.order_id, request.decode_worker_id))
-        else:
-            reserve = messages.ReserveBlocks(
-                order_id=request.order_id,
-                decode_worker_id=request.decode_worker_id,
-                writer_node_id=config.node_id,
-                block_keys=join_keys([key for key in hold.keys if key]),
-                blocks=len(hold.slots),
-                tenant=hold.tenant,
-            )
-            drop = messages.DropBlocks(
-                order_id=request.order_id,
-                decode_worker_id=request.decode_worker_id,
-                writer_node_id=config.node_id,
-            )
-            try:
-                peer = await self._context.peers.get(request.target_node_id)
-                reserved = await self._context.peers.ask(peer.node_id, "reserve", reserve, messages.Reserved)
-                peer = await self._context.peers.get(peer.node_id, incarnation=reserved.incarnation)
-                transport = self._context.transports.engine_for(peer)
-            except BaseException as problem:
-                if isinstance(problem, StoreError):
-                    self._context.peer_failed(request.target_node_id, problem)
-                if peer is not None and (
-                    isinstance(problem, TransferError) or not isinstance(problem, StoreError)
-                ):
-                    # The reservation may exist although its answer was lost, or came when the caller had gone.
-                    self._context.spawn(self._context.peers.tell(peer.node_id, "drop", drop))
-                raise
-
-        def failed(problem: StoreError) -> None:
-            self._context.peer_failed(request.target_node_id, problem)
-            self._context.spawn(running.end(str(problem)))
-
-        running = Push(
-            self._context.bus,
-            self._context.peers,
-            request,
-            hold,
-            node_id=config.node_id,
-            layer_block_bytes=config.layout.layer_block_bytes,
-            transfer_ns_max=config.transfer_ns_max,
-            peer=peer,
-            reserved=reserved,
-            transport=transport,
-            on_failure=failed,
-        )
-        self._context.orders.set_push(owner, running)
-        await running.start()
+        await self._context.orders.run(owner, open_push(self._context, owner, request))
         return messages.Done()
 
     def push(self, request: messages.PushLayers) -> messages.Done:

@@ -1,4 +1,4 @@
-"""The pool's book: against a simple model, and the cases that bit others."""
+"""The pool: against a simple model, and the cases that bit others."""
 
 from __future__ import annotations
 

@@ -1,0 +1,83 @@
+"""Begins the push of an order's blocks: reserves room at the decode node, and starts to move."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from halfmoon.schemas.keys import join_keys
+from halfmoon.schemas.store import DropBlocks, OpenPush, ReserveBlocks, Reserved
+from halfmoon.store.agent.context import AgentContext
+from halfmoon.store.agent.push import Push
+from halfmoon.store.errors import StoreError, TransferError
+from halfmoon.store.pool.slots import Hold, Owner
+from halfmoon.store.transports.base import BlockMover, Peer
+
+
+class PushTarget(NamedTuple):
+    """Another node with room for the order's blocks, and the way there."""
+
+    peer: Peer
+    reserved: Reserved
+    transport: BlockMover
+
+
+async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> None:
+    """Raises StoreError, with nothing left at the target. A push to the own node moves nothing: its decode worker
+    gets a hold on the same slots.
+    """
+    hold = context.guard.hold(owner)
+    target: PushTarget | None = None
+    if request.target_node_id == context.config.node_id:
+        context.guard.share(owner, Owner(request.order_id, request.decode_worker_id))
+    else:
+        target = await _reserve(context, hold, request)
+
+    def failed(problem: StoreError) -> None:
+        context.peer_failed(request.target_node_id, problem)
+        context.spawn(push.end(str(problem)))
+
+    push = Push(
+        context.bus,
+        context.peers,
+        request,
+        hold,
+        node_id=context.config.node_id,
+        layer_block_bytes=context.config.layout.layer_block_bytes,
+        transfer_ns_max=context.config.transfer_ns_max,
+        peer=target.peer if target is not None else None,
+        reserved=target.reserved if target is not None else None,
+        transport=target.transport if target is not None else None,
+        on_failure=failed,
+    )
+    context.orders.set_push(owner, push)
+    await push.start()
+
+
+async def _reserve(context: AgentContext, hold: Hold, request: OpenPush) -> PushTarget:
+    """Room for the blocks at the target. When this ends otherwise, cancelled too, the target is told to drop it."""
+    node_id = context.config.node_id
+    reserve = ReserveBlocks(
+        order_id=request.order_id,
+        decode_worker_id=request.decode_worker_id,
+        writer_node_id=node_id,
+        block_keys=join_keys([key for key in hold.keys if key]),
+        blocks=len(hold.slots),
+        tenant=hold.tenant,
+    )
+    drop = DropBlocks(
+        order_id=request.order_id, decode_worker_id=request.decode_worker_id, writer_node_id=node_id
+    )
+    peer = None
+    try:
+        peer = await context.peers.get(request.target_node_id)
+        reserved = await context.peers.ask(peer.node_id, "reserve", reserve, Reserved)
+        # It may have restarted between its hello and this answer: the slots are those of the one that answered.
+        peer = await context.peers.get(peer.node_id, incarnation=reserved.incarnation)
+        return PushTarget(peer, reserved, context.transports.engine_for(peer))
+    except BaseException as problem:
+        if isinstance(problem, StoreError):
+            context.peer_failed(request.target_node_id, problem)
+        if peer is not None and (isinstance(problem, TransferError) or not isinstance(problem, StoreError)):
+            # The reservation may exist although its answer was lost, or came when the caller had gone.
+            context.spawn(context.peers.tell(peer.node_id, "drop", drop))
+        raise
