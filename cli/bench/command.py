@@ -21,7 +21,7 @@ from halfmoon.cli.bench.driver import Driver, Limits
 from halfmoon.cli.bench.report import objectives, report, rows, table
 from halfmoon.cli.bench.workload import (
     SCALE_MAX,
-    Drawn,
+    DrawnLoad,
     Lengths,
     Planned,
     Texts,
@@ -181,7 +181,7 @@ def planned(args: argparse.Namespace, model: Model) -> tuple[Iterator[Planned], 
         "total": limits.requests,
     }
     if not args.trace:
-        drawn = Drawn(
+        drawn = DrawnLoad(
             prompt=Lengths.parse(args.prompt_tokens, "--prompt-tokens"),
             output=Lengths.parse(args.output_tokens, "--output-tokens"),
             context=model.context,

@@ -115,7 +115,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class DrawnLoad:
     """Requests without end. `rate`: a second; 0: closed loop. `shared`: how much of a prompt is one of
     `prefixes`.
     """

@@ -25,7 +25,7 @@ from halfmoon.bus.embedded import free_port
 from halfmoon.cli.bench.clients import Model, Record
 from halfmoon.cli.bench.driver import Driver, Limits
 from halfmoon.cli.bench.report import objectives, report, table
-from halfmoon.cli.bench.workload import Drawn, Lengths, Planned, Texts, cut_short, fitting_scale, traced
+from halfmoon.cli.bench.workload import DrawnLoad, Lengths, Planned, Texts, cut_short, fitting_scale, traced
 from halfmoon.cli.main import main
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
@@ -87,7 +87,7 @@ def test_lengths_are_drawn_as_their_words_say() -> None:
 
 def test_arrivals_come_at_the_rate_and_by_the_seed() -> None:
     def at_s(**options: Any) -> list[float]:
-        drawn = Drawn(
+        drawn = DrawnLoad(
             prompt=Lengths("fixed", 8), output=Lengths("fixed", 4), context=64, rate=50.0, **options
         )
         return [one.at_ns / 1e9 for one in itertools.islice(drawn.requests(), 4000)]
@@ -100,7 +100,7 @@ def test_arrivals_come_at_the_rate_and_by_the_seed() -> None:
 
 
 def test_prompts_share_what_they_should_and_nothing_else() -> None:
-    drawn = Drawn(
+    drawn = DrawnLoad(
         prompt=Lengths("uniform", 40, 80),
         output=Lengths("fixed", 4),
         context=512,

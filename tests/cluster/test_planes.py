@@ -25,7 +25,7 @@ from tests.cluster.prompts import MODEL, prompt
 from tests.cluster.steering import prefill_of
 
 LAYERS, BLOCK_TOKENS, KV_BYTES_A_TOKEN = 30, 256, 46_080
-TOKENS = 2000
+TOKENS = 700
 
 
 def files_with(directory: Path, needle: bytes) -> list[Path]:

@@ -13,7 +13,7 @@ No I/O and no clock in here. The rules:
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, assert_never
 
 from halfmoon.bus.telemetry.tracing import OpenSpan
 from halfmoon.schemas.api import ApiError, ApiRequest
@@ -157,8 +157,13 @@ class OpenRequest:
             self.decode_worker = ""
             self.seen_tokens = len(self.output_ids)
             self.unknown_count = 0
-        if request.role == "decode":
-            self.decode_worker = request.worker_id
+        match request.role:
+            case "decode":  # it will deliver
+                self.decode_worker = request.worker_id
+            case "prefill":
+                pass
+            case _:
+                assert_never(request.role)
         return TakeReply(
             token_ids=self.packed_prompt,
             block_keys=self.arrived.block_keys,

@@ -17,7 +17,7 @@ from halfmoon.workers.model.tokenizer import ChatTemplateError, Tokenizer
 INLINE_CHARACTERS_MAX = 2048
 
 
-class Prompt(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """`packed`: the token ids as little-endian u32."""
 
     packed: bytes
@@ -48,7 +48,7 @@ class PromptReader:
             message = f"the model {name[:80]!r} does not exist; there is {self.config.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def read(self, ask: ApiRequest, *, max_tokens_default: int) -> Prompt:
+    async def read(self, ask: ApiRequest, *, max_tokens_default: int) -> TokenizedPrompt:
         """`max_tokens_default`: when the request does not say; cut to the context."""
         self.check_model(ask.model)
         token_ids = await self.encode(text=ask.text, token_ids=ask.token_ids, messages=ask.messages)
@@ -56,7 +56,7 @@ class PromptReader:
         packed = pack_tokens(token_ids)
         root = self._root(ask.tenant, ask.cache_salt)
         keys = chain_keys(root, token_ids, self._layout.block_tokens)
-        return Prompt(packed, len(token_ids), root, keys, max_tokens)
+        return TokenizedPrompt(packed, len(token_ids), root, keys, max_tokens)
 
     def models(self, created_s: int) -> dict[str, Any]:
         """`/v1/models`."""
