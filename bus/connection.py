@@ -296,7 +296,7 @@ class Bus:
             await tail.close()
 
     async def last_decision(self) -> Ordered | None:
-        """The newest decision in the stream, whoever it is for, or None; what is no decision is passed over."""
+        """The newest decision in the stream, for any process, or None; other messages are passed over."""
         first, last = await self.held(subjects.DECISIONS_STREAM)
         for seq in range(last, max(first, 1) - 1, -1):
             stored = await self.jetstream.message(subjects.DECISIONS_STREAM, seq=seq)

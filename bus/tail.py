@@ -1,12 +1,11 @@
-"""Messages of a stream's subject as they are published; what a lost connection swallowed is read from the
-stream.
+"""Messages of a stream's subject as they are published; those that a lost connection swallowed are read later.
 
 A plain subscription delivers sooner than any consumer, because it need not wait for the message to be stored,
 and costs the server nothing more. What it lacks is made up after a reconnect: messages from the last known
 place of the stream on are read again, and only then those that came meanwhile. So nothing is missed;
 something may come twice. Decisions carry an identity that drops repeats, KV progress may be repeated at will.
 
-What was missed is asked for message by message, not by a consumer: whoever may make a push consumer can have
+What was missed is asked for message by message, not by a consumer: a process that may make a push consumer can have
 the server send stored messages to any subject, and that is a permission that workers shall not need.
 """
 

@@ -1,6 +1,6 @@
 """The frontend's NATS edge: the micro service `halfmoon`, JSON in, JSON out (docs/api.md).
 
-A request's answers go to its reply subject. Whoever stops listening is noticed like this: each chunk of a
+A request's answers go to its reply subject. A client that stops listening is noticed like this: each chunk of a
 stream is published *with* a reply subject of ours, and the server reports there (status 503) when nobody is
 subscribed to the chunk's subject. While there is nothing to send, an empty chunk every 0.4 s keeps asking. A
 request that is not a stream may name a subject for the same purpose in its header `Halfmoon-Alive`; and

@@ -21,8 +21,8 @@ class SamplingInvalid(ValueError):
 class SamplingParams:
     """`temperature` 0 means greedy. The defaults switch every filter and penalty off.
 
-    `seed` with the index of the token decides every draw. Without a seed each draw is fresh, so whoever may resume a
-    request elsewhere gives it one. `logprobs` asks for the chosen token's and that many of the top ones; 0
+    `seed` with the index of the token decides every draw. Without a seed each draw is fresh, so a caller that may
+    resume a request elsewhere gives it one. `logprobs` asks for the chosen token's and that many of the top ones; 0
     for the chosen token's alone.
     """
 
