@@ -31,8 +31,9 @@ from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Segment, segment_name
 from halfmoon.store.pool.slots import Owner
+from halfmoon.store.tiers.base import Move
 from halfmoon.store.tiers.ssd import SsdTier
-from halfmoon.store.tiers.ssd_file import PAGE_BYTES, Move
+from halfmoon.store.tiers.ssd_file import PAGE_BYTES
 from halfmoon.store.transports.base import Call
 
 MIB = 1 << 20
@@ -94,9 +95,11 @@ async def rounds(directory: Path, block_bytes: int, threads: int, count: int) ->
     segment.view.blocks[:] = np.random.default_rng(1).integers(
         0, 256, segment.view.blocks.shape[1:], np.uint8
     )
+    options = config.ssd_options
+    assert options is not None
     guard = PoolGuard(Pool(BLOCKS), ttl_ns=10**12, grace_ns=0, announce=lambda _: None)
     tier = SsdTier(
-        config.ssd_options,
+        options,
         guard,
         view=lambda: segment.view,
         announce=lambda _: None,

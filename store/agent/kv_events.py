@@ -56,7 +56,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
     """Nothing older counts."""
 
 
-class Batch(msgspec.Struct, array_like=True):
+class KvEventBatch(msgspec.Struct, array_like=True):
     """One payload."""
 
     ts: float
@@ -126,7 +126,7 @@ class KvEvents:
     def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         if self._pub is None:
             return
-        payload = msgspec.msgpack.encode(Batch(time.time(), events))
+        payload = msgspec.msgpack.encode(KvEventBatch(time.time(), events))
         self._kept.append((self._seq, payload))
         with contextlib.suppress(zmq.Again):
             self._pub.send_multipart([TOPIC, self._seq.to_bytes(8, "big"), payload], zmq.NOBLOCK)

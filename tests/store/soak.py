@@ -36,6 +36,7 @@ from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import BlockMissing, StoreError, StoreFull, TransferTimeout
 from halfmoon.store.pool.segment import PAGE_BYTES
+from halfmoon.store.tiers.ssd import SsdTier
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
 KEY_BYTES = 16
@@ -69,7 +70,7 @@ async def agent_process(url: str, cluster: str, path: str) -> int:
     try:
         while not ended.is_set():
             agent.context.guard.check()
-            assert agent.context.tier is not None
+            assert isinstance(agent.context.tier, SsdTier)
             agent.context.tier.check()
             await asyncio.sleep(1)
     except AssertionError as problem:
