@@ -63,9 +63,9 @@ async def run(args: argparse.Namespace) -> int:
     runs, found = Runs(at), dict[int, Capacity]()
     for limit in limits:
         slo = Objectives(ttft_ns=args.ttft_ms * 1_000_000, tbt_ns=limit * 1_000_000)
-        begin = found[limits[0]].speed if found else args.begin
+        start = found[limits[0]].speed if found else args.begin
         try:
-            found[limit] = runs.capacity(slo, begin=begin)
+            found[limit] = runs.capacity(slo, start=start)
         except CapacityUnknown as problem:
             raise OptionInvalid(f"capacity at TBT <= {limit} ms: {problem}") from None
     if args.json:

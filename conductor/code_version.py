@@ -1,7 +1,7 @@
-"""Which code decides: the version of what is installed, and a fingerprint of the core's own sources.
+"""The version of the code that decides: that of the package, and a fingerprint of the core's own sources.
 
-Equal code decides alike from equal logs. So conductors say which one they run when they compare states, and a
-log says which one began it.
+Equal code decides alike from equal logs. So conductors say which one they run when they compare states, and a log says
+which one began it.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ async def digest_at(bus: Bus, seq: int) -> str | None:
     back.
     """
     core = await usable_snapshot(bus, before=seq)
-    after = core.seq if core is not None else await begun_at(bus) - 1
+    after = core.seq if core is not None else await log_start_seq(bus) - 1
     if not 0 <= after < seq:
         return None
     core = core or Core()
@@ -112,7 +112,7 @@ async def leading_snapshot(bus: Bus) -> tuple[int, bytes] | None:
     return None
 
 
-async def begun_at(bus: Bus) -> int:
+async def log_start_seq(bus: Bus) -> int:
     """Sequence of the newest ClusterConfigured; 0 when the log has none (any more)."""
     message = await bus.jetstream.message(
         subjects.EVENTS_STREAM, last_by_subj=subjects.events_of_kind(ClusterConfigured.__name__)

@@ -1,17 +1,18 @@
-"""Whether a new request is taken at all: early rejection.
+"""Early rejection: whether a new request is accepted at all.
 
-`decide` gives a placement or a refusal with its reason, and changes nothing. Four ways to look at the load of decode:
+`decide` gives a placement or a refusal with its reason, and changes nothing. Each admission mode looks at the load of
+decode in its own way:
 
-- `none`: everything is queued; only what can never run and full queues are refused.
+- `none`: everything is queued; only what can never run, and full queues, are refused.
 - `late`: TTFT is checked here, TBT only by the decode worker, after prefill.
-- `early`: also TBT, against the requests that are in decode now. Those still in prefill are not felt: it
-  oscillates.
-- `predicted`: against the load when this prefill will end: with requests whose prefill ends by then, without
-  those whose decode will be over.
+- `early`: TBT is checked here too, against the requests that are in decode now. Requests still in prefill do not count,
+  so the load oscillates.
+- `predicted`: TBT is checked against the load at the predicted end of this prefill: with requests whose prefill ends by
+  then, without those whose decode will be over.
 
-Priorities scale the limits: 0 is held to its SLO, -1000 refused from half of it on, 1000 taken up to one and
-a half times. So under growing load smaller priorities are refused first. Under `predicted` the policy
-`halfmoon` refuses larger prompts first as well (`overload`).
+Priorities scale the limits: priority 0 is held to its SLO, -1000 is refused from half of it on, 1000 is accepted up to
+one and a half times. So under growing load smaller priorities are refused first. Under `predicted` some policies refuse
+larger prompts first as well (`overload`).
 
 Source: Mooncake (ARXIV), section 7; priorities and retry-after are ours.
 """
@@ -37,7 +38,7 @@ RETRY_NS_MIN = 1_000_000
 
 
 class Placement(msgspec.Struct, kw_only=True):
-    """Where a request goes, and what is expected of it there."""
+    """A pair of workers for a request, and what is expected of it there."""
 
     prefill: Candidate
     decode: DecodeCandidate
@@ -48,7 +49,7 @@ class Placement(msgspec.Struct, kw_only=True):
 
 
 class Refusal(msgspec.Struct, kw_only=True):
-    """Why a request goes nowhere, and when to come back (0: not said)."""
+    """The reason why a request is not accepted, and when to come back (0: not said)."""
 
     reason: RejectReason
     message: str
@@ -57,7 +58,7 @@ class Refusal(msgspec.Struct, kw_only=True):
 
 
 class Load(msgspec.Struct):
-    """What a decode worker has in its batch at some time."""
+    """The batch of a decode worker at some time."""
 
     sequences: int
     context_tokens: int
@@ -70,12 +71,12 @@ def slo_ns(state: State, request: RequestArrived) -> tuple[int, int]:
 
 
 def limit_ns(objective_ns: int, priority: int) -> int:
-    """The prediction from which on a request of this priority is refused."""
+    """The prediction from which a request of this priority is refused."""
     return objective_ns * (1_000 + priority // 2) // 1_000
 
 
 def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Placement | Refusal:
-    """For a request that was never placed."""
+    """A placement or a refusal for a request that was never placed."""
     matched = match_prefix(state, request, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
     best = earliest_first_token(state, request, matched, now_ns)
@@ -117,9 +118,7 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
 
 
 def place_again(state: State, request: Request, now_ns: int, draw: str) -> Placement | None:
-    """For a request that was accepted before: the best there is, whatever it takes; None when there is no
-    worker.
-    """
+    """The best placement of a request that was accepted before, whatever it takes; None when there is no worker."""
     event = request.event
     matched = match_prefix(state, event, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
@@ -161,7 +160,7 @@ def _cannot(
     decodes: list[DecodeCandidate],
     now_ns: int,
 ) -> Refusal | None:
-    """Refusals that hold under every admission: nobody there, too long for all, queues full."""
+    """A refusal that holds under every admission mode: no worker there, too long for all, all queues full."""
     for role, pool in (("prefill", state.loads.prefill), ("decode", state.loads.decode)):
         if not pool.workers:
             return Refusal(
@@ -197,7 +196,7 @@ def _over_slo(
     tbt_ns_max: int,
     now_ns: int,
 ) -> Refusal | None:
-    """`tbt_ns_max`: no decode worker that could take the request would have a longer step."""
+    """A refusal because the prediction is over an SLO. `tbt_ns_max`: no worker that could take it has a longer step."""
     ttft_slo, tbt_slo = slo_ns(state, request)
     ttft_limit, tbt_limit = limit_ns(ttft_slo, request.priority), limit_ns(tbt_slo, request.priority)
     ttft_ns = placement.prefill.ttft_ns
@@ -237,7 +236,7 @@ def _over_slo(
 def _too_large_now(
     state: State, request: RequestArrived, placement: Placement, workers: int
 ) -> Refusal | None:
-    """Under overload larger prompts are refused first (ours)."""
+    """A refusal because under overload larger prompts go first (ours)."""
     if not rules_of(state).large_refused_first or state.policy.admission != "predicted":
         return None
     limit = limit_ns(slo_ns(state, request)[0], request.priority)
@@ -255,7 +254,7 @@ def _too_large_now(
 
 
 def decode_load(state: State, worker: WorkerRecord, end_ns: int) -> Load:
-    """What `worker` will have in decode at `end_ns` (`predicted`), or has now (any other admission)."""
+    """The load of `worker` in decode at `end_ns` (`predicted`), or now (any other admission mode)."""
     predicted = state.policy.admission == "predicted"
     load = Load(0, 0, 0)
     for order_id in worker.orders:
@@ -280,7 +279,7 @@ def decode_load(state: State, worker: WorkerRecord, end_ns: int) -> Load:
 
 
 def _pool_tbt_ns(state: State, decodes: list[DecodeCandidate], end_ns: int) -> int:
-    """Mean over the pool of each worker's time between tokens."""
+    """Mean time between tokens over the decode pool at `end_ns`."""
     total = 0
     for candidate in decodes:
         worker = state.workers[candidate.worker_id]
@@ -304,9 +303,7 @@ def _wait_ns(
     now_ns: int,
     context: int = 0,
 ) -> int:
-    """Until so many of the worker's requests have ended that the KV fits and the step is within the limit (0:
-    any).
-    """
+    """Time until enough of the worker's requests have ended: the KV fits and the step is within the limit (0: any)."""
     ends = sorted(
         (max(order.prefill_end_ns + order.decode_ns, now_ns), order.order_id)
         for order in [state.orders[order_id] for order_id in worker.orders]

@@ -87,7 +87,7 @@ def earliest_first_token(
 
 
 def _bounded(rules: PolicyRules) -> bool:
-    """Whether the lower bounds below are bounds of what the policy compares."""
+    """True where the lower bounds below bound what the policy compares."""
     if rules.prefill == EARLIEST_TOKEN_WITH_COPIES:
         return True
     # The bounds contain the price of copies: they bound a rank without it only where there is none.

@@ -1,7 +1,7 @@
-"""Who holds which block: block key to a bit mask of nodes, one table for each tier.
+"""Block index: block key to the nodes that hold it, as a bit mask; one table for each tier.
 
-A node has one bit as long as its store agent is known. The index is soft state: agents announce what they
-hold, and a node that leaves takes its bits along. Pure; part of the core.
+A node has one bit as long as its store agent is known. The index is soft state: agents announce what they hold, and a
+node that leaves takes its bits along. Pure; part of the core.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlockIndex:
         self._bits: dict[str, int] = {}
 
     def join(self, node_id: str) -> None:
-        """`node_id` begins, with nothing. What was known of it is forgotten."""
+        """A node starts, with no blocks. What was known of it is forgotten."""
         if node_id in self._bits:
             self._purge(self._bits[node_id])
             return
@@ -133,7 +133,7 @@ class BlockIndex:
         return [(blocks, self._nodes(mask)) for blocks, mask in reversed(found)]
 
     def _nodes(self, mask: int) -> list[str]:
-        """Whose bits are set, by id."""
+        """The nodes whose bits are set, by id."""
         if not mask & (mask - 1):
             return [self._slots[mask.bit_length() - 1]]
         bits = f"{mask:b}"[::-1].encode().translate(_BITS)
@@ -238,7 +238,7 @@ def _keys(block_keys: bytes, start: int, stop: int) -> tuple[bytes, ...]:
 
 
 def _mask_bytes(slots: int) -> int:
-    """Of one mask: a size that `struct` knows, as long as there is one."""
+    """Size of one mask: one that `struct` knows, as long as there is one."""
     return next((width for width in _STRUCT_CODES if slots <= 8 * width), -(-slots // 8))
 
 

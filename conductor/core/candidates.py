@@ -1,4 +1,4 @@
-"""Candidates: what a request would cost at each worker.
+"""Candidates: the cost of a request at each worker.
 
 `candidates` costs one prompt at every prefill worker, `decode_candidates` at every decode worker. They change nothing,
 so that replay can call them to explain a decision. `policies` says which candidate is taken, `best_first` finds that
@@ -53,7 +53,7 @@ def candidates(
 def candidate_of(
     state: State, worker: WorkerRecord, tokens: int, match: PrefixMatch, now_ns: int
 ) -> Candidate:
-    """What a prompt of `tokens` would cost at one prefill worker."""
+    """The cost of a prompt of `tokens` at one prefill worker."""
     policy = state.policy
     queue = queue_ns(worker, now_ns)
     limit = cached_blocks_max(worker, tokens)
@@ -142,7 +142,7 @@ def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -
 
 
 def prefill_fits(worker: WorkerRecord, request: RequestArrived) -> bool:
-    """Whether the worker's context and cache hold the prompt."""
+    """True when the worker's context and cache hold the prompt."""
     return _fits(worker, request.prompt_tokens)
 
 
@@ -171,7 +171,7 @@ def decode_candidates(
 def decode_candidate_of(
     state: State, worker: WorkerRecord, match: PrefixMatch, context_tokens: int
 ) -> DecodeCandidate:
-    """What a request of `context_tokens` (prompt and expected answer) would make of one decode worker."""
+    """One decode worker with a request of `context_tokens` (prompt and expected answer) on top of its load."""
     blocks = -(-context_tokens // worker.block_tokens) if worker.block_bytes else 0
     sequences = len(worker.orders)
     return DecodeCandidate(
@@ -188,7 +188,7 @@ def decode_candidate_of(
 
 
 def fits(worker: WorkerRecord, request: RequestArrived) -> bool:
-    """Whether the worker could hold its half of the request, were it empty."""
+    """True when the worker could hold its half of the request, were it empty."""
     match worker.role:
         case "prefill":
             return prefill_fits(worker, request)
@@ -199,12 +199,12 @@ def fits(worker: WorkerRecord, request: RequestArrived) -> bool:
 
 
 def decode_fits(worker: WorkerRecord, request: RequestArrived) -> bool:
-    """Whether the worker's context and cache hold prompt and answer."""
+    """True when the worker's context and cache hold prompt and answer."""
     return _fits(worker, request.prompt_tokens + request.max_tokens)
 
 
 def has_room(worker: WorkerRecord, sequences: int, reserved_blocks: int, blocks: int) -> bool:
-    """Whether one more request fits beside `sequences` that hold `reserved_blocks`."""
+    """True when one more request fits beside `sequences` that hold `reserved_blocks`."""
     # A null engine has no KV to fit.
     if worker.block_bytes == 0:
         return True

@@ -146,7 +146,7 @@ def _whole(value: float) -> int:
 
 
 class Link(msgspec.Struct):
-    """What transfers from one node to another achieved."""
+    """Bandwidth that transfers from one node to another achieved, and when it was last measured."""
 
     bytes_s: int
     measured_ns: int
@@ -194,14 +194,14 @@ def learn_answer(answers: Answers, tokens: int, decode_ns: int) -> None:
 
 
 def expected_tokens(answers: Answers | None, max_tokens: int) -> int:
-    """How long an answer will be."""
+    """The expected length of an answer, in tokens."""
     if answers is None or answers.count == 0:
         return min(max_tokens, EXPECTED_TOKENS_FIRST)
     return max(1, min(max_tokens, -(-answers.millitokens // 1_000)))
 
 
 def expected_decode_ns(answers: Answers | None, tokens: int, tbt_ns: int) -> int:
-    """t_d of ARXIV section 7: how long a request stays in decode."""
+    """How long a request stays in decode: t_d of ARXIV, section 7."""
     if answers is None or answers.count == 0:
         return tokens * tbt_ns
     return answers.decode_ns

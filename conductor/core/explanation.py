@@ -1,8 +1,7 @@
-"""Why a request went where it went: all that a placement or a refusal rested on. Part of the core.
+"""Explanations: all that a placement or a refusal rested on. Part of the core.
 
 Made only for requests that are to be explained: replay sets `Core.explain_requests` and reads `Core.notes` after each
-step.
-The log alone decides, so these are the grounds of the conductor that decided.
+step. The log alone decides, so these are the grounds of the conductor that decided.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from halfmoon.schemas.policy import AdmissionName, PolicyName
 
 
 class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
-    """All that a decision on a request rested on (or would), at one place of the log."""
+    """The grounds of one decision on a request, real or supposed, at one place of the log."""
 
     request_id: str
     #: Event that caused it, and its time.
@@ -62,7 +61,7 @@ def explain(
     avoid: Sequence[str] = (),
     lost_reason: str = "",
 ) -> Explanation:
-    """The grounds of `verdict`, of the state in which it was found."""
+    """The grounds of `verdict`, in the state in which it was found."""
     matched = match_prefix(state, request, at_ns)
     tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
     prefills = candidates(state, request, matched, at_ns, avoid=avoid)

@@ -144,7 +144,7 @@ def plan_from_own_ssd(state: State, prompt: Prompt) -> FetchPlan | None:
 
 
 class _FetchCost:
-    """What the first n blocks of a prompt cost at one worker, when those it lacks are read from one source."""
+    """The cost of the first n blocks of a prompt at one worker that reads those it lacks from one source."""
 
     __slots__ = (
         "bytes_s",

@@ -109,7 +109,7 @@ class Core:
         return self.state.timers
 
     def step(self, stamped: Stamped) -> list[Decision]:
-        """What `stamped` makes necessary, in order."""
+        """The decisions that `stamped` makes necessary, in order."""
         assert stamped.seq > self.seq, ("the log ran backwards", stamped.seq, self.seq)
         if isinstance(stamped.event, ClusterConfigured):
             self.state = State(index=BlockIndex())
@@ -127,9 +127,9 @@ class Core:
         return out
 
     def explain(self, request: RequestArrived, at_ns: int) -> Explanation:
-        """What `request` would find now; changes nothing.
+        """The grounds of what would be decided on `request` now; changes nothing.
 
-        `random` draws by the place in the log: here, the next one. What it did find is in `notes`, if it is explained.
+        `random` draws by the place in the log: here, by the next one. The grounds of real decisions are in `notes`.
         """
         state = self.state
         verdict = decide(state, request, at_ns, f"{state.seq + 1}:0")

@@ -1,4 +1,4 @@
-"""What each worker would give a request, and the measures by which policies compare workers.
+"""Candidates, and the measures by which policies compare them.
 
 A measure is a number of a candidate with its name in words: the least wins. Policies choose by measures and replay
 explains a choice by the very same ones, so what is said is what was compared.

@@ -1,8 +1,8 @@
-"""Who is there: processes join, show that they live, drain, leave and are lost.
+"""Membership: processes join, send heartbeats, drain, leave and are lost.
 
-Each process has one timer, `lost:<role>:<id>:<incarnation>`. When it fires, a process that was heard of since
-is given another; one that was not is lost. When the log itself was silent (the bus was down) nobody could be
-heard, so everybody's last sign of life moves by the length of the silence.
+Each process has one timer, `lost:<role>:<id>:<incarnation>`. When it fires, a process that was heard of since is given
+another; one that was not is lost. While the log itself was silent (the bus was down) no process could be heard, so
+every process's last heartbeat counts as later by the length of the silence.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _first_fit(event: WorkerJoined) -> Fit:
 
 
 def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
-    """The same process says again that it is there: what it does goes on."""
+    """The same process joins once more: what it does goes on."""
     worker.orders = known.orders
     worker.reserved_ns = known.reserved_ns
     worker.pending_blocks = known.pending_blocks
@@ -107,7 +107,7 @@ def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
 
 
 def worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> WorkerRecord | None:
-    """The worker, when it is the one that is known."""
+    """The worker, if its incarnation is the known one."""
     worker = state.workers.get(event.worker_id)
     if worker is None or worker.incarnation != event.incarnation:
         # Its heartbeat does not say what it is; it goes by target_id.
@@ -240,8 +240,9 @@ def frontend_left(state: State, frontend_id: str, incarnation: str, out: StepOut
 
 
 def _cancel_all(state: State, frontend_id: str, out: StepOutput) -> None:
-    """Nobody reads these any more. Their ids are not kept: a frontend that was lost by mistake sends them
-    again.
+    """Cancel every request of a frontend: nobody reads its answer.
+
+    The ids are not kept, since a frontend that was lost by mistake sends its requests again.
     """
     mine = [request for request in state.requests.values() if request.event.frontend_id == frontend_id]
     for request in mine:
@@ -257,7 +258,7 @@ def _cancel_all(state: State, frontend_id: str, out: StepOutput) -> None:
 
 
 def bridge_silence(state: State, at_ns: int) -> None:
-    """Called with the time of each event before it is looked at."""
+    """Count the silence of the log before an event at `at_ns` as heartbeats. Call it before each event is applied."""
     gap_ns = at_ns - state.at_ns
     if gap_ns <= 2 * state.policy.heartbeat_ns or state.seq == 0:
         return
@@ -273,7 +274,7 @@ def bridge_silence(state: State, at_ns: int) -> None:
 
 
 def loss_timer_fired(state: State, key: str, at_ns: int, out: StepOutput) -> None:
-    """The timer `key`, set for `at_ns`, which was this process's only one."""
+    """The timer `key` of a process, set for `at_ns`, is due."""
     _, role, process_id, incarnation = key.split(":")
     member: WorkerRecord | StoreRecord | FrontendRecord | None
     match role:
@@ -321,7 +322,7 @@ def _ask(
     process_id: str,
     out: StepOutput,
 ) -> bool:
-    """Once, until it joins or two heartbeats have passed. True when it was asked now."""
+    """Ask a process to announce itself: once, until it joins or two heartbeats have passed. True when asked now."""
     pause_ns = 2 * state.policy.heartbeat_ns
     state.asked_ns = {key: ns for key, ns in state.asked_ns.items() if ns + pause_ns > state.at_ns}
     if f"{kind}:{process_id}" in state.asked_ns:

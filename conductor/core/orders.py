@@ -1,7 +1,6 @@
-"""Orders: giving one, taking it back, and what happens to a request whose order is gone.
+"""Orders: given, withdrawn, and what becomes of a request whose order is gone.
 
-Load is reserved in the state the moment an order is given, and freed when its half is answered, cancelled or
-lost.
+Load is reserved in the state the moment an order is given, and freed when its half is answered, cancelled or lost.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from halfmoon.schemas.events import RequestArrived
 
 
 def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> None:
-    """A request that was never seen: placed, or refused with a reason."""
+    """Place a request that was never seen, or refuse it with a reason."""
     state.counters.arrived += 1
     verdict = decide(state, event, state.at_ns, _draw(state))
     if verdict.predicted.prefill_ns:
@@ -45,9 +44,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
 
 
 def accept_again(state: State, event: RequestArrived, out: StepOutput) -> None:
-    """A request that was answered, but its worker is gone and its client has not all: placed again, never
-    refused.
-    """
+    """Place a request once more that counts as answered, though its client has not got all: never refused."""
     del state.finished[event.request_id]
     request = Request(event=event, arrived_ns=state.at_ns, placements=1)
     state.requests[event.request_id] = request
@@ -55,9 +52,7 @@ def accept_again(state: State, event: RequestArrived, out: StepOutput) -> None:
 
 
 def place(state: State, request: Request, lost_reason: str, out: StepOutput) -> None:
-    """A request that was accepted and has no order any more (`lost_reason`): placed, parked, or failed for
-    good.
-    """
+    """Place, park, or fail for good a request that was accepted and has no order any more (`lost_reason`)."""
     if request.placements >= state.policy.placements_max:
         message = f"placed {request.placements} times, and each time lost; last: {lost_reason or 'no reason was given'}"
         fail(state, request, message, out)
@@ -71,15 +66,13 @@ def place(state: State, request: Request, lost_reason: str, out: StepOutput) -> 
 
 
 def avoid(request: Request, worker_id: str) -> None:
-    """The worker failed it: taken again only when there is no other."""
+    """Remember that the worker failed the request: it is taken again only when there is no other."""
     if worker_id not in request.avoid:
         request.avoid.append(worker_id)
 
 
 def place_parked(state: State, out: StepOutput) -> None:
-    """A worker takes orders that did not: those that wait are placed, oldest first, as long as that is
-    possible.
-    """
+    """Place the requests that wait, oldest first, as far as possible. Call it when a worker starts to take orders."""
     for request_id in list(state.parked):
         request = state.requests[request_id]
         placement = place_again(state, request, state.at_ns, _draw(state))
@@ -174,9 +167,7 @@ def remember_finished(state: State, request_id: str) -> None:
 
 
 def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool, decode_runs: bool) -> None:
-    """Take an order back: free what is reserved, stop the halves that still run, let go of what stores hold
-    for it.
-    """
+    """Take an order back: free what is reserved, cancel the halves that still run, release what stores hold for it."""
     prefill_runs = prefill_runs and order.phase == "prefill"
     free_prefill(state, order)
     free_decode(state, order)
@@ -194,7 +185,7 @@ def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool,
 
 
 def free_prefill(state: State, order: Order) -> None:
-    """The prefill half is over, one way or another."""
+    """Free what the prefill half has reserved: it is over, one way or another."""
     if order.phase == "decode":
         return
     order.phase = "decode"
@@ -237,7 +228,7 @@ def _count_rejected(state: State, reason: RejectReason) -> None:
 def reject_placed(
     state: State, request: Request, reason: RejectReason, message: str, tbt_ns: int, out: StepOutput
 ) -> None:
-    """The end of a request whose order was just withdrawn: refused after all."""
+    """Refuse a request whose order was just withdrawn."""
     end(state, request)
     predicted = msgspec.structs.replace(Refusal(reason=reason, message="").predicted, tbt_ns=tbt_ns)
     reject(state, request.event, Refusal(reason=reason, message=message[:512], predicted=predicted), out)

@@ -1,9 +1,9 @@
-"""Which requests go first when more work is offered than the prefill pool can do.
+"""Overload: which requests are refused first when more work is offered than the prefill pool can do.
 
-Refusing whoever finds the queue at the limit keeps every queue at the limit: all wait nearly as long as the
-SLO, and large prompts push out many small ones. So, while more work is offered than can be done, a prompt is
-refused the sooner the larger it is: one of the mean size when half of the TTFT SLO is queued before it, one
-twice as large at a quarter. Tokens that are cached do not count: it is the time to compute that is compared.
+Refusing every request that finds the queue at the limit keeps every queue at the limit: all requests wait nearly as
+long as the SLO, and large prompts push out many small ones. So, under overload, a prompt is refused the sooner the
+larger it is: one of the mean size when half of the TTFT SLO is queued before it, one twice as large at a quarter.
+Cached tokens do not count: times to compute are compared.
 
 Ours (policy `halfmoon` under admission `predicted`); the papers' rule has no such order.
 """
@@ -37,9 +37,7 @@ def learn_offered(offered: Offered, prefill_ns: int, now_ns: int) -> None:
 
 
 def queue_allowed_ns(offered: Offered, workers: int, prefill_ns: int, ttft_limit_ns: int) -> int:
-    """How long a queue a prompt may find that takes `prefill_ns` to compute; the limit itself without
-    overload.
-    """
+    """The longest queue that a prompt of `prefill_ns` may find; without overload, the TTFT limit itself."""
     if offered.count < OFFERED_MIN or offered.prefill_ns <= workers * offered.gap_ns:
         return ttft_limit_ns
     return ttft_limit_ns * offered.prefill_ns // (2 * max(1, prefill_ns))

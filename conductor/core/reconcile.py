@@ -1,18 +1,16 @@
-"""Orders that are gone without an answer: with their worker, or from its memory.
+"""Reconciliation: orders that are gone without an answer, with their worker or from its memory.
 
-A heartbeat may list the worker's open orders, and then both sides are brought to agree. What the core
-believes to be open there and the worker does not list is lost: its answer was. What the worker lists and the
-core does not know is cancelled once more: its cancellation was lost, or it was meant for an earlier
-incarnation. Two rules keep this from taking what is well:
+A heartbeat may list the worker's open orders, and then both sides are brought to agree. An order that the core believes
+to be open there and the worker does not list is lost: its answer was. An order that the worker lists and the core does
+not know is cancelled once more: its cancellation was lost, or it was meant for an earlier incarnation. Two rules keep
+this from taking healthy orders:
 
-- An order counts only when the worker has obeyed a decision at least as new (`obeyed_seq`). Time would not
-  do: what a conductor decides late, because it was away, has the time of its cause.
-- Two heartbeats must say so, half a period apart at least: those that waited for the bus together count as
-  one.
+- An order counts only when the worker has obeyed a decision at least as new (`obeyed_seq`). Time would not do: a
+  decision that a conductor makes late, because it was away, has the time of its cause.
+- Two heartbeats must say so, at least half a period apart: those that waited for the bus together count as one.
 
-A decode worker also lists the orders that lack their KV or first token. When the prefill has ended a
-heartbeat ago, and two heartbeats say so, what was sent is lost (KV progress is told once), and the request is
-placed again.
+A decode worker also lists the orders that lack their KV or first token. When the prefill has ended a heartbeat ago, and
+two heartbeats say so, the KV is lost (its progress is told once), and the request is placed again.
 """
 
 from __future__ import annotations
@@ -28,10 +26,9 @@ from halfmoon.schemas.events import WorkerHeartbeat
 def lose_orders(
     state: State, worker_id: str, order_ids: list[str], reason: str, out: StepOutput, *, told: bool = False
 ) -> None:
-    """The worker's halves of these orders are gone. All are taken back before any is placed: none counts as
-    load.
+    """The worker's halves of these orders are gone: withdraw all of them, then place their requests again.
 
-    `told`: the worker is there and may have some of them after all, so it is told of each.
+    `told`: the worker is there and may have some of the orders after all, so it is told to cancel each.
     """
     requests = []
     for order_id in order_ids:
@@ -49,7 +46,7 @@ def lose_orders(
 
 
 def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat, out: StepOutput) -> None:
-    """What the worker lists as open, against what the core believes."""
+    """Bring the core's open orders of a worker and those that its heartbeat lists to agree."""
     if event.orders is None:
         worker.unlisted_ns, worker.stray_ns, worker.lacking_ns = {}, {}, {}
         return
@@ -74,7 +71,7 @@ def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat,
 
 
 def _is_overdue(state: State, worker: WorkerRecord, order_id: str) -> bool:
-    """Its prefill ended so long ago that all of it must have come."""
+    """True when its prefill ended a heartbeat ago or earlier: all of its KV must have come."""
     order = state.orders.get(order_id)
     if order is None or order.decode_id != worker.worker_id or order.phase != "decode":
         return False
@@ -84,7 +81,7 @@ def _is_overdue(state: State, worker: WorkerRecord, order_id: str) -> bool:
 def _confirmed_twice(
     state: State, since_ns: dict[str, int], order_ids: list[str]
 ) -> tuple[dict[str, int], list[str]]:
-    """Which of `order_ids` are named for the first time (since when), and which were named long enough ago."""
+    """Split `order_ids` into those named for the first time (since when), and those named by two heartbeats."""
     first: dict[str, int] = {}
     again = []
     for order_id in order_ids:

@@ -1,9 +1,9 @@
-"""Hot prefixes get another holder before the one that has them is a bottleneck.
+"""Replication: a hot prefix gets another holder before the one that has it is a bottleneck.
 
-A prefix is hot when, with the fetch that was just ordered, `Policy.hot_transfers` transfers leave its source
-at once. Then one more node is told to copy it: of those that lack it the emptiest. While the copy is on its
-way the next order may say so again; an agent that has a block, or is about to, does nothing. What was copied
-in vain is cold, and evicted first (`halfmoon.store.agent.replicas`).
+A prefix is hot when, with the fetch that was just ordered, `Policy.hot_transfers` transfers leave its source at once.
+Then one more node, the emptiest of those that lack it, is told to copy it. While the copy is on its way the next order
+may say so again; an agent that has a block, or is fetching it, does nothing. A copy that nobody reads is cold, and
+evicted first (`halfmoon.store.agent.replicas`).
 
 Source: Mooncake (2407.00079), section 6.2 (cache load balancing); the rule is ours.
 """
@@ -20,7 +20,7 @@ from halfmoon.schemas.types import KEY_BYTES
 
 
 def spread_hot_prefix(state: State, request: RequestArrived, prefill: Candidate, out: StepOutput) -> None:
-    """After `prefill` was given: one more holder of what it fetches, when that is hot."""
+    """One more holder of the prefix that `prefill` fetches, when that is hot. Call it after the order is given."""
     hot = state.policy.hot_transfers
     if not hot or not prefill.fetches or prefill.from_ssd:
         return

@@ -29,9 +29,7 @@ FINISHED_MAX = 16_384
 
 
 class State(msgspec.Struct, kw_only=True, dict=True):
-    """All that the core knows: what a snapshot holds and a digest names. `loads` follows from it and is in
-    neither.
-    """
+    """All that the core knows: a snapshot holds it and a digest names it. `loads` follows from it and is in neither."""
 
     seq: int = 0
     at_ns: int = 0
@@ -74,9 +72,9 @@ class State(msgspec.Struct, kw_only=True, dict=True):
         return LoadIndexes(ready, self.stores.values(), self.links)
 
     def takes_orders(self, worker: WorkerRecord) -> bool:
-        """Neither draining nor without its node's store agent, through which all its KVCache comes and goes."""
+        """True unless it drains or its node's store agent, through which all its KVCache comes and goes, is away."""
         return not worker.draining and (worker.block_bytes == 0 or worker.node_id in self.stores)
 
     def members_changed(self) -> None:
-        """A worker or a store agent joined, drains, is suspected or left: `loads` is made anew."""
+        """Call after a worker or a store agent joined, drains, is suspected or left: `loads` is built again."""
         vars(self).pop("loads", None)

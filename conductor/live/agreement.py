@@ -1,12 +1,11 @@
-"""Whether conductors agree: who had which state after which event, and who is to stop. No clock, no I/O.
+"""Agreement of conductors: which had which state after which event, and which is to stop. No clock, no I/O.
 
 After every `Policy.digest_events` events each conductor says the digest of its state. Where they differ:
 
 - a conductor whose digest fewer share than another one's stops deciding (2 against 1: the one);
-- as many on one side as on the other (1 against 1): each reads the log again into a fresh core; who does not
-  get its own digest is ill, and stops. Where equal code ran, that settles it. Different code may differ in
-  health: then the side goes on that runs the code that began the log, and if none does, the one whose code
-  has the smaller name.
+- in a tie (1 against 1) each reads the log again into a fresh core; a conductor that does not get its own digest is
+  ill, and stops. Where equal code ran, that settles it. Different code may differ in health: then the side goes on that
+  runs the code that began the log, and if none does, the one whose code has the smaller name.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Verdict(Enum):
 
 
 class Agreement:
-    """As one conductor sees it: what it computed, and what it read in the log of all."""
+    """One conductor's view: the digests it computed, and those it read in the log of all."""
 
     def __init__(self, conductor_id: str, incarnation: str, code_version: str) -> None:
         self._me = conductor_id, incarnation, code_version
@@ -43,13 +42,13 @@ class Agreement:
         self._said: OrderedDict[int, dict[tuple[str, str, str], str]] = OrderedDict()
 
     def computed(self, at_seq: int, digest: str) -> None:
-        """Our own state there."""
+        """Note our own digest at a place of the log."""
         self._own[at_seq] = digest
         while len(self._own) > POINTS_MAX:
             self._own.popitem(last=False)
 
     def heard(self, event: StateDigested) -> bool:
-        """What a conductor says. True when it is known to differ from ours."""
+        """Note what a conductor says. True when it is known to differ from ours."""
         voices = self._said.setdefault(event.at_seq, {})
         voices[event.conductor_id, event.incarnation, event.code_version] = event.digest
         while len(self._said) > POINTS_MAX:
@@ -67,7 +66,7 @@ class Agreement:
         return Verdict.MAJORITY if mine > theirs else Verdict.MINORITY
 
     def yields(self, at_seq: int, code_version: str) -> bool:
-        """In a tie, when ours was found healthy: whether it is to stop. `code_version` is that of the log."""
+        """In a tie, when ours was found healthy: True when it is to stop. `code_version` is that of the log."""
         sides = self._sides(at_seq)
         mine = sides[self._own[at_seq]]
         ranks = [
@@ -81,7 +80,7 @@ class Agreement:
         return self._own[at_seq]
 
     def describe(self, at_seq: int) -> str:
-        """Who said what, for people."""
+        """The conductors and their digests, for people."""
         sides = sorted(self._sides(at_seq).items(), key=lambda side: sorted(side[1]))
         return "; ".join(
             f"{', '.join(sorted(name for name, _, _ in voices))}: {digest}" for digest, voices in sides

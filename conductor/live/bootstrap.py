@@ -1,7 +1,7 @@
-"""How a conductor starts: at the newest snapshot that it can use, else at the event that began the log.
+"""Bootstrap of a conductor: from the newest usable snapshot, else from the event that began the log.
 
-Where neither it nor a snapshot is left, a conductor that is alone appends another `ClusterConfigured`, and
-the processes announce themselves again.
+Where neither is left, a conductor that is alone appends another `ClusterConfigured`, and the processes announce
+themselves again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerUnreachable
 from halfmoon.conductor.code_version import LOG_VERSION, code_version
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.log_reading import LogUnreadable, begun_at, usable_snapshot
+from halfmoon.conductor.log_reading import LogUnreadable, log_start_seq, usable_snapshot
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import ClusterConfigured
 from halfmoon.schemas.policy import Policy
@@ -27,8 +27,7 @@ OTHERS_S = 1.0
 async def bootstrap_core(
     bus: Bus, conductor_id: str, policy: Policy, *, checked: bool = False
 ) -> tuple[Core, int]:
-    """A core, and the sequence after which it reads on. Writes the event that begins a log where there is
-    none.
+    """A core, and the sequence after which it reads on. Appends the event that begins a log where there is none.
 
     Raises LogUnreadable, BusError.
     """
@@ -36,9 +35,9 @@ async def bootstrap_core(
         core = await usable_snapshot(bus, checked=checked)
         if core is not None:
             return core, core.seq
-        begun = await begun_at(bus)
-        if begun:
-            return Core(checked=checked), begun - 1
+        started_seq = await log_start_seq(bus)
+        if started_seq:
+            return Core(checked=checked), started_seq - 1
         first, _ = await bus.held(subjects.EVENTS_STREAM)
         if first > 1 and await _others(bus):
             raise LogUnreadable(
@@ -49,13 +48,12 @@ async def bootstrap_core(
                 "the log before event %d is gone, and there is no snapshot: what it said is forgotten", first
             )
         event = ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=policy)
-        await bus.append(
-            event, source_id=conductor_id, message_id=f"begin-{first}"
-        )  # of several conductors, one
+        # The message id lets only one of several conductors append it.
+        await bus.append(event, source_id=conductor_id, message_id=f"begin-{first}")
 
 
 async def _others(bus: Bus) -> bool:
-    """Whether a conductor answers that has read the log."""
+    """True when a conductor that has read the log answers."""
     try:
         answer = await bus.request(
             subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=OTHERS_S

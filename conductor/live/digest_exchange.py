@@ -1,8 +1,7 @@
-"""The shell's part in keeping conductors alike: their digests are said in the log and compared, and snapshots
-saved.
+"""Digest exchange: conductors say the digests of their states in the log and compare them, and save snapshots.
 
-A snapshot is saved at some of the places where digests are compared, and only when ours was not refuted
-there. All decisions up to that place are stored first: who starts from it never has to make them.
+A snapshot is saved at some of the places where digests are compared, and only when ours was not refuted there. All
+decisions up to that place are stored first, so a conductor that starts from it never has to make them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Diverged(Exception):
 
 
 class DigestExchange:
-    """Of one conductor. `failed` gets Diverged, once."""
+    """The part of one conductor in the exchange. `failed` gets Diverged, once."""
 
     def __init__(self, bus: Bus, core: Core, *, conductor_id: str, incarnation: str) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -51,9 +50,7 @@ class DigestExchange:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def compute(self, *, live: bool) -> None:
-        """The core has just reached a place where digests are compared; `live`: it has read all that there
-        was.
-        """
+        """Compute the digest at the core's place in the log; `live`: the log has been read, so say it too."""
         core = self._core
         at_seq, snapshot = core.seq, core.snapshot()
         name = digest(snapshot)
@@ -72,7 +69,7 @@ class DigestExchange:
             self._spawn(self._save(at_seq, snapshot))
 
     def hear(self, event: StateDigested) -> bool:
-        """A conductor's word, ours too, as the log has it. True when it is known to differ from ours."""
+        """Take a conductor's digest (ours too) from the log. True when it is known to differ from ours."""
         differs = self._agreement.heard(event)
         if differs and event.at_seq not in self._judging:
             self._judging.add(event.at_seq)

@@ -1,8 +1,7 @@
 """A conductor's metrics: its place in the log, the cluster as it knows it, and how full the streams are.
 
-All conductors know the same, so of what is said of the cluster a query takes the maximum, not the sum. Counts
-of requests are since the log began. The streams are asked about when somebody asks us; while NATS does not
-answer, what is not known is not shown.
+All conductors know the same of the cluster, so a query takes the maximum of them, not the sum. Counts of requests are
+since the log began. The streams are asked about at each scrape; what NATS does not answer is not shown.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ REFRESH_S = 1.0
 
 
 class Tally:
-    """What a conductor's shell counts while it steps, once it has caught up: the past is not counted again."""
+    """Counts of a conductor's shell since it caught up: the past is not counted again."""
 
     def __init__(self) -> None:
         self.steps = Times(STEP_S)
@@ -54,7 +53,7 @@ class _Stream(NamedTuple):
 
 
 class ConductorMetrics(Collector):
-    """Of one shell. `refresh` before each `collect`."""
+    """The metrics of one shell. `refresh` before each `collect`."""
 
     def __init__(self, bus: Bus, core: Core, tally: Tally) -> None:
         self._bus = bus

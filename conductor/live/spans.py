@@ -19,7 +19,7 @@ def decided(
     began_ns: int,
     conductor_id: str,
 ) -> None:
-    """A placement or a refusal, of whatever event it came; each conductor that runs tells its own."""
+    """A span for each placement or refusal of a traced request; each running conductor makes its own."""
     for decision in decisions:
         if not isinstance(decision, StartPrefill | RejectRequest):
             continue

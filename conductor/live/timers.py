@@ -24,7 +24,7 @@ class Timers:
             del self._at_ns[key]
 
     def next_ns(self) -> int | None:
-        """When the next one is due; None when none is set."""
+        """The time of the next timer; None when none is set."""
         while self._heap and self._at_ns.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -27,7 +27,7 @@ DECODE_HEADS = ("", "decode", "between tokens", "KV blocks", "reserved", "batch"
 
 
 def explained(history: RequestHistory) -> str:
-    """The whole story, for people."""
+    """The whole history of a request as text, for people."""
     arrived = history.arrived
     lines = [
         f"request {arrived.request_id}, event {history.seq}, {clock(history.arrived_ns)}: "
@@ -51,7 +51,7 @@ def _decided(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
 
 
 def heading(why: Explanation) -> str:
-    """Where in the log, and under what rules."""
+    """The decision's place in the log, and the rules it was made under."""
     again = f" ({why.lost_reason})" if why.lost_reason else ""
     return (
         f"event {why.seq}, {clock(why.at_ns)}{again}; policy {why.policy}, admission {why.admission}; SLO: first token "
@@ -133,7 +133,7 @@ def prefill_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None
 
 
 def fetched(fetches: list[Fetch], sharing: int, from_ssd: bool) -> str:
-    """What comes from where."""
+    """The blocks that are fetched and their source, in words."""
     parts = [f"{f.blocks} {'blocks' if f.blocks > 1 else 'block'} of {f.node_id}" for f in fetches]
     if parts and sharing > 1:
         parts.append(f"{sharing} transfers share it")

@@ -88,9 +88,9 @@ class RequestHistory(msgspec.Struct, kw_only=True, rename={"attempts": "placed"}
 
 
 class RequestHistories:
-    """Collects lives: `see` every line of a replay, in order, with the core that has just stepped over it.
+    """Collects histories: `see` every line of a replay, in order, with the core that has just stepped over it.
 
-    Only those of requests that are `wanted`, by their ids.
+    Only of requests that are `wanted`, by their ids.
     """
 
     def __init__(self, wanted: Callable[[str], bool] = lambda _: True) -> None:
@@ -125,7 +125,7 @@ class RequestHistories:
                 pass
 
     def _begun(self, core: Core) -> None:
-        """What was open before the log begins."""
+        """Take over the requests that were open before the log begins."""
         state = core.state
         for request_id, request in state.requests.items():
             if not self._wanted(request_id):

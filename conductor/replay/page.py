@@ -47,7 +47,7 @@ def _packed(value: Any) -> str:
 
 
 def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
-    """What `run_view.js` knows as RUN; times in microseconds since the first event."""
+    """The data that `run_view.js` knows as RUN; times in microseconds since the first event."""
     lanes = {lane: number for number, lane in enumerate(timeline.lanes)}
     histories, start_ns = timeline.histories, timeline.start_ns
     samples = timeline.samples

@@ -115,7 +115,7 @@ def _async(phase: str, name: str, bar: Bar, at_ns: int, pid: int) -> dict[str, A
 
 
 def _arrows(timeline: Timeline, pids: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """From the end of each prefill to the decode of its order."""
+    """An arrow from the end of each prefill to the decode of its order."""
     prefills = {bar.order_id: bar for bar in timeline.prefill if len(bar.parts) > 2}
     for number, bar in enumerate(timeline.decode):
         source = prefills.get(bar.order_id)

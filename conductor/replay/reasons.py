@@ -14,7 +14,7 @@ _ID = "the smaller id"
 
 
 def prefill_reasons(why: Explanation, chosen: str) -> dict[str, str]:
-    """For each candidate, and each worker that was none, why it was taken or not; `chosen` "": none was."""
+    """Why each prefill candidate was taken or not, by worker; `chosen` "": none was taken."""
     choice = POLICIES[why.policy].prefill
     passed = {c.worker_id: "its queue is full" for c in why.prefill if c.full}
     return _reasons(why, why.prefill, choice, chosen, passed, why.last_chosen.get("prefill", ""))
@@ -67,7 +67,7 @@ def _compared(candidate: C, winner: C, rivals: list[C], choice: Least[C] | InTur
 
 
 def _refused(candidate: Candidate | DecodeCandidate, why: Explanation) -> str:
-    """Of a request that was refused, or waits."""
+    """The reason at a candidate of a request that was refused, or waits."""
     if isinstance(candidate, Candidate):
         over, limit_ns = candidate.ttft_ns - why.ttft_limit_ns, why.ttft_limit_ns
     else:

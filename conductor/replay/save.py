@@ -1,9 +1,8 @@
-"""From the streams of a cluster to a file.
+"""Saves the log of a cluster: from its streams to a file.
 
-What is read is fixed first: events up to the last one stored at the start, then decisions up to the last one
-stored after that. So the file holds every decision on its events that had been published by then, and none on
-a later event. Where the head of the log has expired, the file begins with the oldest snapshot from which the
-rest leads on.
+The end is fixed first: events up to the last one stored at the start, then decisions up to the last one stored after
+that. So the file holds every decision on its events that had been published by then, and none on a later event. Where
+the head of the log has expired, the file begins with the oldest snapshot from which the rest leads on.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def _event_line(message: StreamMessage) -> EventLine | InvalidLine:
 async def _read(
     bus: Bus, stream: str, subject: str, last: int, after: int = 0
 ) -> AsyncGenerator[StreamMessage, None]:
-    """What the stream holds from `after` on up to sequence `last`."""
+    """Messages of the stream from `after` on up to sequence `last`."""
     first, _ = await bus.held(stream)
     if max(first, after + 1) > last:
         return

@@ -34,7 +34,7 @@ def _index(value: Any) -> Any:
 
 
 def described(core: Core) -> str:
-    """For people: every part of the state under a heading; the index by node."""
+    """Every part of the state under a heading, the index by node; for people."""
     state = core.state
     parts = [
         f"after event {state.seq}, {clock(state.at_ns)}; code {state.code_version or 'unknown'}; state {core.digest()}",

@@ -84,7 +84,7 @@ def _is_span(name: str, value: Any) -> bool:
 
 
 def duration(value_ns: int) -> str:
-    """In the unit that suits it."""
+    """A duration in the unit that suits it."""
     if abs(value_ns) >= SECOND_NS:
         return f"{value_ns / 1e9:.3f} s"
     if abs(value_ns) >= 1_000_000:

@@ -1,9 +1,7 @@
-"""What a picture of a run shows: lanes, bars, marks, curves. Made in one replay; drawn by `page` and by
-`perfetto`.
+"""Timeline of a run: lanes, bars, marks and curves, made in one replay; `page` and `perfetto` draw it.
 
-Times are ns since the first event. A worker tells how long an order waited and computed, the log when its
-prefill was delivered; so the wait begins with the order, computing follows it, and what is left is the
-delivery of the last layers.
+Times are ns since the first event. A worker tells how long an order waited and computed, the log when its prefill was
+delivered: so the wait starts with the order, computing follows it, and the rest is the delivery of the last layers.
 """
 
 from __future__ import annotations
@@ -106,7 +104,7 @@ class Timeline(msgspec.Struct, kw_only=True):
 
 
 def timeline(replay: Replay) -> Timeline:
-    """Replays the log of `replay` (watch "*" to have placements explained)."""
+    """Replays the log of `replay` (with `explain_all`, placements are explained)."""
     found = RequestHistories()
     happenings: list[Happening] = []
     samples: list[Sample] = []
@@ -164,9 +162,7 @@ def _natural(name: str) -> tuple[str, int]:
 
 
 def happened(event: Event, at_ns: int, roles: Mapping[str, str], core: Core) -> list[Happening]:
-    """What an event that `core` has just stepped over says of processes. `roles`: of the workers that have a
-    lane.
-    """
+    """The happenings in an event that `core` has just stepped over. `roles`: of the workers that have a lane."""
     match event:
         case WorkerJoined(worker_id=lane):
             return [Happening(at_ns, "joined", lane, f"{event.role} worker {lane} joined")]

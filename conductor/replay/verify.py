@@ -36,7 +36,7 @@ Identity = tuple[int, int]
 
 
 class Divergence(msgspec.Struct, kw_only=True):
-    """Where replay and record part: a decision that is None is not there."""
+    """The first place where replay and record differ; a decision that is None is not there."""
 
     seq: int
     position: int
@@ -46,7 +46,7 @@ class Divergence(msgspec.Struct, kw_only=True):
 
 
 class Verification(msgspec.Struct, kw_only=True):
-    """What a replay found."""
+    """The result of comparing a log with its replay."""
 
     events: int
     #: Recorded, and equal to what was computed.
@@ -139,9 +139,7 @@ class Replay:
 
     @staticmethod
     def _begins(line: EventLine | InvalidLine) -> bool:
-        """Whether a core that knows nothing may begin here: at the first event of all, or where a log begins
-        anew.
-        """
+        """True where a core that knows nothing may start: at the very first event, or where a log begins again."""
         return line.seq == 1 or (isinstance(line, EventLine) and isinstance(line.event, ClusterConfigured))
 
     def _restore(self, line: SnapshotLine) -> None:
@@ -236,7 +234,7 @@ class Compared:
 
 
 class States:
-    """What conductors said of their states, against ours: a stricter look than decisions alone.
+    """Digests that conductors said of their states, against ours: a stricter look than decisions alone.
 
     Only of conductors with the same code: another may keep the same in another form.
     """

@@ -41,7 +41,7 @@ class NothingToSimulate(ValueError):
 
 
 class Recorded(msgspec.Struct, kw_only=True):
-    """What a log gives to a simulation."""
+    """The input that a log gives to a simulation."""
 
     policy: Policy
     arrivals: list[Arrival]
@@ -210,7 +210,7 @@ def _profile(
 
 
 def _outcome(history: RequestHistory) -> Outcome:
-    """As a simulation would tell it."""
+    """The history of a request in the form of a simulation's outcome."""
     outcome = Outcome(
         arrived_ns=history.arrived_ns,
         prompt_tokens=history.arrived.prompt_tokens,

@@ -45,7 +45,7 @@ class Steps:
         self._ends: list[tuple[int, str]] = []
         self._left: dict[str, int] = {}
         #: Runs so far: steps made before each, and the mean length of its steps, ns.
-        self._begins: list[int] = []
+        self._starts: list[int] = []
         self._lengths: list[float] = []
         # The run that goes on.
         self.since_ns = 0
@@ -55,7 +55,7 @@ class Steps:
     def step_ns(self, sequences: int, context_tokens: int) -> float:
         return self._base + self._per_sequence * sequences + self._per_token * context_tokens
 
-    def begin_run(self, now_ns: int, jitter: float) -> None:
+    def start_run(self, now_ns: int, jitter: float) -> None:
         """With the batch as it is."""
         self.since_ns = now_ns
         self._first = self.step_ns(self.sequences, self.context_tokens) * jitter
@@ -93,7 +93,7 @@ class Steps:
         return self._record(1, length_ns)
 
     def _record(self, steps: int, length_ns: float) -> list[str]:
-        self._begins.append(self.made)
+        self._starts.append(self.made)
         self._lengths.append(length_ns)
         self.made += steps
         self.context_tokens += steps * self.sequences
@@ -118,16 +118,16 @@ class Steps:
         self.context_tokens -= context_tokens
         if not self._left:
             assert self.context_tokens == 0, self.context_tokens
-            self._begins.clear()
+            self._starts.clear()
             self._lengths.clear()
 
     def intervals(self, joined: int) -> list[tuple[float, int]]:
         """Steps since `joined` steps had been made, as (ns, how many)."""
-        place = bisect_right(self._begins, joined) - 1
+        place = bisect_right(self._starts, joined) - 1
         found = []
-        for run in range(max(place, 0), len(self._begins)):
-            begin = max(self._begins[run], joined)
-            end = self._begins[run + 1] if run + 1 < len(self._begins) else self.made
+        for run in range(max(place, 0), len(self._starts)):
+            begin = max(self._starts[run], joined)
+            end = self._starts[run + 1] if run + 1 < len(self._starts) else self.made
             if end > begin:
                 found.append((self._lengths[run], end - begin))
         return found

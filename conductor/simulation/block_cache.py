@@ -23,11 +23,11 @@ class BlockCache:
 
     @property
     def held(self) -> int:
-        """Blocks that somebody holds."""
+        """The number of blocks that are held."""
         return len(self._held)
 
     def held_of(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys` somebody holds."""
+        """The number of `keys` that are held."""
         return sum(key in self._held for key in keys)
 
     def resize(self, slots: int) -> None:
@@ -37,7 +37,7 @@ class BlockCache:
             self._idle.popitem(last=False)
 
     def run(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys` from the first are here without a gap."""
+        """The number of `keys`, from the first, that are here without a gap."""
         held, idle = self._held, self._idle
         for place, key in enumerate(keys):
             if key not in held and key not in idle:
@@ -45,7 +45,7 @@ class BlockCache:
         return len(keys)
 
     def hold(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Keep those of `keys` that are here until `release`; which they are."""
+        """Keep those of `keys` that are here until `release`; returns them."""
         here = []
         for key in keys:
             if key in self._held:
@@ -59,7 +59,7 @@ class BlockCache:
         return here
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """What nobody holds any more is idle, as if used now, the last of a chain first."""
+        """Let go of `keys`. A block without holders is idle, as if used now, the last of a chain first."""
         for key in reversed(keys):
             holders = self._held[key] - 1
             if holders:
@@ -69,9 +69,7 @@ class BlockCache:
                 self._idle[key] = None
 
     def commit(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Make blocks readable, held once for the caller. (Added, evicted for them); what finds no room is
-        left out.
-        """
+        """Make blocks readable, held once for the caller; what finds no room is left out. (Added, evicted)."""
         added: list[bytes] = []
         evicted: list[bytes] = []
         for key in keys:

@@ -1,4 +1,4 @@
-"""How fast a trace may be replayed before too few requests hold their objectives; how few workers hold it."""
+"""Capacity: the highest speed of a trace, or the fewest workers, at which enough requests hold their objectives."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Runs:
         times, count = self._seen[speed]
         return sum(ttft <= slo.ttft_ns and tbt <= slo.tbt_ns for ttft, tbt in times) / max(1, count)
 
-    def capacity(self, slo: Objectives, *, begin: float = 1.0, precision: float = PRECISION) -> Capacity:
-        """In growing steps from `begin` (or what was seen before), then by bisection. Raises CapacityUnknown.
+    def capacity(self, slo: Objectives, *, start: float = 1.0, precision: float = PRECISION) -> Capacity:
+        """The highest speed that holds: growing steps from `start` (or what was seen before), then bisection.
 
-        The share that holds is taken to fall with speed. It does, but for single requests.
+        The share that holds is taken to fall with speed. It does, but for single requests. Raises CapacityUnknown.
         """
         holding = [speed for speed in self._seen if self.held(speed, slo) >= HELD_MIN]
         low = max(holding, default=0.0)
         high = min((speed for speed in self._seen if speed > low), default=0.0)
-        speed, widen = low or high or begin, WIDEN
+        speed, widen = low or high or start, WIDEN
         while not (low and high):
             if self.held(speed, slo) >= HELD_MIN:
                 low, speed = speed, round(speed * widen, 4)

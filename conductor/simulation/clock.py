@@ -1,6 +1,4 @@
-"""Simulated time: what happens, in the order of its time; of equal times in the order in which it was asked
-for.
-"""
+"""Simulated time: calls are made in the order of their time; calls of equal time in the order they were booked."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class Clock:
 
     @property
     def calls(self) -> int:
-        """How many were booked so far."""
+        """The number of calls booked so far."""
         return self._count
 
     def jitter(self) -> float:

@@ -1,12 +1,11 @@
-"""Clusters of colocated workers, the papers' baselines, under routers of their own: the core has no such
-role.
+"""Clusters of colocated workers, the papers' baselines, under routers of their own: the core has no such role.
 
 - `vllm`, `vllm-chunked`: the worker with the least prefill work in hand, then the fewest requests.
-- `vllm-prefix`: the earliest first token, its own cache counted (what the papers call local cache-aware).
-- `dynamo`: the published cost of NVIDIA Dynamo's KV router: prefill blocks that are not cached, plus active
-  blocks; workers with chunked prefill and prefix caching.
+- `vllm-prefix`: the earliest first token, its own cache counted (the papers' local cache-aware).
+- `dynamo`: the published cost of NVIDIA Dynamo's KV router: prefill blocks that are not cached, plus active blocks;
+  workers with chunked prefill and prefix caching.
 
-Nothing is refused but what no worker could ever hold. A worker's prefix cache is its own device memory.
+Only requests that no worker could ever hold are refused. A worker's prefix cache is its own device memory.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class _ColocatedRun:
         outcome.prefill_id = outcome.decode_id = worker.worker_id
         self.digest.update(f"{name}:{worker.worker_id}\n".encode())
         self.open += 1
-        worker.begin(request)
+        worker.start(request)
 
     def sample(self, sample_ns: int) -> None:
         count = len(self.workers)
@@ -138,9 +137,7 @@ def simulate_colocated(
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
 ) -> Report:
-    """As `simulate`, with `cluster.prefill + cluster.decode` workers of `system`. Raises
-    ConfigurationImpossible.
-    """
+    """As `simulate`, with `cluster.prefill + cluster.decode` workers of `system`. Raises ConfigurationImpossible."""
     began = time.perf_counter()
     run = _ColocatedRun(system, cluster, profile, slo, seed=seed, noise_percent=noise_percent)
     if outcomes is not None:

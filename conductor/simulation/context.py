@@ -1,4 +1,4 @@
-"""What simulated workers share: time, the network, the nodes, the log, and what became of each request.
+"""The context that simulated workers share: time, network, nodes, the log, and the outcome of each request.
 
 The world makes one and fills it; workers know nothing else of the world.
 """

@@ -1,8 +1,8 @@
-"""A simulated decode worker: what `halfmoon.workers.decode.worker` does to time.
+"""A simulated decode worker: the time that `halfmoon.workers.decode.worker` takes.
 
-An order waits for its first token (then the worker checks the SLO once more) and for its KV, then joins the
-batch between two steps, when there is room for all that it will grow to. So nothing is ever swapped out,
-which the real worker does where a growing batch needs more room than there is.
+An order waits for its first token (then the worker checks the SLO once more) and for its KV, then joins the batch
+between two steps, when there is room for all that it will grow to. So nothing is ever swapped out, which the real
+worker does when a growing batch needs more room than there is.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SimulatedDecode:
             obeyed_seq=self.obeyed_seq,
         )
 
-    def begin(self, order: StartDecode) -> None:
+    def start(self, order: StartDecode) -> None:
         context = self.context
         output = context.outcomes[order.request_id].output_tokens
         blocks = -(-(order.prompt_tokens + output) // context.block_tokens)
@@ -84,7 +84,7 @@ class SimulatedDecode:
             return
         if order_id in self.batch:
             self._stop_run(self.context.clock.now_ns, order_id)
-            self._begin_run()
+            self._start_run()
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -129,21 +129,21 @@ class SimulatedDecode:
     def _ready(self, sequence: SimulatedSequence) -> None:
         self.waiting.append(sequence)
         if not self.batch:
-            self._begin_run()
+            self._start_run()
         elif self._fits(sequence) and self.waiting[0] is sequence:
             self._book(self.steps.steps_until(self.context.clock.now_ns))
 
     def _fits(self, sequence: SimulatedSequence) -> bool:
         return len(self.batch) < self.context.profile.batch_max and sequence.blocks <= self.blocks_free
 
-    def _begin_run(self) -> None:
-        """Whoever waits and fits joins; the next run begins now."""
+    def _start_run(self) -> None:
+        """Requests that wait and fit join the batch; the next run starts now."""
         now_ns = self.context.clock.now_ns
         while self.waiting and self._fits(self.waiting[0]):
             self._join(self.waiting.popleft(), now_ns)
         self.epoch += 1
         if self.batch:
-            self.steps.begin_run(now_ns, self.context.clock.jitter())
+            self.steps.start_run(now_ns, self.context.clock.jitter())
             self._book(self.steps.steps_to_end())
 
     def _book(self, steps: int) -> None:
@@ -183,7 +183,7 @@ class SimulatedDecode:
             self._leave(sequence)
             self.context.outcomes[sequence.order.request_id].tbt_ns = tbt_ns(intervals)
             self._finish(sequence, decode_ns)
-        self._begin_run()
+        self._start_run()
 
     def _advance(self, steps: int) -> list[str]:
         self._made += steps

@@ -54,7 +54,7 @@ class MixedRequest:
 
 
 class MixedWorker:
-    """`begin` takes a request; `ended` is called with each that has ended."""
+    """`start` takes a request; `ended` is called with each that has ended."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class MixedWorker:
         self._stalled_since_ns = -1
 
     def cached_blocks(self, request: MixedRequest) -> int:
-        """Of the prompt, now; at least one token is computed."""
+        """Cached blocks of the prompt, now; at least one token is computed."""
         if not self.prefix_caching:
             return 0
         usable = (request.outcome.prompt_tokens - 1) // self.block_tokens
@@ -101,7 +101,7 @@ class MixedWorker:
         used = self.cached_blocks(request) * self.block_tokens
         return self.profile.cost.prefill_ns(request.outcome.prompt_tokens, used)
 
-    def begin(self, request: MixedRequest) -> None:
+    def start(self, request: MixedRequest) -> None:
         request.queued_ns = self.predicted_ns(request)
         self.queue_ns += request.queued_ns
         self.prompt_blocks += -(-request.outcome.prompt_tokens // self.block_tokens)
@@ -194,7 +194,7 @@ class MixedWorker:
     def _decode(self) -> None:
         self._state = "decode"
         now_ns = self.clock.now_ns
-        self.steps.begin_run(now_ns, self.clock.jitter())
+        self.steps.start_run(now_ns, self.clock.jitter())
         if self._stalled_since_ns >= 0:
             # All that ran before waited for the prefills; who was prefilled, for those after its own.
             stalled_ns = now_ns - self._stalled_since_ns

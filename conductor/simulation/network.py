@@ -44,7 +44,7 @@ class Network:
     def send(self, source: str, destination: str, *stages: tuple[int, Callable[[], None]]) -> Transfer:
         """Begin, after the latency. Each stage's call is made when its bytes are there."""
         transfer = Transfer(source, destination, list(stages), self.clock.now_ns)
-        self.clock.after(self.latency_ns, self._begin, transfer)
+        self.clock.after(self.latency_ns, self._start, transfer)
         return transfer
 
     def stop(self, transfer: Transfer) -> None:
@@ -55,7 +55,7 @@ class Network:
         if transfer in self._out.get(transfer.source, ()):
             self._leave(transfer)
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _start(self, transfer: Transfer) -> None:
         if transfer.ended:
             return
         transfer.since_ns = self.clock.now_ns

@@ -1,4 +1,4 @@
-"""What became of each simulated request."""
+"""The outcome of each simulated request."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import msgspec
 
 
 class Outcome(msgspec.Struct, kw_only=True, gc=False):
-    """One request. Times are ns; -1: it did not come to that. `predicted_…`: by the conductor, when it was
-    placed.
-    """
+    """One request. Times are ns; -1: it did not come to that. `predicted_…`: by the conductor, at its placement."""
 
     arrived_ns: int
     prompt_tokens: int

@@ -1,8 +1,8 @@
-"""A simulated prefill worker: what `halfmoon.workers.prefill.worker` does to time, memory and links.
+"""A simulated prefill worker: the time, memory and bandwidth that `halfmoon.workers.prefill.worker` takes.
 
-One order computes at a time, in the order of arrival. The next few have their blocks held and fetched
-meanwhile. Loading overlaps with computing layer by layer, and so does pushing to the decode node: only the
-last layer's transfer comes after the end of computing.
+One order computes at a time, in the order of arrival. The next few have their blocks held and fetched meanwhile.
+Loading overlaps with computing layer by layer, and so does pushing to the decode node: only the last layer's transfer
+comes after the end of computing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SimulatedPrefill:
             obeyed_seq=self.obeyed_seq,
         )
 
-    def begin(self, order: StartPrefill) -> None:
+    def start(self, order: StartPrefill) -> None:
         job = SimulatedJob(order, self.context.keys(order.request_id), self.context.clock.now_ns)
         self.jobs[order.order_id] = job
         self.queue.append(job)
@@ -147,7 +147,7 @@ class SimulatedPrefill:
         job.fetch_from, job.fetched = source, len(keys)
         job.fetch_held = source.pool.hold(keys)
         job.layer_there = job.loaded = False
-        begun_ns = context.clock.now_ns
+        started_ns = context.clock.now_ns
         whole = len(keys) * context.block_bytes
         layer = whole // context.profile.layers
 
@@ -157,7 +157,7 @@ class SimulatedPrefill:
 
         def all_here() -> None:
             job.loaded = True
-            job.fetch_ns = context.clock.now_ns - begun_ns
+            job.fetch_ns = context.clock.now_ns - started_ns
             source.pool.release(job.fetch_held)
             job.fetch_held = []
             self._computed(job)

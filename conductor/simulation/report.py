@@ -1,4 +1,4 @@
-"""What a simulation showed, as numbers."""
+"""The report of a simulation, as numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfmoon.schemas.numbers import MS_NS
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request must hold to count, ns: both."""
+    """The objectives that a request must hold to count, both, in ns."""
 
     ttft_ns: int = 30_000_000_000
     tbt_ns: int = 1_000_000_000
@@ -23,7 +23,7 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of times, in ms."""
+    """Mean and percentiles of times, in ms."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -32,9 +32,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """See `halfmoon simulate --help`. `digest` names every decision in order; `wall_s` alone differs between
-    runs.
-    """
+    """See `halfmoon simulate --help`. `digest` names every decision in order; only `wall_s` differs between runs."""
 
     system: str
     policy: str
@@ -88,7 +86,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def spread(values: Sequence[int]) -> Percentiles:
-    """Of ns, in ms. The p-th percentile is the smallest value that p % are not above."""
+    """Percentiles in ms of times in ns. The p-th one is the smallest value that p % are not above."""
     if not values:
         return Percentiles()
     ordered = sorted(values)
@@ -98,7 +96,7 @@ def spread(values: Sequence[int]) -> Percentiles:
 
 
 def error(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Of (predicted, came): how far off, as a share of what came."""
+    """How far predictions were off, as a share of what came, from pairs (predicted, came)."""
     off = sorted(abs(predicted - came) / came for predicted, came in pairs if came > 0)
     if not off:
         return {}

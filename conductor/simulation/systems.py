@@ -30,7 +30,7 @@ def run_system(
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
 ) -> Report:
-    """As `simulate`, for the system of this name."""
+    """Simulates the system of this name; see `simulate`."""
     if system in COLOCATED:
         return simulate_colocated(
             system,

@@ -1,9 +1,8 @@
-"""The core in a simulated world: what it decides is done by simulated workers, and what they say is its next
-event.
+"""The core in a simulated world: simulated workers obey its decisions, and their answers are its next events.
 
-The core is the one that runs live, unchanged; its shell here is `say` (append to the log) and `_do`
-(decisions to those who obey them), both without delay: the bus takes about a millisecond, which is left out.
-Every process heartbeats, as they do, every ten simulated seconds.
+The core is the one that runs live, unchanged; its shell here is `say` (append to the log) and `_do` (decisions to those
+who obey them), both without delay: the bus takes about a millisecond, which is left out. Every process sends a
+heartbeat, as live ones do, every ten simulated seconds.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class ConfigurationImpossible(ValueError):
 
 
 class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of what. Sizes of -1 are the profile's."""
+    """The numbers and sizes of a cluster's parts. Sizes of -1 are the profile's."""
 
     prefill: int
     decode: int
@@ -207,7 +206,7 @@ class World:
     # --- the log --------------------------------------------------------------------------------------------
 
     def say(self, event: Event) -> None:
-        """`event` is next in the log, at this time; not before what now runs is done."""
+        """Append `event` to the log at this time, after what runs now is done."""
         self.clock.at(self.clock.now_ns, self._append, event)
 
     def _append(self, event: Event) -> None:
@@ -233,11 +232,11 @@ class World:
                 outcome.predicted_tbt_ns = decision.predicted.tbt_ns
                 prefill = self.prefill_workers[decision.worker_id]
                 prefill.obeyed_seq = self._events
-                prefill.begin(decision)
+                prefill.start(decision)
             case StartDecode():
                 decode = self.decode_workers[decision.worker_id]
                 decode.obeyed_seq = self._events
-                decode.begin(decision)
+                decode.start(decision)
             case RejectRequest():
                 self.ended(decision.request_id, decision.reason)
             case FailRequest():
@@ -262,15 +261,15 @@ class World:
 
     @property
     def events(self) -> int:
-        """How many are in the log."""
+        """The number of events in the log."""
         return self._events
 
     def digest(self) -> str:
-        """Of every decision, in order."""
+        """A name of all decisions, in order."""
         return self._digest.hexdigest()
 
     def _beat(self, heartbeat: Callable[[], Event], number: int, of: int) -> None:
-        """Every HEARTBEAT_NS, spread over the time between."""
+        """Send a heartbeat every HEARTBEAT_NS, as number `number` of `of` spread over that time."""
 
         def beat() -> None:
             self._append(heartbeat())
@@ -334,7 +333,7 @@ class World:
         sample_ns: int,
         progress: Callable[[int], None] | None = None,
     ) -> bool:
-        """Until every request has ended; False when it was interrupted before (what happened so far is kept)."""
+        """Run until every request has ended; False when interrupted before (what happened so far is kept)."""
         if not arrivals:
             return True
         self.clock.at(arrivals[0].at_ns, self._arrive, arrivals, 0)

@@ -1,1 +1,1 @@
-"""What the cluster's page and `halfmoon status` show of a conductor's state."""
+"""The view of a conductor's state: for the cluster's page and for `halfmoon status`."""

@@ -1,8 +1,8 @@
-"""The story of one request, out of the log of a cluster that runs.
+"""Looks up the history of one request in the log of a running cluster.
 
-What the page follows is explained from memory. Any other request is looked up: its id says when it arrived,
-the log is searched for that time, and a core of its own steps from the newest snapshot before it to its end,
-in small turns so that live decisions hardly wait. One at a time, and only so far back.
+A request that the page follows is explained from memory. Any other one is looked up: its id says when it arrived, the
+log is searched for that time, and a core of its own steps from the newest snapshot before it to its end, in small turns
+so that live decisions hardly wait. One at a time, and only so far back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state import State
-from halfmoon.conductor.log_reading import begun_at, usable_snapshot
+from halfmoon.conductor.log_reading import log_start_seq, usable_snapshot
 from halfmoon.conductor.replay.explain import DECODE_HEADS, PREFILL_HEADS, explained
 from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine
@@ -69,7 +69,7 @@ class LogLookup:
         first, last = await self._bus.held(subjects.EVENTS_STREAM)
         begin = await self._first_since(arrived_ns - CLOCKS_NS, first, last)
         core = await usable_snapshot(self._bus, before=max(1, begin))
-        after = core.seq if core is not None else await begun_at(self._bus) - 1
+        after = core.seq if core is not None else await log_start_seq(self._bus) - 1
         if after < 0 or after < first - 1 or begin - after > EVENTS_MAX:
             raise PeerError(
                 "too_old", "it is too far back; a saved log tells: halfmoon replay FILE --explain REQUEST"

@@ -1,9 +1,9 @@
-"""What went on in the last two minutes, second by second, for the cluster's page.
+"""A window of the last two minutes, second by second, for the cluster's page.
 
-Kept always, so that who opens the page sees what led to it. The core counts; here its counters are noted at
-the begin of each second, and only what it does not count is added up: times of requests that finished, bytes
-that moved, who was refused, what happened to processes. Bounded whatever the load: a sample of the times, the
-last few of the rest.
+Kept always, so that the page shows what led to the moment it is opened. The core's counters are noted at the start of
+each second, and only what the core does not count is added up here: times of requests that finished, bytes that moved,
+requests that were refused, what happened to processes. Bounded whatever the load: a sample of the times, the last few
+of the rest.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _OF_PROCESSES = frozenset(
 
 
 class _Second(msgspec.Struct):
-    """`begun`: what the core had counted before it."""
+    """One second; `start`: the core's counts before it."""
 
     at_s: int
     begun: RequestCounts
@@ -92,7 +92,7 @@ class RecentWindow:
         self.happened: deque[Told] = deque(maxlen=HAPPENED_KEPT)
 
     def before(self, stamped: Stamped) -> None:
-        """What the step will forget: the SLO of a request that finishes."""
+        """Note what the step will forget: the SLO of a request that finishes."""
         at_s = stamped.at_ns // SECOND_NS
         if at_s > self._now.at_s:
             self._now = _Second(at_s, request_counts(self._core.state))
@@ -155,7 +155,7 @@ class RecentWindow:
     # --- what the page is told ------------------------------------------------------------------------------
 
     def recent(self) -> RequestCounts:
-        """What the core counted in the last `WINDOW_S`."""
+        """The core's counts over the last `WINDOW_S`."""
         seconds = self._last(WINDOW_S)
         now = request_counts(self._core.state)
         return _difference(now, seconds[0].begun) if seconds else RequestCounts()
@@ -204,7 +204,7 @@ class RecentWindow:
         )
 
     def _last(self, seconds: int) -> list[_Second]:
-        """Of the last so many, those in which something was heard."""
+        """Those of the last `seconds` seconds in which something was heard."""
         return [second for second in self._seconds if second.at_s > self._now.at_s - seconds]
 
 

@@ -1,8 +1,7 @@
-"""Some requests, followed one by one for the cluster's page: their stages, and the grounds of every decision
-on them.
+"""Follows some requests one by one for the cluster's page: their stages, and the grounds of every decision on them.
 
-Which ones is a matter of a rate, so that following costs the same at 2 and at 2,000 requests a second. Some
-of those that are followed have a place on the page, which they keep until a little after their end.
+They are chosen by a rate, so that following costs the same at 2 and at 2,000 requests a second. Some of those that are
+followed have a place on the page, which they keep until a little after their end.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class RequestTracker:
         self._decoding: dict[str, bool] = {}
 
     def before(self, stamped: Stamped) -> None:
-        """Whether this request will be followed: then the core notes the grounds of what it decides."""
+        """Decide whether this request will be followed: then the core notes the grounds of what it decides."""
         event = stamped.event
         self._next_id = ""
         if not isinstance(event, RequestArrived):  # a placement now is one that was lost
@@ -87,7 +86,7 @@ class RequestTracker:
                 self._places[history.arrived.request_id] = history
 
     def _leave(self) -> None:
-        """Those that ended give up their places: after a while, or at once when there is none."""
+        """Requests that ended give up their places: after a while, or at once when no place is free."""
         now_ns = self._core.state.at_ns
         ended = [(history.end_ns, name) for name, history in self._places.items() if history.ending != "open"]
         for end_ns, name in sorted(ended):
@@ -96,7 +95,7 @@ class RequestTracker:
                 del self._places[name]
 
     def requests(self) -> list[RequestView]:
-        """Those that have a place: first those in flight, oldest first, then those that ended, newest first."""
+        """The requests with a place: first those in flight, oldest first, then those that ended, newest first."""
         self._leave()
         histories = sorted(
             self._places.values(),
@@ -105,7 +104,7 @@ class RequestTracker:
         return [request_view(history, self._core.state, self._decoding) for history in histories]
 
     def stages(self) -> dict[str, int]:
-        """How many requests are in each stage: all of them, followed or not."""
+        """The number of requests in each stage: all of them, followed or not."""
         state = self._core.state
         self._decoding = {order_id: True for order_id in self._decoding if order_id in state.orders}
         found = {
@@ -122,7 +121,7 @@ class RequestTracker:
 
 
 def stage_of(order: Order, state: State, decoding: dict[str, bool]) -> Stage:
-    """What the conductor believes: workers tell of a stage when it is over."""
+    """The stage as the conductor believes it to be: workers tell of a stage when it is over."""
     now_ns = state.at_ns
     if order.phase == "decode":
         begun = order.order_id in decoding or now_ns - order.prefill_end_ns > HANDOVER_NS_MAX
@@ -165,7 +164,7 @@ def request_view(history: RequestHistory, state: State, decoding: dict[str, bool
 
 
 def _stretches(history: RequestHistory, stage: Stage, now_ns: int) -> list[Stretch]:
-    """From the first placement on; gaps between them are waits."""
+    """Stretches from the first placement on; gaps between them are waits."""
     found: list[Stretch] = []
     for attempt in history.attempts[-4:]:
         if found and attempt.at_ns > found[-1][2]:

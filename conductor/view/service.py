@@ -1,8 +1,7 @@
-"""The shell's part in the cluster's page: what a frontend is told while somebody looks at it.
+"""Serves the cluster's page: the answers that a frontend gets while the page is open somewhere.
 
-The last minutes are always kept; requests are followed, and the newest events held, only for `LEASE_S` after
-the last question. Each question is answered out of the state as it is, bounded in size whatever the
-cluster's.
+The last minutes are always kept; requests are followed, and the newest events held, only for `LEASE_S` after the last
+question. Each question is answered out of the state as it is, bounded in size whatever the cluster's.
 """
 
 from __future__ import annotations
@@ -77,17 +76,17 @@ class ViewService:
         try:
             self._before(stamped)
         except Exception:
-            self._begin_anew()
+            self._start_again()
 
     def after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
         try:
             self._after(stamped, decisions)
         except Exception:
-            self._begin_anew()
+            self._start_again()
 
-    def _begin_anew(self) -> None:
+    def _start_again(self) -> None:
         """A fault of the view must not stop a conductor."""
-        log.exception("the page's view of event %d failed: it begins anew", self._core.seq)
+        log.exception("the page's view of event %d failed: it starts again", self._core.seq)
         self._recent = RecentWindow(self._core)
         self._look_away()
 
@@ -117,7 +116,7 @@ class ViewService:
     # --- answers --------------------------------------------------------------------------------------------
 
     def view(self, asked: ViewRequest) -> ClusterView:
-        """In full for the one that was named."""
+        """The answer to a frontend; in full only from the conductor that it names."""
         core = self._core
         state = core.state
         if asked.conductor_id != self._conductor_id:
@@ -158,7 +157,7 @@ class ViewService:
         )
 
     async def explain(self, asked: ExplainRequest) -> Explained:
-        """From memory when it is followed, else out of the log. Raises PeerError."""
+        """A request's history, from memory when it is followed, else out of the log. Raises PeerError."""
         if self._tracker is not None:
             history = self._tracker.histories.of.get(asked.request_id)
             if history is not None and history.why:
@@ -166,9 +165,7 @@ class ViewService:
         return await self._log_lookup.look_up(asked.request_id)
 
     def _events(self, after_seq: int) -> tuple[list[Told], int]:
-        """Those after `after_seq`: the newest of each kind, so that a rare one is not lost among many; how
-        many not.
-        """
+        """Events after `after_seq`, the newest of each kind, so that no rare one is lost; and how many are left out."""
         news = [stamped for stamped in self._held if stamped.seq > after_seq]
         room: Counter[type] = Counter()
         first: list[Stamped] = []

@@ -1,4 +1,4 @@
-"""The state of the core as people want to see it."""
+"""The state of the core for people: statuses of conductor and nodes, and counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfmoon.schemas.status import ConductorStatus, NodeStatus, RequestCounts
 
 
 def conductor_status(core: Core, *, conductor_id: str, caught_up: bool) -> ConductorStatus:
-    """What `core` knows, as of its last event."""
+    """The status of `core`, as of its last event."""
     state = core.state
     layout = next((worker.layout for worker in state.workers.values()), None)
     return ConductorStatus(

@@ -55,7 +55,7 @@ def test_runs_end_when_single_steps_would(seed: int) -> None:
         if not batch:
             now = waiting[0][0]
             continue
-        steps.begin_run(now, 1.0)
+        steps.start_run(now, 1.0)
         count = steps.steps_to_end()
         if waiting:
             count = min(count, steps.steps_until(waiting[0][0]) if waiting[0][0] > now else 1)

@@ -1,6 +1,4 @@
-"""Where figures differ from the papers', or may rest on the trace: one thing is changed at a time, and
-nothing else.
-"""
+"""Ablations: where figures differ from the papers', or may rest on the trace, one thing is changed at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from halfmoon.schemas.policy import PolicyName
 
 
 def scaled(profile: Profile, part: str, percent: int) -> Profile:
-    """`profile` with all costs whose names begin with `part` as so many percent of themselves."""
+    """`profile` with all costs whose names start with `part` at `percent` of themselves."""
     cost = profile.cost
     fields = {
         name: getattr(cost, name) * percent // 100 for name in cost.__struct_fields__ if name.startswith(part)
@@ -135,21 +133,21 @@ def decode_speed(context: Context) -> Section:
 def elsewhere(context: Context) -> Section:
     """Our policy against the papers' rule on requests that no constant was chosen on."""
     half = len(context.arrivals) // 2
-    begun_ns = context.arrivals[half].at_ns
-    second = [msgspec.structs.replace(one, at_ns=one.at_ns - begun_ns) for one in context.arrivals[half:]]
+    started_ns = context.arrivals[half].at_ns
+    second = [msgspec.structs.replace(one, at_ns=one.at_ns - started_ns) for one in context.arrivals[half:]]
     data = {
         "second half of the trace": (second, 3.7),
         "drawn sessions of agents with tools": (agents(1), 3.0),
     }
     rows = []
-    for what, (arrivals, begin) in data.items():
+    for what, (arrivals, start) in data.items():
         slo = Objectives(ttft_ns=30 * S, tbt_ns=100 * MS)
         names: tuple[PolicyName, ...] = ("mooncake", "halfmoon")
         runs = {
             name: context.runs(name, "predicted", arrivals=arrivals, noise_percent=5, seed=1)
             for name in names
         }
-        speeds = {name: runs[name].capacity(slo, begin=begin, precision=0.02).speed for name in names}
+        speeds = {name: runs[name].capacity(slo, start=start, precision=0.02).speed for name in names}
         p90 = [
             context.run(
                 name, "predicted", arrivals=arrivals, noise_percent=5, seed=1, speed=speeds["mooncake"]

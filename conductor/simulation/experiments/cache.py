@@ -11,7 +11,7 @@ from halfmoon.schemas.policy import PolicyName
 
 
 def block_hits(context: Context) -> Section:
-    """What is in the trace, whatever serves it."""
+    """Hit rates in the trace itself, whatever serves it."""
     unbounded, lru = reuse(context.trace), reuse(context.trace, 3_000_000)
     drawn, drawn_lru = reuse(context.synthetic), reuse(context.synthetic, 3_000_000)
     return Section(

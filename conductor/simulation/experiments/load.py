@@ -26,8 +26,8 @@ LIMITS = (100, 200, 300)
 
 def capacity(context: Context) -> Section:
     """The highest speed at which 90 % of requests hold both objectives, over the baselines'."""
-    # With where the search begins, which saves simulations and changes nothing else.
-    begins = {
+    # With the speed where the search starts, which saves simulations and changes nothing else.
+    starts = {
         "early rejection": 4.0,
         "all queued": 1.6,
         "12 + 4": 2.4,
@@ -35,7 +35,7 @@ def capacity(context: Context) -> Section:
         "prefix": 1.0,
         "chunked": 0.9,
     }
-    rows, speeds = _capacities(context, context.arrivals, begins, (498, 157, 59))
+    rows, speeds = _capacities(context, context.arrivals, starts, (498, 157, 59))
     path = curves(
         context.plot("capacity"),
         {name: list(zip(map(float, LIMITS), line, strict=True)) for name, line in speeds.items()},
@@ -85,7 +85,7 @@ def _capacity_columns() -> list[str]:
 
 
 def _capacities(
-    context: Context, arrivals: Sequence[Arrival], begins: dict[str, float], paper: tuple[int, int, int]
+    context: Context, arrivals: Sequence[Arrival], starts: dict[str, float], paper: tuple[int, int, int]
 ) -> tuple[list[list[str]], dict[str, list[float]]]:
     """Rows of the table, and the highest speed at each limit by system."""
     early, queued, split = "halfmoon, early rejection", "halfmoon, all queued", "halfmoon 12 + 4, all queued"
@@ -100,9 +100,9 @@ def _capacities(
     }
     found = {
         name: [
-            runs.capacity(_slo(limit), begin=begins.get(begin, 1.0), precision=0.02).speed for limit in LIMITS
+            runs.capacity(_slo(limit), start=starts.get(start, 1.0), precision=0.02).speed for limit in LIMITS
         ]
-        for name, (runs, begin) in systems.items()
+        for name, (runs, start) in systems.items()
     }
     rows = []
     for name, speeds in found.items():
@@ -244,7 +244,7 @@ def split(context: Context) -> Section:
 def better(context: Context) -> Section:
     """Our default policy against the papers' rule, both with early rejection."""
     rows, gains = [], []
-    for cluster, begin in (
+    for cluster, start in (
         (ClusterShape(prefill=8, decode=8), 3.7),
         (ClusterShape(prefill=4, decode=4), 1.8),
     ):
@@ -252,7 +252,7 @@ def better(context: Context) -> Section:
             speeds, p90 = {}, {}
             for name in ("mooncake", "halfmoon"):
                 runs = context.runs(name, "predicted", cluster=cluster, seed=seed, noise_percent=5)
-                speeds[name] = runs.capacity(_slo(100), begin=begin).speed
+                speeds[name] = runs.capacity(_slo(100), start=start).speed
             for name in ("mooncake", "halfmoon"):
                 report = context.run(
                     name,  # type: ignore[arg-type]
@@ -314,7 +314,7 @@ def better(context: Context) -> Section:
 
 
 def prediction(context: Context) -> Section:
-    """What was predicted at placement against what came."""
+    """Predictions at placement against what came."""
     rows = []
     for speed, noise in ((1.0, 0), (1.0, 5), (2.0, 5), (3.5, 5)):
         outcomes: dict[str, Outcome] = {}

@@ -24,7 +24,7 @@ S, MS = 1_000_000_000, 1_000_000
 
 
 class Section(msgspec.Struct, kw_only=True):
-    """What one experiment found: a table, words, plots."""
+    """The result of one experiment: a table, words, plots."""
 
     title: str
     setting: str
@@ -35,7 +35,7 @@ class Section(msgspec.Struct, kw_only=True):
 
 
 class Context:
-    """Where the traces are and plots go; `say` tells of progress."""
+    """The traces, and where plots go; `say` tells of progress."""
 
     def __init__(
         self, trace: Path, folder: Path, say: Callable[[str], None] = lambda text: None, *, synthetic: Path
@@ -83,7 +83,7 @@ class Context:
     def runs(
         self, policy: PolicyName = "halfmoon", admission: AdmissionName = "none", **options: object
     ) -> Runs:
-        """For capacity: one system at many speeds."""
+        """Runs of one system at many speeds, for its capacity."""
 
         def at(speed: float) -> dict[str, Outcome]:
             outcomes: dict[str, Outcome] = {}
@@ -97,7 +97,7 @@ class Context:
 
 
 def within(ours: float, paper: float, tolerance: float) -> str:
-    """Whether `ours` is within a share of `paper`."""
+    """True when `ours` is within a share of `paper`."""
     off = ours / paper - 1
     return f"{off:+.0%}, {'within' if abs(off) <= tolerance else 'NOT within'} ± {tolerance:.0%}"
 
