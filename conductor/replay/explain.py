@@ -4,6 +4,8 @@ happened.
 
 from __future__ import annotations
 
+from typing import Any
+
 from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.explanation import Explanation
 from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistory
@@ -204,3 +206,29 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def decided_rows(history: RequestHistory) -> list[dict[str, Any]]:
+    """Each decision on a request in words: rows are (class, cells), the chosen one `won`, what then came `then`."""
+    orders = {attempt.seq: attempt for attempt in history.attempts}
+    return [_why(why, orders.get(why.seq)) for why in history.why]
+
+
+def _why(why: Explanation, attempt: PlacementAttempt | None) -> dict[str, Any]:
+    chosen_prefill, chosen_decode = chosen(why.verdict)
+    prefill = prefill_rows(why, chosen_prefill, attempt)[1:]
+    decode = decode_rows(why, chosen_decode, attempt)[1:]
+    return {
+        "head": heading(why),
+        "verdict": verdict_text(why),
+        "refused": not isinstance(why.verdict, Placement),
+        "prefill": [_row(row) for row in prefill],
+        "decode": [_row(row) for row in decode],
+        "more": remarks(why, attempt),
+    }
+
+
+def _row(row: tuple[str, ...]) -> tuple[str, list[str]]:
+    happened = row[1].startswith(" ")
+    name = "won" if row[0] else "then" if happened else ""
+    return name, [row[1].strip(), *row[2:]]

@@ -16,10 +16,8 @@ from typing import Any
 
 import orjson
 
-from halfmoon.conductor.core.admission import Placement
-from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.replay import explain
-from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistory
+from halfmoon.conductor.replay.explain import decided_rows
+from halfmoon.conductor.replay.histories import RequestHistory
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.conductor.replay.timeline import Bar, Timeline
 
@@ -38,7 +36,7 @@ def page(timeline: Timeline, *, title: str, facts: str = "") -> str:
         css=read["page.css"],
         js=read["run_view.js"] + read["request_panel.js"],
         run=_packed(_run(timeline, facts)),
-        why=_packed([whys(history) for history in timeline.histories]),
+        why=_packed([decided_rows(history) for history in timeline.histories]),
     )
 
 
@@ -116,31 +114,3 @@ def _bar(bar: Bar, lanes: dict[str, int]) -> list[Any]:
         marks,
         bar.lost,
     ]
-
-
-def whys(history: RequestHistory) -> list[dict[str, Any]]:
-    """Each decision on a request in words: rows are (class, cells), the chosen one `won`, what happened
-    `then`.
-    """
-    orders = {attempt.seq: attempt for attempt in history.attempts}
-    return [_why(why, orders.get(why.seq)) for why in history.why]
-
-
-def _why(why: Explanation, attempt: PlacementAttempt | None) -> dict[str, Any]:
-    chosen_prefill, chosen_decode = explain.chosen(why.verdict)
-    prefill = explain.prefill_rows(why, chosen_prefill, attempt)[1:]
-    decode = explain.decode_rows(why, chosen_decode, attempt)[1:]
-    return {
-        "head": explain.heading(why),
-        "verdict": explain.verdict_text(why),
-        "refused": not isinstance(why.verdict, Placement),
-        "prefill": [_row(row) for row in prefill],
-        "decode": [_row(row) for row in decode],
-        "more": explain.remarks(why, attempt),
-    }
-
-
-def _row(row: tuple[str, ...]) -> tuple[str, list[str]]:
-    happened = row[1].startswith(" ")
-    name = "won" if row[0] else "then" if happened else ""
-    return name, [row[1].strip(), *row[2:]]

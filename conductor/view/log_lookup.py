@@ -18,10 +18,9 @@ from halfmoon.bus.errors import PeerError
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state import State
 from halfmoon.conductor.log_reading import log_start_seq, usable_snapshot
-from halfmoon.conductor.replay.explain import DECODE_HEADS, PREFILL_HEADS, explained
+from halfmoon.conductor.replay.explain import DECODE_HEADS, PREFILL_HEADS, decided_rows, explained
 from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine
-from halfmoon.conductor.replay.page import whys
 from halfmoon.conductor.view.request_tracker import request_view
 from halfmoon.schemas import subjects
 from halfmoon.schemas.numbers import SECOND_NS
@@ -129,5 +128,5 @@ def story(history: RequestHistory, state: State) -> Explained:
         text=explained(history),
         prefill_heads=list(PREFILL_HEADS[1:]),
         decode_heads=list(DECODE_HEADS[1:]),
-        grounds=[msgspec.convert(why, Grounds) for why in whys(history)],
+        grounds=[msgspec.convert(why, Grounds) for why in decided_rows(history)],
     )
