@@ -329,7 +329,7 @@ class AgentClient:
         return ASK_S + (2 * self._attached.transfer_ns_max / 1e9 if self._attached is not None else 0.0)
 
     async def _ask(self, verb: str, message: Message, kind: type[M], timeout_s: float) -> M:
-        """Patient: that the agent died is seen elsewhere; else it is just coming back to the bus."""
+        """Waits while nobody serves: a dead agent is seen by `ask`, another one is just coming back to the bus."""
         subject = subjects.store(self._node_id, verb)
         return await self._bus.request(
             subject, message, kind, timeout_s=timeout_s, await_responder=self._view is not None

@@ -12,7 +12,7 @@
     ├── AgentUnreachable     the node's own store agent does not answer
     └── TransferError        bytes did not arrive
         ├── HolderUnreachable  no answer: dead, cut off, or never joined
-        ├── TransferRefused    the other side said no, and why
+        ├── TransferRefused    the other side refused, with a reason
         ├── TransferTimeout    the deadline passed, or nothing moved for too long
         └── BytesCorrupted     they arrived, but are not what was committed
 
@@ -103,7 +103,7 @@ class HolderUnreachable(TransferError):
 
 
 class TransferRefused(TransferError):
-    """The other side said no, and why."""
+    """The other side refused, with a reason."""
 
     code = "transfer_refused"
 

@@ -46,13 +46,15 @@ class Source:
 
 
 class _Slow(Exception):
-    """A holder takes its time (it may have to load from its SSD), and there is another one."""
+    """The holder has not answered in time (it may be loading from its SSD), and there is another one."""
 
 
 async def lease_at(
     peers: Peers, node_id: str, wanted: FetchBlocks, hold: Hold, *, party: str
 ) -> Source | int:
-    """Leases the blocks at a holder. An int: a miss, it has only so many of them. Raises StoreError."""
+    """Leases the blocks at a holder. An int is a miss: the number of blocks, from the first, that it has. Raises
+    StoreError.
+    """
     peer = await peers.get(node_id)
     keys = join_keys(hold.keys[: wanted.first_block + wanted.blocks])
     request = LeaseBlocks(
@@ -130,8 +132,10 @@ async def fetch_blocks(context: AgentContext, owner: Owner, request: FetchBlocks
 async def _fetch_from(
     context: AgentContext, owner: Owner, node_id: str, request: FetchBlocks, *, more: bool
 ) -> Fetched | int:
-    """Leases, reads, verifies, commits. An int: a miss, the holder has only so many. `more`: there is another
-    holder to turn to, so that this one is not waited for as long."""
+    """Leases, reads, verifies, commits. An int is a miss: the number of blocks that the holder has.
+
+    `more`: there is another holder to turn to, so that this one is not waited for as long.
+    """
     hold = context.guard.hold(owner)
     number = next(_numbers)
     writer = f"fetch-{number}"
@@ -171,7 +175,7 @@ async def _fetch_from(
 
 
 async def _look_after(context: AgentContext, node_id: str) -> None:
-    """A holder was slow: does it live?"""
+    """Asks a slow holder whether it lives, and suspects it when it does not answer."""
     try:
         await context.peers.ask(node_id, "hello", context.hello(), Hello)
     except StoreError as problem:

@@ -1,4 +1,4 @@
-"""The other agents: who they are, how their memory is reached, and asking them.
+"""The other agents: their identities, the ways to their memory, and requests to them.
 
 Everything is learnt by `hello`, on first need, and learnt again when a peer answers under another incarnation.
 What the bus says of a peer becomes an error of the store here.
@@ -42,9 +42,7 @@ def _proof(hello: Hello, secret: str) -> str:
 
 
 class Peers:
-    """`me` makes this agent's own hello; `learnt` is told of every genuine one (the TCP server allows its
-    key).
-    """
+    """`me` makes this agent's own hello. `learnt` gets every genuine one, so that its sender is admitted."""
 
     def __init__(
         self,

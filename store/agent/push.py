@@ -236,7 +236,7 @@ class Push:
         self._progress.set()
 
     async def _renew(self, ttl_ns: int) -> None:
-        """The target sees nothing of a push over shared memory, so that it must be told that it goes on."""
+        """Renews the reservation: over shared memory the target sees nothing of a push, and would let it expire."""
         assert self._peer is not None
         renew = RenewBlocks(
             order_id=self.opened.order_id,

@@ -96,7 +96,7 @@ class Replicator:
             self._guard.release(owner, writers=[me])
 
     async def drain(self, request: DrainStore) -> Drained:
-        """See the module. Returns when as much as possible is elsewhere; the agent leaves after the answer."""
+        """Hands over what no other node holds, until nothing more fits. The agent leaves after the answer."""
         others = [node_id for node_id in request.target_node_ids if node_id != self._context.config.node_id]
         by_mark: dict[str, list[bytes]] = {}
         for key, mark in self._guard.hottest():

@@ -40,7 +40,7 @@ from halfmoon.store.pool.eviction import Eviction, LeastRecentlyUsed
 from halfmoon.store.pool.idle_queues import IdleQueues
 from halfmoon.store.pool.slots import Change, Counts, Hold, Idle, Owner, Slot, SlotState, Writer
 
-#: Hard pins may hold one slot in so many, so that puts go on.
+#: Hard pins may hold one slot in this many, so that puts go on.
 PINNED_SHARE = 2
 
 

@@ -19,10 +19,10 @@ class SsdOptions:
     path: str
     file_bytes: int
     eviction: EvictionName
-    #: Blocks go to the file when they were hit so often; 0: all.
+    #: Blocks go to the file once they were hit this many times; 0: all.
     hits_min: int
     #: This share of the pool's slots, in percent, is kept free or saved ahead of its eviction.
     ahead_percent: int
-    #: At an orderly end, blocks are saved for at most so long.
+    #: Time limit for saving blocks at an orderly end.
     stop_s: float
     threads: int

@@ -39,7 +39,7 @@ from halfmoon.store.tiers.base import Entry, Move
 
 PAGE_BYTES = 4096
 ENTRY_BYTES = 64
-#: One system call moves about so much.
+#: One system call moves about this much.
 RUN_BYTES = 4 * 1024 * 1024
 _MAGIC = b"halfmoon-ssd-1\0\0"
 _HEAD = struct.Struct("<16sQQ16s")

@@ -154,13 +154,13 @@ class Cancellation:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._told = threading.Event()
+        self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        self._told.set()
+        self._cancelled.set()
 
     def check(self) -> None:
-        if self._told.is_set():
+        if self._cancelled.is_set():
             raise TransferError("stopped")
         if time.monotonic_ns() >= self._call.deadline_ns:
             raise TransferTimeout("the deadline passed")

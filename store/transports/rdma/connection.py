@@ -1,5 +1,5 @@
-"""One connected pair, as the event loop sees it: messages of block-layers, several under way, each one's end
-a future.
+"""One connected queue pair on the event loop: messages of block-layers, several under way, the end of each a
+future.
 
 A pair has CELLS mailbox cells in each direction. A read's message uses a cell to hold the checksums that it
 reads along with the blocks; a write's message ends with a WRITE with immediate into the peer's cell

@@ -1,4 +1,4 @@
-"""Which RDMA device, port, GID and MTU: chosen from sysfs alone, so that it can be said why there is none.
+"""Chooses RDMA device, port, GID and MTU from sysfs alone, so that the reason can be named when there is none.
 
 `auto` takes the first active port in the order of names. Of a RoCE port's GIDs one of RoCE v2 is taken, an IPv4 one
 before an IPv6 one before a link-local one; of an InfiniBand port, GID 0. The MTU is the largest that the
@@ -19,7 +19,7 @@ SYSFS = Path("/sys")
 MTUS = (256, 512, 1024, 2048, 4096)
 #: What the kernel keeps free for headers of RoCE within an Ethernet frame's payload, bytes.
 ROCE_HEADERS = 96
-#: More are not looked at: the table may be long, and is filled from its beginning.
+#: Entries of the table of GIDs that are read: it may be long, and is filled from its beginning.
 GIDS_MAX = 256
 
 

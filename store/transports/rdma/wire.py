@@ -17,7 +17,7 @@ from halfmoon.schemas.codec import encode
 from halfmoon.schemas.store import QueuePair
 from halfmoon.store.transports.base import Run, Slice
 
-#: One message: so many bytes of blocks (one layer at least), in so many runs, with so many checksums.
+#: Limits of one message: bytes of blocks (one layer at least), runs, checksums.
 MESSAGE_BYTES = 4 * 1024 * 1024
 RUNS_PER_MESSAGE = 32
 LAYERS_PER_MESSAGE = 512

@@ -1,7 +1,7 @@
 """The transport between hosts: blocks over TCP, sent from the segment and received into the slots without a
 copy of our own.
 
-Links are authenticated always (`tcp_wire`) and encrypted with CURVE by default between hosts; encryption
+Links are authenticated always (`wire`) and encrypted with CURVE by default between hosts; encryption
 halves the speed, so that it can be chosen for each agent. A link is used for one move at a time; moves to the
 same peer at the same time use several.
 """
