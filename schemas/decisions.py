@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from halfmoon.schemas.roles import MemberRole
 from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, Message, Ns, Part, Seq, Text, Tokens
 
 RejectReason = Literal[
@@ -131,7 +132,7 @@ class FailRequest(Message, frozen=True):
 class AnnounceYourself(Message, frozen=True):
     """To a process whose heartbeat the conductor does not know: join again (and drop orders that you still run)."""
 
-    role: Literal["prefill", "decode", "store", "frontend"]
+    role: MemberRole
     target_id: Id
 
 

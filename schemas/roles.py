@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 WorkerRole = Literal["prefill", "decode"]
-ProcessRole = Literal["conductor", "frontend", "store", "prefill", "decode"]
+#: Who is a member of the cluster: joins, beats and leaves by events.
+MemberRole = Literal[WorkerRole, "store", "frontend"]
+ProcessRole = Literal["conductor", MemberRole]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleTraits:
     """What starting and stopping need to know of a role."""
 
+    #: How it is a member: by `WorkerJoined`, `StoreJoined`, `FrontendJoined`, or not at all.
+    member: Literal["worker", "store", "frontend", "none"]
     #: The cluster's secret names blocks and opens the data plane: who touches neither does not get it.
     has_secret: bool
     #: A cluster drains in this order, which is the way of a request: nothing waits for what is gone already.
@@ -25,10 +29,10 @@ class RoleTraits:
 
 
 ROLES: dict[ProcessRole, RoleTraits] = {
-    "frontend": RoleTraits(has_secret=True, drain_rank=0),
-    "prefill": RoleTraits(has_secret=True, drain_rank=1, contexts=1),
-    "decode": RoleTraits(has_secret=True, drain_rank=1, contexts=2),
-    "store": RoleTraits(has_secret=True, drain_rank=2),
-    "conductor": RoleTraits(has_secret=False, drain_rank=3),
+    "frontend": RoleTraits(member="frontend", has_secret=True, drain_rank=0),
+    "prefill": RoleTraits(member="worker", has_secret=True, drain_rank=1, contexts=1),
+    "decode": RoleTraits(member="worker", has_secret=True, drain_rank=1, contexts=2),
+    "store": RoleTraits(member="store", has_secret=True, drain_rank=2),
+    "conductor": RoleTraits(member="none", has_secret=False, drain_rank=3),
 }
 WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)

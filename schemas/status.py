@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.roles import MemberRole
 from halfmoon.schemas.types import Blocks, Count, Id, Message, Ns, Part, Seq, Tokens
 
 
@@ -18,7 +19,7 @@ class NodeStatus(Part, frozen=True):
     """A worker, a store agent or a frontend, as the conductor knows it."""
 
     id: Id
-    role: Literal["prefill", "decode", "store", "frontend"]
+    role: MemberRole
     state: Literal["ready", "draining", "suspected"]
     #: The node that a worker is on.
     node_id: str = ""

@@ -218,17 +218,18 @@ class LocalCluster:
 
 def _left(child: Child, reason: str) -> WorkerLeft | StoreLeft | FrontendLeft:
     """The event that a process would have announced, had it ended in order."""
-    match child.role:
-        case "prefill" | "decode":
+    member = ROLES[child.role].member
+    match member:
+        case "worker":
             return WorkerLeft(worker_id=child.name, reason=reason)
         case "store":
             return StoreLeft(node_id=child.name.removeprefix("store-"), reason=reason)
         case "frontend":
             return FrontendLeft(frontend_id=child.name, reason=reason)
-        case "conductor":
+        case "none":
             raise AssertionError(f"{child.name} is not a member of the cluster")
         case _:
-            assert_never(child.role)
+            assert_never(member)
 
 
 def _layout_json(layout: Layout) -> bytes:

@@ -187,17 +187,6 @@ def decode_candidate_of(
     )
 
 
-def fits(worker: WorkerRecord, request: RequestArrived) -> bool:
-    """True when the worker could hold its half of the request, were it empty."""
-    match worker.role:
-        case "prefill":
-            return prefill_fits(worker, request)
-        case "decode":
-            return decode_fits(worker, request)
-        case _:
-            assert_never(worker.role)
-
-
 def decode_fits(worker: WorkerRecord, request: RequestArrived) -> bool:
     """True when the worker's context and cache hold prompt and answer."""
     return _fits(worker, request.prompt_tokens + request.max_tokens)

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import msgspec
 
 from halfmoon.conductor.core.admission import Placement, Refusal, limit_ns, slo_ns
-from halfmoon.conductor.core.candidates import candidates, decode_candidates, fits
+from halfmoon.conductor.core.candidates import candidates, decode_candidates
 from halfmoon.conductor.core.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.prefix_match import match_prefix
 from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.role_rules import fits
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import AdmissionName, PolicyName

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
-from halfmoon.conductor.core.records import Order, WorkerRecord
+from halfmoon.conductor.core.role_rules import expected_load
 from halfmoon.conductor.core.state import FINISHED_MAX, State
 
 
@@ -60,7 +58,7 @@ def _check_requests(state: State) -> None:
 def _check_load(state: State) -> None:
     for worker_id, worker in state.workers.items():
         orders = [state.orders[order_id] for order_id in worker.orders]
-        expected = _expected_load(worker, orders)
+        expected = expected_load(worker, orders)
         reserved = (
             worker.reserved_ns,
             worker.pending_blocks,
@@ -73,31 +71,6 @@ def _check_load(state: State) -> None:
         cost = worker.cost
         for name in cost.__struct_fields__:
             assert getattr(cost, name) >= 0, (name, cost)
-
-
-def _expected_load(worker: WorkerRecord, orders: list[Order]) -> tuple[int, int, int, int, int]:
-    """Reserved time, blocks to compute, blocks of prompts (prefill); KV blocks, context tokens (decode)."""
-    match worker.role:
-        case "prefill":
-            assert all(order.prefill_id == worker.worker_id for order in orders), worker
-            return (
-                sum(order.reserved_ns for order in orders),
-                sum(order.pending_blocks for order in orders),
-                sum(order.prompt_blocks for order in orders),
-                0,
-                0,
-            )
-        case "decode":
-            assert all(order.decode_id == worker.worker_id for order in orders), worker
-            return (
-                0,
-                0,
-                0,
-                sum(order.reserved_blocks for order in orders),
-                sum(order.context_tokens for order in orders),
-            )
-        case _:
-            assert_never(worker.role)
 
 
 def _check_members(state: State) -> None:

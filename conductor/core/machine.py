@@ -37,7 +37,7 @@ from halfmoon.conductor.core.cost import (
 from halfmoon.conductor.core.explanation import Explanation, explain
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.reconcile import reconcile_orders
-from halfmoon.conductor.core.records import Order
+from halfmoon.conductor.core.records import Half, Order
 from halfmoon.conductor.core.state import State
 from halfmoon.conductor.core.step_output import Explains, StepOutput, explain_none
 from halfmoon.schemas.codec import digest
@@ -59,7 +59,6 @@ from halfmoon.schemas.events import (
     RequestArrived,
     RequestCancelled,
     RequestFinished,
-    Role,
     Stamped,
     StateDigested,
     StoreHeartbeat,
@@ -247,7 +246,7 @@ def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
         orders.fail(state, state.requests[subject], "no worker came in time", out)
 
 
-def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: Role) -> Order | None:
+def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: Half) -> Order | None:
     """The order that an answer is about; None when it is late, repeated or unknown."""
     order = state.orders.get(order_id)
     if order is None or order.request_id != request_id:
@@ -365,7 +364,7 @@ def _request_finished(state: State, event: RequestFinished) -> None:
 
 
 def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOutput) -> None:
-    half: Role
+    half: Half
     match event:
         case PrefillFailed():
             half = "prefill"

@@ -7,12 +7,12 @@ every process's last heartbeat counts as later by the length of the silence.
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import assert_never
 
-from halfmoon.conductor.core.cost import Fit, decode_fit, prefill_fit
 from halfmoon.conductor.core.orders import arm, end, place_parked, withdraw
 from halfmoon.conductor.core.reconcile import lose_orders
 from halfmoon.conductor.core.records import FrontendRecord, StoreRecord, WorkerRecord
+from halfmoon.conductor.core.role_rules import first_fit
 from halfmoon.conductor.core.state import State
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.cost_profile import CostProfile
@@ -27,6 +27,7 @@ from halfmoon.schemas.events import (
     WorkerHeartbeat,
     WorkerJoined,
 )
+from halfmoon.schemas.roles import MemberRole
 
 # --- workers ------------------------------------------------------------------------------------------------
 
@@ -74,22 +75,12 @@ def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
         last_seen_ns=now_ns,
         profile=profile,
         cost=profile,
-        fit=_first_fit(event),
+        fit=first_fit(event.role, profile),
         learns=layout.block_bytes > 0 or profile != CostProfile(),
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
         layer_block_bytes=layout.layer_block_bytes,
     )
-
-
-def _first_fit(event: WorkerJoined) -> Fit:
-    match event.role:
-        case "prefill":
-            return prefill_fit(event.profile)
-        case "decode":
-            return decode_fit(event.profile)
-        case _:
-            assert_never(event.role)
 
 
 def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
@@ -318,7 +309,7 @@ def _forget_timer(state: State, role: str, process_id: str, incarnation: str) ->
 def _ask(
     state: State,
     kind: str,
-    role: Literal["prefill", "decode", "store", "frontend"],
+    role: MemberRole,
     process_id: str,
     out: StepOutput,
 ) -> bool:

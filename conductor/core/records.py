@@ -16,6 +16,9 @@ from halfmoon.schemas.decisions import Prediction
 from halfmoon.schemas.events import RequestArrived, Role
 from halfmoon.schemas.policy import Layout
 
+#: The halves of a request's work. Every order has both, whatever roles there are.
+Half = Literal["prefill", "decode"]
+
 
 class WorkerRecord(msgspec.Struct, kw_only=True):
     """A worker that has joined, and what is reserved on it."""
@@ -109,7 +112,7 @@ class Order(msgspec.Struct, kw_only=True):
     decode_id: str
     decode_node_id: str
     #: "prefill" until the prefill worker has answered.
-    phase: Literal["prefill", "decode"] = "prefill"
+    phase: Half = "prefill"
     placed_ns: int
     #: Sequence of the event that caused it.
     placed_seq: int

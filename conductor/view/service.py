@@ -10,12 +10,11 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import assert_never
 
 from halfmoon.bus.connection import Bus
-from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.role_rules import predicted_against_slo
 from halfmoon.conductor.core.state import State
 from halfmoon.conductor.core.step_output import explain_none
 from halfmoon.conductor.replay.text import message
@@ -194,14 +193,7 @@ class ViewService:
 
 def _load(worker: WorkerRecord, state: State) -> WorkerLoad:
     """The predicted first token, or time between tokens, of what the worker has, against the cluster's SLO."""
-    match worker.role:
-        case "prefill":
-            predicted_ns, slo_ns = queue_ns(worker, state.at_ns), state.policy.ttft_slo_ns
-        case "decode":
-            sequences, slo_ns = len(worker.orders), state.policy.tbt_slo_ns
-            predicted_ns = worker.cost.step_ns(sequences, worker.context_tokens) if sequences else 0
-        case _:
-            assert_never(worker.role)
+    predicted_ns, slo_ns = predicted_against_slo(worker, state.policy, state.at_ns)
     return WorkerLoad(worker_id=worker.worker_id, load=1_000 * predicted_ns // max(1, slo_ns))
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, assert_never
+from typing import Literal
 
 import msgspec
 
-from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.role_rules import waiting_ns
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.status import ConductorStatus, NodeStatus, RequestCounts
 
@@ -47,17 +46,6 @@ def ssd_counts(state: State) -> dict[str, int]:
     return {node: blocks for node, blocks in sorted(found.items()) if blocks}
 
 
-def _queue_ns(worker: WorkerRecord, now_ns: int) -> int:
-    """A decode worker has no queue of known length: its requests run side by side."""
-    match worker.role:
-        case "prefill":
-            return queue_ns(worker, now_ns)
-        case "decode":
-            return 0
-        case _:
-            assert_never(worker.role)
-
-
 def node_statuses(state: State) -> list[NodeStatus]:
     """Workers, store agents, frontends, each by id."""
     nodes = []
@@ -74,7 +62,7 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 kv_used=worker.kv_blocks_used,
                 kv_total=worker.kv_blocks,
                 orders=len(worker.orders),
-                queue_ns=_queue_ns(worker, state.at_ns),
+                queue_ns=waiting_ns(worker, state.at_ns),
             )
         )
     for node_id, store in sorted(state.stores.items()):
