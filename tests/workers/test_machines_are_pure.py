@@ -37,6 +37,7 @@ PURE = (
     "dataclasses",
     "enum",
     "itertools",
+    "msgspec",
     "typing",
 )
 #: Held to the same rules.

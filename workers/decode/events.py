@@ -12,7 +12,7 @@ instruction for the compute thread, or with none until it says Wake.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.kv import KvMessage
@@ -20,8 +20,7 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendRequest, TakeReply
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerEvent:
+class WorkerEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened to the worker."""
 
     at_ns: int
@@ -31,38 +30,33 @@ class WorkerEvent:
 # --- from the conductor -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderReceived(WorkerEvent):
+class OrderReceived(WorkerEvent, frozen=True, kw_only=True):
     """The conductor placed a request here."""
 
     order: StartDecode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderCancelled(WorkerEvent):
+class OrderCancelled(WorkerEvent, frozen=True, kw_only=True):
     """The conductor took an order back."""
 
     order_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnounceRequested(WorkerEvent):
+class AnnounceRequested(WorkerEvent, frozen=True, kw_only=True):
     """The conductor does not know this worker: it must drop its orders and join again."""
 
 
 # --- from frontends -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokensTaken(WorkerEvent):
+class TokensTaken(WorkerEvent, frozen=True, kw_only=True):
     """The frontend answered; None: it did not."""
 
     order_id: str
     reply: TakeReply | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResendRequested(WorkerEvent):
+class ResendRequested(WorkerEvent, frozen=True, kw_only=True):
     """A frontend missed tokens."""
 
     request: ResendRequest
@@ -71,55 +65,47 @@ class ResendRequested(WorkerEvent):
 # --- from store agents and prefill workers ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvHeard(WorkerEvent):
+class KvHeard(WorkerEvent, frozen=True, kw_only=True):
     """KV progress. The bus may repeat it, and it may come before its order."""
 
     message: KvMessage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLost(WorkerEvent):
+class MemoryLost(WorkerEvent, frozen=True, kw_only=True):
     """The node's store agent restarted: its pool is empty."""
 
 
 # --- from the worker's own threads --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayersCopied(WorkerEvent):
+class LayersCopied(WorkerEvent, frozen=True, kw_only=True):
     """The instruction CopyLayers with this number is done."""
 
     copy_id: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineIdled(WorkerEvent):
+class EngineIdled(WorkerEvent, frozen=True, kw_only=True):
     """The compute thread has nothing to do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEnded(WorkerEvent):
+class StepEnded(WorkerEvent, frozen=True, kw_only=True):
     """RunStep is done: one token of each sequence of its batch, in the batch's order."""
 
     tokens: list[SampledToken]
     step_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedOut(WorkerEvent):
+class SwappedOut(WorkerEvent, frozen=True, kw_only=True):
     """SwapOut is done. `held` is the shell's copy of the blocks; the machine hands it back in SwapIn."""
 
     held: object
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedIn(WorkerEvent):
+class SwappedIn(WorkerEvent, frozen=True, kw_only=True):
     """SwapIn is done."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputShared(WorkerEvent):
+class OutputShared(WorkerEvent, frozen=True, kw_only=True):
     """ShareOutput is done, whether or not the pool took the blocks."""
 
     order_id: str
@@ -128,8 +114,7 @@ class OutputShared(WorkerEvent):
 # --- from the process ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStopped(WorkerEvent):
+class WorkerStopped(WorkerEvent, frozen=True, kw_only=True):
     """The worker leaves: nothing more is begun."""
 
 

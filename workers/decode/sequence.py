@@ -14,6 +14,9 @@ from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.model.sampling_params import SamplingParams
 from halfmoon.workers.sample_requests import end_ids, params_of
 
+#: Of a sequence whose tokens have yet to come.
+_SAMPLING, _PARAMS = Sampling(), SamplingParams()
+
 
 class Stage(Enum):
     """Where a sequence stands."""
@@ -38,8 +41,7 @@ class DecodeSequence:
         self.root_key = b""
         self.tenant = ""
         self.traceparent = ""
-        self.sampling = Sampling()
-        self.params = SamplingParams()
+        self.sampling, self.params = _SAMPLING, _PARAMS
         self.end_ids: frozenset[int] = frozenset()
         self.max_tokens = order.max_tokens
         #: Output tokens that the client has from an earlier placement; they are replayed, not delivered.
