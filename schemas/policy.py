@@ -13,7 +13,13 @@ from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.types import Blocks, Ns, Part
 
 PolicyName = Literal[
-    "halfmoon", "mooncake", "local_cache_aware", "least_loaded", "round_robin", "random", "dynamo"
+    "halfmoon",
+    "mooncake",
+    "local_cache_aware",
+    "least_loaded",
+    "round_robin",
+    "random",
+    "dynamo",
 ]
 AdmissionName = Literal["predicted", "early", "late", "none"]
 
