@@ -69,11 +69,11 @@ def ttft_by_speed(context: Context) -> Section:
         ],
         rows=rows,
         why=[
-            f"The ratio is {rows[0][4]}, {rows[1][4]}, {rows[2][4]}, {rows[3][4]} as prefills get longer: it follows "
-            "how busy the workers are. Chance leaves a queue at one worker while another idles, and such queues grow "
-            "without bound towards 100 %. With prefills a fifth shorter than our profile's (the papers give none) it "
-            "would be within the tolerance; the profile was not changed for it. What chance draws moves the ratio by "
-            "a sixth.",
+            f"The ratio is {rows[0][4]}, {rows[1][4]}, {rows[2][4]}, {rows[3][4]} as prefills get longer: it "
+            "follows how busy the workers are. Chance leaves a queue at one worker while another idles, and "
+            "such queues grow without bound towards 100 %. With prefills a fifth shorter than our profile's "
+            "(the papers give none) it would be within the tolerance; the profile was not changed for it. "
+            "What chance draws moves the ratio by a sixth.",
         ],
     )
 
@@ -92,14 +92,15 @@ def admissions(context: Context) -> Section:
             rows.append([*row, f"{report.tbt_ms.p50:.0f} / {report.tbt_ms.p99:.0f}"])
     return Section(
         title="Why the three admissions agree in the paper's overload setting",
-        setting="8 + 8 workers, speed 2, TBT 100 ms, LLaMA2-70B on 8×A800, the papers' placement rule; only what a "
-        "decode step takes is changed.",
+        setting="8 + 8 workers, speed 2, TBT 100 ms, LLaMA2-70B on 8×A800, the papers' placement rule; only "
+        "what a decode step takes is changed.",
         columns=["step", "admission", "refused", "wasted prefills", "lost", "TBT p50 / p99, ms"],
         rows=rows,
         why=[
-            "With the profile's steps decode never comes near 100 ms, so that only TTFT refuses, alike under all "
-            "three. They part when steps are so long that decode is overloaded too, as it must have been in the paper: "
-            "then `late` wastes most prefills and loses most requests, and between the other two there is little.",
+            "With the profile's steps decode never comes near 100 ms, so that only TTFT refuses, alike under "
+            "all three. They part when steps are so long that decode is overloaded too, as it must have been "
+            "in the paper: then `late` wastes most prefills and loses most requests, and between the other "
+            "two there is little.",
         ],
     )
 
@@ -123,9 +124,9 @@ def decode_speed(context: Context) -> Section:
         columns=["step", *(f"{prefill}:{16 - prefill}" for prefill in splits)],
         rows=rows,
         why=[
-            "With longer steps the fall comes earlier: at three times the profile's 9:7 is best and its neighbours are "
-            "close, at four times 8:8. So what differs is how much of a decode worker a request takes, which the "
-            "papers do not give.",
+            "With longer steps the fall comes earlier: at three times the profile's 9:7 is best and its "
+            "neighbours are close, at four times 8:8. So what differs is how much of a decode worker a "
+            "request takes, which the papers do not give.",
         ],
     )
 
@@ -178,9 +179,10 @@ def elsewhere(context: Context) -> Section:
         ],
         rows=rows,
         why=[
-            "The rule that refuses large prompts first has one constant (half of the TTFT SLO at the mean prompt) that "
-            "was chosen on the whole trace. On its second half alone and on requests that are drawn, not recorded, it "
-            f"gains {rows[0][4]} and {rows[1][4]}; +10 % was asked for. p90 TTFT is a third or less in both.",
+            "The rule that refuses large prompts first has one constant (half of the TTFT SLO at the mean "
+            "prompt) that was chosen on the whole trace. On its second half alone and on requests that are "
+            f"drawn, not recorded, it gains {rows[0][4]} and {rows[1][4]}; +10 % was asked for. p90 TTFT is a "
+            "third or less in both.",
         ],
     )
 

@@ -53,15 +53,13 @@ def equal_memory(context: Context) -> Section:
         rows=rows,
         why=[
             f"Asked for: at least 0.30. {'Reached' if ours.token_reuse >= 0.30 else 'MISSED'}: {ours.token_reuse:.4f}.",
-            "The bound counts partial last blocks and gives them memory; here only whole blocks are shared (one "
-            "pool of "
-            "24,000 whole blocks would reach 0.3169), and one token of each prompt is always computed.",
-            "Our `dynamo` is its published cost function over disaggregated workers with whole-prompt queues; its "
-            "own "
-            "replay batches prompts in one worker with decode, so queues and choices differ.",
-            f"The same run twice: digests {'identical' if same else 'DIFFERENT'} (`{ours.digest}`); Dynamo's own "
-            "replay "
-            "gave 0.2352 and 0.2377.",
+            "The bound counts partial last blocks and gives them memory; here only whole blocks are shared "
+            "(one pool of 24,000 whole blocks would reach 0.3169), and one token of each prompt is always "
+            "computed.",
+            "Our `dynamo` is its published cost function over disaggregated workers with whole-prompt queues; "
+            "its own replay batches prompts in one worker with decode, so queues and choices differ.",
+            f"The same run twice: digests {'identical' if same else 'DIFFERENT'} (`{ours.digest}`); Dynamo's "
+            "own replay gave 0.2352 and 0.2377.",
         ],
     )
 
@@ -93,19 +91,19 @@ def ttft_by_policy(context: Context) -> Section:
     }
     return Section(
         title="Mean TTFT by policy",
-        setting="Conversation trace, 8 prefill + 8 decode workers, LLaMA3-70B on 8×A800, no refusals. "
-        "Ratios are to the papers' global rule.",
+        setting="Conversation trace, 8 prefill + 8 decode workers, LLaMA3-70B on 8×A800, no refusals. Ratios "
+        "are to the papers' global rule.",
         columns=["policy", "paper", "here", "paper's ratio", "ratio here", "verdict"],
         rows=rows,
         why=[
             f"Order {'as in the paper' if order == list(paper) else 'DIFFERENT: ' + ', '.join(order)}.",
             "All absolute times but `random` are shorter than the paper's: its engine's prefill speed is not "
-            "published, ours "
-            "is half of the data sheet's peak. A faster engine leaves shorter queues where load is balanced, while "
-            "`random` is dominated by the worst node's queue at its utilisation of 75 %; so only its ratio is far "
-            "off.",
-            f"Differences would fit: with {delay:.2f} s more for each request, whatever the policy (what the paper's "
-            "engine takes around a prefill is not given), the rule's time would be the paper's, and the other ratios "
+            "published, ours is half of the data sheet's peak. A faster engine leaves shorter queues where "
+            "load is balanced, while `random` is dominated by the worst node's queue at its utilisation of 75 "
+            "%; so only its ratio is far off.",
+            f"Differences would fit: with {delay:.2f} s more for each request, whatever the policy (what the "
+            "paper's engine takes around a prefill is not given), the rule's time would be the paper's, and "
+            "the other ratios "
             + ", ".join(
                 f"{ratio:.2f} ({name}: {within(ratio, paper[name] / paper['mooncake'], 0.35)})"
                 for name, ratio in delayed.items()
@@ -164,10 +162,10 @@ def global_against_local(context: Context) -> Section:
         columns=["result", "paper", "here", "verdict"],
         rows=rows,
         why=[
-            "The paper does not say how its local caches get their requests. Sizes alone give the first rows. In "
-            "simulation it "
-            "depends on routing: caches that see a tenth of every conversation find far less, caches that "
-            "requests are sent to for what they hold find nearly as much (but with longer queues).",
+            "The paper does not say how its local caches get their requests. Sizes alone give the first rows. "
+            "In simulation it depends on routing: caches that see a tenth of every conversation find far "
+            "less, caches that requests are sent to for what they hold find nearly as much (but with longer "
+            "queues).",
         ],
     )
 
@@ -209,11 +207,12 @@ def bandwidth(context: Context) -> Section:
             ["ours, s", *(f"{ours[gbit]:.2f}" for gbit in gbits)],
         ],
         why=[
-            f"Paper: flat above 100 Gb/s, steep below. Here from 800 to 100 Gb/s {flat:+.1%}, from 100 to 25 Gb/s "
-            f"{theirs[25] / theirs[100] - 1:+.1%} (papers' rule) and {ours[25] / ours[100] - 1:+.1%} (ours: it "
-            "fetches layer by layer beside the queue and computing, and less where computing is faster).",
-            "Below about 15 Gb/s the KV that goes to decode nodes alone (47 TB in an hour from 8 nodes) is more than "
-            "the network carries.",
+            f"Paper: flat above 100 Gb/s, steep below. Here from 800 to 100 Gb/s {flat:+.1%}, from 100 to 25 "
+            f"Gb/s {theirs[25] / theirs[100] - 1:+.1%} (papers' rule) and {ours[25] / ours[100] - 1:+.1%} "
+            "(ours: it fetches layer by layer beside the queue and computing, and less where computing is "
+            "faster).",
+            "Below about 15 Gb/s the KV that goes to decode nodes alone (47 TB in an hour from 8 nodes) is "
+            "more than the network carries.",
         ],
         plots=[path.name],
     )

@@ -45,18 +45,19 @@ def capacity(context: Context) -> Section:
     )
     return Section(
         title="Effective request capacity",
-        setting="Conversation trace, 16 nodes (8 + 8 or 16 colocated), TTFT ≤ 30 s and TBT ≤ limit for at least 90 "
-        "% of all requests (refused ones count as not held). Columns: highest replay speed; gain of halfmoon with "
-        "early rejection over the row; gain of halfmoon that queues everything.",
+        setting="Conversation trace, 16 nodes (8 + 8 or 16 colocated), TTFT ≤ 30 s and TBT ≤ limit for at "
+        "least 90 % of all requests (refused ones count as not held). Columns: highest replay speed; gain of "
+        "halfmoon with early rejection over the row; gain of halfmoon that queues everything.",
         columns=_capacity_columns(),
         rows=rows,
         why=[
             "Same sign and order with early rejection: the gain is largest at the tightest TBT limit, where "
-            "colocated prefills break it, and falls as the limit is relaxed. Much of it comes from refusing few very "
-            "large prompts early (the largest 10 % are 63 % of the work); how much of the paper's does is not said.",
-            "When all are queued, 8 + 8 gains over vLLM and loses to chunked prefill at relaxed limits: decode is "
-            "never the limit here (a step stays near 20 ms), so half of the nodes are idle most of the time. 12 + 4 "
-            "shows it.",
+            "colocated prefills break it, and falls as the limit is relaxed. Much of it comes from refusing "
+            "few very large prompts early (the largest 10 % are 63 % of the work); how much of the paper's "
+            "does is not said.",
+            "When all are queued, 8 + 8 gains over vLLM and loses to chunked prefill at relaxed limits: "
+            "decode is never the limit here (a step stays near 20 ms), so half of the nodes are idle most of "
+            "the time. 12 + 4 shows it.",
         ],
         plots=[path.name],
     )
@@ -71,10 +72,11 @@ def capacity_synthetic(context: Context) -> Section:
         columns=_capacity_columns(),
         rows=rows,
         why=[
-            "With early rejection all gains have the paper's sign and order, and are larger: long prompts are refused "
-            "first. When all are queued, the gain over vLLM (with and without chunked prefill) still falls as the "
-            "limit is relaxed; vLLM with a prefix cache of its own reaches 8 + 8 at 300 ms, where colocated prefills "
-            "no longer break the limit and half of our nodes only decode. 12 + 4 shows what they would add.",
+            "With early rejection all gains have the paper's sign and order, and are larger: long prompts are "
+            "refused first. When all are queued, the gain over vLLM (with and without chunked prefill) still "
+            "falls as the limit is relaxed; vLLM with a prefix cache of its own reaches 8 + 8 at 300 ms, "
+            "where colocated prefills no longer break the limit and half of our nodes only decode. 12 + 4 "
+            "shows what they would add.",
         ],
     )
 
@@ -163,19 +165,18 @@ def overload(context: Context) -> Section:
     path = loads(context.plot("overload"), reports)
     return Section(
         title="Overload",
-        setting="LLaMA2-70B on 8×A800, the papers' placement rule, TTFT ≤ 30 s. Lost: refused, failed or over an "
-        "objective.",
+        setting="LLaMA2-70B on 8×A800, the papers' placement rule, TTFT ≤ 30 s. Lost: refused, failed or over "
+        "an objective.",
         columns=["setting", "admission", "paper (of 23,000)", "refused", "wasted prefills", "lost"],
         rows=rows,
         why=[
-            "The paper's 23,000-request trace is not here; these are the 12,031 of the conversation trace. In the "
-            "paper's "
-            "setting our decode workers are far from their limit, so only TTFT refuses and the three agree.",
-            "With both pools overloaded `late` refuses the fewest and serves most of them too slowly: its decode "
-            "workers "
-            "take whoever fits now and get slower with every token. Of all requests, lost is what counts, and there "
-            "the "
-            "order is the paper's. Wasted prefills show where `late` spends the prefill pool.",
+            "The paper's 23,000-request trace is not here; these are the 12,031 of the conversation trace. In "
+            "the paper's setting our decode workers are far from their limit, so only TTFT refuses and the "
+            "three agree.",
+            "With both pools overloaded `late` refuses the fewest and serves most of them too slowly: its "
+            "decode workers take whoever fits now and get slower with every token. Of all requests, lost is "
+            "what counts, and there the order is the paper's. Wasted prefills show where `late` spends the "
+            "prefill pool.",
             "Oscillation, as the standard deviation of prefill load in the steady part of the evenly spaced run: "
             + ", ".join(f"`{name}` {value:.3f}" for name, value in swing.items())
             + ". `early` sees the decode load of one prefill ago: it lets requests in until the decode pool is full, "
@@ -229,13 +230,10 @@ def split(context: Context) -> Section:
         columns=["P:D", "effective capacity", "mean TTFT, s", "mean TBT, ms", "p99 TBT, ms"],
         rows=rows,
         why=[
-            f"Paper: best near 8:8, 7:9 and 9:7 close. Here best at {best[0]:.0f}:{16 - best[0]:.0f}. The rise with "
-            "prefill "
-            "workers is the paper's; the fall comes later. A decode worker of the profile takes 60 ms a step with "
-            "its whole "
-            "KV memory in use, so 100 ms are never reached, and few decode workers do. What steps take on the "
-            "paper's "
-            "engine is not published.",
+            f"Paper: best near 8:8, 7:9 and 9:7 close. Here best at {best[0]:.0f}:{16 - best[0]:.0f}. The "
+            "rise with prefill workers is the paper's; the fall comes later. A decode worker of the profile "
+            "takes 60 ms a step with its whole KV memory in use, so 100 ms are never reached, and few decode "
+            "workers do. What steps take on the paper's engine is not published.",
         ],
         plots=[path.name],
     )
@@ -278,11 +276,9 @@ def better(context: Context) -> Section:
             )
     return Section(
         title="Our default policy against the papers' rule",
-        setting="Both with early rejection on prediction; computations differ from the profile by up to ± 5 %, "
-        "drawn by the "
-        "seed. Capacity: highest speed at which 90 % hold TTFT ≤ 30 s and TBT ≤ 100 ms. p90 TTFT of served requests "
-        "at the "
-        "papers' rule's highest speed.",
+        setting="Both with early rejection on prediction; computations differ from the profile by up to ± 5 "
+        "%, drawn by the seed. Capacity: highest speed at which 90 % hold TTFT ≤ 30 s and TBT ≤ 100 ms. p90 "
+        "TTFT of served requests at the papers' rule's highest speed.",
         columns=[
             "cluster",
             "seed",
@@ -295,20 +291,16 @@ def better(context: Context) -> Section:
         rows=rows,
         why=[
             f"Capacity {min(gains):+.1%} to {max(gains):+.1%}. Asked for: +10 % and a lower p90 TTFT.",
-            "Placement alone gives almost nothing at this load: either rule keeps every worker 98 to 99 % busy, so "
-            "only reuse "
-            "could make room, and it is within a tenth of a boundless pool's. What gains is the choice of what is "
-            "refused: "
-            "while more work is offered than can be done, larger prompts first; the mean prompt may find half of the "
-            "TTFT SLO queued before it. So all others wait less as well.",
-            "The price: under overload long prompts are refused first. At the trace's own speed nothing is refused "
-            "that the "
-            "papers' rule takes.",
-            "Bound: with every prefix of the trace in one pool, the cheapest 90 % of requests are 37 % of the work, "
-            "which would "
-            "fit 5.2 times the speed on 8 workers. No order can reach it: a prompt whose earlier turns were refused "
-            "finds no "
-            "prefix, and arrivals come in bursts longer than the SLO.",
+            "Placement alone gives almost nothing at this load: either rule keeps every worker 98 to 99 % "
+            "busy, so only reuse could make room, and it is within a tenth of a boundless pool's. What gains "
+            "is the choice of what is refused: while more work is offered than can be done, larger prompts "
+            "first; the mean prompt may find half of the TTFT SLO queued before it. So all others wait less "
+            "as well.",
+            "The price: under overload long prompts are refused first. At the trace's own speed nothing is "
+            "refused that the papers' rule takes.",
+            "Bound: with every prefix of the trace in one pool, the cheapest 90 % of requests are 37 % of the "
+            "work, which would fit 5.2 times the speed on 8 workers. No order can reach it: a prompt whose "
+            "earlier turns were refused finds no prefix, and arrivals come in bursts longer than the SLO.",
         ],
     )
 
@@ -338,10 +330,10 @@ def prediction(context: Context) -> Section:
         columns=["speed", "noise", "TTFT p50", "TTFT p90", "TTFT bias", "TBT p50", "TBT p90", "TBT bias"],
         rows=rows,
         why=[
-            "The simulated workers take what the profile says, so TTFT is predicted almost exactly; the noise is "
-            "what the "
-            "refitting has to live with. TBT is predicted as a step with all that is reserved, and comes as the "
-            "longest tenth of a request's intervals, which includes the wait for the first step.",
+            "The simulated workers take what the profile says, so TTFT is predicted almost exactly; the noise "
+            "is what the refitting has to live with. TBT is predicted as a step with all that is reserved, "
+            "and comes as the longest tenth of a request's intervals, which includes the wait for the first "
+            "step.",
             "For a live cluster see `results/simulation_live.json`.",
         ],
     )
