@@ -49,7 +49,7 @@ up: $(RUN_STAMP)
 	@exec $(BIN)/halfmoon up $(ARGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-slow: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from halfmoon.bus.embedded import EmbeddedServer
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where two processes share the tests (`make test`), a file is one's, and all clusters are one's: a cluster has as
-    many processes as the machine has cores, and kills them by the clock.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where two processes share the tests (`make test`), a file is one's, and all clusters are one's: a cluster has
+    more processes than the machine has cores, and is killed by the clock.
     """
-    if not config.getoption("loadgroup", False):  # so pytest-xdist has it in each of its processes
-        return
-    for item in items:
-        folder, file = item.path.parent.name, item.path.name
-        clusters = folder == "cluster" or file == "test_cluster_log.py"
-        item.add_marker(pytest.mark.xdist_group("clusters" if clusters else f"{folder}/{file}"))
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "clusters" if "/cluster/" in file or "test_cluster_log" in file else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture
