@@ -62,7 +62,7 @@ class DecodeCandidate(msgspec.Struct, kw_only=True):
 C = TypeVar("C", Candidate, DecodeCandidate)
 
 
-class Measure(msgspec.Struct, Generic[C], frozen=True):
+class CandidateMeasure(msgspec.Struct, Generic[C], frozen=True):
     """A number of a candidate; smaller is better."""
 
     words: str
@@ -70,18 +70,20 @@ class Measure(msgspec.Struct, Generic[C], frozen=True):
     unit: Literal["ns", "count"] = "count"
 
 
-FIRST_TOKEN = Measure[Candidate]("first token", lambda c: c.ttft_ns, "ns")
-FIRST_TOKEN_AND_COPIES = Measure[Candidate]("first token + copies", lambda c: c.ttft_ns + c.copies_ns, "ns")
-TRANSFER = Measure[Candidate]("transfer", lambda c: c.transfer_ns, "ns")
-QUEUE = Measure[Candidate]("queue", lambda c: c.queue_ns, "ns")
-ORDERS = Measure[Candidate]("orders", lambda c: c.orders)
+FIRST_TOKEN = CandidateMeasure[Candidate]("first token", lambda c: c.ttft_ns, "ns")
+FIRST_TOKEN_AND_COPIES = CandidateMeasure[Candidate](
+    "first token + copies", lambda c: c.ttft_ns + c.copies_ns, "ns"
+)
+TRANSFER = CandidateMeasure[Candidate]("transfer", lambda c: c.transfer_ns, "ns")
+QUEUE = CandidateMeasure[Candidate]("queue", lambda c: c.queue_ns, "ns")
+ORDERS = CandidateMeasure[Candidate]("orders", lambda c: c.orders)
 #: Blocks still to compute, those of this prompt among them, and blocks in hand.
-PREFILL_BLOCKS = Measure[Candidate](
+PREFILL_BLOCKS = CandidateMeasure[Candidate](
     "blocks to compute and in hand", lambda c: c.pending_blocks + c.prompt_blocks + c.uncached_blocks
 )
 
-STEP = Measure[DecodeCandidate]("time between tokens", lambda c: c.tbt_ns, "ns")
+STEP = CandidateMeasure[DecodeCandidate]("time between tokens", lambda c: c.tbt_ns, "ns")
 #: A prefix that is on the node already need not be pushed.
-MISSING_PREFIX = Measure[DecodeCandidate]("missing prefix blocks", lambda c: -c.prefix_blocks)
-SEQUENCES = Measure[DecodeCandidate]("sequences", lambda c: c.sequences)
-KV_BLOCKS = Measure[DecodeCandidate]("KV blocks", lambda c: c.reserved_blocks + c.blocks)
+MISSING_PREFIX = CandidateMeasure[DecodeCandidate]("missing prefix blocks", lambda c: -c.prefix_blocks)
+SEQUENCES = CandidateMeasure[DecodeCandidate]("sequences", lambda c: c.sequences)
+KV_BLOCKS = CandidateMeasure[DecodeCandidate]("KV blocks", lambda c: c.reserved_blocks + c.blocks)

@@ -29,8 +29,8 @@ from halfmoon.conductor.core.measures import (
     TRANSFER,
     C,
     Candidate,
+    CandidateMeasure,
     DecodeCandidate,
-    Measure,
 )
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.events import Role
@@ -44,7 +44,7 @@ FetchRule = Literal["cheapest", "as_printed", "local_only"]
 class Least(msgspec.Struct, Generic[C], frozen=True):
     """The candidate whose measures are least: the first decides, the next ones between equals, then the id."""
 
-    measures: tuple[Measure[C], ...]
+    measures: tuple[CandidateMeasure[C], ...]
 
     def rank(self, candidate: C) -> tuple[int | str, ...]:
         return (*[measure.of(candidate) for measure in self.measures], candidate.worker_id)

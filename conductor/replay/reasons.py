@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.core.measures import C, Candidate, DecodeCandidate, Measure
+from halfmoon.conductor.core.measures import C, Candidate, CandidateMeasure, DecodeCandidate
 from halfmoon.conductor.core.policies import POLICIES, Drawn, InTurn, Least
 from halfmoon.conductor.replay.text import duration
 
@@ -75,7 +75,7 @@ def _refused(candidate: Candidate | DecodeCandidate, why: Explanation) -> str:
     return f"{duration(over)} over the limit of {duration(limit_ns)}" if over > 0 else "within the limit"
 
 
-def _behind(candidate: C, winner: C, measures: Sequence[Measure[C]]) -> str:
+def _behind(candidate: C, winner: C, measures: Sequence[CandidateMeasure[C]]) -> str:
     for measure in measures:
         more = measure.of(candidate) - measure.of(winner)
         if more:
@@ -83,7 +83,7 @@ def _behind(candidate: C, winner: C, measures: Sequence[Measure[C]]) -> str:
     return f"equal; {winner.worker_id} has {_ID}"
 
 
-def _ahead(winner: C, rivals: list[C], measures: Sequence[Measure[C]]) -> str:
+def _ahead(winner: C, rivals: list[C], measures: Sequence[CandidateMeasure[C]]) -> str:
     if not rivals:
         return "the only one"
     for measure in measures:
@@ -94,7 +94,7 @@ def _ahead(winner: C, rivals: list[C], measures: Sequence[Measure[C]]) -> str:
     return f"equal to {', '.join(rival.worker_id for rival in rivals)}; {_ID}"
 
 
-def _amount(measure: Measure[C], value: int) -> str:
+def _amount(measure: CandidateMeasure[C], value: int) -> str:
     match measure.unit:
         case "ns":
             return duration(value)

@@ -9,7 +9,7 @@ from conductor_scripts import Script, arrived, decode, keys, prefill, stored
 
 from halfmoon.conductor.core.best_first import earliest_first_token, shortest_step
 from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.core.measures import FIRST_TOKEN, ORDERS, STEP, TRANSFER, Candidate, Measure
+from halfmoon.conductor.core.measures import FIRST_TOKEN, ORDERS, STEP, TRANSFER, Candidate, CandidateMeasure
 from halfmoon.conductor.core.policies import (
     EARLIEST_TOKEN,
     EARLIEST_TOKEN_WITH_COPIES,
@@ -72,7 +72,7 @@ def test_every_choice_of_every_policy_has_its_reasons(name: PolicyName) -> None:
 
 
 #: No policy of ours: the most cached blocks, that is the fewest to compute, then the fewest orders.
-MOST_CACHED = Measure[Candidate]("blocks to compute", lambda c: c.uncached_blocks)
+MOST_CACHED = CandidateMeasure[Candidate]("blocks to compute", lambda c: c.uncached_blocks)
 
 
 def test_a_planted_policy_is_chosen_by_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
