@@ -34,6 +34,7 @@ class DecodeWorker(Worker):
             kv_blocks=world.kv_blocks,
             batch_max=world.batch_max,
             profile=world.profile,
+            has_store=not world.null,
             eos_ids=frozenset([END]),
         )
         self.cache: Memory = [[b""] * LAYERS for _ in range(world.kv_blocks)]
@@ -144,8 +145,6 @@ class DecodeWorker(Worker):
         order_id, owner = f"{action.order_id}-out", Owner(f"{action.order_id}-out", self.process_id)
         shared = range(action.known_blocks, len(action.tokens) // BLOCK_TOKENS)
         keys = [text.mark(block) for block in shared]
-        memory = self.view
-        assert memory is not None
 
         def ended(_: object = None) -> None:
             self.release(order_id)
@@ -153,13 +152,14 @@ class DecodeWorker(Worker):
 
         def work() -> None:
             hold = self.store.open_put(owner, keys, len(keys), text.keys)
+            assert self.view is not None
             self.kept[order_id] = True
             self.net.counts["outputs shared"] += 1
             for place, slot in enumerate(hold.slots):
                 have = self.cache[action.table[action.known_blocks + place]]
                 assert have == [keys[place]] * LAYERS, ("shares other bytes", action.order_id, place, have)
                 if place not in hold.present:
-                    memory[slot][:] = have
+                    self.view[slot][:] = have
             self.store.commit(owner, 0, len(keys))
             self.later(self.net.lag_ns(), ended)
 
@@ -188,6 +188,8 @@ class DecodeWorker(Worker):
         for sequence in batch:
             text, have = self.world.text(sequence.order.request_id), len(sequence.output)
             assert sequence.output == text.tokens[:have], ("decodes another text", sequence.order_id)
+            if self.world.null:
+                continue
             place, offset = divmod(sequence.length, BLOCK_TOKENS)
             assert len(sequence.table) > place, ("no block to write to", sequence.order_id, place)
             if offset == 0:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from halfmoon.schemas.events import PolicyChanged, WorkerDraining
+from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.events import (
+    BlocksStored,
+    DecodeFailed,
+    PolicyChanged,
+    PrefillFinished,
+    TimerFired,
+    WorkerDraining,
+)
 from tests.chaos.network import Process
-from tests.conductor.conductor_scripts import S
+from tests.conductor.conductor_scripts import S, keys
 
 if TYPE_CHECKING:
     from tests.chaos.world import World
 
 
 class Faults:
-    """Calls itself for as long as the network has faults."""
+    """Calls itself for as long as the network has faults. `cuts`: links are cut too."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.net = world, world.net
+    def __init__(self, world: World, *, cuts: bool) -> None:
+        self.world, self.net, self.cuts = world, world.net, cuts
         self.pause_s = world.net.draw.choice([0.3, 1.0, 3.0, 6.0])
 
     def strike(self) -> None:
@@ -26,7 +34,7 @@ class Faults:
         draw = net.draw
         process = draw.choice(list(net.processes.values()))
         conductor = draw.choice(self.world.conductors)
-        match draw.randrange(10):
+        match draw.randrange(11):
             case 0 | 1 if process.alive:
                 self.kill(process, noticed=draw.random() < 0.5)
             case 2 | 3 if conductor.alive:
@@ -36,17 +44,28 @@ class Faults:
             case 4:
                 conductor.paused_until_ns = net.now_ns + draw.randrange(10 * S)
                 net.counts["paused: conductor"] += 1
-            case 5 | 6:
+            case 5 | 6 if self.cuts:
                 net.cut(process, draw.randrange(6 * S))
                 net.counts["link cut"] += 1
-            case 7 if net.server_up:
+            case 7 if net.server_up and self.cuts:
                 net.server_away(draw.randrange(5 * S))
             case 8 if process.role in ("prefill", "decode") and process.alive:
                 self.drain(process, draining=draw.random() < 0.5)
                 process.later(5 * S, lambda: self.drain(process, draining=False))
             case 9 if draw.random() < 0.3:
                 net.append(PolicyChanged(policy=self.world.any_policy()))
+            case 10:
+                self.talk_nonsense()
         net.later(int(draw.random() * self.pause_s * S), self.strike)
+
+    def talk_nonsense(self) -> None:
+        """Words about orders and processes that nobody knows."""
+        placed = [d.order_id for _, d in self.net.stream[-50:] if isinstance(d, StartPrefill)]
+        ids = {"order_id": self.net.draw.choice(["77-1", *placed]), "request_id": "r0"}
+        self.net.append(PrefillFinished(**ids, worker_id="p0", queue_ns=0, transfer_ns=0, compute_ns=1))
+        self.net.append(DecodeFailed(**ids, worker_id="d9", reason=""))
+        self.net.append(TimerFired(key="lost:prefill:p0:i1", at_ns=5))
+        self.net.append(BlocksStored(node_id="n-x", incarnation="i1", block_keys=keys(3)))
 
     def kill(self, process: Process, *, noticed: bool) -> None:
         """It comes back after a while. `noticed`: whoever started it tells the log."""

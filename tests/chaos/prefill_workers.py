@@ -36,6 +36,7 @@ class PrefillWorker(Worker):
             incarnation=self.incarnation,
             layout=world.layout,
             kv_blocks=world.kv_blocks,
+            has_store=not world.null,
             prepared_max=world.prepared_max,
             chunk_tokens=world.chunk_tokens,
             stream_layers=world.stream_layers,
@@ -78,6 +79,7 @@ class PrefillWorker(Worker):
         self.hear(prefill_events.LayersFetched, order_id=order_id, layer=layer)
 
     def text(self, order_id: str) -> Text:
+        assert order_id in self.state.jobs, ("works for an ended order", order_id)
         return self.world.text(self.state.jobs[order_id].order.request_id)
 
     def do(self, action: prefill_actions.Action) -> None:
@@ -119,7 +121,8 @@ class PrefillWorker(Worker):
                 self.report(action.event)
             case act.EndOrder():
                 self.pushes.pop(action.order_id, None)
-                self.release(action.order_id)
+                if not self.world.null:
+                    self.release(action.order_id)
             case act.Announce():
                 self.announce()
             case act.BeginSpan():
@@ -287,15 +290,16 @@ class Computation:
         if number == len(chunks):
             self._tell(prefill_events.PromptComputed, finished_at_ns=self.worker.net.now_ns)
             return
-        assert self.memory is not None
         chunk = chunks[number]
         first, end = chunk.start // BLOCK_TOKENS, -(-chunk.stop // BLOCK_TOKENS)
-        for layer in range(LAYERS):
+        for layer in range(self.worker.world.layout.layers):
+            assert self.memory is not None
             for block in range(first, end):
                 if block not in self.action.present:
                     self.memory[self.action.slots[block]][layer] = self.text.mark(block)
             self._tell(prefill_events.LayerStored, layer=layer, first_block=first, blocks=end - first)
-        self._tell(prefill_events.ChunkStored, first_block=first, blocks=end - first)
+        if not self.worker.world.null:
+            self._tell(prefill_events.ChunkStored, first_block=first, blocks=end - first)
         # Small chunks take no time of their own: three at a time.
         if number % 3 == 2 or number + 1 == len(chunks):
             self._next(self._compute_chunk, number + 1)

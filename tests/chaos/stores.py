@@ -100,7 +100,8 @@ class StoreAgent(Process):
         self.say(StoreInventory(node_id=node_id, incarnation=incarnation, part=0, parts=1, block_keys=held))
 
     def beat(self) -> None:
-        self.guard.sweep()
+        for owner in self.guard.sweep():
+            self.end_work(owner, "its lease expired")
         self.changed(self.pool.take_changes())
         self.pool.check()
         self.say(StoreHeartbeat(node_id=self.process_id, incarnation=self.incarnation))

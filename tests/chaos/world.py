@@ -32,7 +32,7 @@ from tests.chaos.frontends import Frontend
 from tests.chaos.network import Network
 from tests.chaos.prefill_workers import PrefillWorker
 from tests.chaos.stores import StoreAgent
-from tests.chaos.texts import BLOCK_TOKENS, LAYOUT, Text
+from tests.chaos.texts import BLOCK_TOKENS, LAYERS, LAYOUT, Text
 from tests.chaos.workers import Worker
 from tests.conductor.conductor_scripts import MS, PROFILE, S, keys
 
@@ -42,11 +42,16 @@ SLOW_PREFILL = msgspec.structs.replace(PROFILE, prefill_per_token_ps=1_000_000_0
 
 
 class World:
-    """Call `run`; AssertionError says what is wrong."""
+    """Call `run`; AssertionError says what is wrong.
 
-    def __init__(self, seed: int) -> None:
+    `conductors`: how many, 0 for a number that is drawn. `lossy` False: every message arrives and no link is cut.
+    """
+
+    def __init__(self, seed: int, *, conductors: int = 0, lossy: bool = True) -> None:
         self.net = Network(random.Random(seed))
         self.draw = draw = self.net.draw
+        if not lossy:
+            self.net.loss = 0.0
         # The configuration, drawn too.
         self.arrival_ns = draw.choice([100 * MS, 300 * MS, 800 * MS])
         self.kv_blocks = draw.choice([40, 60, 150])
@@ -56,11 +61,16 @@ class World:
         self.prepared_max = draw.choice([1, 3])
         self.chunk_tokens = draw.choice([20, 100])
         self.stream_layers = draw.random() < 0.8
-        self.layout = msgspec.structs.replace(LAYOUT, numerics=draw.choice(["exact", "fast"]))
+        #: Engines that compute nothing, and need no stores.
+        self.null = draw.random() < 0.1
+        self.layout = msgspec.structs.replace(
+            LAYOUT, layers=0 if self.null else LAYERS, numerics=draw.choice(["exact", "fast"])
+        )
         self.profile = CostProfile() if draw.random() < 0.2 else SLOW_PREFILL
         self.policy = self.any_policy()
-        self.faults = Faults(self)
-        self.conductors = [Conductor(self, f"c{number}") for number in range(draw.randrange(1, 5))]
+        self.faults = Faults(self, cuts=lossy)
+        conductors = conductors or draw.randrange(1, 5)
+        self.conductors = [Conductor(self, f"c{number}") for number in range(conductors)]
         self.frontends: list[Frontend] = []
         self.texts: dict[str, Text] = {}
         self._add_processes()
@@ -92,7 +102,7 @@ class World:
             seed=draw.randrange(100),
             ttft_slo_ns=draw.choice([1 * S, 30 * S]),
             tbt_slo_ns=draw.choice([20 * MS, 1 * S, 1 * S]),
-            queued_max_per_worker=draw.choice([2, 512]),
+            queued_max_per_worker=draw.choice([2, 12]),
             placements_max=draw.choice([1, 3, 5, 5]),
             link_bytes_s=draw.choice([20_000_000, 2_000_000_000]),
             lost_after_ns=draw.choice([2 * S, 4 * S]),
@@ -151,7 +161,7 @@ class World:
         digest = digest_of(snapshot)
         assert self.digests.setdefault(seq, digest) == digest, ("another state", conductor.name, seq)
         event = StateDigested(
-            conductor_id=conductor.name, incarnation="i", code_version="c", at_seq=seq, digest=digest
+            conductor_id=conductor.name, incarnation="i", code_version="t", at_seq=seq, digest=digest
         )
         if conductor.position >= conductor.goal:
             self.net.append(event, f"digest-{conductor.name}-{seq}")
@@ -203,8 +213,14 @@ class World:
     # --- a run ----------------------------------------------------------------------------------------------
 
     def run(self, chaos_s: int = 12) -> None:
+        """Faults for a while, then none until everything has ended."""
+        self.storm(chaos_s)
+        self.calm()
+
+    def storm(self, chaos_s: int) -> None:
+        """Requests arrive, and things go wrong."""
         net = self.net
-        net.append(ClusterConfigured(code_version="c", log_version=2, policy=self.policy), "begin")
+        net.append(ClusterConfigured(code_version="t", log_version=2, policy=self.policy), "begin")
         for conductor in self.conductors:
             conductor.start()
         for process in net.processes.values():
@@ -213,11 +229,25 @@ class World:
             )
         net.later(0, self.arrive)
         net.later(self.draw.randrange(2 * S), self.faults.strike)
-        net.advance(net.now_ns + chaos_s * S)
-        self.calm()
+        self.pass_time(chaos_s)
 
     def calm(self) -> None:
-        """No more faults, everybody is back: everything must come to its end."""
+        """Everything must come to its end."""
+        self.calm_down()
+        for _ in range(CALM_S_MAX):
+            self.pass_time(1)
+            # Not at the same place between two heartbeats each time.
+            self.net.advance(self.net.now_ns + 37 * MS)
+            if self.at_rest() == "":
+                break
+        assert self.at_rest() == "", self.at_rest()
+        self.alike()
+
+    def pass_time(self, seconds: int) -> None:
+        self.net.advance(self.net.now_ns + seconds * S)
+
+    def calm_down(self) -> None:
+        """No more faults; everybody is back."""
         net = self.net
         net.faults = False
         for process in net.processes.values():
@@ -226,27 +256,19 @@ class World:
         for conductor in self.conductors:
             if not conductor.alive:
                 conductor.start()
-        for _ in range(CALM_S_MAX):
-            net.advance(net.now_ns + S)
-            if self.at_rest() == "":
-                break
-        assert self.at_rest() == "", self.at_rest()
-        self.alike()
 
     def at_rest(self) -> str:
         """What is still under way; "" when every request has ended and nothing is held."""
         if not self.net.server_up:
             return "the server is away"
-        behind = [conductor.name for conductor in self.conductors if conductor.position < len(self.log)]
-        if behind:
-            return f"behind: {behind}"
         for process in self.net.processes.values():
             if under_way := process.under_way():
                 return under_way
         state = self.conductors[0].core.state
         if state.requests or state.orders or state.parked or state.leaving:
             return f"known to {self.conductors[0].name}: {sorted(state.requests)} {sorted(state.orders)}"
-        return ""
+        behind = [conductor.name for conductor in self.conductors if conductor.position < len(self.log)]
+        return f"behind: {behind}" if behind else ""
 
     def alike(self) -> None:
         """All conductors have read the same, and hold the same."""

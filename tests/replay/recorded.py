@@ -26,7 +26,7 @@ HEADER = Header(
 
 def lines_of(seed: int, *, chaos_s: int = 20, calm_s: int = 20) -> list[Line]:
     """Events of a random cluster, each followed by what was decided on it."""
-    cluster = Cluster(seed, checked=False)
+    cluster = Cluster(seed, checked=False, lossy=False)
     cluster.run(chaos_s=chaos_s, calm_s=calm_s)
     lines: list[Line] = []
     seq = 0

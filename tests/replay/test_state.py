@@ -12,7 +12,7 @@ from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.schemas.events import Stamped
 
-SEQ = 400
+SEQ = 450
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ CHANGED = CancelOrder(order_id="0-0", worker_id="nobody")
 
 @pytest.fixture(scope="module")
 def lines() -> list[Line]:
-    return lines_of(7)
+    return lines_of(4)
 
 
 def judged(tmp_path: Path, lines: list[Line]) -> Verification:
