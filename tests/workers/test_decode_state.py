@@ -319,6 +319,15 @@ def test_the_store_agent_restarts_what_waits_for_kv_fails_and_the_rest_goes_on()
     assert list(script.state.orders.open) == ["1-1", "2-1"]
 
 
+def test_kv_that_came_before_its_order_is_forgotten_with_the_memory_where_it_lay() -> None:
+    script = Script()
+    script.hear(*filled()[:2], result("1-1"))
+    script.on(events.MemoryLost)
+    assert not any(isinstance(action, CopyLayers) for action in script.give())
+    assert script.state.heartbeat(0).lacking == ["1-1"]  # so that it is placed again
+    assert script.sequence().result == result("1-1")
+
+
 # --- admission ----------------------------------------------------------------------------------------------
 
 

@@ -241,6 +241,9 @@ class Orders:
         for sequence in list(self.waiting.values()):
             if not sequence.kv.complete:
                 self._fail(sequence, "the node's store agent restarted", retryable=True)
+        # KV that overtook its order: its slots are now somebody else's.
+        for order_id, messages in self.early.items():
+            self.early[order_id] = [m for m in messages if not isinstance(m, TransferOpened | KvReady)]
 
     # --- the end of an order --------------------------------------------------------------------------------
 
