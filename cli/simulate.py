@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.conductor.simulation.profiles import ALIASES, PROFILES, load_profile
-from halfmoon.conductor.simulation.report import Objectives, Report
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.systems import SYSTEMS, run_system
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.conductor.simulation.world import ClusterShape
@@ -107,7 +107,7 @@ def simulated(
     cluster: ClusterShape | None = None,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Any] | None = None,
-) -> Report:
+) -> SimulationReport:
     """One simulation as the options say. Raises OptionInvalid for what makes no sense."""
     for option in ("prefill", "decode", "ttft_ms", "tbt_ms"):
         if getattr(args, option) < 1:
@@ -164,7 +164,7 @@ async def run(args: argparse.Namespace) -> int:
     return 0 if report.complete else 130
 
 
-def table(report: Report) -> str:
+def table(report: SimulationReport) -> str:
     """For a person."""
     slo = report.slo
     lines = [] if report.complete else ["INTERRUPTED: what had happened until then"]

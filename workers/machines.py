@@ -14,7 +14,71 @@ Source: dask.distributed's `worker_state_machine` (stimulus in, instructions out
 
 from __future__ import annotations
 
+import msgspec
+
+from halfmoon.schemas.events import (
+    DecodeFailed,
+    DecodeRefused,
+    DecodeStarted,
+    PrefillFailed,
+    PrefillFinished,
+    RequestFinished,
+)
 from halfmoon.schemas.tokens import TakeReply
+
+# --- events -------------------------------------------------------------------------------------------------
+
+
+class WorkerEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a worker, by its monotonic clock and by the wall's (0: nobody asks for that)."""
+
+    at_ns: int
+    wall_ns: int = 0
+
+
+class OrderEvent(WorkerEvent, frozen=True, kw_only=True):
+    """Something that happened to one order."""
+
+    order_id: str
+
+
+class OrderCancelled(OrderEvent, frozen=True, kw_only=True):
+    """The conductor took an order back."""
+
+
+class TokensTaken(OrderEvent, frozen=True, kw_only=True):
+    """The frontend answered TakeTokens; None: it did not."""
+
+    reply: TakeReply | None
+
+
+class AnnounceRequested(WorkerEvent, frozen=True, kw_only=True):
+    """The conductor does not know this worker: it must drop its orders and join again."""
+
+
+class WorkerStopped(WorkerEvent, frozen=True, kw_only=True):
+    """The worker leaves: nothing more is begun."""
+
+
+# --- actions ------------------------------------------------------------------------------------------------
+
+
+class TakeTokens(msgspec.Struct, frozen=True):
+    """Get the order's tokens from its frontend; TokensTaken."""
+
+    frontend_id: str
+    request_id: str
+    order_id: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Append to the log."""
+
+    event: PrefillFinished | PrefillFailed | DecodeStarted | RequestFinished | DecodeRefused | DecodeFailed
+
+
+class Announce(msgspec.Struct, frozen=True):
+    """Join again."""
 
 
 def refusal(taken: TakeReply | None) -> str:

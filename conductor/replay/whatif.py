@@ -23,7 +23,7 @@ from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Objectives, Report, summarise
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape
@@ -56,9 +56,9 @@ class Recorded(msgspec.Struct, kw_only=True):
 class Comparison(msgspec.Struct, kw_only=True):
     """Three columns: as it was, as the simulation says it would have been, and under the other policy."""
 
-    recorded: Report
-    simulated: Report
-    what_if: Report
+    recorded: SimulationReport
+    simulated: SimulationReport
+    what_if: SimulationReport
     profile: Profile
     caveats: list[str]
 
@@ -238,8 +238,8 @@ def _outcome(history: RequestHistory) -> Outcome:
     return outcome
 
 
-def _as_it_was(recorded: Recorded, slo: Objectives) -> Report:
-    report = Report(
+def _as_it_was(recorded: Recorded, slo: Objectives) -> SimulationReport:
+    report = SimulationReport(
         system="recorded",
         policy=recorded.policy.name,
         admission=recorded.policy.admission,

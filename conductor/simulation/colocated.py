@@ -18,7 +18,7 @@ from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.mixed import MixedRequest, MixedWorker
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Objectives, Report, summarise
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
 from halfmoon.conductor.simulation.simulate import SAMPLE_NS_MIN, SAMPLES
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible, LoadSample
@@ -136,7 +136,7 @@ def simulate_colocated(
     noise_percent: int = 0,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
-) -> Report:
+) -> SimulationReport:
     """As `simulate`, with `cluster.prefill + cluster.decode` workers of `system`. Raises ConfigurationImpossible."""
     began = time.perf_counter()
     run = _ColocatedRun(system, cluster, profile, slo, seed=seed, noise_percent=noise_percent)
@@ -157,7 +157,7 @@ def simulate_colocated(
                 progress(told)
     except KeyboardInterrupt:
         complete = False
-    report = Report(
+    report = SimulationReport(
         system=system,
         policy={"vllm-prefix": "local_cache_aware", "dynamo": "dynamo"}.get(system, "least_loaded"),
         admission="none",

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.report import Report
+from halfmoon.conductor.simulation.report import SimulationReport
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -28,7 +28,7 @@ def save(figure: Any, path: Path) -> Path:
     return path
 
 
-def plot_run(folder: Path, report: Report, outcomes: Mapping[str, Outcome]) -> list[Path]:
+def plot_run(folder: Path, report: SimulationReport, outcomes: Mapping[str, Outcome]) -> list[Path]:
     """Distributions of TTFT and TBT, load of both pools over time, and hit rate over time."""
     finished = [outcome for outcome in outcomes.values() if outcome.end == "finished"]
     ttft_s = sorted(outcome.ttft_ns / 1e9 for outcome in finished)
@@ -40,7 +40,9 @@ def plot_run(folder: Path, report: Report, outcomes: Mapping[str, Outcome]) -> l
     ]
 
 
-def distributions(path: Path, report: Report, ttft_s: Sequence[float], tbt_ms: Sequence[float]) -> Path:
+def distributions(
+    path: Path, report: SimulationReport, ttft_s: Sequence[float], tbt_ms: Sequence[float]
+) -> Path:
     """Share of requests at or below each time."""
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 4.0))
     limits = (report.slo.ttft_ns / 1e9, report.slo.tbt_ns / 1e6)
@@ -61,7 +63,7 @@ def distributions(path: Path, report: Report, ttft_s: Sequence[float], tbt_ms: S
     return save(figure, path)
 
 
-def loads(path: Path, reports: Mapping[str, Report]) -> Path:
+def loads(path: Path, reports: Mapping[str, SimulationReport]) -> Path:
     """Predicted TTFT and TBT over their SLOs, one panel for each run, both pools in it."""
     figure, axes = plt.subplots(
         len(reports), 1, figsize=(SIZE[0], 1.2 + 2.4 * len(reports)), sharex=True, squeeze=False
@@ -77,7 +79,7 @@ def loads(path: Path, reports: Mapping[str, Report]) -> Path:
     return save(figure, path)
 
 
-def _peaks(report: Report) -> tuple[float, float]:
+def _peaks(report: SimulationReport) -> tuple[float, float]:
     """The highest load of each pool."""
     if not report.load:
         return 0.0, 0.0

@@ -31,7 +31,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99: float = 0.0
 
 
-class Report(msgspec.Struct, kw_only=True):
+class SimulationReport(msgspec.Struct, kw_only=True):
     """See `halfmoon simulate --help`. `digest` names every decision in order; only `wall_s` differs between runs."""
 
     system: str
@@ -112,7 +112,7 @@ def error(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
     }
 
 
-def summarise(report: Report, outcomes: Mapping[str, Outcome], end_ns: int) -> Report:
+def summarise(report: SimulationReport, outcomes: Mapping[str, Outcome], end_ns: int) -> SimulationReport:
     """`report` with all that requests tell filled in."""
     every = list(outcomes.values())
     finished = [outcome for outcome in every if outcome.end == "finished"]

@@ -10,7 +10,7 @@ import msgspec
 
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Objectives, Report, summarise
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.conductor.simulation.world import ClusterShape, World
 from halfmoon.schemas.policy import Policy
@@ -33,7 +33,7 @@ def simulate(
     slo: Objectives | None = None,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
-) -> Report:
+) -> SimulationReport:
     """Disaggregated serving under the core: `arrivals` (by time) `speed` times as fast.
 
     `seed` draws the `random` policy's choices and, with `noise_percent`, how much computations differ from the profile.
@@ -61,7 +61,7 @@ def simulate(
         gc.unfreeze()
     end_ns = world.clock.now_ns
     prefill_ns = sum(worker.compute_ns for worker in world.prefill_workers.values())
-    report = Report(
+    report = SimulationReport(
         system="halfmoon",
         policy=policy.name,
         admission=policy.admission,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from halfmoon.conductor.simulation.colocated import COLOCATED, simulate_colocated
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Objectives, Report
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape
@@ -29,7 +29,7 @@ def run_system(
     slo: Objectives | None = None,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
-) -> Report:
+) -> SimulationReport:
     """Simulates the system of this name; see `simulate`."""
     if system in COLOCATED:
         return simulate_colocated(

@@ -10,6 +10,7 @@ from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendReply, ResendRequest, TakeReply
 from halfmoon.store.pool.slots import Owner
+from halfmoon.workers import machines
 from halfmoon.workers.decode import actions as decode_actions
 from halfmoon.workers.decode import events as decode_events
 from halfmoon.workers.decode.sequence import DecodeSequence
@@ -56,14 +57,14 @@ class DecodeWorker(Worker):
     def obey(self, decision: Decision) -> None:
         match decision:
             case StartDecode():
-                self.hear(decode_events.OrderReceived, order=decision)
+                self.hear(decode_events.DecodeOrdered, order=decision)
             case CancelOrder():
                 if decision.order_id in self.state.orders.open:
                     self.cancelled[decision.order_id] = True
-                self.hear(decode_events.OrderCancelled, order_id=decision.order_id)
+                self.hear(machines.OrderCancelled, order_id=decision.order_id)
             case AnnounceYourself():
                 self.drop_all()
-                self.hear(decode_events.AnnounceRequested)
+                self.hear(machines.AnnounceRequested)
             case _:
                 raise AssertionError(decision)
 
@@ -129,7 +130,7 @@ class DecodeWorker(Worker):
                 assert_never(action)
 
     def taken(self, order_id: str, reply: TakeReply | None) -> None:
-        self.hear(decode_events.TokensTaken, order_id=order_id, reply=reply)
+        self.hear(machines.TokensTaken, order_id=order_id, reply=reply)
 
     # --- the copy thread ------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.store.pool.slots import Owner
+from halfmoon.workers import machines
 from halfmoon.workers.prefill import actions as prefill_actions
 from halfmoon.workers.prefill import events as prefill_events
 from halfmoon.workers.prefill.state import PrefillState
@@ -53,14 +54,14 @@ class PrefillWorker(Worker):
     def obey(self, decision: Decision) -> None:
         match decision:
             case StartPrefill():
-                self.hear(prefill_events.OrderReceived, order=decision)
+                self.hear(prefill_events.PrefillOrdered, order=decision)
             case CancelOrder():
                 if decision.order_id in self.state.jobs:
                     self.cancelled[decision.order_id] = True
-                self.hear(prefill_events.OrderCancelled, order_id=decision.order_id)
+                self.hear(machines.OrderCancelled, order_id=decision.order_id)
             case AnnounceYourself():
                 self.drop_all()
-                self.hear(prefill_events.AnnounceRequested)
+                self.hear(machines.AnnounceRequested)
             case _:
                 raise AssertionError(decision)
 
@@ -85,22 +86,22 @@ class PrefillWorker(Worker):
     def do(self, action: prefill_actions.Action) -> None:
         act = prefill_actions
         match action:
-            case act.PushLayer():
+            case act.SendLayer():
                 self.push(action)
-            case act.CommitBlocks():
+            case act.CommitPrompt():
                 owner = Owner(action.order_id, self.process_id)
                 first, blocks = action.first_block, action.blocks
                 self.ask(lambda: self.store.commit(owner, first, blocks), lambda _: None)
             case act.TakeTokens():
                 order_id = action.order_id
                 self.take(action, lambda reply: self.taken(order_id, reply))
-            case act.OpenPut():
+            case act.ReserveSlots():
                 self.open_put(action)
             case act.PauseOrder():
                 self.soon(action.pause_ns, prefill_events.PauseEnded, order_id=action.order_id)
-            case act.FetchBlocks():
+            case act.StartFetch():
                 self.fetch(action)
-            case act.OpenPush():
+            case act.StartPush():
                 self.open_push(action)
             case act.ComputePrompt():
                 self.computation = Computation(self, action, self.text(action.order_id))
@@ -115,7 +116,7 @@ class PrefillWorker(Worker):
             case act.SendResult():
                 decode, result = self.world.worker(action.decode_worker_id), action.result
                 self.net.send(decode, lambda: decode.hear_kv(result), repeats=True)
-            case act.ClosePush():
+            case act.EndPush():
                 self.close_push(action.order_id)
             case act.Report():
                 self.report(action.event)
@@ -131,9 +132,9 @@ class PrefillWorker(Worker):
                 assert_never(action)
 
     def taken(self, order_id: str, reply: TakeReply | None) -> None:
-        self.hear(prefill_events.TokensTaken, order_id=order_id, reply=reply)
+        self.hear(machines.TokensTaken, order_id=order_id, reply=reply)
 
-    def open_put(self, action: prefill_actions.OpenPut) -> None:
+    def open_put(self, action: prefill_actions.ReserveSlots) -> None:
         order_id, owner = action.order_id, Owner(action.order_id, self.process_id)
 
         def work() -> None:
@@ -145,16 +146,16 @@ class PrefillWorker(Worker):
             if order_id in self.state.jobs:
                 self.kept[order_id] = True
                 self.pushes[order_id] = 0
-            self.hear(prefill_events.PutOpened, order_id=order_id, slots=slots, present=present)
+            self.hear(prefill_events.SlotsReserved, order_id=order_id, slots=slots, present=present)
 
-        self.ask(work, lambda problem: self.put_failed(prefill_events.OpenPutFailed, order_id, problem))
+        self.ask(work, lambda problem: self.put_failed(prefill_events.ReserveSlotsFailed, order_id, problem))
 
     def put_failed(self, kind: type[Any], order_id: str, problem: StoreError) -> None:
         full = isinstance(problem, StoreFull)
         self.net.counts["store full"] += full
         self.hear(kind, order_id=order_id, reason=str(problem), full=full)
 
-    def fetch(self, action: prefill_actions.FetchBlocks) -> None:
+    def fetch(self, action: prefill_actions.StartFetch) -> None:
         order_id, owner = action.order_id, Owner(action.order_id, self.process_id)
         holders = [
             self.world.store(node) for node in dict.fromkeys([action.source_node_id, *action.replicas])
@@ -181,7 +182,7 @@ class PrefillWorker(Worker):
 
         self.ask(work, lambda problem: failed(str(problem)))
 
-    def open_push(self, action: prefill_actions.OpenPush) -> None:
+    def open_push(self, action: prefill_actions.StartPush) -> None:
         order_id, owner = action.order_id, Owner(action.order_id, self.process_id)
         target = self.world.store(action.target_node_id)
         decode = self.world.worker(action.decode_worker_id)
@@ -192,7 +193,7 @@ class PrefillWorker(Worker):
 
         self.ask(work, lambda problem: self.put_failed(prefill_events.OpenPushFailed, order_id, problem))
 
-    def push(self, action: prefill_actions.PushLayer) -> None:
+    def push(self, action: prefill_actions.SendLayer) -> None:
         """Nobody waits for its answer: a lost one is found when the push is closed."""
         self.pushes[action.order_id] += 1
         store, owner = self.store, Owner(action.order_id, self.process_id)

@@ -21,7 +21,7 @@ from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.prefill.actions import EndOrder
 from halfmoon.workers.prefill.job import Job
-from halfmoon.workers.prefill.stages import Stage
+from halfmoon.workers.prefill.stages import PrefillStage
 from halfmoon.workers.prefill.state import PrefillState
 from tests.chaos.conductors import Conductor
 from tests.chaos.stores import StoreAgent
@@ -185,7 +185,7 @@ def a_cancelled_prefill_goes_on(self: Job, out: list[Any]) -> None:
 
 def the_result_goes_before_the_token_is_drawn(self: Job, event: Any, out: list[Any]) -> None:
     whole_computed(self, event, out)
-    if self.stage is Stage.DRAWING:
+    if self.stage is PrefillStage.DRAWING:
         self._first_token_drawn(SampledToken(token_id=0), out)
 
 
@@ -208,7 +208,7 @@ def a_store_is_not_asked_again(self: Job, out: list[Any]) -> None:
 
 
 def the_turn_is_not_given_back(self: PrefillState, job: Job) -> None:
-    if job.stage is Stage.ENDED:
+    if job.stage is PrefillStage.ENDED:
         del self.jobs[job.order_id]
         if job in self.queue:
             self.queue.remove(job)

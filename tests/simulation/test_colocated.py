@@ -9,7 +9,7 @@ import pytest
 from halfmoon.conductor.simulation.colocated import COLOCATED
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
-from halfmoon.conductor.simulation.report import Objectives, Report
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.systems import run_system
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible
@@ -24,7 +24,9 @@ def request(at_ms: int, tokens: int, answer: int = 10, chain: int = 1) -> Arriva
     return Arrival(at_ns=at_ms * MS, prompt_tokens=tokens, output_tokens=answer, block_keys=keys)
 
 
-def run(system: str, *arrivals: Arrival, workers: int = 1, **cluster: int) -> tuple[Report, list[Outcome]]:
+def run(
+    system: str, *arrivals: Arrival, workers: int = 1, **cluster: int
+) -> tuple[SimulationReport, list[Outcome]]:
     outcomes: dict[str, Outcome] = {}
     report = run_system(
         system,

@@ -16,7 +16,7 @@ import pytest
 
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800, PROFILES
-from halfmoon.conductor.simulation.report import Report
+from halfmoon.conductor.simulation.report import SimulationReport
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible, World
@@ -27,7 +27,7 @@ EIGHT = ClusterShape(prefill=8, decode=8)
 TWO = ClusterShape(prefill=2, decode=2)
 
 
-def same(report: Report) -> dict[str, object]:
+def same(report: SimulationReport) -> dict[str, object]:
     return {**report.plain(), "wall_s": 0}
 
 

@@ -12,9 +12,10 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.workers.decode.actions import Action
-from halfmoon.workers.decode.events import Event, KvHeard, OrderReceived, TokensTaken
+from halfmoon.workers.decode.events import DecodeOrdered, Event, KvHeard
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.state import DecodeState
+from halfmoon.workers.machines import TokensTaken
 
 MS = 1_000_000
 #: Two layers, blocks of four tokens.
@@ -98,7 +99,7 @@ class Script:
     def give(self, given: StartDecode | None = None, taken: TakeReply | None = None) -> list[Action]:
         """An order and its tokens."""
         given = given or order()
-        actions = self.on(OrderReceived, order=given)
+        actions = self.on(DecodeOrdered, order=given)
         return actions + self.on(TokensTaken, order_id=given.order_id, reply=taken or reply())
 
     def sequence(self, order_id: str = "1-1") -> DecodeSequence:

@@ -9,22 +9,15 @@ from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import TakeReply
-from halfmoon.workers.prefill.actions import (
-    Action,
-    ComputePrompt,
-    OpenPush,
-    OpenPut,
-    Report,
-    TakeTokens,
-)
+from halfmoon.workers.machines import Report, TakeTokens, TokensTaken
+from halfmoon.workers.prefill.actions import Action, ComputePrompt, ReserveSlots, StartPush
 from halfmoon.workers.prefill.events import (
     Event,
     FirstTokenDrawn,
-    OrderReceived,
+    PrefillOrdered,
     PromptComputed,
     PushOpened,
-    PutOpened,
-    TokensTaken,
+    SlotsReserved,
 )
 from halfmoon.workers.prefill.state import PrefillState
 
@@ -79,12 +72,12 @@ def take(order_id: str = "1-1") -> TakeTokens:
     return TakeTokens(order_id=order_id, request_id=f"r{order_id.partition('-')[0]}", frontend_id="f1")
 
 
-def open_put(order_id: str = "1-1") -> OpenPut:
-    return OpenPut(order_id=order_id, block_keys=KEYS, blocks=3, tenant="")
+def open_put(order_id: str = "1-1") -> ReserveSlots:
+    return ReserveSlots(order_id=order_id, block_keys=KEYS, blocks=3, tenant="")
 
 
-def open_push(order_id: str = "1-1") -> OpenPush:
-    return OpenPush(
+def open_push(order_id: str = "1-1") -> StartPush:
+    return StartPush(
         order_id=order_id,
         request_id=f"r{order_id.partition('-')[0]}",
         target_node_id="n2",
@@ -105,7 +98,7 @@ class Script:
         self, kind: type[Any], order_id: str = "1-1", after_ns: int = 0, **fields: Any
     ) -> list[Action]:
         self.now_ns += after_ns
-        named = {"order_id": order_id} if "order_id" in kind.__dataclass_fields__ else {}
+        named = {"order_id": order_id} if "order_id" in kind.__struct_fields__ else {}
         return self.hear(kind(at_ns=self.now_ns, **named, **fields))
 
     def hear(self, event: Event) -> list[Action]:
@@ -115,14 +108,14 @@ class Script:
         return actions
 
     def receive(self, order_id: str = "1-1", fetches: list[Fetch] | None = None) -> list[Action]:
-        return self(OrderReceived, order=order(order_id, fetches))
+        return self(PrefillOrdered, order=order(order_id, fetches))
 
     def prepared(self, order_id: str = "1-1", **put: Any) -> list[Action]:
         """From its arrival to its slots; the actions of the last step."""
         fetches = put.pop("fetches", None)
         self.receive(order_id, fetches)
         self(TokensTaken, order_id, reply=reply())
-        return self(PutOpened, order_id, **{"slots": [4, 5, 6], "present": [], **put})
+        return self(SlotsReserved, order_id, **{"slots": [4, 5, 6], "present": [], **put})
 
     def computing(self, order_id: str = "1-1", **put: Any) -> list[Action]:
         self.prepared(order_id, **put)

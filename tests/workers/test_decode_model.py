@@ -25,23 +25,23 @@ from halfmoon.schemas.events import DecodeFailed, DecodeRefused, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import TransferFailed
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.workers import machines
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import (
     Action,
     CopyLayers,
     Deliver,
     Release,
-    Report,
     RunStep,
     ShareOutput,
     SwapIn,
     SwapOut,
-    TakeTokens,
     Wake,
 )
 from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.machines import Report, TakeTokens
 
 BLOCK, LAYERS = LAYOUT.block_tokens, LAYOUT.layers
 SLOTS_MAX, TOKENS_MAX = 3, 12
@@ -152,7 +152,7 @@ class DecodeCluster(RuleBasedStateMachine):
 
     def begin(self, one: StartDecode) -> None:
         self.begun.add(one.order_id)
-        self.on(events.OrderReceived, order=one)
+        self.on(events.DecodeOrdered, order=one)
 
     @precondition(lambda self: any(self.untold.values()))
     @rule(pick=st.integers(0, 99), places=st.lists(st.integers(0, 4), min_size=1, max_size=6))
@@ -180,14 +180,14 @@ class DecodeCluster(RuleBasedStateMachine):
             block_keys=b"k" * 16 * (prompt // BLOCK),
             gone=how == 0,
         )
-        self.on(events.TokensTaken, order_id=ask.order_id, reply=None if how == 1 else given)
+        self.on(machines.TokensTaken, order_id=ask.order_id, reply=None if how == 1 else given)
 
     @precondition(lambda self: self.begun)
     @rule(pick=st.integers(0, 99))
     def order_is_cancelled(self, pick: int) -> None:
         order_id = self.pick(sorted(self.begun), pick)
         self.ends[order_id] += order_id in self.script.state.orders.open
-        self.on(events.OrderCancelled, order_id=order_id)
+        self.on(machines.OrderCancelled, order_id=order_id)
 
     @precondition(lambda self: self.copies)
     @rule(pick=st.integers(0, 99))
@@ -255,7 +255,7 @@ class DecodeCluster(RuleBasedStateMachine):
                 self.on(events.MemoryLost)
             case 1:
                 self.ends.update(orders.open.keys())
-                self.on(events.AnnounceRequested)
+                self.on(machines.AnnounceRequested)
             case _:
                 beat = self.script.state.heartbeat(7)
                 assert beat.orders == list(orders.open)

@@ -24,25 +24,24 @@ from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import TransferFailed
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, Timing, TokensSampled
+from halfmoon.workers import machines
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import (
     Action,
-    Announce,
     AnswerResend,
     CopyLayers,
     Deliver,
     EndSpan,
     Measure,
     Release,
-    Report,
     RunStep,
     ShareOutput,
     SwapIn,
     SwapOut,
-    TakeTokens,
     Wake,
 )
 from halfmoon.workers.decode.orders import EARLY_ORDERS_MAX, FINISHED_MAX, LAST_LAYERS_NS
+from halfmoon.workers.machines import Announce, Report, TakeTokens
 
 
 def names(number: int = 1) -> dict[str, str]:
@@ -111,8 +110,8 @@ def step(script: Script, *ids: int) -> list[Action]:
 
 def test_a_request_from_its_order_to_its_last_token() -> None:
     script = Script()
-    assert script.on(events.OrderReceived, order=order()) == [TakeTokens("f1", "r1", "1-1")]
-    assert script.on(events.TokensTaken, order_id="1-1", reply=reply()) == []
+    assert script.on(events.DecodeOrdered, order=order()) == [TakeTokens("f1", "r1", "1-1")]
+    assert script.on(machines.TokensTaken, order_id="1-1", reply=reply()) == []
     assert script.hear(opened("1-1", 7, 8)) == []
     assert script.hear(ready("1-1", 0)) == [CopyLayers(1, ((0, 7, 0), (0, 8, 1)))]
     assert script.hear(result("1-1", 100)) == [deliver(delivered(0, 100, timing=True))]
@@ -155,12 +154,12 @@ def test_a_request_from_its_order_to_its_last_token() -> None:
 def test_an_order_that_comes_again_is_begun_once() -> None:
     script = Script()
     script.give()
-    assert script.on(events.OrderReceived, order=order()) == []
+    assert script.on(events.DecodeOrdered, order=order()) == []
     loaded(script)
     script.on(events.EngineIdled)
     step(script, 101)
     step(script, 102)
-    assert script.on(events.OrderReceived, order=order()) == []
+    assert script.on(events.DecodeOrdered, order=order()) == []
     assert not script.state.orders.open
 
 
@@ -213,8 +212,8 @@ def test_the_batch_takes_no_more_than_its_size() -> None:
 )
 def test_an_order_without_tokens_fails(taken: Any, reason: str, retryable: bool) -> None:
     script = Script()
-    script.on(events.OrderReceived, order=order())
-    assert script.on(events.TokensTaken, order_id="1-1", reply=taken) == [
+    script.on(events.DecodeOrdered, order=order())
+    assert script.on(machines.TokensTaken, order_id="1-1", reply=taken) == [
         Release("1-1"),
         failed(reason, retryable=retryable),
     ]
@@ -222,9 +221,9 @@ def test_an_order_without_tokens_fails(taken: Any, reason: str, retryable: bool)
 
 def test_tokens_of_a_cancelled_order_do_nothing() -> None:
     script = Script()
-    script.on(events.OrderReceived, order=order())
-    assert script.on(events.OrderCancelled, order_id="1-1") == [Release("1-1")]
-    assert script.on(events.TokensTaken, order_id="1-1", reply=reply()) == []
+    script.on(events.DecodeOrdered, order=order())
+    assert script.on(machines.OrderCancelled, order_id="1-1") == [Release("1-1")]
+    assert script.on(machines.TokensTaken, order_id="1-1", reply=reply()) == []
 
 
 def test_a_token_that_ends_the_text_ends_it_but_not_before_its_time() -> None:
@@ -248,12 +247,12 @@ def test_a_token_that_ends_the_text_ends_it_but_not_before_its_time() -> None:
 def test_kv_that_comes_before_its_order_is_kept_for_it() -> None:
     script = Script()
     assert script.hear(*filled(), result("1-1")) == []
-    assert script.on(events.OrderReceived, order=order()) == [
+    assert script.on(events.DecodeOrdered, order=order()) == [
         TakeTokens("f1", "r1", "1-1"),
         CopyLayers(1, ((0, 10, 0), (0, 11, 1))),
         CopyLayers(2, ((1, 10, 0), (1, 11, 1))),
     ]
-    assert script.on(events.TokensTaken, order_id="1-1", reply=reply()) == [
+    assert script.on(machines.TokensTaken, order_id="1-1", reply=reply()) == [
         deliver(delivered(0, 100, timing=True))
     ]
 
@@ -308,7 +307,7 @@ def test_the_store_agent_restarts_what_waits_for_kv_fails_and_the_rest_goes_on()
     loaded(script, 2)
     script.give(order(3))
     script.hear(*filled(3)[:2])
-    script.on(events.OrderReceived, order=order(4))
+    script.on(events.DecodeOrdered, order=order(4))
     reason = "the node's store agent restarted"
     assert script.on(events.MemoryLost) == [
         Release("3-1"),
@@ -407,7 +406,7 @@ def test_what_is_cancelled_during_a_step_keeps_its_blocks_until_the_step_is_over
     loaded(script, 1)
     loaded(script, 2)
     script.on(events.EngineIdled)
-    assert script.on(events.OrderCancelled, order_id="1-1") == []
+    assert script.on(machines.OrderCancelled, order_id="1-1") == []
     assert script.state.kv_blocks_used == 4
     actions = script.on(events.StepEnded, tokens=tokens(101, 201), step_ns=MS)
     assert actions == [Measure("first_step", 2 * MS), deliver(delivered(1, 201, number=2))]
@@ -419,7 +418,7 @@ def test_what_fails_while_it_waits_is_answered_once() -> None:
     script.give()
     lost = TransferFailed(order_id="1-1", request_id="r1", reason="x")
     assert len(script.hear(lost)) == 2
-    assert script.on(events.OrderCancelled, order_id="1-1") == []
+    assert script.on(machines.OrderCancelled, order_id="1-1") == []
     assert script.on(events.MemoryLost) == []
 
 
@@ -427,7 +426,7 @@ def test_a_traced_request_tells_how_its_decode_ended() -> None:
     script = Script()
     script.give(taken=reply(traceparent="00-1-2-01"))
     one = script.sequence()
-    assert script.on(events.OrderCancelled, order_id="1-1") == [
+    assert script.on(machines.OrderCancelled, order_id="1-1") == [
         EndSpan(one, cancelled=True),
         Release("1-1"),
     ]
@@ -437,7 +436,7 @@ def test_a_worker_that_is_not_known_drops_its_orders_and_announces_itself() -> N
     script = Script()
     loaded(script, 1)
     script.give(order(2))
-    assert script.on(events.AnnounceRequested) == [Release("2-1"), Announce()]
+    assert script.on(machines.AnnounceRequested) == [Release("2-1"), Announce()]
     assert script.state.kv_blocks_used == 0
     assert not script.state.orders.open
 
@@ -446,9 +445,9 @@ def test_a_worker_that_stops_releases_all_and_begins_nothing() -> None:
     script = Script()
     script.give(order(1))
     loaded(script, 2)
-    assert script.on(events.WorkerStopped) == [Release("1-1")]
+    assert script.on(machines.WorkerStopped) == [Release("1-1")]
     assert script.on(events.EngineIdled) == []
-    assert script.on(events.OrderReceived, order=order(3)) == []
+    assert script.on(events.DecodeOrdered, order=order(3)) == []
 
 
 # --- a full cache -------------------------------------------------------------------------------------------
@@ -490,10 +489,10 @@ def test_a_sequence_that_is_cancelled_while_it_is_swapped_leaves_nothing(moment:
         script.on(events.SwappedOut, held="bytes")
     if moment == "moving in":
         script.on(events.EngineIdled)
-        script.on(events.OrderCancelled, order_id="1-1")
+        script.on(machines.OrderCancelled, order_id="1-1")
         script.on(events.StepEnded, tokens=tokens(102), step_ns=MS)
         assert script.on(events.EngineIdled) == [SwapIn([0, 1], "bytes")]
-    script.on(events.OrderCancelled, order_id="2-1")
+    script.on(machines.OrderCancelled, order_id="2-1")
     if moment == "moving in":
         assert script.state.kv_blocks_used == 2
         script.on(events.SwappedIn)
@@ -518,7 +517,7 @@ def test_a_prompt_that_waits_with_a_part_of_its_kv_gives_way_before_one_that_run
     assert one.table == [0, 1, 2]
     assert script.sequence("2-1").table == []
     assert script.hear(ready("2-1", 1)) == []
-    script.on(events.OrderCancelled, order_id="1-1")
+    script.on(machines.OrderCancelled, order_id="1-1")
     assert script.on(events.StepEnded, tokens=tokens(102), step_ns=MS) == [
         CopyLayers(4, ((0, 20, 0), (0, 21, 1), (1, 20, 0), (1, 21, 1)))
     ]

@@ -25,24 +25,29 @@ from halfmoon.schemas.decisions import Fetch
 from halfmoon.schemas.events import PrefillFailed, PrefillFinished
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import Sampling
-from halfmoon.workers.prefill.actions import (
+from halfmoon.workers.machines import (
     Announce,
+    AnnounceRequested,
+    OrderCancelled,
+    Report,
+    TokensTaken,
+    WorkerStopped,
+)
+from halfmoon.workers.prefill.actions import (
     BeginSpan,
-    ClosePush,
-    CommitBlocks,
+    CommitPrompt,
     DrawFirstToken,
     EndOrder,
+    EndPush,
     FailLoads,
-    FetchBlocks,
     LoadLayers,
     PauseOrder,
-    PushLayer,
-    Report,
+    SendLayer,
     SendResult,
+    StartFetch,
     StopComputing,
 )
 from halfmoon.workers.prefill.events import (
-    AnnounceRequested,
     BlocksFetched,
     ChunkStored,
     ComputingStopped,
@@ -52,23 +57,20 @@ from halfmoon.workers.prefill.events import (
     LayerStored,
     LoadFailed,
     OpenPushFailed,
-    OpenPutFailed,
-    OrderCancelled,
     PauseEnded,
     PrefixLayerLoaded,
     PromptComputed,
     PushClosed,
     PushFailed,
     PushOpened,
-    PutOpened,
-    TokensTaken,
-    WorkerStopped,
+    ReserveSlotsFailed,
+    SlotsReserved,
 )
-from halfmoon.workers.prefill.stages import Stage
+from halfmoon.workers.prefill.stages import PrefillStage
 
 MS, S = 1_000_000, 1_000_000_000
 FETCH = Fetch(node_id="n3", first_block=0, blocks=2, replicas=["n4"])
-FETCHING = FetchBlocks(order_id="1-1", source_node_id="n3", first_block=0, blocks=2, replicas=["n4"])
+FETCHING = StartFetch(order_id="1-1", source_node_id="n3", first_block=0, blocks=2, replicas=["n4"])
 
 
 @pytest.fixture
@@ -99,14 +101,14 @@ def failed(reason: str, *, retryable: bool, order_id: str = "1-1") -> Report:
 def test_an_order_takes_its_tokens_its_slots_its_turn_and_is_answered_once(script: Script) -> None:
     assert script.receive() == [take()]
     assert script(TokensTaken, reply=reply(), after_ns=10) == [open_put()]
-    assert script(PutOpened, slots=[4, 5, 6], present=[], after_ns=20) == [open_push()]
+    assert script(SlotsReserved, slots=[4, 5, 6], present=[], after_ns=20) == [open_push()]
     assert script(PushOpened, after_ns=30) == [prompt()]
     assert script.state.heartbeat(3).kv_blocks_used == 3
     assert script(LayerStored, layer=0, first_block=0, blocks=1) == [
-        PushLayer(order_id="1-1", layer=0, first_block=0, blocks=1)
+        SendLayer(order_id="1-1", layer=0, first_block=0, blocks=1)
     ]
     assert script(ChunkStored, first_block=0, blocks=1) == [
-        CommitBlocks(order_id="1-1", first_block=0, blocks=1)
+        CommitPrompt(order_id="1-1", first_block=0, blocks=1)
     ]
     assert script(PromptComputed, finished_at_ns=99, after_ns=40) == [
         DrawFirstToken(order_id="1-1", sampling=Sampling(), token_ids=TOKENS)
@@ -123,7 +125,7 @@ def test_an_order_takes_its_tokens_its_slots_its_turn_and_is_answered_once(scrip
     )
     assert script(FirstTokenDrawn, first=FIRST, after_ns=50) == [
         SendResult(decode_worker_id="d1", result=result),
-        ClosePush(order_id="1-1"),
+        EndPush(order_id="1-1"),
     ]
     assert script.state.heartbeat(3).orders == ["1-1"]
     finished = PrefillFinished(
@@ -173,12 +175,12 @@ def test_layers_that_are_not_streamed_are_pushed_after_the_last() -> None:
     script = Script(stream_layers=False)
     script.computing(present=[0])
     assert script(PrefixLayerLoaded, layer=0) == []
-    pushes = [PushLayer(order_id="1-1", layer=layer, first_block=0, blocks=1) for layer in range(LAYERS)]
+    pushes = [SendLayer(order_id="1-1", layer=layer, first_block=0, blocks=1) for layer in range(LAYERS)]
     assert script(PrefixLayerLoaded, layer=1) == pushes
     assert script(LayerStored, layer=0, first_block=1, blocks=1) == []
     assert script(LayerStored, layer=1, first_block=1, blocks=1) == []
     assert script(PromptComputed, finished_at_ns=1)[:2] == [
-        PushLayer(order_id="1-1", layer=layer, first_block=1, blocks=1) for layer in range(LAYERS)
+        SendLayer(order_id="1-1", layer=layer, first_block=1, blocks=1) for layer in range(LAYERS)
     ]
 
 
@@ -186,7 +188,7 @@ def test_a_block_without_a_key_is_not_committed(script: Script) -> None:
     script.computing()
     assert script(ChunkStored, first_block=2, blocks=1) == []
     assert script(ChunkStored, first_block=1, blocks=2) == [
-        CommitBlocks(order_id="1-1", first_block=1, blocks=1)
+        CommitPrompt(order_id="1-1", first_block=1, blocks=1)
     ]
 
 
@@ -222,18 +224,18 @@ def test_the_first_of_the_queue_are_prepared_and_others_when_one_leaves_it() -> 
     assert [script.receive(f"{n}-1") for n in (1, 2, 3, 4)] == [[take("1-1")], [take("2-1")], [], []]
     assert script(OrderCancelled, "2-1") == [cancelled("2-1"), take("3-1")]
     script(TokensTaken, "1-1", reply=reply())
-    assert script(PutOpened, "1-1", slots=[1, 2, 3], present=[]) == [open_push("1-1"), take("4-1")]
+    assert script(SlotsReserved, "1-1", slots=[1, 2, 3], present=[]) == [open_push("1-1"), take("4-1")]
 
 
 def test_orders_compute_one_at_a_time_in_the_order_of_their_arrival(script: Script) -> None:
     script.receive("1-1")
     assert script.prepared("2-1") == []
     script(TokensTaken, "1-1", reply=reply())
-    assert script(PutOpened, "1-1", slots=[1, 2, 3], present=[]) == [open_push("1-1")]
+    assert script(SlotsReserved, "1-1", slots=[1, 2, 3], present=[]) == [open_push("1-1")]
     script(PushOpened, "1-1")
     script(PromptComputed, "1-1", finished_at_ns=1)
     actions = script(FirstTokenDrawn, "1-1", first=FIRST)
-    assert actions[1:] == [ClosePush(order_id="1-1"), open_push("2-1")]
+    assert actions[1:] == [EndPush(order_id="1-1"), open_push("2-1")]
     assert script.state.heartbeat(0).running == 2
 
 
@@ -253,9 +255,9 @@ def test_an_own_store_that_gives_no_slots_is_asked_again_for_a_while(full: bool,
     script.receive()
     script(TokensTaken, reply=reply())
     pause = PauseOrder(order_id="1-1", pause_ns=100 * MS)
-    assert script(OpenPutFailed, reason="x", full=full, after_ns=patience_ns) == [pause]
+    assert script(ReserveSlotsFailed, reason="x", full=full, after_ns=patience_ns) == [pause]
     assert script(PauseEnded) == [open_put()]
-    assert script(OpenPutFailed, reason="x", full=full, after_ns=1) == [
+    assert script(ReserveSlotsFailed, reason="x", full=full, after_ns=1) == [
         failed("own store: x", retryable=True),
         end(error="own store: x"),
     ]
@@ -274,9 +276,9 @@ def test_a_decode_node_that_gives_no_slots_is_asked_again_for_a_while(script: Sc
 def test_slots_that_came_after_a_pause_count_as_one_wait(script: Script) -> None:
     script.receive()
     script(TokensTaken, reply=reply())
-    script(OpenPutFailed, reason="x", full=True, after_ns=5)
+    script(ReserveSlotsFailed, reason="x", full=True, after_ns=5)
     script(PauseEnded, after_ns=6)
-    script(PutOpened, slots=[1, 2, 3], present=[], after_ns=7)
+    script(SlotsReserved, slots=[1, 2, 3], present=[], after_ns=7)
     assert script.state.jobs["1-1"].put_ns == 18
 
 
@@ -293,7 +295,7 @@ def test_a_push_that_fails_at_the_end_makes_the_order_retryable(script: Script) 
 
 def test_blocks_that_are_here_are_loaded_and_pushed_instead_of_computed(script: Script) -> None:
     assert script.computing(present=[0, 1, 2]) == [prompt(cached=2, present=[0, 1, 2])]
-    assert script(PrefixLayerLoaded, layer=0) == [PushLayer(order_id="1-1", layer=0, first_block=0, blocks=2)]
+    assert script(PrefixLayerLoaded, layer=0) == [SendLayer(order_id="1-1", layer=0, first_block=0, blocks=2)]
 
 
 def test_a_fetch_overlaps_with_waiting_and_computing_and_lets_layers_load_as_they_come(
@@ -316,7 +318,7 @@ def test_a_fetch_overlaps_with_waiting_and_computing_and_lets_layers_load_as_the
 
 def test_only_what_continues_the_local_blocks_is_fetched(script: Script) -> None:
     behind = Fetch(node_id="n9", first_block=2, blocks=1)
-    assert script.prepared(fetches=[behind, FETCH], present=[0])[0] == FetchBlocks(
+    assert script.prepared(fetches=[behind, FETCH], present=[0])[0] == StartFetch(
         order_id="1-1", source_node_id="n3", first_block=1, blocks=1, replicas=["n4"]
     )
 
@@ -350,7 +352,7 @@ def test_a_fetch_that_is_too_slow_is_awaited_before_its_slots_are_written(ended:
     script.computing(fetches=[FETCH])
     assert script(LoadFailed, reason="nothing came") == []
     assert script.state.turn is not None
-    assert script.state.turn.stage is Stage.AWAITING_FETCH
+    assert script.state.turn.stage is PrefillStage.AWAITING_FETCH
     assert script(ended[0], **ended[1]) == [prompt()]
 
 
@@ -366,7 +368,7 @@ def test_an_order_that_waits_ends_at_once_when_it_is_cancelled() -> None:
     for events in (
         [],
         [(TokensTaken, {"reply": reply()})],
-        [(TokensTaken, {"reply": reply()}), (OpenPutFailed, {"reason": "x", "full": True})],
+        [(TokensTaken, {"reply": reply()}), (ReserveSlotsFailed, {"reason": "x", "full": True})],
     ):
         script = Script()
         script.receive()
@@ -439,8 +441,8 @@ FIELDS: dict[type[Any], dict[str, st.SearchStrategy[Any]]] = {
     TokensTaken: {
         "reply": st.sampled_from([None, reply(), reply(), reply(gone=True), reply(traceparent="t")])
     },
-    PutOpened: {"slots": st.just([1, 2, 3]), "present": st.sampled_from([[], [0], [0, 1, 2]])},
-    OpenPutFailed: {"reason": st.just("x"), "full": st.booleans()},
+    SlotsReserved: {"slots": st.just([1, 2, 3]), "present": st.sampled_from([[], [0], [0, 1, 2]])},
+    ReserveSlotsFailed: {"reason": st.just("x"), "full": st.booleans()},
     PauseEnded: {},
     LayersFetched: {"layer": st.sampled_from(range(LAYERS))},
     BlocksFetched: {"source_node_id": st.just("n3"), "moved_bytes": st.just(1), "elapsed_ns": st.just(1)},

@@ -12,29 +12,11 @@ from typing import Literal
 
 import msgspec
 
-from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished
 from halfmoon.schemas.tokens import ResendReply, TokensSampled
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.machines import Announce, Report, TakeTokens
 
 # --- to other processes -------------------------------------------------------------------------------------
-
-
-class TakeTokens(msgspec.Struct, frozen=True):
-    """Get the order's tokens from its frontend; TokensTaken."""
-
-    frontend_id: str
-    request_id: str
-    order_id: str
-
-
-class Report(msgspec.Struct, frozen=True):
-    """Append to the log."""
-
-    event: DecodeStarted | RequestFinished | DecodeRefused | DecodeFailed
-
-
-class Announce(msgspec.Struct, frozen=True):
-    """Join again."""
 
 
 class Deliver(msgspec.Struct, frozen=True):

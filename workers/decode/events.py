@@ -12,48 +12,28 @@ instruction for the compute thread, or with none until it says Wake.
 
 from __future__ import annotations
 
-import msgspec
-
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.schemas.tokens import ResendRequest, TakeReply
-
-
-class WorkerEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to the worker."""
-
-    at_ns: int
-    wall_ns: int
-
+from halfmoon.schemas.tokens import ResendRequest
+from halfmoon.workers.machines import (
+    AnnounceRequested,
+    OrderCancelled,
+    TokensTaken,
+    WorkerEvent,
+    WorkerStopped,
+)
 
 # --- from the conductor -------------------------------------------------------------------------------------
 
 
-class OrderReceived(WorkerEvent, frozen=True, kw_only=True):
+class DecodeOrdered(WorkerEvent, frozen=True, kw_only=True):
     """The conductor placed a request here."""
 
     order: StartDecode
 
 
-class OrderCancelled(WorkerEvent, frozen=True, kw_only=True):
-    """The conductor took an order back."""
-
-    order_id: str
-
-
-class AnnounceRequested(WorkerEvent, frozen=True, kw_only=True):
-    """The conductor does not know this worker: it must drop its orders and join again."""
-
-
 # --- from frontends -----------------------------------------------------------------------------------------
-
-
-class TokensTaken(WorkerEvent, frozen=True, kw_only=True):
-    """The frontend answered; None: it did not."""
-
-    order_id: str
-    reply: TakeReply | None
 
 
 class ResendRequested(WorkerEvent, frozen=True, kw_only=True):
@@ -114,12 +94,8 @@ class OutputShared(WorkerEvent, frozen=True, kw_only=True):
 # --- from the process ---------------------------------------------------------------------------------------
 
 
-class WorkerStopped(WorkerEvent, frozen=True, kw_only=True):
-    """The worker leaves: nothing more is begun."""
-
-
 Event = (
-    OrderReceived
+    DecodeOrdered
     | OrderCancelled
     | AnnounceRequested
     | TokensTaken

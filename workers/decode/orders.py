@@ -22,20 +22,11 @@ from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.workers.decode.actions import (
-    Action,
-    CopyLayers,
-    EndSpan,
-    Release,
-    Report,
-    ShareOutput,
-    TakeTokens,
-    Wake,
-)
+from halfmoon.workers.decode.actions import Action, CopyLayers, EndSpan, Release, ShareOutput, Wake
 from halfmoon.workers.decode.deliveries import deliveries_of
 from halfmoon.workers.decode.sequence import DecodeSequence, Stage
 from halfmoon.workers.decode.step_times import StepTimes
-from halfmoon.workers.machines import refusal
+from halfmoon.workers.machines import Report, TakeTokens, refusal
 from halfmoon.workers.model.block_allocator import BlockAllocator
 
 #: KV messages may overtake the StartDecode order they belong to (another stream): those of this many orders are kept.

@@ -16,27 +16,24 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.decode import invariants
-from halfmoon.workers.decode.actions import Action, Announce, AnswerResend
+from halfmoon.workers.decode.actions import Action, AnswerResend
 from halfmoon.workers.decode.batch import Batch
 from halfmoon.workers.decode.deliveries import resend_reply
 from halfmoon.workers.decode.events import (
-    AnnounceRequested,
+    DecodeOrdered,
     EngineIdled,
     Event,
     KvHeard,
     LayersCopied,
     MemoryLost,
-    OrderCancelled,
-    OrderReceived,
     OutputShared,
     ResendRequested,
     StepEnded,
     SwappedIn,
     SwappedOut,
-    TokensTaken,
-    WorkerStopped,
 )
 from halfmoon.workers.decode.orders import Orders
+from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelled, TokensTaken, WorkerStopped
 
 
 class DecodeState:
@@ -83,7 +80,7 @@ class DecodeState:
                 orders.hear(event.message)
             case LayersCopied():
                 orders.copied(event.copy_id)
-            case OrderReceived():
+            case DecodeOrdered():
                 orders.begin(event.order)
             case TokensTaken():
                 orders.take(event.order_id, event.reply)

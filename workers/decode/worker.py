@@ -22,22 +22,20 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import StoreError
+from halfmoon.workers import machines
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import (
     Action,
-    Announce,
     AnswerResend,
     CopyLayers,
     Deliver,
     EndSpan,
     Measure,
     Release,
-    Report,
     RunStep,
     ShareOutput,
     SwapIn,
     SwapOut,
-    TakeTokens,
     Wake,
 )
 from halfmoon.workers.decode.cache_copies import copy_in, copy_layers, copy_out
@@ -45,6 +43,7 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.shared_output import share_output
 from halfmoon.workers.decode.spans import end_decode
 from halfmoon.workers.decode.state import DecodeState
+from halfmoon.workers.machines import Announce, Report, TakeTokens
 from halfmoon.workers.sample_requests import request_of, token_of
 from halfmoon.workers.worker import Worker, WorkerConfig
 
@@ -93,11 +92,11 @@ class DecodeWorker(Worker):
     def obey(self, decision: Decision) -> None:
         match decision:
             case StartDecode():
-                self._feed(events.OrderReceived(order=decision, **now()))
+                self._feed(events.DecodeOrdered(order=decision, **now()))
             case CancelOrder():
-                self._feed(events.OrderCancelled(order_id=decision.order_id, **now()))
+                self._feed(machines.OrderCancelled(order_id=decision.order_id, **now()))
             case AnnounceYourself():
-                self._feed(events.AnnounceRequested(**now()))
+                self._feed(machines.AnnounceRequested(**now()))
             case _:
                 pass  # not for a decode worker
 
@@ -111,7 +110,7 @@ class DecodeWorker(Worker):
         return self.state.kv_blocks_used
 
     async def release_all(self) -> None:
-        for action in self.state.on(events.WorkerStopped(**now())):
+        for action in self.state.on(machines.WorkerStopped(**now())):
             if isinstance(action, Release):
                 await self._release(action)
             else:
@@ -162,7 +161,7 @@ class DecodeWorker(Worker):
 
     async def _take(self, ask: TakeTokens) -> None:
         reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, "decode")
-        self._feed(events.TokensTaken(order_id=ask.order_id, reply=reply, **now()))
+        self._feed(machines.TokensTaken(order_id=ask.order_id, reply=reply, **now()))
 
     def _resend(self, request: ResendRequest) -> ResendReply:
         (answer,) = self.state.on(events.ResendRequested(request=request, **now()))

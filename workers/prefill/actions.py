@@ -5,24 +5,14 @@ An action without such a name is done when it is begun, and its failure changes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
-from halfmoon.schemas.events import PrefillFailed, PrefillFinished
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import Sampling
+from halfmoon.workers.machines import Announce, Report, TakeTokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakeTokens:
-    """Ends in TokensTaken."""
-
-    order_id: str
-    request_id: str
-    frontend_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginSpan:
+class BeginSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The request is traced under `traceparent`; its span of this order began with its arrival."""
 
     order_id: str
@@ -33,9 +23,11 @@ class BeginSpan:
     arrived_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenPut:
-    """Lease what the own node's pool holds of the prompt, reserve slots for the rest: PutOpened or OpenPutFailed."""
+class ReserveSlots(msgspec.Struct, frozen=True, kw_only=True):
+    """Lease what the own node's pool holds of the prompt, reserve slots for the rest.
+
+    SlotsReserved or ReserveSlotsFailed.
+    """
 
     order_id: str
     block_keys: bytes
@@ -43,16 +35,14 @@ class OpenPut:
     tenant: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseOrder:
+class PauseOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Ends in PauseEnded after `pause_ns`."""
 
     order_id: str
     pause_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchBlocks:
+class StartFetch(msgspec.Struct, frozen=True, kw_only=True):
     """Into the own node's pool: LayersFetched again and again, then BlocksFetched or FetchFailed.
 
     When the source fails, `replicas` are tried.
@@ -65,8 +55,7 @@ class FetchBlocks:
     replicas: list[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenPush:
+class StartPush(msgspec.Struct, frozen=True, kw_only=True):
     """Room for the prompt's blocks at the decode node: PushOpened or OpenPushFailed."""
 
     order_id: str
@@ -75,8 +64,7 @@ class OpenPush:
     decode_worker_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputePrompt:
+class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Compute `chunks` in order: PromptComputed, LoadFailed or, after StopComputing, ComputingStopped.
 
     On the way PrefixLayerLoaded for each layer of the cached blocks, LayerStored for each layer of a chunk and
@@ -96,31 +84,27 @@ class ComputePrompt:
     present: list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadLayers:
+class LoadLayers(msgspec.Struct, frozen=True, kw_only=True):
     """The computation under way may load layers up to and including `layer` of the prefix."""
 
     order_id: str
     layer: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailLoads:
+class FailLoads(msgspec.Struct, frozen=True, kw_only=True):
     """The computation under way must not wait for further layers of the prefix: it ends in LoadFailed."""
 
     order_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopComputing:
+class StopComputing(msgspec.Struct, frozen=True, kw_only=True):
     """The computation under way stops before its next layer: ComputingStopped, unless it is over."""
 
     order_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushLayer:
+class SendLayer(msgspec.Struct, frozen=True, kw_only=True):
     """Layer `layer` of these blocks is readable here: send it to the decode node."""
 
     order_id: str
@@ -129,8 +113,7 @@ class PushLayer:
     blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitBlocks:
+class CommitPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """These blocks are whole: others may read them. A failure only means that they are not shared."""
 
     order_id: str
@@ -138,8 +121,7 @@ class CommitBlocks:
     blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawFirstToken:
+class DrawFirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """From the logits of the computation that just ended: FirstTokenDrawn."""
 
     order_id: str
@@ -147,30 +129,20 @@ class DrawFirstToken:
     token_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendResult:
+class SendResult(msgspec.Struct, frozen=True, kw_only=True):
     """To the decode worker."""
 
     decode_worker_id: str
     result: PrefillResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosePush:
+class EndPush(msgspec.Struct, frozen=True, kw_only=True):
     """Wait until everything pushed is readable at the decode node: PushClosed or PushFailed."""
 
     order_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """To the log: the one answer to an order."""
-
-    event: PrefillFinished | PrefillFailed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndOrder:
+class EndOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Give back what the order holds in the stores, take back what is still asked for it, end its span.
 
     The last action of every order, answered or cancelled. What it still has under way ends in nothing.
@@ -187,27 +159,22 @@ class EndOrder:
     cached_fetched_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announce:
-    """Join the cluster again."""
-
-
 Action = (
     TakeTokens
     | BeginSpan
-    | OpenPut
+    | ReserveSlots
     | PauseOrder
-    | FetchBlocks
-    | OpenPush
+    | StartFetch
+    | StartPush
     | ComputePrompt
     | LoadLayers
     | FailLoads
     | StopComputing
-    | PushLayer
-    | CommitBlocks
+    | SendLayer
+    | CommitPrompt
     | DrawFirstToken
     | SendResult
-    | ClosePush
+    | EndPush
     | Report
     | EndOrder
     | Announce

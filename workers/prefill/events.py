@@ -6,92 +6,54 @@ them; `halfmoon.workers.prefill.actions` names them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.schemas.tokens import TakeReply
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerEvent:
-    """Something that happened to the worker at `at_ns`."""
-
-    at_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderEvent(WorkerEvent):
-    """Something that happened to one order."""
-
-    order_id: str
-
+from halfmoon.workers.machines import (
+    AnnounceRequested,
+    OrderCancelled,
+    OrderEvent,
+    TokensTaken,
+    WorkerEvent,
+    WorkerStopped,
+)
 
 # --- from the conductor -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderReceived(WorkerEvent):
+class PrefillOrdered(WorkerEvent, frozen=True, kw_only=True):
     """A StartPrefill came; the same one may come again."""
 
     order: StartPrefill
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderCancelled(OrderEvent):
-    """A CancelOrder came."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnounceRequested(WorkerEvent):
-    """An AnnounceYourself came: the conductors do not know this worker, nor any of its orders."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStopped(WorkerEvent):
-    """The process ends."""
-
-
 # --- preparing ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokensTaken(OrderEvent):
-    """The frontend's answer to TakeTokens; None: it does not answer."""
-
-    reply: TakeReply | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutOpened(OrderEvent):
+class SlotsReserved(OrderEvent, frozen=True, kw_only=True):
     """`slots[i]` of the own node's pool is prompt block i; those in `present` hold their bytes already."""
 
     slots: list[int]
     present: list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenPutFailed(OrderEvent):
+class ReserveSlotsFailed(OrderEvent, frozen=True, kw_only=True):
     """The own node's store did not give slots. `full`: it has no room at the moment."""
 
     reason: str
     full: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseEnded(OrderEvent):
+class PauseEnded(OrderEvent, frozen=True, kw_only=True):
     """The time of a PauseOrder is over."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayersFetched(OrderEvent):
+class LayersFetched(OrderEvent, frozen=True, kw_only=True):
     """Layers up to and including `layer` of the fetch are readable in the own node's pool; may be said again."""
 
     layer: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksFetched(OrderEvent):
+class BlocksFetched(OrderEvent, frozen=True, kw_only=True):
     """All layers of the fetch are readable and committed; they came from `source_node_id`."""
 
     source_node_id: str
@@ -99,8 +61,7 @@ class BlocksFetched(OrderEvent):
     elapsed_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchFailed(OrderEvent):
+class FetchFailed(OrderEvent, frozen=True, kw_only=True):
     """Neither the source nor a replica gave the blocks."""
 
     reason: str
@@ -109,28 +70,24 @@ class FetchFailed(OrderEvent):
 # --- computing ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushOpened(OrderEvent):
+class PushOpened(OrderEvent, frozen=True, kw_only=True):
     """The decode node reserved slots for the prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenPushFailed(OrderEvent):
+class OpenPushFailed(OrderEvent, frozen=True, kw_only=True):
     """The decode node's store did not give slots. `full`: it has no room at the moment."""
 
     reason: str
     full: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixLayerLoaded(OrderEvent):
+class PrefixLayerLoaded(OrderEvent, frozen=True, kw_only=True):
     """Layer `layer` of all cached blocks is in the engine's cache."""
 
     layer: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerStored(OrderEvent):
+class LayerStored(OrderEvent, frozen=True, kw_only=True):
     """Layer `layer` of blocks `first_block .. first_block + blocks - 1` was computed and is in the pool's slots."""
 
     layer: int
@@ -138,50 +95,43 @@ class LayerStored(OrderEvent):
     blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkStored(OrderEvent):
+class ChunkStored(OrderEvent, frozen=True, kw_only=True):
     """All layers of blocks `first_block .. first_block + blocks - 1` are in the pool's slots."""
 
     first_block: int
     blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptComputed(OrderEvent):
+class PromptComputed(OrderEvent, frozen=True, kw_only=True):
     """The logits of the last prompt token are there. `finished_at_ns`: wall clock."""
 
     finished_at_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadFailed(OrderEvent):
+class LoadFailed(OrderEvent, frozen=True, kw_only=True):
     """Computing ended early: cached layers that it waited for will not come."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputingStopped(OrderEvent):
+class ComputingStopped(OrderEvent, frozen=True, kw_only=True):
     """Computing ended early, as StopComputing demanded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstTokenDrawn(OrderEvent):
+class FirstTokenDrawn(OrderEvent, frozen=True, kw_only=True):
     """The first token of the answer."""
 
     first: SampledToken
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushClosed(OrderEvent):
+class PushClosed(OrderEvent, frozen=True, kw_only=True):
     """Everything pushed is readable at the decode node."""
 
     moved_bytes: int
     elapsed_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushFailed(OrderEvent):
+class PushFailed(OrderEvent, frozen=True, kw_only=True):
     """Not everything pushed has come."""
 
     reason: str
@@ -189,8 +139,8 @@ class PushFailed(OrderEvent):
 
 StepOfOrder = (
     TokensTaken
-    | PutOpened
-    | OpenPutFailed
+    | SlotsReserved
+    | ReserveSlotsFailed
     | PauseEnded
     | LayersFetched
     | BlocksFetched
@@ -207,4 +157,4 @@ StepOfOrder = (
     | PushClosed
     | PushFailed
 )
-Event = OrderReceived | OrderCancelled | AnnounceRequested | WorkerStopped | StepOfOrder
+Event = PrefillOrdered | OrderCancelled | AnnounceRequested | WorkerStopped | StepOfOrder

@@ -21,7 +21,7 @@ from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.workers.machines import refusal
+from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
 from halfmoon.workers.prefill import actions
 from halfmoon.workers.prefill.actions import Action
 from halfmoon.workers.prefill.events import (
@@ -34,18 +34,17 @@ from halfmoon.workers.prefill.events import (
     LayerStored,
     LoadFailed,
     OpenPushFailed,
-    OpenPutFailed,
     PauseEnded,
     PrefixLayerLoaded,
     PromptComputed,
     PushClosed,
     PushFailed,
     PushOpened,
-    PutOpened,
+    ReserveSlotsFailed,
+    SlotsReserved,
     StepOfOrder,
-    TokensTaken,
 )
-from halfmoon.workers.prefill.stages import WAITING_STAGES, JobRules, Stage
+from halfmoon.workers.prefill.stages import WAITING_STAGES, JobRules, PrefillStage
 
 #: How long a full store, and one that does not answer, is asked again. Without patience a node that restarts would
 #: use up all placements of a request within milliseconds.
@@ -64,7 +63,7 @@ class Job:
     def __init__(self, order: StartPrefill, rules: JobRules, at_ns: int) -> None:
         self.order = order
         self.rules = rules
-        self.stage = Stage.QUEUED
+        self.stage = PrefillStage.QUEUED
         self.cancelled = False
         self.arrived_ns = at_ns
         self.reply = TakeReply()
@@ -106,20 +105,18 @@ class Job:
 
     def prepare(self, out: list[Action]) -> None:
         """Its tokens, its slots, its fetch."""
-        assert self.stage is Stage.QUEUED, self.stage
-        self.stage = Stage.TAKING
+        assert self.stage is PrefillStage.QUEUED, self.stage
+        self.stage = PrefillStage.TAKING
         order = self.order
         out.append(
-            actions.TakeTokens(
-                order_id=order.order_id, request_id=order.request_id, frontend_id=order.frontend_id
-            )
+            TakeTokens(order_id=order.order_id, request_id=order.request_id, frontend_id=order.frontend_id)
         )
 
     def begin_turn(self, at_ns: int, out: list[Action]) -> None:
         """No other order computes until this one has drawn its first token, or ended."""
-        assert self.stage is Stage.PREPARED, self.stage
+        assert self.stage is PrefillStage.PREPARED, self.stage
         if self.rules.has_store:
-            self.stage, self.asked_ns = Stage.OPENING_PUSH, at_ns
+            self.stage, self.asked_ns = PrefillStage.OPENING_PUSH, at_ns
             self._open_push(out)
         else:
             self.started_ns = at_ns
@@ -130,9 +127,9 @@ class Job:
         if self.cancelled:
             return
         self.cancelled = True
-        if self.stage in WAITING_STAGES or self.stage is Stage.AWAITING_FETCH or self.paused:
+        if self.stage in WAITING_STAGES or self.stage is PrefillStage.AWAITING_FETCH or self.paused:
             self.fail("cancelled", out, retryable=False)
-        elif self.stage is Stage.COMPUTING:
+        elif self.stage is PrefillStage.COMPUTING:
             out.append(actions.StopComputing(order_id=self.order_id))
         # Else something is under way that cannot be taken back: the order ends with it.
 
@@ -147,13 +144,13 @@ class Job:
                 self._chunk_stored(event, out)
             case TokensTaken():
                 self._tokens_taken(event.reply, event.at_ns, out)
-            case PutOpened():
+            case SlotsReserved():
                 self._put_opened(event, out)
-            case OpenPutFailed():
-                self._retry_store(Stage.OPENING_PUT, "own store", event, out)
+            case ReserveSlotsFailed():
+                self._retry_store(PrefillStage.OPENING_PUT, "own store", event, out)
             case OpenPushFailed():
                 where = f"decode node {self.order.decode_node_id}"
-                self._retry_store(Stage.OPENING_PUSH, where, event, out)
+                self._retry_store(PrefillStage.OPENING_PUSH, where, event, out)
             case PauseEnded():
                 self._pause_ended(out)
             case LayersFetched():
@@ -182,7 +179,7 @@ class Job:
     # --- preparing ------------------------------------------------------------------------------------------
 
     def _tokens_taken(self, reply: TakeReply | None, at_ns: int, out: list[Action]) -> None:
-        if self.stage is not Stage.TAKING:
+        if self.stage is not PrefillStage.TAKING:
             return
         if reply is None or reply.gone:
             self.fail(refusal(reply), out, retryable=reply is None)
@@ -202,14 +199,14 @@ class Job:
         if len(self.token_ids) != self.order.prompt_tokens:
             self.fail("the frontend's tokens are not those of the order", out, retryable=False)
         elif self.rules.has_store:
-            self.stage, self.asked_ns = Stage.OPENING_PUT, at_ns
+            self.stage, self.asked_ns = PrefillStage.OPENING_PUT, at_ns
             self._open_put(out)
         else:
-            self.stage = Stage.PREPARED
+            self.stage = PrefillStage.PREPARED
 
     def _open_put(self, out: list[Action]) -> None:
         out.append(
-            actions.OpenPut(
+            actions.ReserveSlots(
                 order_id=self.order_id,
                 block_keys=self.reply.block_keys,
                 blocks=self.rules.layout.blocks(self.order.prompt_tokens),
@@ -217,10 +214,10 @@ class Job:
             )
         )
 
-    def _put_opened(self, event: PutOpened, out: list[Action]) -> None:
-        if self.stage is not Stage.OPENING_PUT:
+    def _put_opened(self, event: SlotsReserved, out: list[Action]) -> None:
+        if self.stage is not PrefillStage.OPENING_PUT:
             return
-        self.stage = Stage.PREPARED
+        self.stage = PrefillStage.PREPARED
         self.put_ns = event.at_ns - self.asked_ns
         self.slots, self.present = event.slots, event.present
         present, usable = dict.fromkeys(event.present), self.usable_blocks
@@ -235,7 +232,7 @@ class Job:
             if fetch is not None:
                 self.fetching, self.fetched_blocks, self.fetch_node_id = True, fetch.blocks, fetch.node_id
                 out.append(
-                    actions.FetchBlocks(
+                    actions.StartFetch(
                         order_id=self.order_id,
                         source_node_id=fetch.node_id,
                         first_block=fetch.first_block,
@@ -249,7 +246,7 @@ class Job:
         if not self.fetching or layer <= self.fetched_layer:
             return
         self.fetched_layer = layer
-        if self.stage is Stage.COMPUTING:
+        if self.stage is PrefillStage.COMPUTING:
             out.append(actions.LoadLayers(order_id=self.order_id, layer=layer))
 
     def _blocks_fetched(self, event: BlocksFetched, out: list[Action]) -> None:
@@ -259,7 +256,7 @@ class Job:
         self.fetching = False
         self.fetch_node_id = event.source_node_id or self.fetch_node_id
         self.fetched_bytes, self.fetch_ns = event.moved_bytes, event.elapsed_ns
-        if self.stage is Stage.AWAITING_FETCH:
+        if self.stage is PrefillStage.AWAITING_FETCH:
             self._compute_without_fetch(out)
 
     def _fetch_failed(self, reason: str, out: list[Action]) -> None:
@@ -267,16 +264,16 @@ class Job:
         if not self.fetching:
             return
         self.fetching = False
-        if self.stage is Stage.COMPUTING:
+        if self.stage is PrefillStage.COMPUTING:
             # If all layers were loaded before, it goes on; else LoadFailed comes.
             out.append(actions.FailLoads(order_id=self.order_id, reason=reason))
-        elif self.stage is Stage.AWAITING_FETCH:
+        elif self.stage is PrefillStage.AWAITING_FETCH:
             self._compute_without_fetch(out)
-        elif self.stage in (Stage.PREPARED, Stage.OPENING_PUSH):
+        elif self.stage in (PrefillStage.PREPARED, PrefillStage.OPENING_PUSH):
             self.fetched_blocks = 0
 
     def _retry_store(
-        self, stage: Stage, where: str, event: OpenPutFailed | OpenPushFailed, out: list[Action]
+        self, stage: PrefillStage, where: str, event: ReserveSlotsFailed | OpenPushFailed, out: list[Action]
     ) -> None:
         """Ask again while a store is full of leased blocks, or its agent is just coming back."""
         if self.stage is not stage or self.paused:
@@ -294,7 +291,7 @@ class Job:
         if not self.paused:
             return
         self.paused = False
-        if self.stage is Stage.OPENING_PUT:
+        if self.stage is PrefillStage.OPENING_PUT:
             self._open_put(out)
         else:
             self._open_push(out)
@@ -304,7 +301,7 @@ class Job:
     def _open_push(self, out: list[Action]) -> None:
         order = self.order
         out.append(
-            actions.OpenPush(
+            actions.StartPush(
                 order_id=order.order_id,
                 request_id=order.request_id,
                 target_node_id=order.decode_node_id,
@@ -313,7 +310,7 @@ class Job:
         )
 
     def _push_opened(self, at_ns: int, out: list[Action]) -> None:
-        if self.stage is not Stage.OPENING_PUSH or self.paused:
+        if self.stage is not PrefillStage.OPENING_PUSH or self.paused:
             return
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
@@ -322,7 +319,7 @@ class Job:
         self._compute(out)
 
     def _compute(self, out: list[Action]) -> None:
-        self.stage = Stage.COMPUTING
+        self.stage = PrefillStage.COMPUTING
         self.held_pushes = []
         total, begin = len(self.token_ids), self.prefix_blocks * self.rules.layout.block_tokens
         starts = range(begin, total, self.rules.chunk_tokens)
@@ -360,7 +357,7 @@ class Job:
     def _push(self, layer: int, first_block: int, blocks: int, out: list[Action]) -> None:
         if self.rules.has_store and not self.cancelled:
             out.append(
-                actions.PushLayer(order_id=self.order_id, layer=layer, first_block=first_block, blocks=blocks)
+                actions.SendLayer(order_id=self.order_id, layer=layer, first_block=first_block, blocks=blocks)
             )
 
     def _chunk_stored(self, event: ChunkStored, out: list[Action]) -> None:
@@ -369,18 +366,18 @@ class Job:
         blocks = min(event.first_block + event.blocks, keyed) - event.first_block
         if blocks > 0 and not self.cancelled:
             out.append(
-                actions.CommitBlocks(order_id=self.order_id, first_block=event.first_block, blocks=blocks)
+                actions.CommitPrompt(order_id=self.order_id, first_block=event.first_block, blocks=blocks)
             )
 
     def _prompt_computed(self, event: PromptComputed, out: list[Action]) -> None:
-        if self.stage is not Stage.COMPUTING:
+        if self.stage is not PrefillStage.COMPUTING:
             return
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
             return
         for layer, first_block, blocks in self.held_pushes:
             self._push(layer, first_block, blocks, out)
-        self.stage = Stage.DRAWING
+        self.stage = PrefillStage.DRAWING
         self.compute_ns = event.at_ns - self.started_ns
         self.finished_at_ns = event.finished_at_ns
         out.append(
@@ -390,7 +387,7 @@ class Job:
         )
 
     def _load_failed(self, reason: str, out: list[Action]) -> None:
-        if self.stage is not Stage.COMPUTING:
+        if self.stage is not PrefillStage.COMPUTING:
             return
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
@@ -399,18 +396,18 @@ class Job:
             self.fail(f"cached layers: {reason}", out, retryable=True)
         elif self.fetching:
             # It still writes to slots that the computation is going to write.
-            self.stage = Stage.AWAITING_FETCH
+            self.stage = PrefillStage.AWAITING_FETCH
         else:
             self._compute_without_fetch(out)
 
     def _computing_stopped(self, out: list[Action]) -> None:
-        if self.stage is Stage.COMPUTING and self.cancelled:
+        if self.stage is PrefillStage.COMPUTING and self.cancelled:
             self.fail("cancelled", out, retryable=False)
 
     # --- ending ---------------------------------------------------------------------------------------------
 
     def _first_token_drawn(self, first: SampledToken, out: list[Action]) -> None:
-        if self.stage is not Stage.DRAWING:
+        if self.stage is not PrefillStage.DRAWING:
             return
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
@@ -428,14 +425,14 @@ class Job:
         # The decode worker need not wait for the end of the push: it hears of every layer.
         out.append(actions.SendResult(decode_worker_id=self.order.decode_worker_id, result=self.result))
         self.turn = None
-        self.stage = Stage.CLOSING
+        self.stage = PrefillStage.CLOSING
         if self.rules.has_store:
-            out.append(actions.ClosePush(order_id=self.order_id))
+            out.append(actions.EndPush(order_id=self.order_id))
         else:
             self._push_closed(0, 0, out)
 
     def _push_closed(self, moved_bytes: int, elapsed_ns: int, out: list[Action]) -> None:
-        if self.stage is not Stage.CLOSING:
+        if self.stage is not PrefillStage.CLOSING:
             return
         result = self.result
         assert result is not None, self.order_id
@@ -458,11 +455,11 @@ class Job:
             pushed_bytes=moved_bytes,
             push_ns=elapsed_ns,
         )
-        out.append(actions.Report(event=finished))
+        out.append(Report(event=finished))
         self._end("", out)
 
     def _push_failed(self, reason: str, out: list[Action]) -> None:
-        if self.stage is Stage.CLOSING:
+        if self.stage is PrefillStage.CLOSING:
             self.fail(f"push to {self.order.decode_node_id}: {reason}", out, retryable=True)
 
     def fail(self, reason: str, out: list[Action], *, retryable: bool) -> None:
@@ -475,11 +472,11 @@ class Job:
                 reason=reason[:REASON_CHARACTERS_MAX],
                 retryable=retryable,
             )
-            out.append(actions.Report(event=failed))
+            out.append(Report(event=failed))
         self._end("cancelled" if self.cancelled else reason, out)
 
     def _end(self, error: str, out: list[Action]) -> None:
-        self.stage, self.paused, self.fetching = Stage.ENDED, False, False
+        self.stage, self.paused, self.fetching = PrefillStage.ENDED, False, False
         out.append(
             actions.EndOrder(
                 order_id=self.order_id,

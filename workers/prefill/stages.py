@@ -8,7 +8,7 @@ from enum import Enum
 from halfmoon.schemas.policy import Layout
 
 
-class Stage(Enum):
+class PrefillStage(Enum):
     """Where an order stands."""
 
     QUEUED = "queued"  # nothing has begun
@@ -23,9 +23,14 @@ class Stage(Enum):
     ENDED = "ended"
 
 
-WAITING_STAGES = (Stage.QUEUED, Stage.TAKING, Stage.OPENING_PUT, Stage.PREPARED)
+WAITING_STAGES = (PrefillStage.QUEUED, PrefillStage.TAKING, PrefillStage.OPENING_PUT, PrefillStage.PREPARED)
 #: At most one order of a worker is in one of these.
-TURN_STAGES = (Stage.OPENING_PUSH, Stage.COMPUTING, Stage.AWAITING_FETCH, Stage.DRAWING)
+TURN_STAGES = (
+    PrefillStage.OPENING_PUSH,
+    PrefillStage.COMPUTING,
+    PrefillStage.AWAITING_FETCH,
+    PrefillStage.DRAWING,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

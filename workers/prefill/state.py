@@ -21,16 +21,11 @@ from __future__ import annotations
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.policy import Layout
-from halfmoon.workers.prefill.actions import Action, Announce
-from halfmoon.workers.prefill.events import (
-    AnnounceRequested,
-    Event,
-    OrderCancelled,
-    OrderReceived,
-    WorkerStopped,
-)
+from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelled, WorkerStopped
+from halfmoon.workers.prefill.actions import Action
+from halfmoon.workers.prefill.events import Event, PrefillOrdered
 from halfmoon.workers.prefill.job import Job
-from halfmoon.workers.prefill.stages import TURN_STAGES, WAITING_STAGES, JobRules, Stage
+from halfmoon.workers.prefill.stages import TURN_STAGES, WAITING_STAGES, JobRules, PrefillStage
 
 
 class PrefillState:
@@ -71,7 +66,7 @@ class PrefillState:
         """The actions that follow from `event`, in the order in which they must be begun."""
         out: list[Action] = []
         match event:
-            case OrderReceived():
+            case PrefillOrdered():
                 self._receive(event.order, event.at_ns)
             case OrderCancelled():
                 if (job := self.jobs.get(event.order_id)) is not None:
@@ -110,20 +105,23 @@ class PrefillState:
             assert job.order_id == order_id, (order_id, job.order_id)
             assert (job in self.queue) == (job.stage in WAITING_STAGES), ("queue and stage differ", *about)
             assert (job is self.turn) == (job.stage in TURN_STAGES), ("turn and stage differ", *about)
-            assert job.stage is not Stage.ENDED, ("ended and still open", *about)
+            assert job.stage is not PrefillStage.ENDED, ("ended and still open", *about)
             assert not (job.cancelled and job in self.queue), ("cancelled and still in the queue", *about)
-            assert not job.paused or job.stage in (Stage.OPENING_PUT, Stage.OPENING_PUSH), ("paused", *about)
+            assert not job.paused or job.stage in (PrefillStage.OPENING_PUT, PrefillStage.OPENING_PUSH), (
+                "paused",
+                *about,
+            )
             assert not job.fetching or has_store, ("fetches without a store", *about)
-            waits = job.stage is Stage.AWAITING_FETCH
+            waits = job.stage is PrefillStage.AWAITING_FETCH
             assert not waits or job.fetching, ("waits for a fetch that is not under way", *about)
             assert 0 <= job.prefix_blocks <= job.usable_blocks, ("more cached than usable", *about)
             assert job.fetched_layer < max(1, layout.layers), ("a layer too many", *about, job.fetched_layer)
         assert all(self.jobs.get(job.order_id) is job for job in self.queue), "an ended order in the queue"
         assert self.turn is None or self.turn.order_id in self.jobs, "an ended order has the turn"
         for place, job in enumerate(self.queue):
-            begun = job.stage is not Stage.QUEUED
+            begun = job.stage is not PrefillStage.QUEUED
             assert begun == (place < self.prepared_max), ("prepared out of turn", job.order_id, place)
-        idle = self.turn is None and self.queue and self.queue[0].stage is Stage.PREPARED
+        idle = self.turn is None and self.queue and self.queue[0].stage is PrefillStage.PREPARED
         assert not idle, ("prepared, and nothing computes", self.queue[0].order_id)
         assert self.kv_blocks_used <= self.kv_blocks, (self.kv_blocks_used, self.kv_blocks)
         assert not (self.stopped and self.jobs), ("open orders of a stopped worker", list(self.jobs))
@@ -131,7 +129,7 @@ class PrefillState:
     @property
     def kv_blocks_used(self) -> int:
         """Blocks of the engine's own paged cache in use."""
-        if self.turn is None or self.turn.stage is not Stage.COMPUTING:
+        if self.turn is None or self.turn.stage is not PrefillStage.COMPUTING:
             return 0
         return self.rules.layout.blocks(self.turn.order.prompt_tokens)
 
@@ -144,12 +142,12 @@ class PrefillState:
 
     def _prepare_some(self, out: list[Action]) -> None:
         for job in self.queue[: self.prepared_max]:
-            if job.stage is Stage.QUEUED:
+            if job.stage is PrefillStage.QUEUED:
                 job.prepare(out)
 
     def _begin_turn(self, at_ns: int, out: list[Action]) -> None:
         # In the order of arrival: one that is prepared already waits for an earlier one that is not.
-        if self.turn is None and self.queue and self.queue[0].stage is Stage.PREPARED:
+        if self.turn is None and self.queue and self.queue[0].stage is PrefillStage.PREPARED:
             self.turn = self.queue.pop(0)
             self.turn.begin_turn(at_ns, out)
             self._prepare_some(out)
@@ -163,7 +161,7 @@ class PrefillState:
         self.stopped = True
         for job in list(self.jobs.values()):
             job.cancel(out)
-            if job.stage is not Stage.ENDED:
+            if job.stage is not PrefillStage.ENDED:
                 job.fail("cancelled", out, retryable=False)
             self._settle(job)
 
@@ -171,7 +169,7 @@ class PrefillState:
         """The queue, the turn and the open orders follow a job's stage."""
         if job is self.turn and job.stage not in TURN_STAGES:
             self.turn = None
-        if job.stage is Stage.ENDED:
+        if job.stage is PrefillStage.ENDED:
             del self.jobs[job.order_id]
             if job in self.queue:
                 self.queue.remove(job)

@@ -23,30 +23,35 @@ from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.kv import KvLoaded, PrefillResult
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.store.errors import StoreError, StoreFull
+from halfmoon.workers.machines import (
+    Announce,
+    AnnounceRequested,
+    OrderCancelled,
+    Report,
+    TakeTokens,
+    TokensTaken,
+    WorkerStopped,
+)
 from halfmoon.workers.prefill.actions import (
     Action,
-    Announce,
     BeginSpan,
-    ClosePush,
-    CommitBlocks,
+    CommitPrompt,
     ComputePrompt,
     DrawFirstToken,
     EndOrder,
+    EndPush,
     FailLoads,
-    FetchBlocks,
     LoadLayers,
-    OpenPush,
-    OpenPut,
     PauseOrder,
-    PushLayer,
-    Report,
+    ReserveSlots,
+    SendLayer,
     SendResult,
+    StartFetch,
+    StartPush,
     StopComputing,
-    TakeTokens,
 )
 from halfmoon.workers.prefill.computation import OrderAborted, PromptComputation
 from halfmoon.workers.prefill.events import (
-    AnnounceRequested,
     BlocksFetched,
     ComputingStopped,
     Event,
@@ -55,17 +60,14 @@ from halfmoon.workers.prefill.events import (
     LayersFetched,
     LoadFailed,
     OpenPushFailed,
-    OpenPutFailed,
-    OrderCancelled,
-    OrderReceived,
     PauseEnded,
+    PrefillOrdered,
     PromptComputed,
     PushClosed,
     PushFailed,
     PushOpened,
-    PutOpened,
-    TokensTaken,
-    WorkerStopped,
+    ReserveSlotsFailed,
+    SlotsReserved,
 )
 from halfmoon.workers.prefill.layer_progress import LayersMissing
 from halfmoon.workers.prefill.spans import begin_prefill, end_prefill
@@ -110,7 +112,7 @@ class PrefillWorker(Worker):
         now_ns = time.monotonic_ns()
         match decision:
             case StartPrefill():
-                self._hear(OrderReceived(at_ns=now_ns, order=decision))
+                self._hear(PrefillOrdered(at_ns=now_ns, order=decision))
             case CancelOrder():
                 self._hear(OrderCancelled(at_ns=now_ns, order_id=decision.order_id))
             case AnnounceYourself():
@@ -148,21 +150,21 @@ class PrefillWorker(Worker):
 
     def _obey_action(self, action: Action) -> None:
         match action:
-            case PushLayer():
+            case SendLayer():
                 self._push_layer(action)
-            case CommitBlocks():
+            case CommitPrompt():
                 self.spawn(self._commit(action))
             case TakeTokens():
                 self._ask(action.order_id, self._take_tokens(action))
             case BeginSpan():
                 self._begin_span(action)
-            case OpenPut():
+            case ReserveSlots():
                 self._ask(action.order_id, self._open_put(action))
             case PauseOrder():
                 self._ask(action.order_id, self._pause(action))
-            case FetchBlocks():
+            case StartFetch():
                 self._ask(action.order_id, self._fetch(action))
-            case OpenPush():
+            case StartPush():
                 self.spawn(self._open_push(action))
             case ComputePrompt():
                 self._begin_computing(action)
@@ -172,7 +174,7 @@ class PrefillWorker(Worker):
                 self.spawn(self._draw_first_token(action))
             case SendResult():
                 self._send_result(action)
-            case ClosePush():
+            case EndPush():
                 self.spawn(self._close_push(action))
             case Report():
                 self.report(action.event)
@@ -206,22 +208,22 @@ class PrefillWorker(Worker):
             if span is not None:
                 self._spans[action.order_id] = span
 
-    async def _open_put(self, action: OpenPut) -> None:
+    async def _open_put(self, action: ReserveSlots) -> None:
         assert self.store is not None
-        event: PutOpened | OpenPutFailed
+        event: SlotsReserved | ReserveSlotsFailed
         try:
             put = await self.store.open_put(
                 action.order_id, action.block_keys, blocks=action.blocks, tenant=action.tenant
             )
         except (StoreError, BusError) as problem:
-            event = OpenPutFailed(
+            event = ReserveSlotsFailed(
                 at_ns=time.monotonic_ns(),
                 order_id=action.order_id,
                 reason=str(problem),
                 full=isinstance(problem, StoreFull),
             )
         else:
-            event = PutOpened(
+            event = SlotsReserved(
                 at_ns=time.monotonic_ns(),
                 order_id=action.order_id,
                 slots=list(put.slots),
@@ -233,7 +235,7 @@ class PrefillWorker(Worker):
         await asyncio.sleep(action.pause_ns / SECOND_NS)
         self._hear(PauseEnded(at_ns=time.monotonic_ns(), order_id=action.order_id))
 
-    async def _fetch(self, action: FetchBlocks) -> None:
+    async def _fetch(self, action: StartFetch) -> None:
         assert self.store is not None
         order_id, source = action.order_id, action.source_node_id
         event: BlocksFetched | FetchFailed
@@ -261,7 +263,7 @@ class PrefillWorker(Worker):
 
     # --- computing ------------------------------------------------------------------------------------------
 
-    async def _open_push(self, action: OpenPush) -> None:
+    async def _open_push(self, action: StartPush) -> None:
         assert self.store is not None
         event: PushOpened | OpenPushFailed
         try:
@@ -326,13 +328,13 @@ class PrefillWorker(Worker):
             case _:
                 assert_never(action)
 
-    def _push_layer(self, action: PushLayer) -> None:
+    def _push_layer(self, action: SendLayer) -> None:
         assert self.store is not None
         self.store.push(
             action.order_id, layer=action.layer, first_block=action.first_block, blocks=action.blocks
         )
 
-    async def _commit(self, action: CommitBlocks) -> None:
+    async def _commit(self, action: CommitPrompt) -> None:
         assert self.store is not None
         with contextlib.suppress(StoreError, BusError):  # not shared, then; the request itself goes on
             await self.store.commit(action.order_id, first_block=action.first_block, blocks=action.blocks)
@@ -348,7 +350,7 @@ class PrefillWorker(Worker):
         subject = subjects.kv(action.decode_worker_id, PrefillResult.__name__)
         self.bus.publish_soon(subject, action.result, message_id=f"{action.result.order_id}-result")
 
-    async def _close_push(self, action: ClosePush) -> None:
+    async def _close_push(self, action: EndPush) -> None:
         assert self.store is not None
         order_id = action.order_id
         event: PushClosed | PushFailed

@@ -13,7 +13,7 @@ from halfmoon.conductor.simulation.experiments.runner import MS, Context, S, Sec
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.plots import curves, loads
 from halfmoon.conductor.simulation.profiles import LLAMA2_A800
-from halfmoon.conductor.simulation.report import Objectives, Report
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName
@@ -147,7 +147,7 @@ def overload(context: Context) -> Section:
         msgspec.structs.replace(arrival, at_ns=place * 100 * MS)
         for place, arrival in enumerate(context.arrivals[:6000])
     ]
-    reports: dict[str, Report] = {}
+    reports: dict[str, SimulationReport] = {}
     swing = {}
     for admission in ADMISSIONS:
         report = context.run(
@@ -186,7 +186,7 @@ def overload(context: Context) -> Section:
     )
 
 
-def _overload_row(what: str, admission: str, report: Report, paper: dict[str, int]) -> list[str]:
+def _overload_row(what: str, admission: str, report: SimulationReport, paper: dict[str, int]) -> list[str]:
     lost = round((1 - report.effective_capacity) * report.requests)
     refused = sum(report.rejected.values())
     reasons = ", ".join(f"{reason} {count}" for reason, count in report.rejected.items())

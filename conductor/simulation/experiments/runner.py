@@ -14,7 +14,7 @@ import msgspec
 from halfmoon.conductor.simulation.capacity import Runs
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800, Profile
-from halfmoon.conductor.simulation.report import Objectives, Report
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.systems import run_system
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.conductor.simulation.world import ClusterShape
@@ -58,7 +58,7 @@ class Context:
         noise_percent: int = 0,
         arrivals: Sequence[Arrival] | None = None,
         outcomes: dict[str, Outcome] | None = None,
-    ) -> Report:
+    ) -> SimulationReport:
         slo = slo or Objectives(ttft_ns=30 * S, tbt_ns=100 * MS)
         cluster = cluster or ClusterShape(prefill=8, decode=8)
         self.say(
