@@ -89,10 +89,12 @@ class PeerService:
         return messages.Done()
 
     async def drop(self, request: messages.DropBlocks) -> messages.Done:
-        """The reader of the reservation is told by the writer (`TransferFailed`)."""
+        """The writer's part of the reservation ends. The reader's does not: the decode worker may be copying from
+        these slots, and hears of the failure by another way (`TransferFailed`), perhaps later, perhaps never. Its
+        own release ends it, or the conductor's, or its lease.
+        """
         writer = _writer(request.order_id, request.writer_node_id)
         self._guard.release(writer, writers=[writer.party], remember=True)
-        self._guard.release(Owner(request.order_id, request.decode_worker_id), remember=True)
         return messages.Done()
 
     async def pair(self, request: messages.QueuePair) -> messages.QueuePair:

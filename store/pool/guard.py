@@ -14,12 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import xxhash
 
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.store.errors import OrderUnknown
 from halfmoon.store.pool.eviction import EvictionName, make_eviction
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.slots import Change, Counts, Hold, Idle, Owner
 
 WORKER = "worker"
+#: The holder of a hold that is ended from outside hears of it by another way (the bus), a moment later. Until then it
+#: may copy from the slots, and bytes of another order there would become wrong KV: so they are not given away.
+READER_GRACE_NS = 5 * SECOND_NS
 
 
 def peer_writer(node_id: str) -> str:
@@ -218,10 +222,17 @@ class PoolGuard:
         return known
 
     def release_order(self, order_id: str) -> None:
-        """Drops every hold of the order, leaves its writers, and refuses what comes of it later."""
+        """Ends every hold of the order, leaves its writers, and refuses what comes of it later.
+
+        A peer's reservation ends at once: it does not read here. All others stay for `READER_GRACE_NS`.
+        """
+        expires_ns = time.monotonic_ns() + READER_GRACE_NS
         with self._lock:
             for owner in self._pool.owners(order_id):
-                self._pool.release(owner)
+                if (owner, owner.party) in self._pool.writers:  # a peer that pushes; see `peer_writer`
+                    self._pool.release(owner)
+                else:
+                    self._pool.retire(owner, expires_ns=expires_ns)
         self._gone[Owner(order_id, "")] = self._expiry()
 
     def party(self, party: str) -> list[Owner]:

@@ -174,17 +174,24 @@ class Pool:
         return hold
 
     def hold(self, owner: Owner) -> Hold:
-        """Raises OrderUnknown."""
-        try:
-            return self.holds[owner]
-        except KeyError:
-            raise OrderUnknown(f"order {owner.order_id} holds nothing here for {owner.party}") from None
+        """Raises OrderUnknown, for a retired one too."""
+        hold = self.holds.get(owner)
+        if hold is None or hold.retired:
+            raise OrderUnknown(f"order {owner.order_id} holds nothing here for {owner.party}")
+        return hold
 
     def renew(self, owner: Owner, *, expires_ns: int) -> None:
         """The hold lives until `expires_ns` at least. Raises OrderUnknown."""
         hold = self.hold(owner)
         if not hold.pin:
             hold.expires_ns = max(hold.expires_ns, expires_ns)
+
+    def retire(self, owner: Owner, *, expires_ns: int) -> None:
+        """Ends a hold whose holder does not know yet and may be reading: its slots are nobody else's until it
+        releases them, or until `expires_ns`. For every other purpose the hold is gone. Raises OrderUnknown.
+        """
+        hold = self.hold(owner)
+        hold.expires_ns, hold.retired = min(hold.expires_ns, expires_ns), True
 
     def release(self, owner: Owner) -> bool:
         """Drops a hold: leases end, reserved slots become free, or condemned when a writer is on them. False:
@@ -310,7 +317,7 @@ class Pool:
     def may_write(self, owner: Owner, slots: Sequence[int]) -> str:
         """ "" when `owner` holds a reservation on every one of `slots`, otherwise why not."""
         hold = self.holds.get(owner)
-        if hold is None:
+        if hold is None or hold.retired:
             return "no reservation"
         held = set(hold.slots)
         for slot in slots:
@@ -324,7 +331,8 @@ class Pool:
         """ "" when some party of the order leases every one of `slots`, otherwise why not."""
         held: set[int] = set()
         for owner in self.owners(order_id):
-            held.update(self.holds[owner].slots)
+            if not self.holds[owner].retired:
+                held.update(self.holds[owner].slots)
         for slot in slots:
             if slot not in held or self.slots[slot].state is not SlotState.COMMITTED:
                 return f"slot {slot} is not leased for this order"

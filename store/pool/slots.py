@@ -77,6 +77,8 @@ class Hold:
     tenant: str = ""
     #: A hard pin: it is not renewed by activity, and all of them together may hold only a part of the pool.
     pin: bool = False
+    #: Ended from outside: nothing is done with it any more, but its holder may be reading until it expires.
+    retired: bool = False
 
 
 @dataclass(slots=True)

@@ -346,7 +346,6 @@ class Push:
         self._tell(TransferFailed(**self.ids, reason=self.failure))
         if self._target_is_there():
             self.target.guard.release(self.writer, writers=[self.writer.party], remember=True)
-            self.target.guard.release(Owner(self.owner.order_id, self.decode.process_id), remember=True)
 
 
 class Fetching:

@@ -224,7 +224,7 @@ def test_wrong_sizes_and_wrong_sums(kind: str) -> None:
         _, refusal = await raw.ask(*raw.write(slot=slot, layers=5), good)
         _, refusal = await raw.ask(*raw.write(slot=slot + 99), good)
         assert two.counters["refused_outside"] == 2
-        two.guard.release_order("o")
+        two.guard.release(Owner("o", "w"))
         two.guard.close_writer(Owner("o", "w"), "node-one")
         assert two.guard.counts().free == 16
 
@@ -281,7 +281,7 @@ def test_a_writer_that_stops_in_the_middle_of_a_frame_frees_the_slot() -> None:
         raw.channel.socket.sendall(prefix + mac + header + b"x" * 8191)
         await until(raw.channel.broken)  # after stall_ns_max, which is 1 s
         assert two.counters["tcp_written_bytes"] == 0
-        two.guard.release_order("o")
+        two.guard.release(Owner("o", "w"))
         two.guard.close_writer(Owner("o", "w"), "node-one")
         assert two.guard.counts().free == 16
 
