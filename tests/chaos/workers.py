@@ -7,13 +7,14 @@ each event the machine's invariants are checked. Engines compute marks and token
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.schemas.events import DecodeStarted, Event, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.tokens import TakeReply, TakeRequest
-from halfmoon.store.errors import StoreError
+from halfmoon.store.errors import OrderUnknown, StoreError
 from halfmoon.store.pool.slots import Owner
 from tests.chaos.network import Process
 from tests.chaos.stores import Memory, StoreAgent
@@ -89,9 +90,8 @@ class Worker(Process):
         self.later(1 * S, self.beat)
 
     def keep(self, order_id: str) -> None:
-        owner = Owner(order_id, self.process_id)
-        if owner in self.store.pool.holds:
-            self.store.guard.hold(owner)
+        with contextlib.suppress(OrderUnknown):  # ended meanwhile, or not yet opened
+            self.store.guard.hold(Owner(order_id, self.process_id))
 
     def left(self, incarnation: str) -> Event:
         return WorkerLeft(worker_id=self.process_id, incarnation=incarnation)
