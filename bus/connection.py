@@ -13,7 +13,7 @@ import inspect
 import logging
 import ssl
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from nats.aio.subscription import Subscription
@@ -202,9 +202,10 @@ class Bus:
         """Wait until what was appended and ordered before this call is stored; False when time ran out."""
         return await self._publisher.settle(timeout_s)
 
-    async def events(self, *, after: int = 0) -> AsyncIterator[Stamped]:
-        """The log from sequence `after + 1` on, endless, each event once and in order."""
-        async for message in self.read(subjects.EVENTS_STREAM, subjects.EVENTS_ALL, after=after):
+    async def events(self, *, after: int = 0, kinds: Sequence[type[Message]] = ()) -> AsyncIterator[Stamped]:
+        """The log from sequence `after + 1` on, endless, each event once and in order. `kinds`: only these."""
+        wanted = [subjects.events_of_kind(kind.__name__) for kind in kinds] or [subjects.EVENTS_ALL]
+        async for message in self.read(subjects.EVENTS_STREAM, *wanted, after=after):
             try:
                 event: Event = decode(message.payload, Event)
             except MessageInvalid:
@@ -224,9 +225,9 @@ class Bus:
         info = await self.jetstream.info(stream)
         return (info.first_seq if info.messages else info.last_seq + 1), info.last_seq
 
-    async def read(self, stream: str, subject: str, *, after: int = 0) -> AsyncGenerator[StreamMessage, None]:
-        """Messages of `stream` that match `subject`, in order, endless."""
-        reader = StreamReader(self.nc, stream, filter_subject=subject, after=after)
+    async def read(self, stream: str, *wanted: str, after: int = 0) -> AsyncGenerator[StreamMessage, None]:
+        """Messages of `stream` that match any of these subjects, in order, endless."""
+        reader = StreamReader(self.nc, stream, subjects=wanted, after=after)
         self._readers.add(reader)
         try:
             async for message in reader:

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
@@ -45,11 +45,11 @@ class StreamMessage:
 class StreamReader:
     """`async for message in StreamReader(...)`: endless, from after a sequence on. Raises StreamRecreated."""
 
-    def __init__(self, nc: DirectClient, stream: str, *, filter_subject: str, after: int = 0) -> None:
+    def __init__(self, nc: DirectClient, stream: str, *, subjects: Sequence[str], after: int = 0) -> None:
         self._nc = nc
         self._jetstream = JetStream(nc)
         self._stream = stream
-        self._filter = filter_subject
+        self._subjects = list(subjects)
         self._created = ""
         self.last_seq = after
         self._expected = 1
@@ -118,7 +118,7 @@ class StreamReader:
             "opt_start_seq": self.last_seq + 1,
             "ack_policy": "none",
             "max_deliver": 1,
-            "filter_subject": self._filter,
+            "filter_subjects": self._subjects,
             "idle_heartbeat": int(IDLE_HEARTBEAT_S * 1e9),
             "flow_control": True,
             "mem_storage": True,

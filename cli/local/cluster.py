@@ -159,7 +159,9 @@ class LocalCluster:
 
     async def _watch(self, after: int) -> None:
         assert self.bus is not None
-        async for stamped in self.bus.events(after=after):
+        # Not the whole log: that would cost this process, and the server, as much as a conductor's reading.
+        kinds = (ClusterConfigured, WorkerJoined, FrontendJoined, StoreJoined)
+        async for stamped in self.bus.events(after=after, kinds=kinds):
             match stamped.event:
                 case ClusterConfigured():
                     self.joined.clear()

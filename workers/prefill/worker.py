@@ -100,6 +100,8 @@ class PrefillWorker(Worker):
         self._spans: dict[str, OpenSpan] = {}
         #: Of the order that has the turn: the logits of its last prompt token.
         self._logits: object = None
+        #: Follows PromptComputed, and is done by the same task: a task of its own costs more than the draw.
+        self._drawing: DrawFirstToken | None = None
         self._computation: PromptComputation | None = None
         self._releasing: set[asyncio.Task[None]] = set()
         self._pool = await self.store.attach() if self.store else None
@@ -171,7 +173,7 @@ class PrefillWorker(Worker):
             case LoadLayers() | FailLoads() | StopComputing():
                 self._steer_computing(action)
             case DrawFirstToken():
-                self.spawn(self._draw_first_token(action))
+                self._drawing = action
             case SendResult():
                 self._send_result(action)
             case EndPush():
@@ -313,6 +315,9 @@ class PrefillWorker(Worker):
         finally:
             self.engine.allocator.free(table)
         self._hear(event)
+        if self._drawing is not None:
+            drawing, self._drawing = self._drawing, None
+            await self._draw_first_token(drawing)
 
     def _steer_computing(self, action: LoadLayers | FailLoads | StopComputing) -> None:
         computation = self._computation
