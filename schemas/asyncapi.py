@@ -165,6 +165,9 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m halfmoon.schemas.asyncapi FILE", file=sys.stderr)
         return 2
+    if forgotten := without_channel():
+        print(f"in no channel of schemas/channels.py: {', '.join(forgotten)}", file=sys.stderr)
+        return 1
     Path(arguments[0]).write_bytes(written())
     return 0
 

@@ -19,6 +19,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks import structure
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -278,6 +280,19 @@ def docstrings(path: Path, source: str) -> list[str]:
     return found
 
 
+def openings(path: Path, source: str) -> list[str]:
+    """Docstrings that open with "Of" or "What": they are read twice. The messages' texts are published as they are."""
+    if path.parts[0] == "schemas":
+        return []
+    found = []
+    for node in nodes(source):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or " ").split(maxsplit=1)[:1]
+            if first in (["Of"], ["What"]):
+                found.append(f"{path}:{getattr(node, 'lineno', 1)}: a docstring opens with {first[0]}")
+    return found
+
+
 def swallowed(path: Path, source: str) -> list[str]:
     """Every error caught, and nothing done."""
     found = []
@@ -330,7 +345,15 @@ def leftovers(path: Path, source: str) -> list[str]:
 
 
 Check = Callable[[Path, str], list[str]]
-PACKAGE_CHECKS: list[Check] = [directions, docstring_only, size, function_size, docstrings, swallowed]
+PACKAGE_CHECKS: list[Check] = [
+    directions,
+    docstring_only,
+    size,
+    function_size,
+    docstrings,
+    openings,
+    swallowed,
+]
 PYTHON_CHECKS: list[Check] = [absolute, switched_off]
 
 
@@ -351,6 +374,58 @@ def test_the_packages_are_tidy(check: Check) -> None:
 def test_all_python_is_tidy(check: Check) -> None:
     found = complaints([check], PYTHON)
     assert not found, "\n".join(found)
+
+
+def test_no_module_imports_another_in_a_circle() -> None:
+    """Types included: see `benchmarks/structure.py`."""
+    assert structure.circles(structure.read_modules(ROOT)) == []
+
+
+def test_a_circle_is_found_behind_type_checking_too(tmp_path: Path) -> None:
+    for folder in structure.PACKAGES:
+        (tmp_path / folder).mkdir()
+    (tmp_path / "bus" / "a.py").write_text("from halfmoon.bus import b\n")
+    behind = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from halfmoon.bus.a import A\n"
+    (tmp_path / "bus" / "b.py").write_text(behind)
+    assert structure.circles(structure.read_modules(tmp_path)) == [["bus.a", "bus.b"]]
+
+
+def test_a_class_name_has_one_owner() -> None:
+    assert structure.shared_class_names(structure.read_modules(ROOT)) == {}
+
+
+def unused(packaged: Iterator[tuple[Path, str]], using: Iterator[str]) -> list[str]:
+    """Functions and classes of the packages that nothing names but, perhaps, a test. `using`: sources beside them."""
+    made: dict[str, str] = {}
+    named: dict[str, None] = {}
+    sources = list(packaged)
+    for path, source in sources:
+        for node in nodes(source):
+            defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if defines and not node.name.startswith("__"):
+                made[node.name] = f"{path}:{node.lineno}: only tests use {node.name}"
+    for source in [*(source for _, source in sources), *using]:
+        for node in nodes(source):
+            match node:
+                case ast.Name(id=name) | ast.Attribute(attr=name):
+                    named[name] = None
+                case ast.Constant(value=str(name)) if name.isidentifier():
+                    named[name] = None
+                case _:
+                    pass
+    return [text for name, text in made.items() if name not in named]
+
+
+def test_what_only_tests_use_is_gone() -> None:
+    beside = [path for path in PYTHON if path.parts[0] in ("benchmarks", "examples")]
+    found = unused(((path, text(path)) for path in PACKAGED), map(text, beside))
+    # The machines' invariants are for tests and the world of chaos: a live worker does not pay for them.
+    assert [one for one in found if not one.endswith("use validate")] == []
+
+
+def test_a_definition_that_nothing_uses_is_found() -> None:
+    source = "def used():\n    pass\ndef forgotten():\n    used()\n"
+    assert unused(iter([(Path("bus/x.py"), source)]), iter([])) == ["bus/x.py:3: only tests use forgotten"]
 
 
 def test_nothing_is_left_over_in_any_file() -> None:
@@ -510,6 +585,13 @@ SAMPLES: list[tuple[Check, str, str, str]] = [
     (function_size, "bus/x.py", "def f():\n" + "    x = 1\n" * 70, "x.py:1: f has 71 lines"),
     (docstrings, "bus/x.py", "x = 1", "x.py: no docstring"),
     (docstrings, "bus/x.py", '"""X."""\nclass Log:\n    pass', "class Log has no docstring"),
+    (
+        openings,
+        "bus/x.py",
+        '"""X."""\ndef f():\n    """Of all, the first."""',
+        "x.py:2: a docstring opens with Of",
+    ),
+    (openings, "bus/x.py", '"""What it is."""', "opens with What"),
     (swallowed, "bus/x.py", "try:\n    f()\nexcept Exception:\n    pass", "x.py:3: every error"),
     (swallowed, "bus/x.py", "try:\n    f()\nexcept:\n    ...", "caught and dropped"),
     (

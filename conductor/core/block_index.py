@@ -94,11 +94,6 @@ class BlockIndex:
         """
         return {node_id: blocks for blocks, nodes in self.runs(block_keys, blocks_max) for node_id in nodes}
 
-    def match_dram(self, block_keys: bytes, blocks_max: int) -> dict[str, int]:
-        """As `match`, counting only what is in DRAM."""
-        runs = self.runs(block_keys, blocks_max, dram_only=True)
-        return {node_id: blocks for blocks, nodes in runs for node_id in nodes}
-
     def runs(
         self, block_keys: bytes, blocks_max: int, *, dram_only: bool = False
     ) -> list[tuple[int, list[str]]]:

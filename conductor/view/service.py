@@ -102,11 +102,6 @@ class ViewService:
             if time.monotonic() - self._looked_at_s > LEASE_S:
                 self._look_away()
 
-    @property
-    def looked_at(self) -> bool:
-        """Somebody asked within `LEASE_S`: requests are followed."""
-        return self._tracker is not None
-
     def _look_away(self) -> None:
         self._tracker = None
         self._held.clear()

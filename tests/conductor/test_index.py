@@ -42,7 +42,7 @@ def test_a_block_is_there_while_one_tier_has_it() -> None:
     index = index_of(a=chain)
     index.add("a", chain, "ssd")
     index.discard("a", chain[32:], "dram")
-    assert (index.match(chain, 4), index.match_dram(chain, 4)) == ({"a": 4}, {"a": 2})
+    assert (index.match(chain, 4), index.runs(chain, 4, dram_only=True)) == ({"a": 4}, [(2, ["a"])])
     index.discard("a", chain[32:], "ssd")
     assert index.match(chain, 4) == {"a": 2}
     assert index.holders(chain[:16]) == ["a"]

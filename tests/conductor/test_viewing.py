@@ -245,11 +245,11 @@ def test_nothing_is_followed_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(service, "LEASE_S", 0.0)
     cluster = Watched()
     cluster.arrive("r1")
-    assert not cluster.viewing.looked_at
+    assert cluster.viewing._tracker is None
     cluster.view()
-    assert cluster.viewing.looked_at
+    assert cluster.viewing._tracker is not None
     cluster.arrive("r2")
-    assert not cluster.viewing.looked_at
+    assert cluster.viewing._tracker is None
     assert cluster.core.explain_requests is explain_none
     assert not cluster.viewing._held
 

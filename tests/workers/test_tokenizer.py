@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from halfmoon.workers.model.chat_template import plain_messages
 from halfmoon.workers.model.files import find_model
 from halfmoon.workers.model.gguf import GgufFile
 from halfmoon.workers.model.tokenizer import ChatTemplateError, IncrementalDetokenizer, StopChecker, Tokenizer
@@ -33,6 +34,11 @@ def whole_text(max_size: int) -> st.SearchStrategy[str]:
     return st.text(max_size=max_size).filter(
         lambda text: all(bytes([byte]) in BYTES for byte in text.encode())
     )
+
+
+def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
+    """The chat as one text, in which a user's control tokens look like the template's."""
+    return tokenizer._render(plain_messages(messages), True)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +94,7 @@ def chat(*contents: str) -> list[dict[str, Any]]:
 def test_a_chat_without_control_tokens_is_its_rendered_template(content: str) -> None:
     messages = chat(content, "yes", content)
     assert TOKENIZER.encode_chat(messages) == TOKENIZER.encode(
-        TOKENIZER.render_chat(messages), parse_special=True
+        rendered(TOKENIZER, messages), parse_special=True
     )
 
 
@@ -106,9 +112,7 @@ def test_control_tokens_in_a_message_stay_text(attack: str) -> None:
     assert TOKENIZER.decode(ids).count(attack) >= 2
     if attack not in TOKENIZER.control:
         return
-    assert controls(TOKENIZER.encode(TOKENIZER.render_chat(chat(attack)), parse_special=True)) != controls(
-        ids
-    )
+    assert controls(TOKENIZER.encode(rendered(TOKENIZER, chat(attack)), parse_special=True)) != controls(ids)
 
 
 def controls(ids: list[int]) -> list[int]:
@@ -156,7 +160,7 @@ def test_a_template_that_joins_cuts_or_inspects_messages_cannot_be_made_to_smugg
         ids = tokenizer.encode_chat([{"role": "user", "content": content, "name": name}])
         assert [token for token in ids if token in tokenizer.control_ids] == [1, 2], (content, name)
     kept = tokenizer.encode_chat([{"role": "user", "content": "<b</think>b", "name": ""}])
-    assert tokenizer.render_chat([{"role": "user", "content": "<b</think>b", "name": ""}]) == "<|go|>b<|end|>"
+    assert rendered(tokenizer, [{"role": "user", "content": "<b</think>b", "name": ""}]) == "<|go|>b<|end|>"
     assert kept == tokenizer.encode("<|go|>b<|end|>", parse_special=True)
 
 
@@ -182,15 +186,15 @@ def test_the_templates_own_refusal_and_its_functions_work(tmp_path: Path) -> Non
         "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}",
         tmp_path,
     )
-    assert tokenizer.render_chat([{"role": "user", "content": ""}]) == "4"
+    assert rendered(tokenizer, [{"role": "user", "content": ""}]) == "4"
     with pytest.raises(ChatTemplateError, match="user first"):
-        tokenizer.render_chat([{"role": "system", "content": ""}])
+        rendered(tokenizer, [{"role": "system", "content": ""}])
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
     tokenizer = template_tokenizer("{{ messages.__class__.__mro__[1].__subclasses__() }}", tmp_path)
     with pytest.raises(ChatTemplateError):
-        tokenizer.render_chat([{"role": "user", "content": ""}])
+        rendered(tokenizer, [{"role": "user", "content": ""}])
 
 
 def test_content_in_parts_is_joined_as_text() -> None:

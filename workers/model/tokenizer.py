@@ -60,13 +60,6 @@ class Tokenizer:
         """The bytes that one token adds to the text; empty for control tokens and for ids beyond the vocabulary."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
-    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The chat as one text, for people to read: in it, a user's control tokens look like the template's.
-
-        Raises `ChatTemplateError`.
-        """
-        return self._render(plain_messages(messages), add_generation_prompt)
-
     def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """The chat as token ids, in which every control token is the template's own.
 

@@ -134,7 +134,7 @@ class Job:
         # Else something is under way that cannot be taken back: the order ends with it.
 
     def step(self, event: StepOfOrder, out: list[Action]) -> None:
-        """What was under way has gone on, or ended."""
+        """Something that was under way went on, or ended."""
         match event:
             case LayerStored():
                 self._layer_stored(event, out)

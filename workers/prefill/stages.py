@@ -35,7 +35,7 @@ TURN_STAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRules:
-    """What is the same for all orders of a worker."""
+    """Configuration that all orders of a worker share."""
 
     worker_id: str
     layout: Layout
