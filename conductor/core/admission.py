@@ -1,7 +1,8 @@
-"""Early rejection: whether a new request is accepted at all.
+"""Placement or refusal of a request: `decide` joins the choice of its workers and early rejection.
 
-`decide` gives a placement or a refusal with its reason, and changes nothing. Each admission mode looks at the load of
-decode in its own way:
+The choice is made by `best_first` where its short cut holds, else by the policy's rule (`policies`). `decide` gives a
+placement or a refusal with its reason, and changes nothing. Each admission mode looks at the load of decode in its own
+way:
 
 - `none`: everything is queued; only what can never run, and full queues, are refused.
 - `late`: TTFT is checked here, TBT only by the decode worker, after prefill.

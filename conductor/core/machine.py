@@ -3,12 +3,12 @@
 Rules, which `tests/conductor/test_purity.py` enforces for this module and all of ours that it imports: no
 clock, no randomness, no environment, no I/O, no logging, no asyncio, no iteration over a set, no `hash()` or
 `id()`. ns, bytes and tokens are integers. Every choice is a total order that ends in an id. State is changed
-in place, here only. A late, repeated or unknown event changes nothing but the place in the log. "Why?" is
+in place, and only within a step. A late, repeated or unknown event changes nothing but the place in the log. "Why?" is
 answered by replay (`explain`), so nothing is logged.
 
 The contract with a shell:
 - Events come in the order of the log, each once; `seq` grows (it may skip).
-- StepOutput leave only after the event that caused them is stored, under the identity (seq, position in the
+- Decisions leave only after the event that caused them is stored, under the identity (seq, position in the
   list).
 - `SetTimer(key, at_ns)` is for the shell: it appends `TimerFired(key, at_ns)` to the log when the time has
   come. Setting a timer again replaces it. A timer that fires twice, late, or without having been set is

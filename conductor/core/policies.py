@@ -101,7 +101,10 @@ def rules_of(state: State) -> PolicyRules:
 
 
 def choose_prefill(state: State, found: Sequence[Candidate], draw: str) -> Candidate | None:
-    """The candidate that the policy in force takes; None when there is none. `draw` names this choice, for `Drawn`."""
+    """The candidate that the policy in force takes; None when there is none. `draw` names this choice, for `Drawn`.
+
+    Where `best_first` has found the best already, `found` is that one candidate.
+    """
     return _choose(rules_of(state).prefill, "prefill", state, found, draw)
 
 
