@@ -310,7 +310,12 @@ def test_nothing_is_pushed_to_a_worker_that_has_not_mapped_its_node(nats_url: st
     tell(nats_url, story)
 
 
-def test_slots_that_a_late_worker_may_write_are_not_given_away(nats_url: str) -> None:
+def test_slots_that_a_late_worker_may_write_are_not_given_away(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the time in which a reader hears of it (`tests/store/test_guard.py`), too."""
+    monkeypatch.setattr("halfmoon.store.pool.guard.READER_GRACE_NS", 0)
+
     async def story(here: Cluster) -> None:
         agent = await here.agent("n1", slots=4)
         one = await here.client("n1", "w1")
