@@ -32,8 +32,8 @@ from halfmoon.conductor.core.measures import (
     CandidateMeasure,
     DecodeCandidate,
 )
+from halfmoon.conductor.core.records import Half
 from halfmoon.conductor.core.state import State
-from halfmoon.schemas.events import Role
 from halfmoon.schemas.policy import PolicyName
 
 #: `cheapest`: any part of the prefix, from whichever holder gives the earliest first token. `as_printed`: all of the
@@ -114,7 +114,7 @@ def choose_decode(state: State, found: Sequence[DecodeCandidate], draw: str) -> 
 
 
 def _choose(
-    choice: Least[C] | InTurn | Drawn, role: Role, state: State, found: Sequence[C], draw: str
+    choice: Least[C] | InTurn | Drawn, half: Half, state: State, found: Sequence[C], draw: str
 ) -> C | None:
     if not found:
         return None
@@ -122,9 +122,9 @@ def _choose(
         case Least():
             return min(found, key=choice.rank)
         case InTurn():
-            return found[_next([c.worker_id for c in found], state.round_robin.get(role, ""))]
+            return found[_next([c.worker_id for c in found], state.round_robin.get(half, ""))]
         case Drawn():
-            return found[_drawn(state.policy.seed, f"{role}:{draw}", len(found))]
+            return found[_drawn(state.policy.seed, f"{half}:{draw}", len(found))]
         case _:
             assert_never(choice)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class Link:
     mark: int = 0
 
 
-class Process:
+class Process(ABC):
     """A worker, a store agent or a frontend, through all its lives."""
 
     role = ""
@@ -69,25 +70,25 @@ class Process:
     def say(self, event: Event) -> None:
         self.net.say(self, event)
 
+    @abstractmethod
     def reset(self) -> None:
         """A new life begins, with nothing in memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def announce(self) -> None:
         """Tell the log that it is here, and what it has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def obey(self, decision: Decision) -> None:
         """Do what a conductor decided."""
-        raise NotImplementedError
 
+    @abstractmethod
     def left(self, incarnation: str) -> Event:
         """What is said of it when its end was noticed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def under_way(self) -> str:
         """What it has not finished; "" when it is at rest."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -8,6 +8,7 @@ each event the machine's invariants are checked. Engines compute marks and token
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +52,17 @@ class Worker(Process):
         self.make_machine()
         self.watch()
 
-    def make_machine(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def make_machine(self) -> None: ...
 
-    def machine_heartbeat(self) -> WorkerHeartbeat:
-        raise NotImplementedError
+    @abstractmethod
+    def machine_heartbeat(self) -> WorkerHeartbeat: ...
 
     def memory_lost(self) -> None:
         """The store agent restarted; its new memory is going to be mapped."""
 
-    def open_orders(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def open_orders(self) -> list[str]: ...
 
     # --- the log --------------------------------------------------------------------------------------------
 
@@ -191,7 +192,11 @@ class Worker(Process):
         self.ask(lambda: self.store.release(Owner(order_id, self.process_id)), lambda _: None)
 
     def hear_kv(self, message: KvMessage) -> None:
-        raise NotImplementedError
+        """KV progress; for decode workers alone."""
+        raise AssertionError(f"{self.process_id} is told of KV: {message}")
 
     def hear_loaded(self, order_id: str, layer: int) -> None:
-        raise NotImplementedError
+        """A layer of a fetch; for prefill workers alone."""
+        raise AssertionError(
+            f"{self.process_id} is told of layer {layer} of {order_id}, which it did not fetch"
+        )
