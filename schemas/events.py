@@ -28,7 +28,6 @@ from halfmoon.schemas.types import (
     check_whole_keys,
 )
 
-Role = WorkerRole
 Tier = Literal["dram", "ssd"]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -78,7 +77,7 @@ class WorkerJoined(Message, frozen=True):
     """A worker can take orders. Repeats (after `AnnounceYourself`) replace what was known of it."""
 
     worker_id: Id
-    role: Role
+    role: WorkerRole
     node_id: Id
     incarnation: Id
     layout: Layout

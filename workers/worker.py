@@ -19,9 +19,10 @@ from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision
-from halfmoon.schemas.events import Role, WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
+from halfmoon.schemas.events import WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.types import Message
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.workers.token_inbox import TokenInbox
@@ -55,7 +56,7 @@ class WorkerConfig:
 class Worker(ABC):
     """Base of `PrefillWorker` and `DecodeWorker`."""
 
-    role: Role
+    role: WorkerRole
 
     def __init__(self, bus: Bus, engine: Any, store: AgentClient | None, config: WorkerConfig) -> None:
         self.bus = bus

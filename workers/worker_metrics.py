@@ -21,8 +21,8 @@ from halfmoon.schemas.events import (
     PrefillFailed,
     PrefillFinished,
     RequestFinished,
-    Role,
 )
+from halfmoon.schemas.roles import WorkerRole
 
 #: Where cached tokens of a prompt come from. A worker's own paged cache keeps nothing for the next request:
 #: of "device" there are none.
@@ -32,7 +32,7 @@ SOURCES = ("device", "host", "p2p", "disk")
 class MeasuredWorker(Protocol):
     """The part of a worker that is read when metrics are shown."""
 
-    role: Role
+    role: WorkerRole
 
     def orders_open(self) -> int:
         """Orders not yet answered."""

@@ -18,7 +18,7 @@ import msgspec
 from halfmoon.conductor.core.cost import LINK_STALE_NS, Link
 from halfmoon.conductor.core.records import StoreRecord, WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.events import Role
+from halfmoon.schemas.roles import WorkerRole
 
 #: KV blocks that are free where there is no KV.
 NO_KV_BLOCKS = 2**62
@@ -168,7 +168,7 @@ class LoadIndexes:
         """Call after the worker's cost has changed."""
         self._index_of(worker.role).refitted(worker)
 
-    def _index_of(self, role: Role) -> LoadIndex[PrefillRow] | LoadIndex[DecodeRow]:
+    def _index_of(self, role: WorkerRole) -> LoadIndex[PrefillRow] | LoadIndex[DecodeRow]:
         match role:
             case "prefill":
                 return self.prefill

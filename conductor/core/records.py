@@ -13,8 +13,9 @@ import msgspec
 from halfmoon.conductor.core.cost import Fit
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Prediction
-from halfmoon.schemas.events import RequestArrived, Role
+from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.roles import WorkerRole
 
 #: The halves of a request's work. Every order has both, whatever roles there are.
 Half = Literal["prefill", "decode"]
@@ -24,7 +25,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     """A worker that has joined, and what is reserved on it."""
 
     worker_id: str
-    role: Role
+    role: WorkerRole
     node_id: str
     incarnation: str
     layout: Layout

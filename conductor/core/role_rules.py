@@ -13,11 +13,12 @@ from halfmoon.conductor.core.cost import Fit, decode_fit, prefill_fit
 from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.records import Order, WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.events import RequestArrived, Role
+from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.roles import WorkerRole
 
 
-def first_fit(role: Role, profile: CostProfile) -> Fit:
+def first_fit(role: WorkerRole, profile: CostProfile) -> Fit:
     """The fit from which a worker's costs are learned, before anything of it was measured."""
     match role:
         case "prefill":

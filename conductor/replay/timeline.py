@@ -24,7 +24,6 @@ from halfmoon.schemas.events import (
     FrontendJoined,
     FrontendLeft,
     PolicyChanged,
-    Role,
     StoreJoined,
     StoreLeft,
     StoreSuspected,
@@ -35,9 +34,10 @@ from halfmoon.schemas.events import (
     WorkerLeft,
 )
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.roles import WorkerRole
 
 #: Roles in the order of their lanes.
-ROLES = get_args(Role)
+ROLES = get_args(WorkerRole)
 #: Points of a curve: at most, and after every other one was dropped.
 SAMPLES_MAX = 1_600
 
@@ -94,7 +94,7 @@ class Timeline(msgspec.Struct, kw_only=True):
     policy: Policy
     model: str
     #: Workers by id: role; prefill before decode.
-    lanes: dict[str, Role]
+    lanes: dict[str, WorkerRole]
     rows: dict[str, int]
     histories: list[RequestHistory]
     prefill: list[Bar]
@@ -108,7 +108,7 @@ def timeline(replay: Replay) -> Timeline:
     found = RequestHistories()
     happenings: list[Happening] = []
     samples: list[Sample] = []
-    roles: dict[str, Role] = {}
+    roles: dict[str, WorkerRole] = {}
     start_ns = end_ns = step_ns = 0
     events = decisions_seen = 0
     policy, model = Policy(), ""

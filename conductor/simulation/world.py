@@ -43,7 +43,6 @@ from halfmoon.schemas.events import (
     FrontendHeartbeat,
     FrontendJoined,
     RequestArrived,
-    Role,
     Stamped,
     StoreHeartbeat,
     StoreJoined,
@@ -52,6 +51,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.types import KEY_BYTES
 
 HEARTBEAT_NS = 10 * SECOND_NS
@@ -168,7 +168,7 @@ class World:
                 "decode", f"decode-{place:0{len(str(cluster.decode - 1))}}", decode_pool, kv_blocks
             )
 
-    def _add_worker(self, role: Role, worker_id: str, slots: int, kv_blocks: int) -> None:
+    def _add_worker(self, role: WorkerRole, worker_id: str, slots: int, kv_blocks: int) -> None:
         """A worker and its node, with a pool of `slots` blocks; both join and start their heartbeats."""
         context, node_id = self.context, f"node-{worker_id}"
         number = 2 * len(context.nodes)
