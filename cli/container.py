@@ -60,7 +60,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.role in SINGLE:
         os.set_inheritable(lock, True)
         words = [args.role, "--id", name, *common, *_known_as(args, name)]
-        os.execv(sys.executable, [sys.executable, "-m", "halfmoon.cli.main", *words])
+        os.execv(sys.executable, [sys.executable, "-m", "halfmoon.cli.main", *words])  # noqa: S606 (words of ours)
     worker = [args.role, "--node", name, "--id", name, *common, *_known_as(args, name)]
     store = ["store", "--node", name, *common, *_metrics(args, 1), *_known_as(args, f"store-{name}")]
     if not os.environ.get("HALFMOON_ADVERTISE"):

@@ -150,6 +150,24 @@ FORBIDDEN = re.compile(
 )
 SILENCED = re.compile(r"type:\s*ignore(?!\[)|\bnoqa(?!:)")
 SWALLOWED = {"Exception", "BaseException"}
+#: Modules that run what they read, and calls that hand text to a shell or to the interpreter.
+RUNS_WHAT_IT_READS = {"cloudpickle", "dill", "jsonpickle", "marshal", "pickle", "shelve"}
+RUNS_TEXT = {
+    "asyncio.create_subprocess_shell",
+    "commands.getoutput",
+    "eval",
+    "exec",
+    "os.popen",
+    "os.system",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "ssl._create_unverified_context",
+    "tempfile.mktemp",
+    "yaml.load",
+    "yaml.unsafe_load",
+}
+#: Arguments that switch a guard off, and the value that leaves it on: torch.load, numpy.load, subprocess.
+GUARDS: dict[str, object] = {"weights_only": True, "allow_pickle": False, "shell": False}
 
 
 def files() -> Iterator[Path]:
@@ -334,6 +352,31 @@ def switched_off(path: Path, source: str) -> list[str]:
     return found
 
 
+def runs_what_it_reads(path: Path, source: str) -> list[str]:
+    """Reading that can run what it reads, text for a shell or the interpreter, and guards that are switched off."""
+    found = [
+        f"{path}:{line}: {name} runs what it reads"
+        for line, name in imported(source)
+        if name.partition(".")[0] in RUNS_WHAT_IT_READS
+    ]
+    for node in nodes(source):
+        if isinstance(node, ast.Attribute) and node.attr == "CERT_NONE":
+            found.append(f"{path}:{node.lineno}: whoever answers is believed")
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in RUNS_TEXT:
+            found.append(f"{path}:{node.lineno}: {called}")
+        given = {word.arg: word.value for word in node.keywords}
+        for name, safe in GUARDS.items():
+            value = given.get(name)
+            if value is not None and not (isinstance(value, ast.Constant) and value.value is safe):
+                found.append(f"{path}:{node.lineno}: {name}={ast.unparse(value)}")
+        if called == "torch.load" and "weights_only" not in given:
+            found.append(f"{path}:{node.lineno}: torch.load without weights_only=True")
+    return found
+
+
 def leftovers(path: Path, source: str) -> list[str]:
     """Paths of one machine, hosts of registries, and things left for later."""
     return [
@@ -353,6 +396,7 @@ PACKAGE_CHECKS: list[Check] = [
     docstrings,
     openings,
     swallowed,
+    runs_what_it_reads,
 ]
 PYTHON_CHECKS: list[Check] = [absolute, switched_off]
 
@@ -609,6 +653,14 @@ SAMPLES: list[tuple[Check, str, str, str]] = [
     (swallowed, "bus/x.py", "with contextlib.suppress(OSError, Exception):\n    f()", "suppressed"),
     (switched_off, "bus/x.py", "x = 1  # type: " + "ignore", "names no code"),
     (switched_off, "bus/x.py", "x = 1  # no" + "qa", "names no code"),
+    (runs_what_it_reads, "store/x.py", "from pickle import loads", "x.py:1: pickle.loads runs"),
+    (runs_what_it_reads, "store/x.py", "import yaml\nyaml.load(text)", "x.py:2: yaml.load"),
+    (runs_what_it_reads, "store/x.py", "torch.load(file)", "without weights_only"),
+    (runs_what_it_reads, "store/x.py", "torch.load(file, weights_only=False)", "weights_only=False"),
+    (runs_what_it_reads, "store/x.py", "np.load(file, allow_pickle=asked)", "allow_pickle=asked"),
+    (runs_what_it_reads, "store/x.py", "subprocess.run(text, shell=True)", "shell=True"),
+    (runs_what_it_reads, "store/x.py", "x = eval(text)", "eval"),
+    (runs_what_it_reads, "bus/x.py", "context.verify_mode = ssl.CERT_NONE", "is believed"),
     (leftovers, "docs/x.md", "see /wo" + "rk/main", "/wo" + "rk/"),
     (leftovers, "bus/x.py", "# TO" + "DO: later", "TO" + "DO"),
     (leftovers, "Makefile", "pip install -i https://pypi" + ".org/simple", "pypi" + ".org"),
@@ -643,6 +695,11 @@ GOOD: list[tuple[Check, str, str]] = [
     (swallowed, "bus/x.py", "try:\n    f()\nexcept Exception:\n    g()\n    raise"),
     (swallowed, "bus/x.py", "try:\n    f()\nexcept OSError:\n    pass"),
     (switched_off, "bus/x.py", "x = 1  # type: ignore[misc]  # noqa: E501\ny = '# type: " + "ignore'"),
+    (
+        runs_what_it_reads,
+        "store/x.py",
+        "torch.load(file, weights_only=True)\nmodel.eval()\nyaml.safe_load(x)",
+    ),
     (leftovers, "docs/x.md", "a /workshop/ of network/ers, method\u00f3s"),
 ]
 

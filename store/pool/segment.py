@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from halfmoon.schemas.policy import Layout
 
-SHM = Path("/dev/shm")
+SHM = Path("/dev/shm")  # noqa: S108 (made nameless and for its owner only, opened without following links)
 PAGE_BYTES = 4096
 
 
