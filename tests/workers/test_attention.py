@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+import flash_attn_reference
 import pytest
 import torch
 
@@ -30,11 +31,15 @@ CUDA = torch.device("cuda")
         pytest.param(("sdpa", torch.bfloat16)),
         pytest.param(("sdpa without the private operator", torch.float32)),
         pytest.param(("sdpa on cuda", torch.float32), marks=pytest.mark.gpu),
+        pytest.param(("flash by its reference", torch.bfloat16)),
+        pytest.param(("flash by its reference", torch.float16)),
         pytest.param(("flash", torch.bfloat16), marks=pytest.mark.gpu),
     ],
     ids=lambda value: f"{value[0]}-{value[1]}",
 )
-def subject(request: pytest.FixtureRequest) -> Iterator[tuple[Attention, torch.dtype]]:
+def subject(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Attention, torch.dtype]]:
     name, dtype = request.param
     torch.manual_seed(11)
     if name in ("flash", "sdpa on cuda") and not torch.cuda.is_available():
@@ -44,6 +49,9 @@ def subject(request: pytest.FixtureRequest) -> Iterator[tuple[Attention, torch.d
         if reasons:
             pytest.skip("; ".join(reasons))
         yield FlashAttention(PAGE, CUDA, exact=True), dtype
+    elif name == "flash by its reference":
+        flash_attn_reference.install(lambda module, value: monkeypatch.setitem(sys.modules, module, value))
+        yield FlashAttention(PAGE, torch.device("cpu"), exact=True), dtype
     elif name == "sdpa on cuda":
         yield SdpaAttention(PAGE, CUDA), dtype
     else:
