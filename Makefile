@@ -11,6 +11,8 @@
 #   make chaos [SEEDS=n] [SEED=n]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed
 #   make chaos-live [SECONDS=n] [SEED=n]   environment, then a cluster whose processes are killed and stopped (600 s)
 #   make crash-points [POINTS=n]  environment, then a store agent killed at n lines of its code (1,500: at each once)
+#   make fuzz [TARGET=names] [SECONDS=n] [INPUTS=n] [SEED=first] [OUT=file]  environment with tools, then inputs drawn from
+#                           seeds against every target of tests/fuzz (60 s each); what finds something stays in its corpus
 #   make soak [HOURS=n]     environment, then n hours of the trace against one store agent (24)
 #   make test-rdma          environment with tools, then RDMA for real, in a guest with soft-RoCE under QEMU (needs root,
 #                           Debian; says why where it skips), with the bandwidth into results/rdma.json
@@ -27,7 +29,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-page test-rdma test-docker test-observability crash-points soak lint bench experiments golden docs clean clean-env
+.PHONY: help env env-dev up test test-slow test-page test-rdma test-docker test-observability crash-points fuzz soak lint bench experiments golden docs clean clean-env
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -81,6 +83,10 @@ chaos: $(RUN_STAMP)
 
 crash-points: $(DEV_STAMP)
 	$(BIN)/python tests/store/crash_points.py --points $(or $(POINTS),1500)
+
+fuzz: $(DEV_STAMP)
+	$(BIN)/python tests/fuzz/run.py $(TARGET) --seconds $(or $(SECONDS),60) --first $(or $(SEED),0) \
+	  $(if $(INPUTS),--inputs $(INPUTS)) $(if $(OUT),--out $(OUT))
 
 soak: $(RUN_STAMP)
 	$(BIN)/python tests/store/soak.py --hours $(or $(HOURS),24)
