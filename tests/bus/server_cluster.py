@@ -8,6 +8,7 @@ import argparse
 import subprocess
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,16 +31,17 @@ class ServerCluster:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, place: Path) -> ServerCluster:
+    def start(cls, place: Path, names: Sequence[str] = NAMES) -> ServerCluster:
+        """`names`: addresses of this machine, one for each server."""
         places = ("--seen-at", "HERE", "--store-dir", "HERE/streams")
-        secrets.make(secrets_options(place, "--servers", ",".join(NAMES), *places))
-        cluster = cls(place, {name: (free_port(name), free_port(name), free_port()) for name in NAMES})
-        for name in NAMES:
+        secrets.make(secrets_options(place, "--servers", ",".join(names), *places))
+        cluster = cls(place, {name: (free_port(name), free_port(name), free_port()) for name in names})
+        for name in names:
             file = place / name / "nats.conf"
             text = file.read_text().replace("HERE", str(place / name)).replace("0.0.0.0", name)
             clients, _, health = cluster.ports[name]
             text = text.replace(":4222", f":{clients}").replace(":8222", f":{health}")
-            for other in NAMES:
+            for other in names:
                 text = text.replace(f"{other}:6222", f"{other}:{cluster.ports[other][1]}")
             file.write_text(text)
             cluster.launch(name)
@@ -58,7 +60,7 @@ class ServerCluster:
     def wait(self) -> None:
         """Until every server has a leader and is current."""
         until = time.monotonic() + START_S
-        for name in NAMES:
+        for name in self.ports:
             while True:
                 try:
                     with urllib.request.urlopen(
@@ -79,7 +81,7 @@ class ServerCluster:
 
     @property
     def url(self) -> str:
-        return ",".join(f"tls://{name}:{self.ports[name][0]}" for name in NAMES)
+        return ",".join(f"tls://{name}:{self.ports[name][0]}" for name in self.ports)
 
     def config(self, name: str) -> BusConfig:
         """As the process of that name."""

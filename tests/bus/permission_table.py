@@ -1,0 +1,167 @@
+"""Who may say and hear what on NATS, written down apart from the code that gives the permissions.
+
+A row is a subject and the roles that may. `*` and `>` are NATS' own; <me> is the process that speaks, <node> the node
+that its store agent or worker is of. What no row allows is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Published.
+SAYS = """
+halfmoon.v1.*                              client operator
+$SRV.>                                     client operator
+
+halfmoon.events.<me>.ClusterConfigured     conductor
+halfmoon.events.<me>.TimerFired            conductor
+halfmoon.events.<me>.StateDigested         conductor
+halfmoon.events.<me>.PolicyChanged         operator
+halfmoon.events.<me>.FrontendJoined        frontend
+halfmoon.events.<me>.FrontendHeartbeat     frontend
+halfmoon.events.<me>.FrontendLeft          frontend
+halfmoon.events.<me>.RequestArrived        frontend
+halfmoon.events.<me>.RequestCancelled      frontend
+halfmoon.events.<me>.WorkerJoined          prefill decode
+halfmoon.events.<me>.WorkerHeartbeat       prefill decode
+halfmoon.events.<me>.WorkerDraining        prefill decode
+halfmoon.events.<me>.WorkerLeft            prefill decode
+halfmoon.events.<me>.PrefillFinished       prefill
+halfmoon.events.<me>.PrefillFailed         prefill
+halfmoon.events.<me>.DecodeStarted         decode
+halfmoon.events.<me>.DecodeRefused         decode
+halfmoon.events.<me>.DecodeFailed          decode
+halfmoon.events.<me>.RequestFinished       decode
+halfmoon.events.<node>.StoreJoined         store
+halfmoon.events.<node>.StoreHeartbeat      store
+halfmoon.events.<node>.StoreLeft           store
+halfmoon.events.<node>.StoreInventory      store
+halfmoon.events.<node>.BlocksStored        store
+halfmoon.events.<node>.BlocksEvicted       store
+halfmoon.events.<node>.TierLost            store
+halfmoon.events.<node>.StoreSuspected      store
+
+halfmoon.decisions.>                       conductor
+halfmoon.snapshots.>                       conductor
+halfmoon.kv.*.TransferOpened               store
+halfmoon.kv.*.TransferFailed               store
+halfmoon.kv.*.KvReady                      store
+halfmoon.kv.*.KvLoaded                     store
+halfmoon.kv.*.PrefillResult                prefill
+
+halfmoon.give.*                            frontend
+halfmoon.resend.*                          frontend
+halfmoon.cancel                            frontend
+halfmoon.take.*                            prefill decode
+halfmoon.tokens.*                          decode
+
+halfmoon.store.<node>.attach               prefill decode
+halfmoon.store.<node>.open_put             prefill decode
+halfmoon.store.<node>.fetch                prefill decode
+halfmoon.store.<node>.commit               prefill decode
+halfmoon.store.<node>.open_push            prefill decode
+halfmoon.store.<node>.push                 prefill decode
+halfmoon.store.<node>.keep                 prefill decode
+halfmoon.store.<node>.close_push           prefill decode
+halfmoon.store.<node>.release              prefill decode
+halfmoon.store.<node>.status               prefill decode
+halfmoon.store.*.status                    operator
+halfmoon.store.*.drain                     operator
+halfmoon.store.*.hello                     store
+halfmoon.store.*.lease                     store
+halfmoon.store.*.end_lease                 store
+halfmoon.store.*.reserve                   store
+halfmoon.store.*.renew                     store
+halfmoon.store.*.settle                    store
+halfmoon.store.*.drop                      store
+halfmoon.store.*.pair                      store
+halfmoon.store.*.probe                     store
+halfmoon.store.*.replicate                 store
+halfmoon.store.*.remove                    store
+
+halfmoon.status.conductors                 conductor frontend
+halfmoon.status.*                          operator
+halfmoon.view.conductors                   frontend
+halfmoon.explain.*                         frontend
+
+halfmoon.inbox.>                           conductor frontend store decode
+_INBOX.>                                   frontend
+
+$JS.API.STREAM.INFO.EVENTS                 conductor frontend store prefill decode operator
+$JS.API.STREAM.INFO.DECISIONS              conductor frontend store prefill decode operator
+$JS.API.STREAM.INFO.KV                     conductor frontend store prefill decode operator
+$JS.API.STREAM.INFO.SNAPSHOTS              conductor frontend store prefill decode operator
+$JS.API.STREAM.CREATE.EVENTS               conductor
+$JS.API.STREAM.CREATE.DECISIONS            conductor
+$JS.API.STREAM.CREATE.KV                   conductor
+$JS.API.STREAM.CREATE.SNAPSHOTS            conductor
+$JS.API.STREAM.PURGE.SNAPSHOTS             conductor
+$JS.API.STREAM.MSG.GET.EVENTS              conductor operator
+$JS.API.STREAM.MSG.GET.DECISIONS           conductor operator frontend store prefill decode
+$JS.API.STREAM.MSG.GET.KV                  operator frontend store prefill decode
+$JS.API.STREAM.MSG.GET.SNAPSHOTS           conductor operator
+$JS.API.CONSUMER.CREATE.EVENTS             conductor operator
+$JS.API.CONSUMER.DELETE.EVENTS.*           conductor operator
+$JS.API.CONSUMER.CREATE.DECISIONS          operator
+$JS.API.CONSUMER.DELETE.DECISIONS.*        operator
+$JS.API.CONSUMER.CREATE.KV                 operator
+$JS.API.CONSUMER.DELETE.KV.*               operator
+$JS.API.CONSUMER.CREATE.SNAPSHOTS          operator
+$JS.API.CONSUMER.DELETE.SNAPSHOTS.*        operator
+$JS.FC.>                                   conductor operator
+"""
+
+#: Subscribed to.
+HEARS = """
+halfmoon.inbox.<me>.>                      conductor frontend store prefill decode
+halfmoon.inbox.*.>                         operator
+_INBOX.>                                   operator client
+
+halfmoon.v1.*                              frontend
+$SRV.>                                     frontend
+halfmoon.cancel                            frontend
+halfmoon.take.<me>                         frontend
+halfmoon.tokens.<me>                       frontend
+halfmoon.decisions.<me>.>                  frontend prefill decode
+halfmoon.decisions.*.StartPrefill.<me>     frontend
+halfmoon.give.<me>                         prefill decode
+halfmoon.kv.<me>.>                         prefill decode
+halfmoon.resend.<me>                       decode
+
+halfmoon.decisions.<node>.>                store
+halfmoon.store.<node>.*                    store
+halfmoon.events.*.StoreJoined              store
+
+halfmoon.status.<me>                       conductor
+halfmoon.status.conductors                 conductor
+halfmoon.view.conductors                   conductor
+halfmoon.explain.<me>                      conductor
+"""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One that holds credentials. `node`: of a store agent and of a worker."""
+
+    name: str
+    role: str
+    node: str = ""
+
+    def may(self, table: str, subject: str) -> bool:
+        """Whether a row of `table` lets this process use `subject`, which may hold wildcards itself."""
+        return any(self.role in roles and self._covers(row, subject) for row, roles in _rows(table))
+
+    def _covers(self, row: str, subject: str) -> bool:
+        wanted = row.replace("<me>", self.name).replace("<node>", self.node).split(".")
+        given = subject.split(".")
+        for at, token in enumerate(wanted):
+            if token == ">":
+                return len(given) > at
+            # nats-server takes a subscription to `a.>` for `a.*`: nothing may lie deeper than a row that ends in `*`.
+            if at == len(given) or token not in (given[at], "*"):
+                return False
+        return len(given) == len(wanted)
+
+
+def _rows(table: str) -> list[tuple[str, list[str]]]:
+    return [(words[0], words[1:]) for line in table.splitlines() if (words := line.split())]
