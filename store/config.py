@@ -160,6 +160,7 @@ class StoreConfig:
             advertise=self.advertise,
             encryption=self.encryption,
             stall_ns_max=self.stall_ns_max,
+            transfer_ns_max=self.transfer_ns_max,
         )
 
     @property

@@ -7,7 +7,8 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -24,13 +25,14 @@ from halfmoon.store.transports.tcp import wire
 from halfmoon.store.transports.tcp.channel import CurveChannel, PlainChannel, StallTimer
 
 Story = Callable[[Side, Side], Awaitable[None]]
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def tell(story: Story, *, kind: str = "tcp", **changes: Any) -> None:
-    """`changes` are of the calling side."""
+def tell(story: Story, *, kind: str = "tcp", theirs: Mapping[str, Any] = NONE, **changes: Any) -> None:
+    """`changes` are of the calling side, `theirs` of the other one."""
 
     async def run() -> None:
-        one, two = Side(kind, "one", **changes), Side(kind, "two")
+        one, two = Side(kind, "one", **changes), Side(kind, "two", **theirs)
         try:
             await story(one, two)
         finally:
@@ -179,7 +181,9 @@ class Raw:
         self._context.destroy(linger=0)
 
 
-def raw_story(story: Callable[[Raw, Side], Awaitable[None]], *, kind: str = "tcp") -> None:
+def raw_story(
+    story: Callable[[Raw, Side], Awaitable[None]], *, kind: str = "tcp", theirs: Mapping[str, Any] = NONE
+) -> None:
     async def run(one: Side, two: Side) -> None:
         raw = await asyncio.to_thread(Raw, two)
         try:
@@ -187,7 +191,7 @@ def raw_story(story: Callable[[Raw, Side], Awaitable[None]], *, kind: str = "tcp
         finally:
             raw.close()
 
-    tell(run, kind=kind)
+    tell(run, kind=kind, theirs=theirs)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "curve"])

@@ -26,6 +26,11 @@ SCRATCH_BYTES = 96 * 1024
 #: Frames of a message, and bytes of one that is not payload.
 FRAMES_MAX = 1024
 SMALL_BYTES_MAX = 1024 * 1024
+#: The same of a stranger, who has nothing to say but a greeting and its proof; and bytes of all of its frames together.
+STRANGER_FRAMES_MAX = 16
+STRANGER_SMALL_BYTES_MAX = 1024
+STRANGER_MESSAGE_BYTES_MAX = 64 * 1024
+STRANGER_SCRATCH_BYTES = 4096
 _SOCKET_BYTES = 4 * 1024 * 1024
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 _KEY_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -100,13 +105,14 @@ class TcpChannel(Frames, Protocol):
 
 
 class PlainChannel:
-    """Over a connected socket, which it owns."""
+    """Over a connected socket, which it owns. `stranger`: the other end may send very little until it is trusted."""
 
-    def __init__(self, connection: socket.socket, *, frame_bytes_max: int) -> None:
+    def __init__(self, connection: socket.socket, *, frame_bytes_max: int, stranger: bool = False) -> None:
         self.socket = connection
         self._frame_bytes_max = frame_bytes_max
+        self._stranger = stranger
         self._sizes: deque[int] = deque()
-        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._scratch = memoryview(bytearray(STRANGER_SCRATCH_BYTES if stranger else SCRATCH_BYTES))
         self._start = self._end = 0
         self._waiter: Waiter | None = None
         connection.settimeout(None)
@@ -124,9 +130,18 @@ class PlainChannel:
         waiter.check()
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-        except (OSError, ValueError) as problem:
+        # An address is what a peer says it is: no port, a port of six digits, a host that is no name.
+        except (OSError, ValueError, OverflowError) as problem:
             raise ConnectionBroken(str(problem)) from None
         return cls(connection, frame_bytes_max=frame_bytes_max)
+
+    def trust(self, trusted: bool) -> None:
+        """The other end has proved itself; or it has not kept to the protocol, and is a stranger again."""
+        self._stranger = not trusted
+        if trusted and len(self._scratch) < SCRATCH_BYTES:
+            larger = memoryview(bytearray(SCRATCH_BYTES))
+            larger[: self._end] = self._scratch[: self._end]
+            self._scratch = larger
 
     def close(self) -> None:
         self.socket.close()
@@ -201,7 +216,7 @@ class PlainChannel:
             raise FrameMissing("a frame is missing")
         size = self._sizes.popleft()
         # The sender chooses the size, and may be a stranger.
-        if size > SMALL_BYTES_MAX:
+        if size > (STRANGER_SMALL_BYTES_MAX if self._stranger else SMALL_BYTES_MAX):
             raise ConnectionBroken(f"a header of {size} bytes", "malformed")
         frame = bytearray(size)
         self._fill(memoryview(frame))
@@ -237,13 +252,15 @@ class PlainChannel:
             return False
         (count,) = struct.unpack_from("<I", self._scratch, self._start)
         # Checked before anything is allocated by it.
-        if not 1 <= count <= FRAMES_MAX:
+        if not 1 <= count <= (STRANGER_FRAMES_MAX if self._stranger else FRAMES_MAX):
             raise ConnectionBroken(f"a message of {count} frames", "malformed")
         if ready < 4 + 4 * count:
             return False
         sizes = struct.unpack_from(f"<{count}I", self._scratch, self._start + 4)
         if max(sizes) > self._frame_bytes_max:
             raise ConnectionBroken(f"a frame of {max(sizes)} bytes", "malformed")
+        if self._stranger and sum(sizes) > STRANGER_MESSAGE_BYTES_MAX:
+            raise ConnectionBroken(f"a message of {sum(sizes)} bytes from a stranger", "malformed")
         self._sizes.extend(sizes)
         self._start += 4 + 4 * count
         return True
@@ -268,12 +285,16 @@ class PlainChannel:
                 raise ConnectionBroken("it closed the connection in the middle of a message", "truncated")
             done += got
             self._waiter.moved()
+            # Not only when nothing came: a byte now and then would hold this thread past every deadline.
+            if done < len(buffer):
+                self._waiter.check()
 
     def _more_scratch(self, waiter: Waiter) -> None:
         self._compact()
         try:
             self._got(self.socket.recv_into(self._scratch[self._end :]))
             waiter.moved()
+            waiter.check()
         except BlockingIOError:
             waiter.check()
         except OSError as problem:
@@ -282,7 +303,7 @@ class PlainChannel:
     def _compact(self) -> None:
         if self._start == self._end:
             self._start = self._end = 0
-        elif self._end == SCRATCH_BYTES:
+        elif self._end == len(self._scratch):
             left = bytes(self._scratch[self._start : self._end])
             self._scratch[: len(left)] = left
             self._start, self._end = 0, len(left)

@@ -25,3 +25,5 @@ class TcpOptions:
     encryption: Encryption = "auto"
     #: A peer from which nothing comes for this long is unreachable.
     stall_ns_max: int = 3 * SECOND_NS
+    #: One message of a peer takes no longer, however often a byte of it comes.
+    transfer_ns_max: int = 20 * SECOND_NS

@@ -99,6 +99,10 @@ class TcpService:
 
     def _read(self, session: wire.Session, header: wire.Read, reply: Reply) -> None:
         self._check_runs(header.runs)
+        at = self._view.geometry
+        size = sum(run.layers for run in header.runs) * at.layer_block_bytes
+        if size > max(wire.STREAM_BYTES, at.layer_block_bytes):
+            raise RequestRefused("too_large", f"{size} bytes asked for at once")
         if reason := self._access.begin_read(header.order_id, [run.slot for run in header.runs]):
             raise RequestRefused("no_lease", reason)
         sums: list[int] = []
@@ -137,6 +141,8 @@ class TcpService:
             self._access.end_write(header.order_id, header.party)
 
     def _check_runs(self, runs: Sequence[Run]) -> None:
+        if len(runs) > wire.RUNS_PER_MESSAGE:
+            raise RequestRefused("too_large", f"{len(runs)} runs in one message")
         at = self._view.geometry
         for run in runs:
             inside = 0 <= run.slot < at.slots and run.first_layer >= 0 and run.layers >= 1

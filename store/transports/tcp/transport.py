@@ -31,9 +31,10 @@ from halfmoon.store.transports.base import (
     moved_bytes,
 )
 from halfmoon.store.transports.tcp.channel import ConnectionBroken, CurveChannel, PlainChannel, StallTimer
+from halfmoon.store.transports.tcp.curve import CurveServer
 from halfmoon.store.transports.tcp.link import TcpLink
 from halfmoon.store.transports.tcp.options import TcpOptions
-from halfmoon.store.transports.tcp.server import CurveServer, PlainServer
+from halfmoon.store.transports.tcp.server import PlainServer
 from halfmoon.store.transports.tcp.service import TcpService
 from halfmoon.store.transports.tcp.wire import RUNS_PER_MESSAGE, frame_bytes_max
 from halfmoon.store.transports.topology import Topology
@@ -76,7 +77,9 @@ class TcpTransport:
         service = TcpService(
             view, access, secret=options.cluster_secret, incarnation=incarnation, counters=counters
         )
-        self._plain = PlainServer(view, service, stall_ns_max=options.stall_ns_max)
+        self._plain = PlainServer(
+            view, service, stall_ns_max=options.stall_ns_max, message_ns_max=options.transfer_ns_max
+        )
         self._curve = CurveServer(self._context, view, service, self._keys)
 
     def start(self) -> None:
@@ -119,8 +122,8 @@ class TcpTransport:
 
     def admit(self, hello: Hello) -> None:
         """A genuine hello names the key under which its agent will call."""
-        for key in {hello.public_key, *(endpoint.public_key for endpoint in hello.endpoints)} - {""}:
-            self._curve.allow(key)
+        keys = {hello.public_key, *(endpoint.public_key for endpoint in hello.endpoints)}
+        self._curve.allow(hello.node_id, keys - {""})
 
     async def read(self, peer: Peer, items: Sequence[Slice], call: Call) -> None:
         if not await self._small(peer, items, call, reading=True):

@@ -126,7 +126,7 @@ def decode(raw: bytes) -> AnyFrame:
     try:
         header: AnyFrame = _decoder.decode(raw)
         return header
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise FrameInvalid(f"malformed header: {problem}") from None
 
 
