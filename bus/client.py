@@ -1,6 +1,9 @@
 """nats-py's client, with subscriptions that are heard as they are parsed, and messages that leave in the same
 turn of the loop: no queue and no task in between.
 
+Nothing that a message holds ends the reading of the socket: one that cannot be taken is dropped. And
+nothing leaves that the server would end the connection for: a malformed subject, more than its max_payload.
+
 A request crosses some seventeen deliveries on its way to the first token. For each the library's own
 callbacks cost a queue, a turn of the loop and parsed headers, about a sixth of all that the processes do; its
 publishing costs two more turns of the loop.
@@ -11,16 +14,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError
+
+from halfmoon.bus.wire import WireParser, check_subject
 
 log = logging.getLogger(__name__)
 
 _HEADERS_START = b"NATS/1.0\r\n"
+#: Between two lines of the log about messages that could not be taken.
+DROPPED_SAID_S = 10.0
 
 #: (subject, reply subject, payload, headers as they came or None). Must not block.
 RawHandler = Callable[[bytes, bytes, bytes, bytes | None], None]
@@ -33,19 +43,26 @@ class DirectClient(Client):
         super().__init__()
         self._raw_handlers: dict[int, RawHandler] = {}
         self._writing = False
+        self._ps = WireParser(self)
+        #: Messages that could not be taken.
+        self.dropped = 0
+        self._dropped_said_at = -math.inf
 
     def send(self, subject: str, payload: bytes, reply: str = "", headers: bytes = b"") -> bool:
         """Publish, at the end of this turn of the loop and in order with all else; False: there is no
         connection now.
 
-        `headers`: lines as they are sent, each with its line end. The subject is not checked. Raises MaxPayloadError.
+        `headers`: lines as they are sent, each with its line end. Raises SubjectInvalid, MaxPayloadError.
         """
+        check_subject(subject)
+        if reply:
+            check_subject(reply)
         if not self.is_connected:
             return False
-        if len(payload) > self._max_payload:
+        if len(payload) + envelope_bytes(headers) > self._max_payload:
             raise MaxPayloadError
         if headers:
-            size = len(_HEADERS_START) + len(headers) + 2
+            size = envelope_bytes(headers)
             command = b"HPUB %b %b %d %d\r\n%b%b\r\n%b\r\n" % (
                 subject.encode(), reply.encode(), size, size + len(payload), _HEADERS_START, headers, payload
             )  # fmt: skip
@@ -85,15 +102,41 @@ class DirectClient(Client):
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None
     ) -> None:
         handler = self._raw_handlers.get(sid)
-        if handler is None:
-            await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
-            return
-        self.stats["in_msgs"] += 1
-        self.stats["in_bytes"] += len(data)
         try:
+            if (
+                handler is None
+            ):  # the library decodes subjects and headers, and says of neither that it is malformed
+                await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
+                return
+            self.stats["in_msgs"] += 1
+            self.stats["in_bytes"] += len(data)
             handler(subject, reply, data, headers)
-        except Exception:  # whatever it is: raised here it would end the reading for everybody
-            log.exception("a message on %s was not taken", subject.decode(errors="replace"))
+        except Exception as problem:  # whatever it is: raised here it would end the reading for everybody
+            self._drop(subject, problem, whole=handler is not None)
+
+    def _drop(self, subject: bytes, problem: Exception, *, whole: bool) -> None:
+        """Say so, at most once in `DROPPED_SAID_S`; `whole`: with the traceback, for the mistake is ours."""
+        self.dropped += 1
+        now = time.monotonic()
+        if now - self._dropped_said_at >= DROPPED_SAID_S:
+            self._dropped_said_at = now
+            where = subject.decode(errors="replace")
+            reason = f"{type(problem).__name__}: {problem}"
+            log.error(
+                "a message on %s was not taken (%d so far): %s",
+                where,
+                self.dropped,
+                reason,
+                exc_info=problem if whole else None,
+            )
+
+    async def _process_err(self, err_msg: str) -> None:
+        """The library closes for ever at most of the server's errors; we connect again, as after a lost connection."""
+        if "authorization violation" in err_msg or "permissions violation" in err_msg or self.is_connecting:
+            await super()._process_err(err_msg)
+        else:
+            await self._error_cb(NatsError(f"nats: {err_msg}"))
+            await self._process_op_err(NatsError(f"nats: {err_msg}"))
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         """While a connection is being lost the library may raise its error in a call that publishes just then.
@@ -112,6 +155,11 @@ class DirectClient(Client):
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._raw_handlers.pop(sid, None)
         super()._remove_sub(sid, max_msgs)
+
+
+def envelope_bytes(headers: bytes) -> int:
+    """The bytes that header lines add to a message: the server counts them in its max_payload."""
+    return len(_HEADERS_START) + len(headers) + 2 if headers else 0
 
 
 def header_lines(headers: dict[str, str] | None) -> bytes:

@@ -4,6 +4,7 @@ BusError
 ├── BusUnreachable      no NATS server at the address, or it refuses us
 ├── PeerUnreachable     nobody answers on a subject
 ├── PeerError           the peer answered: it could not (has `code` for programs, `message` for people)
+├── SubjectInvalid      nothing can be published on such a subject
 ├── LogMoved            a conditional append came too late
 ├── StreamRefused       JetStream answered with an error (has its `code`)
 ├── StreamRecreated     the stream that was being read is gone; another of its name counts from 1
@@ -33,6 +34,10 @@ class PeerError(BusError):
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+
+
+class SubjectInvalid(BusError):
+    """Nothing can be published on such a subject: it is empty, or holds a blank, a control character or a wildcard."""
 
 
 class LogMoved(BusError):

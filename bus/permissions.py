@@ -6,9 +6,9 @@ own node's store agent, a frontend workers. Orders come from conductors alone. S
 consumers, which can have the server send stored messages to any subject, by conductors and the operator.
 
 What NATS cannot see is whether a payload fits its subject: events are checked where they are read
-(`said_by`). What it does not keep anybody from: naming another's subject as the reply to a request. Then an
-answer of a server or a peer, never words of one's own, comes where it was not asked for, and is dropped there
-because it does not decode.
+(`said_by`). What it does not keep anybody from: naming another's subject as the reply to a request. Processes
+answer at inboxes only, and frontends at those of clients (`halfmoon.bus.wire`); what the server itself answers
+comes where it was not asked for, and is dropped there because it does not decode.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ import time
 import msgspec
 from nats.errors import MaxPayloadError
 
-from halfmoon.bus.client import DirectClient
+from halfmoon.bus.client import DirectClient, envelope_bytes
 from halfmoon.bus.errors import BusError, BusOverloaded, LogMoved
 from halfmoon.bus.tasks import end_tasks
+from halfmoon.bus.wire import check_subject
 
 UNACKED_MAX = 100_000
 RESEND_AFTER_S = 1.0
@@ -38,9 +39,10 @@ class _AckError(msgspec.Struct):
 
 
 class _Ack(msgspec.Struct):
+    """The stream's answer. An answer of somebody else, whom we asked nothing, has neither `stream` nor `error`."""
+
     stream: str = ""
     seq: int = 0
-    duplicate: bool = False
     error: _AckError | None = None
 
 
@@ -106,15 +108,16 @@ class Publisher:
         """Send one message; `done` gets its stream sequence.
 
         Raises BusOverloaded when too many are unacknowledged, MaxPayloadError when the server would not carry
-        it.
+        it, SubjectInvalid.
         """
-        if len(payload) > self._nc.max_payload:
-            raise MaxPayloadError
-        if len(self._pending) >= UNACKED_MAX:
-            raise BusOverloaded(f"{UNACKED_MAX} messages wait for their acknowledgement")
+        check_subject(subject)
         headers = f"Nats-Msg-Id: {message_id}\r\n"
         if expected_last_seq is not None:
             headers += f"Nats-Expected-Last-Sequence: {expected_last_seq}\r\n"
+        if len(payload) + envelope_bytes(headers.encode()) > self._nc.max_payload:
+            raise MaxPayloadError
+        if len(self._pending) >= UNACKED_MAX:
+            raise BusOverloaded(f"{UNACKED_MAX} messages wait for their acknowledgement")
         number = self._next
         self._next += 1
         item = _Outgoing(subject, payload, f"{self._prefix}.{number}", headers.encode(), done)
@@ -167,14 +170,18 @@ class Publisher:
                     self.resend_all()
 
     def _on_ack(self, subject: bytes, _: bytes, payload: bytes, __: bytes | None) -> None:
-        number = int(subject[len(self._prefix) + 1 :])
+        name = subject[len(self._prefix) + 1 :]
+        number = int(name) if name.isdigit() else -1
         item = self._pending.get(number)
         if item is None:
             return
         if not payload:  # 503: no stream listens; _watch sends it again
             self._held = True
             return
-        ack = _decode_ack(payload)
+        try:
+            ack = _decode_ack(payload)
+        except msgspec.DecodeError:
+            return
         if ack.error is not None:
             if (
                 ack.error.err_code == IN_PROCESS
@@ -187,6 +194,8 @@ class Publisher:
                 self._settle(number, BusError(f"{item.subject}: {ack.error.description}"))
             else:
                 self._settle(number, LogMoved(ack.error.description))
+            return
+        if not ack.stream:
             return
         del self._pending[number]
         if item.done is not None and not item.done.done():

@@ -1,6 +1,7 @@
 """Serves each request exactly once; a repeat gets the cached reply.
 
-A repeat is known by its reply subject: an inbox of its own for each request (`halfmoon.bus.requests`).
+A repeat is known by its reply subject: an inbox of its own for each request (`halfmoon.bus.requests`). A request whose
+reply subject is no inbox is dropped: nobody would hear the answer, or somebody who did not ask.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from halfmoon.bus.client import DirectClient
 from halfmoon.bus.errors import PeerError
+from halfmoon.bus.wire import reply_subject
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.tokens import ProcessError
 from halfmoon.schemas.types import Message
@@ -34,8 +36,6 @@ class ReplyCache:
 
     def begin(self, reply: str) -> bool:
         """False when this question was seen: it is being answered, or `answer` has what it was answered with."""
-        if not reply:
-            return True
         if reply in self._under_way or reply in self._answers:
             return False
         self._under_way.add(reply)
@@ -78,7 +78,10 @@ class Responder:
         self._replies = ReplyCache()
 
     def receive(self, _: bytes, reply: bytes, payload: bytes, __: bytes | None) -> None:
-        inbox = reply.decode()
+        inbox = reply_subject(reply)
+        if not inbox:
+            self._invalid()
+            return
         if not self._replies.begin(inbox):
             if (known := self._replies.answer(inbox)) is not None:
                 self._nc.send(inbox, known)
@@ -105,10 +108,9 @@ class Responder:
 
     def _answer(self, inbox: str, answer: Message) -> None:
         """Not sent while the connection is away: then the question comes again."""
-        if inbox:
-            payload = encode(answer)
-            self._replies.end(inbox, payload)
-            self._nc.send(inbox, payload)
+        payload = encode(answer)
+        self._replies.end(inbox, payload)
+        self._nc.send(inbox, payload)
 
 
 def _refusal(problem: PeerError) -> ProcessError:

@@ -26,9 +26,13 @@ SUPERVISOR = "up"
 OPERATOR = "operator"
 
 
+#: What the inboxes of our processes begin with.
+INBOXES = f"{ROOT}.inbox"
+
+
 def inbox(process_id: str) -> str:
     """What the inboxes of a process begin with, so that nobody else need be allowed to listen there."""
-    return f"{ROOT}.inbox.{process_id}"
+    return f"{INBOXES}.{process_id}"
 
 
 def event(source_id: str, kind: str) -> str:

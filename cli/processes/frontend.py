@@ -42,6 +42,7 @@ async def run(args: argparse.Namespace) -> int:
         model=layout.model,
         http_host=args.http_host,
         http_port=args.http_port,
+        client_inboxes=tuple(args.client_inboxes.split(",")),
         api_keys=keys,
         cluster_secret=secret(args),
         context_tokens=models.context_tokens_max(args),

@@ -115,3 +115,9 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--http-port", type=int, default=8000, help="0: any free one")
     group.add_argument("--api-keys-file", default="", metavar="FILE", help="keys of HTTP clients, one a line")
     group.add_argument("--open-requests-max", type=int, default=4096)
+    group.add_argument(
+        "--client-inboxes",
+        metavar="PREFIXES",
+        default="_INBOX.",
+        help="how reply subjects of NATS clients begin, separated by commas; requests with others are dropped",
+    )

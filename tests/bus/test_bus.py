@@ -338,3 +338,20 @@ async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(nat
     await worker.close()
     await conductor.close()
     proxy.server.close()
+
+
+async def test_only_the_stream_says_that_a_fact_is_stored(nats_url: str) -> None:
+    """Whoever learns the name of an inbox may have any answer sent there."""
+    bus, other = await connect(nats_url, "a"), await connect(nats_url, "b")
+    prefix, at = bus._publisher._prefix, bus._publisher._next
+    forged = (b"{}", b'{"seq":7}', b'{"id":"x","cancelled":true}', b"[]", b"\xff", b'{"stream":5}')
+    bus._publisher.submit("nobody.stores.this", b"x", message_id="m")
+    for answer in forged:
+        other.nc.send(f"{prefix}.{at}", answer)
+        other.nc.send(f"{prefix}.nonsense", answer)
+    await settled(other.nc)
+    await settled(bus.nc)
+    assert bus.unacknowledged == 1
+    assert bus.nc.dropped == 0
+    await bus.close(flush_s=0.1)
+    await other.close()

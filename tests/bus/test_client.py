@@ -8,9 +8,15 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
+from nats.errors import MaxPayloadError, ProtocolError
 
-from halfmoon.bus.client import DirectClient, header, status
+from halfmoon.bus.client import DirectClient, envelope_bytes, header, header_lines, status
 from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.bus.errors import SubjectInvalid
+from halfmoon.bus.publisher import Publisher
+from halfmoon.bus.wire import CLIENT_INBOXES, WireParser, reply_subject
+from halfmoon.workers.frontend.nats_service import settled
 
 BLOCK = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 1016\r\nNats-Last-Stream:1024\r\n\r\n"
 
@@ -112,3 +118,132 @@ async def test_whoever_publishes_while_the_connection_is_being_lost_is_not_told(
     await client.publish("a", b"1")
     await client.subscribe_raw("b", lambda *_: None)
     assert client.is_connected
+
+
+#: By hand: nats-py would not send them. Each is taken by the server from any client.
+HOSTILE = {
+    "a reply that is no text": b"PUB a \xff\xfe 1\r\nx\r\n",
+    "a form feed in the reply": b"PUB a r\x0cq 1\r\nx\r\n",
+    "a vertical tab in the reply": b"PUB a r\x0bq 1\r\nx\r\n",
+    "a line of its greatest length": b"PUB a " + b"r" * 4070 + b" 1\r\nx\r\n",
+    "headers too short for their first line": b"HPUB a r 2 3\r\nABx\r\n",
+    "headers that end with their first line": b"HPUB a r 8 9\r\nNATS/1.0x\r\n",
+    "a status that is no text": b"HPUB a r 18 19\r\nNATS/1.0 \xff\xfe\xfd\r\n\r\n\r\nx\r\n",
+    "a description that is no text": b"HPUB a r 22 23\r\nNATS/1.0 503 \xff\xfe\xfd\r\n\r\n\r\nx\r\n",
+    "headers that are none": b"HPUB a r 20 21\r\nNATS/1.0\r\n\xff\xfe\xfd\xfa\x00\x01\r\n\r\nx\r\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_no_message_ends_the_reading_of_whoever_hears_it(
+    client: DirectClient, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[bytes] = []
+    raw: list[bytes] = []
+
+    async def hear(msg: Msg) -> None:
+        heard.append(msg.data)
+
+    await client.subscribe("a", cb=hear)
+    await client.subscribe_raw("a", lambda _, __, payload, ___: raw.append(payload))
+    await settled(client)
+    assert client.connected_url is not None
+    _, writer = await asyncio.open_connection(client.connected_url.hostname, client.connected_url.port)
+    writer.write(b'CONNECT {"verbose":false,"headers":true}\r\n' + HOSTILE[name] + b"PUB a 4\r\ngood\r\n")
+    await until(lambda: b"good" in heard)
+    assert raw[-1] == b"good"
+    assert client.stats["reconnects"] == 0
+    assert "Traceback" not in caplog.text
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "subject", ["", " ", "a b", "a\r\nPUB b 0\r\n", "a.*", ">", "a..b", ".a", "a.", "a\x00", "a" * 2000]
+)
+async def test_nothing_malformed_leaves(client: DirectClient, subject: str) -> None:
+    with pytest.raises(SubjectInvalid):
+        client.send(subject, b"x")
+    with pytest.raises(SubjectInvalid):
+        await client.publish(subject, b"x")
+    if subject:
+        with pytest.raises(SubjectInvalid):
+            client.send("a", b"x", subject)
+    with pytest.raises(SubjectInvalid):
+        Publisher(client).submit(subject, b"x", message_id="m")
+    await client.flush()
+    assert client.stats["reconnects"] == 0
+
+
+async def test_headers_count_in_what_the_server_takes(client: DirectClient) -> None:
+    headers = header_lines({"K": "v" * 1000})
+    room = client.max_payload - envelope_bytes(headers)
+    heard: list[int] = []
+    await client.subscribe_raw("a", lambda _, __, payload, ___: heard.append(len(payload)))
+    assert client.send("a", bytes(room), headers=headers)
+    await until(lambda: bool(heard))
+    with pytest.raises(MaxPayloadError):
+        client.send("a", bytes(room + 1), headers=headers)
+    assert heard == [room]
+
+
+async def test_what_the_server_complains_of_ends_no_process(client: DirectClient) -> None:
+    """It closes the connection at some of its errors: we come back."""
+    assert client._transport is not None
+    client._transport.write(b"NONSENSE\r\n")
+    await until(lambda: client.stats["reconnects"] == 1)
+    await until(lambda: client.is_connected)
+    await client.flush()
+
+
+def test_who_may_be_answered() -> None:
+    inboxes = ("_INBOX.abc.1", "halfmoon.inbox.decode-0.x.1")
+    assert [reply_subject(inbox) for inbox in inboxes] == list(inboxes)
+    assert [reply_subject(inbox, CLIENT_INBOXES) for inbox in inboxes] == [inboxes[0], ""]
+    others = [
+        "",
+        "halfmoon.events.up.WorkerLeft",
+        "$JS.API.STREAM.PURGE.EVENTS",
+        "_INBOX",
+        "_INBOX.",
+        "_INBOX.>",
+    ]
+    assert [reply_subject(other) for other in [*others, b"_INBOX.\xff", "_INBOX.a b"]] == [""] * 8
+
+
+async def test_the_parser_takes_what_comes_however_it_is_cut() -> None:
+    """And refuses what no server sends, by a ProtocolError: then the connection is made anew."""
+    taken: list[object] = []
+
+    class Taker:
+        async def _process_msg(self, *parts: object) -> None:
+            taken.append(parts)
+
+        async def _process_ping(self) -> None:
+            taken.append("PING")
+
+    stream = (
+        b"MSG a.b 7 2\r\nhi\r\nPING\r\nHMSG a 8 r\x0c 12 13\r\nNATS/1.0\r\n\r\nx\r\n+OK\r\nMSG a 7 0\r\n\r\n"
+    )
+    whole = [
+        (7, b"a.b", b"", b"hi", None),
+        "PING",
+        (8, b"a", b"r\x0c", b"x", b"NATS/1.0\r\n\r\n"),
+        (7, b"a", b"", b"", None),
+    ]
+    for step in (1, 2, 3, 7, 1000):
+        parser = WireParser(Taker())
+        for start in range(0, len(stream), step):
+            await parser.parse(stream[start : start + step])
+        assert taken == whole
+        taken.clear()
+    for line in (
+        b"MSG a 1\r\n",
+        b"MSG a b c d 1\r\n",
+        b"MSG a x 1\r\n",
+        b"HMSG a 1 9 8\r\n",
+        b"HMSG a 1 -1 8\r\n",
+        b"PUB a 1\r\n",
+        b"\r\n",
+    ):
+        with pytest.raises(ProtocolError):
+            await WireParser(Taker()).parse(line)

@@ -244,6 +244,12 @@ class Cluster:
                 return messages
 
 
+def inboxes_of_a_client(bus: Bus, prefix: bytes = b"_INBOX") -> None:
+    """It is no process of ours."""
+    bus.nc._inbox_prefix = bytearray(prefix)
+    bus.nc._resp_sub_prefix = None
+
+
 @contextlib.asynccontextmanager
 async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Cluster]:
     """Checks what must be so at the end of any scenario."""
@@ -258,6 +264,7 @@ async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> Asyn
     buses = [
         await Bus.connect(BusConfig(url=server_url), name=name) for name in ("frontend", "double", "client")
     ]
+    inboxes_of_a_client(buses[2])
     try:
         double = Double(buses[1], tokenizer, frontend_id)
         await double.start()

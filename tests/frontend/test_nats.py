@@ -8,12 +8,13 @@ from typing import Any
 
 import orjson
 import pytest
-from frontend_double import ANSWER, MODEL
+from frontend_double import ANSWER, MODEL, inboxes_of_a_client
 from nats.errors import MaxPayloadError
 
 from halfmoon.cli import chat, generate, status
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
 from halfmoon.schemas.tokens import TakeRequest
+from halfmoon.workers.frontend.config import FrontendConfig
 
 BODY = {"prompt": "Once", "max_tokens": 200}
 
@@ -127,14 +128,116 @@ def test_traceparent_is_kept_to_the_end_and_nonsense_is_not(run: Any) -> None:
     run(scenario)
 
 
-def test_a_request_without_a_reply_subject_is_counted_and_not_run(run: Any) -> None:
+async def nothing(*_: Any) -> None:
+    """No worker takes it."""
+
+
+NO_INBOXES = (
+    "",
+    "halfmoon.events.up.WorkerLeft",
+    "halfmoon.inbox.frontend.x.1",
+    "$JS.API.STREAM.PURGE.EVENTS",
+    "a..b",
+)
+
+
+async def plainly(nc: Any, subject: str, payload: bytes, reply: str, headers: bytes = b"") -> None:
+    """As a client may that checks nothing."""
+    message = b"%b\r\n" % payload
+    line = f"PUB {subject} {reply} {len(payload)}\r\n"
+    if headers:
+        block = b"NATS/1.0\r\n" + headers + b"\r\n"
+        line = f"HPUB {subject} {reply} {len(block)} {len(block) + len(payload)}\r\n"
+        message = block + message
+    await nc._send_command(line.encode() + message)
+    await nc._flush_pending()
+
+
+def test_a_request_is_dropped_and_counted_when_its_reply_subject_is_no_inbox(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
-        await cluster.client.nc.publish("halfmoon.v1.generate", orjson.dumps(BODY))
+        nc, ours = cluster.client.nc, cluster.frontend.bus.nc
+        deputy: list[str] = []
+
+        async def heard(msg: Any) -> None:
+            deputy.append(msg.subject)
+
+        for subject in NO_INBOXES[1:3]:
+            await nc.subscribe(subject, cb=heard)
+        names = ("generate", "chat", "models", "status", "tokenize", "cancel")
+        for reply in NO_INBOXES:
+            for name in names:
+                for body in (b"{}", b"", orjson.dumps(BODY)):
+                    await plainly(nc, f"halfmoon.v1.{name}", body, reply)
+            for verb in ("PING", "INFO", "STATS"):
+                await plainly(nc, f"$SRV.{verb}", b"", reply)
+        await plainly(nc, "halfmoon.v1.generate", orjson.dumps(BODY), "_INBOX.\x0c")
         await cluster.ask("models", {})
         await cluster.ask("generate", BODY)
         assert len(await cluster.double.wait_for(RequestArrived)) == 1
+        assert deputy == []
+        assert ours.stats["reconnects"] == 0
+        stats = orjson.loads((await nc.request("$SRV.STATS", b"", timeout=2)).data)["endpoints"]
+        dropped = {each["name"]: each["num_errors"] for each in stats}
+        answered = len(NO_INBOXES) * 3
+        assert dropped == {name: answered for name in names[1:5]} | {
+            "generate": answered + 1,
+            "cancel": answered,
+        }
 
     run(scenario)
+
+
+def test_a_request_can_be_cancelled_by_a_message_without_a_reply_subject(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = nothing
+        asking = asyncio.ensure_future(cluster.ask("generate", {**BODY, "request_id": "mine"}))
+        await cluster.double.wait_for(RequestArrived)
+        await cluster.client.nc.publish("halfmoon.v1.cancel", b'{"id":"mine"}')
+        headers, _ = await asking
+        assert headers["Nats-Service-Error-Code"] == "499"
+
+    run(scenario)
+
+
+def test_nobody_is_kept_alive_at_a_subject_that_is_no_inbox(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = nothing
+        nc, inbox = cluster.client.nc, cluster.client.nc.new_inbox()
+        for number, alive in enumerate(("halfmoon.events.up.WorkerLeft", "a b", "$JS.API.X", "_INBOX.>")):
+            headers = f"Halfmoon-Alive: {alive}\r\n".encode()
+            body = orjson.dumps({**BODY, "request_id": f"r{number}"})
+            await plainly(nc, "halfmoon.v1.generate", body, inbox, headers)
+        await cluster.double.wait_for(RequestArrived, 4)
+        heard: list[str] = []
+
+        async def hear(msg: Any) -> None:
+            heard.append(msg.subject)
+
+        await nc.subscribe("halfmoon.events.up.*", cb=hear)
+        await asyncio.sleep(0.3)
+        assert not heard
+        assert len(cluster.frontend.registry.requests) == 4
+        for number in range(4):
+            await cluster.ask("cancel", {"id": f"r{number}"})
+
+    run(scenario, alive_ns=50_000_000)
+
+
+def test_clients_may_have_inboxes_of_another_name(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        inboxes_of_a_client(cluster.client, b"_INBOX_alice")
+        _, answer = await cluster.ask("generate", BODY)
+        assert answer["text"] == ANSWER
+
+    run(scenario, client_inboxes=("_INBOX.", "_INBOX_alice."))
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "h", "halfmoon", "halfmoon.", "halfmoon.events.", "$JS.", "a b", ">", "a.."]
+)
+def test_what_is_no_beginning_of_inboxes_is_refused(prefix: str) -> None:
+    with pytest.raises(ValueError, match="client_inboxes"):
+        FrontendConfig(frontend_id="f", model=MODEL, client_inboxes=(prefix,))
 
 
 def test_a_long_prompt_does_not_hold_up_others(run: Any) -> None:

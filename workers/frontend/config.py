@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from halfmoon.bus.wire import CLIENT_INBOXES, is_subject
+from halfmoon.schemas import subjects
 from halfmoon.schemas.numbers import SECOND_NS
 
 
@@ -22,6 +24,8 @@ class FrontendConfig:
     http_port: int = 8000
     #: Serve the NATS API (`halfmoon.v1...`).
     nats_api: bool = True
+    #: How the reply subjects of clients begin; a request with another is dropped.
+    client_inboxes: tuple[str, ...] = CLIENT_INBOXES
     #: Key -> tenant that its requests belong to ("": as the request says). Empty: HTTP asks for no key.
     #: Clients on NATS are known by their NATS credentials.
     api_keys: Mapping[str, str] = field(default_factory=dict)
@@ -55,3 +59,7 @@ class FrontendConfig:
             raise ValueError("silence_ns_max must be more than twice resend_after_ns")
         if self.open_requests_max < 1 or self.body_bytes_max < 1024:
             raise ValueError("open_requests_max must be at least 1, body_bytes_max at least 1024")
+        for prefix in self.client_inboxes:
+            ours = f"{subjects.ROOT}."
+            if not is_subject(f"{prefix}x") or prefix.startswith(("$", ours)) or ours.startswith(prefix):
+                raise ValueError(f"client_inboxes: {prefix!r} is not how the inboxes of clients begin")

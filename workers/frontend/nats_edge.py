@@ -25,6 +25,7 @@ from nats.errors import Error as NatsError
 from halfmoon.bus.client import header_lines
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.version import VERSION
+from halfmoon.bus.wire import reply_subject
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import (
     ApiError,
@@ -69,6 +70,7 @@ class NatsEdge:
             service_id=registry.config.frontend_id,
             version=VERSION,
             description=f"{registry.config.model}, served from separate prefill and decode pools",
+            inboxes=registry.config.client_inboxes,
         )
         self._probe_prefix = self._nc.new_inbox()
         self._listeners: dict[str, NatsListener] = {}
@@ -84,7 +86,7 @@ class NatsEdge:
         await self._service.add("generate", f"{api}.generate", self._generate)
         await self._service.add("chat", f"{api}.chat", self._chat)
         await self._service.add("models", f"{api}.models", self._models)
-        await self._service.add("cancel", f"{api}.cancel", self._cancel)
+        await self._service.add("cancel", f"{api}.cancel", self._cancel, unanswered=True)
         await self._service.add("status", f"{api}.status", self._show_status)
         await self._service.add("tokenize", f"{api}.tokenize", self._tokenize)
         await self._service.start()
@@ -111,9 +113,6 @@ class NatsEdge:
 
     async def _open(self, endpoint: ServiceEndpoint, msg: Msg, read: Callable[[bytes], ApiRequest]) -> None:
         started_ns = time.monotonic_ns()
-        if not msg.reply:
-            endpoint.finished(started_ns, "a request without a reply subject")
-            return
         try:
             self.registry.admit()
             ask = read(msg.data)
@@ -148,8 +147,9 @@ class NatsEdge:
     # --- sending --------------------------------------------------------------------------------------------
 
     def send(self, subject: str, payload: bytes, reply: str = "", headers: Headers | None = None) -> None:
-        """In order, soon; lost while the connection is: then the client asks again."""
-        self._nc.send(subject, payload, reply, header_lines(headers))
+        """In order, soon; lost while the connection is: then the client asks again. "": nobody wants it."""
+        if subject:
+            self._nc.send(subject, payload, reply, header_lines(headers))
 
     def probe(self, request: OpenRequest) -> str:
         """The reply subject that tells us when nobody listens."""
@@ -227,8 +227,8 @@ class NatsEdge:
         self._reply(endpoint, started_ns, msg, {"id": name, "cancelled": cancelled})
 
     async def _cancel_for_another(self, msg: Msg) -> None:
-        if self._cancel_here(msg.data.decode(errors="replace")) and msg.reply:
-            self.send(msg.reply, b"")
+        if self._cancel_here(msg.data.decode(errors="replace")):
+            self.send(reply_subject(msg.reply), b"")
 
     async def _models(self, endpoint: ServiceEndpoint, msg: Msg) -> None:
         models = self.registry.prompts.models(self.registry.started_at_s)
@@ -254,5 +254,4 @@ class NatsEdge:
 
     def _reply(self, endpoint: ServiceEndpoint, started_ns: int, msg: Msg, content: dict[str, Any]) -> None:
         endpoint.finished(started_ns)
-        if msg.reply:
-            self.send(msg.reply, orjson.dumps(content))
+        self.send(msg.reply, orjson.dumps(content))

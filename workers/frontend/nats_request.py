@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Protocol
 
 from nats.aio.msg import Msg
 
 from halfmoon.bus.telemetry.tracing import checked_traceparent
+from halfmoon.bus.wire import reply_subject
 from halfmoon.schemas.api import ApiError, ApiRequest
 from halfmoon.workers.frontend.answers import generate_answer, generate_chunk
 from halfmoon.workers.frontend.nats_service import ServiceEndpoint
@@ -18,7 +18,6 @@ from halfmoon.workers.frontend.registry import RequestRegistry
 #: A request that is no stream may name a subject that its client listens to for as long as it wants the
 #: answer.
 ALIVE_HEADER = "Halfmoon-Alive"
-_SUBJECT = re.compile(r"^[^\s*>.]+(\.[^\s*>.]+)*$")
 #: What the server's protocol and our headers may add to a payload.
 _ENVELOPE_BYTES = 1024
 
@@ -70,7 +69,7 @@ class NatsListener:
         alive = headers.get(ALIVE_HEADER, "")
         self._edge = edge
         self._stream = ask.stream
-        self._alive = msg.reply if ask.stream else alive if _SUBJECT.match(alive) else ""
+        self._alive = msg.reply if ask.stream else reply_subject(alive, edge.registry.config.client_inboxes)
         self.traceparent = client_traceparent(msg)
         self._headers = {"traceparent": self.traceparent} if self.traceparent else None
         self.endpoint = endpoint

@@ -3,6 +3,9 @@
 nats-py's own measures an endpoint by how long its callback runs and counts only what it raises; our requests
 are answered much later, by other callbacks, so the counting is done here. The messages are nats-py's.
 
+A request is answered at its reply subject if that is a client's inbox. Any other is dropped and counted: nobody would
+hear the answer, or the client would have us publish where it may not.
+
 Source: NATS ADR-32 (service API).
 """
 
@@ -18,6 +21,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.micro.service import EndpointInfo, EndpointStats, ServiceInfo, ServicePing, ServiceStats
+
+from halfmoon.bus.wire import CLIENT_INBOXES, reply_subject
 
 QUEUE_GROUP = "q"
 
@@ -66,10 +71,20 @@ class ServiceEndpoint:
 
 
 class MicroService:
-    """See the module. `metadata` is in the answer to INFO."""
+    """See the module. `inboxes`: how the inboxes of clients begin."""
 
-    def __init__(self, nc: Client, *, name: str, service_id: str, version: str, description: str) -> None:
+    def __init__(
+        self,
+        nc: Client,
+        *,
+        name: str,
+        service_id: str,
+        version: str,
+        description: str,
+        inboxes: tuple[str, ...] = CLIENT_INBOXES,
+    ) -> None:
         self._nc = nc
+        self._inboxes = inboxes
         self._name = name
         self._id = service_id
         self._version = version
@@ -88,13 +103,25 @@ class MicroService:
                 self._subscriptions.append(await self._nc.subscribe(subject, cb=self._answering(answer)))
 
     async def add(
-        self, name: str, subject: str, handler: Callable[[ServiceEndpoint, Msg], Awaitable[None]]
+        self,
+        name: str,
+        subject: str,
+        handler: Callable[[ServiceEndpoint, Msg], Awaitable[None]],
+        *,
+        unanswered: bool = False,
     ) -> ServiceEndpoint:
-        """`handler` is awaited for one message after another: it must return soon."""
+        """`handler` is awaited for one message after another: it must return soon.
+
+        `unanswered`: it also gets what comes without a reply subject.
+        """
         endpoint = ServiceEndpoint(name, subject)
 
         async def receive(msg: Msg) -> None:
-            await handler(endpoint, msg)
+            if self._may_be_answered(msg) or (unanswered and not msg.reply):
+                await handler(endpoint, msg)
+            else:
+                reason = "no inbox" if msg.reply else "missing"
+                endpoint.finished(time.monotonic_ns(), f"reply subject: {reason}")
 
         endpoint.subscription = await self._nc.subscribe(subject, queue=QUEUE_GROUP, cb=receive)
         self.endpoints.append(endpoint)
@@ -120,9 +147,12 @@ class MicroService:
             await subscription.unsubscribe()
         self._subscriptions.clear()
 
+    def _may_be_answered(self, msg: Msg) -> bool:
+        return bool(reply_subject(msg.reply, self._inboxes))
+
     def _answering(self, answer: Callable[[], dict[str, Any]]) -> Callable[[Msg], Awaitable[None]]:
         async def receive(msg: Msg) -> None:
-            if msg.reply:
+            if self._may_be_answered(msg):
                 await self._nc.publish(msg.reply, orjson.dumps(answer()))
 
         return receive

@@ -1,0 +1,127 @@
+"""The lines that a server sends, and the subjects that may be sent to it.
+
+nats-py splits a line at any white space, the server at blanks and tabs only: one reply subject with a form feed in it,
+which any client may name, would end the reading of whoever hears it. Here a line is split as the server wrote it.
+
+Source: NATS' client protocol (docs.nats.io, "client protocol").
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from nats.errors import ProtocolError
+from nats.protocol.parser import Parser
+
+from halfmoon.bus.errors import SubjectInvalid
+from halfmoon.schemas import subjects
+
+#: The server's own bound for lines of clients is 4 KiB; its INFO names all servers of a cluster.
+LINE_BYTES_MAX = 1 << 20
+_END = b"\r\n"
+_NO_MESSAGE = -1
+
+#: Tokens with neither white space nor control characters nor wildcards in them, parted by single dots.
+_SUBJECT = re.compile(r"[^\x00-\x20\x7f*>.]+(?:\.[^\x00-\x20\x7f*>.]+)*")
+SUBJECT_CHARACTERS_MAX = 1024
+#: What every NATS client's inboxes begin with, unless it is told otherwise; and those of our own processes.
+CLIENT_INBOXES = ("_INBOX.",)
+PROCESS_INBOXES = (f"{subjects.INBOXES}.", *CLIENT_INBOXES)
+
+
+def is_subject(subject: str) -> bool:
+    """Whether something can be published there: no wildcard, no blank, no control character, no empty token."""
+    return len(subject) <= SUBJECT_CHARACTERS_MAX and _SUBJECT.fullmatch(subject) is not None
+
+
+def check_subject(subject: str) -> None:
+    """Raises SubjectInvalid. The server would end the connection at some of these, and misread others."""
+    if not is_subject(subject):
+        raise SubjectInvalid(f"no subject to publish on: {subject[:80]!r}")
+
+
+def reply_subject(reply: bytes | str, inboxes: tuple[str, ...] = PROCESS_INBOXES) -> str:
+    """Where a request may be answered: the reply subject that it came with, "" when there is none or it is no inbox.
+
+    Who asks names this subject, and who answers publishes there with rights of its own: an answer to
+    `halfmoon.events.…` would be a word in the log. So nothing but an inbox is answered. `inboxes`: how they begin.
+    """
+    try:
+        subject = reply if isinstance(reply, str) else reply.decode()
+    except UnicodeDecodeError:
+        return ""
+    return subject if subject.startswith(inboxes) and is_subject(subject) else ""
+
+
+class WireParser(Parser):
+    """Feeds nats-py's client, in place of its own parser."""
+
+    def __init__(self, nc: Any) -> None:
+        self.nc = nc
+        self.reset()
+
+    def reset(self) -> None:
+        """A new connection begins."""
+        self.buf = bytearray()
+        self._message: tuple[int, bytes, bytes] = 0, b"", b""
+        self._header_bytes = 0
+        #: Of the payload, headers included; below 0: a line comes next.
+        self._message_bytes = _NO_MESSAGE
+
+    async def parse(self, data: bytes = b"") -> None:
+        """Take in what was read. Raises ProtocolError for what no server sends."""
+        received = self.buf
+        received += data
+        while received is self.buf:  # else the connection was given up meanwhile
+            if self._message_bytes == _NO_MESSAGE:
+                end = received.find(_END)
+                if end < 0:
+                    if len(received) > LINE_BYTES_MAX:
+                        raise ProtocolError("nats: a line without an end")
+                    return
+                line = bytes(received[:end])
+                del received[: end + len(_END)]
+                await self._take_line(line)
+            else:
+                size = self._message_bytes
+                if len(received) < size + len(_END):
+                    return
+                headers = bytes(received[: self._header_bytes]) or None
+                payload = bytes(received[self._header_bytes : size])
+                del received[: size + len(_END)]
+                self._message_bytes = _NO_MESSAGE
+                sid, subject, reply = self._message
+                await self.nc._process_msg(sid, subject, reply, payload, headers)
+
+    async def _take_line(self, line: bytes) -> None:
+        operation, _, rest = line.partition(b" ")
+        if operation in (b"MSG", b"HMSG"):
+            self._begin_message(rest, with_headers=operation == b"HMSG")
+        elif operation == b"PING":
+            await self.nc._process_ping()
+        elif operation == b"PONG":
+            await self.nc._process_pong()
+        elif operation == b"-ERR":
+            await self.nc._process_err(rest.decode(errors="replace").strip().lower())
+        elif operation == b"INFO":
+            await self.nc._process_info(json.loads(rest))
+        elif operation != b"+OK":
+            raise ProtocolError(f"nats: unknown operation {line[:40]!r}")
+
+    def _begin_message(self, arguments: bytes, *, with_headers: bool) -> None:
+        """`subject sid [reply] [bytes of headers] bytes`."""
+        parts = arguments.split(b" ")
+        sizes = 2 if with_headers else 1
+        if len(parts) - sizes not in (2, 3):
+            raise ProtocolError(f"nats: malformed message {arguments[:40]!r}")
+        try:
+            sid, size = int(parts[1]), int(parts[-1])
+            header_bytes = int(parts[-2]) if with_headers else 0
+        except ValueError:
+            raise ProtocolError(f"nats: malformed message {arguments[:40]!r}") from None
+        if not 0 <= header_bytes <= size:
+            raise ProtocolError(f"nats: malformed message {arguments[:40]!r}")
+        self._message = sid, parts[0], parts[2] if len(parts) - sizes == 3 else b""
+        self._header_bytes, self._message_bytes = header_bytes, size
