@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from halfmoon.bus.config import BusConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -55,6 +57,11 @@ def cluster(*flags: str) -> Iterator[dict[str, Any]]:
         finally:
             process.terminate()
             process.wait(60)
+
+
+def bus_config(addresses: dict[str, Any], name: str = "operator") -> BusConfig:
+    """How the process `name` of a cluster reaches NATS."""
+    return BusConfig(url=addresses["nats"], nkey_seed_file=f"{addresses['credentials']}/{name}.nk")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -21,8 +21,10 @@ from urllib.parse import urlsplit
 import nats
 import orjson
 import uvloop
-from clusters import cluster, finish, parser, spread
+from clusters import bus_config, cluster, finish, parser, spread
 
+#: A subject that frontends may serve and clients may ask on; nobody of halfmoon does.
+ECHO = "halfmoon.v1.echo"
 WORDS = "the moon rises over the quiet sea and the tide turns again "
 
 
@@ -75,24 +77,29 @@ def spin_all() -> list[float]:
     return [round(statistics.median(column), 1) for column in zip(*rounds, strict=True)]
 
 
-def echo(url: str) -> None:
+async def connected(addresses: dict[str, Any], name: str) -> nats.NATS:
+    config = bus_config(addresses, name)
+    return await nats.connect(config.url, nkeys_seed=config.nkey_seed_file)
+
+
+def echo(addresses: dict[str, Any]) -> None:
     """A process that answers every request with itself."""
 
     async def serve() -> None:
-        nc = await nats.connect(url)
+        nc = await connected(addresses, "frontend-0")
 
         async def answer(msg: Any) -> None:
             await nc.publish(msg.reply, msg.data)
 
-        await nc.subscribe("bare.echo", cb=answer)
+        await nc.subscribe(ECHO, cb=answer)
         await asyncio.Event().wait()
 
     uvloop.run(serve())
 
 
 @contextlib.contextmanager
-def echoing(url: str) -> Iterator[None]:
-    process = multiprocessing.Process(target=echo, args=(url,), daemon=True)
+def echoing(addresses: dict[str, Any]) -> Iterator[None]:
+    process = multiprocessing.Process(target=echo, args=(addresses,), daemon=True)
     process.start()
     try:
         yield
@@ -101,14 +108,14 @@ def echoing(url: str) -> Iterator[None]:
         process.join()
 
 
-async def bare_ms(url: str) -> float:
+async def bare_ms(addresses: dict[str, Any]) -> float:
     """p50 of a bare request and reply, one at a time."""
-    nc = await nats.connect(url)
+    nc = await connected(addresses, "client")
     took = []
     while len(took) < 500:
         started = time.perf_counter()
         with contextlib.suppress(nats.errors.NoRespondersError):  # it is only just starting
-            await nc.request("bare.echo", b"x" * 200, timeout=5)
+            await nc.request(ECHO, b"x" * 200, timeout=5)
             took.append((time.perf_counter() - started) * 1000)
     await nc.close()
     return round(statistics.median(took), 3)
@@ -133,7 +140,7 @@ async def measure(
     fields: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     if how == "nats":
         body = orjson.dumps(fields)
-        connections = [await nats.connect(addresses["nats"])]
+        connections = [await connected(addresses, "client")]
         once = [lambda: nats_once(connections[0], body)] * 32
     else:
         body = orjson.dumps({**fields, "model": "smollm2-135m-instruct", "stream": True})
@@ -182,13 +189,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with (
         cluster("--engine", "null", "--admission", "none") as addresses,
-        echoing(addresses["nats"]),
+        echoing(addresses),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         for case in cases[: args.cases]:
             some = []
             for _ in range(args.runs):
-                yardsticks = {"spin_ms": spin_all(), "bare_ms": runner.run(bare_ms(addresses["nats"]))}
+                yardsticks = {"spin_ms": spin_all(), "bare_ms": runner.run(bare_ms(addresses))}
                 some.append({**runner.run(measure(addresses, *case, args.seconds)), **yardsticks})
             yardsticks_all = [{"spin_ms": one["spin_ms"], "bare_ms": one["bare_ms"]} for one in some]
             rates = [one["requests_per_s_at_32"] for one in some]

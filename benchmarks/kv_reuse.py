@@ -15,10 +15,10 @@ from typing import Any
 import nats
 import orjson
 import uvloop
-from clusters import cluster, finish, parser, spread
+from clusters import bus_config, cluster, finish, parser, spread
 
-from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.streams import StreamLimits
 from halfmoon.schemas.events import DecodeStarted, PrefillFinished, WorkerDraining, WorkerJoined
 
 PROMPT_TOKENS, SHARED_TOKENS = 2000, 1900
@@ -27,9 +27,8 @@ PROMPT_TOKENS, SHARED_TOKENS = 2000, 1900
 class Steered:
     """Sends requests to the prefill worker that the measurement wants: the others drain meanwhile."""
 
-    def __init__(self, nc: nats.NATS, bus: Bus) -> None:
-        self.nc, self.bus = nc, bus
-        self.workers: dict[str, str] = {}
+    def __init__(self, nc: nats.NATS, bus: Bus, addresses: dict[str, Any]) -> None:
+        self.nc, self.bus, self.addresses = nc, bus, addresses
 
     async def read(self, kinds: tuple[type, ...], request_id: str = "") -> list[Any]:
         found, last = [], await self.bus.last_seq()
@@ -49,7 +48,7 @@ class Steered:
         for draining in (True, False):
             for worker_id, incarnation in others.items():
                 event = WorkerDraining(worker_id=worker_id, incarnation=incarnation, draining=draining)
-                await self.bus.append(event, source_id=worker_id)  # only a worker says it of itself
+                await self.say(event, worker_id)  # only a worker says it of itself
             if draining:
                 await asyncio.sleep(0.1)
                 fields = {
@@ -65,14 +64,22 @@ class Steered:
         await asyncio.sleep(0.5)  # the last events of the request
         return answer
 
+    async def say(self, event: WorkerDraining, worker_id: str) -> None:
+        config = bus_config(self.addresses, worker_id)
+        worker = await Bus.connect(config, name=worker_id, limits=StreamLimits(replicas=0))
+        await worker.append(event, source_id=worker_id)
+        await worker.close()
+
     async def close(self) -> None:
         await self.bus.close()
         await self.nc.close()
 
 
 async def connect(addresses: dict[str, Any]) -> Steered:
-    bus = await Bus.connect(BusConfig(url=addresses["nats"]), name="bench")
-    return Steered(await nats.connect(addresses["nats"]), bus)
+    config = bus_config(addresses)
+    bus = await Bus.connect(config, name="operator", limits=StreamLimits(replicas=0))
+    nc = await nats.connect(config.url, nkeys_seed=config.nkey_seed_file)
+    return Steered(nc, bus, addresses)
 
 
 async def reuse(addresses: dict[str, Any], runs: int) -> list[dict[str, float]]:

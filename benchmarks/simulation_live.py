@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 import uvloop
-from clusters import ROOT, cluster, finish, parser
+from clusters import ROOT, bus_config, cluster, finish, parser
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.streams import StreamLimits
 from halfmoon.cli.bench.clients import NatsTarget
 from halfmoon.cli.bench.driver import Driver, Limits
 from halfmoon.cli.bench.workload import Texts, traced
@@ -46,9 +47,9 @@ SCALE = 32
 BLOCK_TOKENS = 512 // SCALE
 
 
-async def drive(nats_url: str, arrivals: list[Arrival], speed: float) -> list[dict[str, Any]]:
+async def drive(config: BusConfig, arrivals: list[Arrival], speed: float) -> list[dict[str, Any]]:
     """Send every request at its time; the answers, in the order of the trace."""
-    target = NatsTarget(BusConfig(url=nats_url))
+    target = NatsTarget(config)
     try:
         model = await target.open()
         plan = traced(arrivals, scale=SCALE, speed=speed, context=model.context)
@@ -61,8 +62,8 @@ async def drive(nats_url: str, arrivals: list[Arrival], speed: float) -> list[di
     return [record.answer for record in driver.records if record.outcome == "finished"]
 
 
-async def read_log(nats_url: str) -> list[Stamped]:
-    bus = await Bus.connect(BusConfig(url=nats_url), name="bench")
+async def read_log(config: BusConfig) -> list[Stamped]:
+    bus = await Bus.connect(config, name="operator", limits=StreamLimits(replicas=0))
     last, found = await bus.last_seq(), []
     async for stamped in bus.events():
         found.append(stamped)
@@ -220,9 +221,9 @@ def main() -> None:
                 "--block-tokens", str(BLOCK_TOKENS), "--numerics", "fast", "--prefill", "1", "--decode", "1"
             ) as addresses,
         ):
-            answers = runner.run(drive(addresses["nats"], slice_, args.speed))
+            answers = runner.run(drive(bus_config(addresses), slice_, args.speed))
             runner.run(asyncio.sleep(1.0))  # the last events
-            runs.append(compare(runner.run(read_log(addresses["nats"])), answers))
+            runs.append(compare(runner.run(read_log(bus_config(addresses))), answers))
     lines = []
     for run in runs:
         mean, live = run["mean_ttft_ms"], run["live_prediction_error"]

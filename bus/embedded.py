@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfmoon.bus.credentials import private_directory, write_private
 from halfmoon.bus.errors import BusUnreachable
 
 _PR_SET_PDEATHSIG = 1
@@ -66,10 +67,9 @@ class EmbeddedServer:
         extra_config: str = "",
     ) -> EmbeddedServer:
         """Start it and wait until it takes connections. Raises BusUnreachable, with the end of its log."""
-        directory.mkdir(parents=True, exist_ok=True)
+        private_directory(directory)  # the streams, and what `extra_config` says of who may connect
         port = port or free_port(host)
-        config = directory / "nats.conf"
-        config.write_text(
+        text = (
             f'listen: "{host}:{port}"\n'
             f"max_payload: {max_payload_bytes}\n"
             "max_pending: 268435456\n"
@@ -77,6 +77,7 @@ class EmbeddedServer:
             "max_memory_store: 1073741824 }\n"
             f"{extra_config}\n"
         )
+        write_private(directory / "nats.conf", text.encode())
         server = cls(_launch(directory), f"nats://{host}:{port}", directory)
         server.wait()
         return server

@@ -3,7 +3,8 @@
 Every process has a name and an nkey of its own. It speaks under its own name only (events), hears only what
 is for it (orders, KV progress, tokens, answers), and calls only whom its role has to do with: a worker its
 own node's store agent, a frontend workers. Orders come from conductors alone. Streams are made by conductors;
-consumers, which can have the server send stored messages to any subject, by conductors and the operator.
+consumers, which can have the server send stored messages to any subject, by conductors and the operator. `halfmoon
+up` gives its processes the same: it is the supervisor beside them, who makes the streams and tells of deaths.
 
 What NATS cannot see is whether a payload fits its subject: events are checked where they are read
 (`said_by`). What it does not keep anybody from: naming another's subject as the reply to a request. Processes
@@ -13,15 +14,16 @@ comes where it was not asked for, and is dropped there because it does not decod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from halfmoon.schemas import subjects
-from halfmoon.schemas.roles import ProcessRole
+from halfmoon.schemas.roles import ProcessRole, WorkerRole
 from halfmoon.schemas.subjects import ROOT
 
-Role = ProcessRole | Literal["operator", "client"]
+#: "supervisor": `halfmoon up`, which tells of the deaths of the processes that it started.
+Role = ProcessRole | Literal["operator", "client", "supervisor"]
 
 _JS = "$JS.API"
 _EVENTS, _DECISIONS, _KV, _SNAPSHOTS = subjects.STREAMS
@@ -47,6 +49,7 @@ _SAID: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, "PrefillFinished", "PrefillFailed"),
     "decode": (*_WORKER, "DecodeStarted", "DecodeRefused", "DecodeFailed", "RequestFinished"),
     "operator": ("PolicyChanged",),
+    "supervisor": ("ClusterConfigured", "WorkerLeft", "StoreLeft", "FrontendLeft"),
 }
 _ASKED_BY_WORKERS = ("attach", "open_put", "fetch", "commit", "open_push", "close_push", "release", "status")
 #: By programs that use a store as their own cache: none of them is in a cluster of containers, so nobody may.
@@ -124,6 +127,11 @@ class Identity:
                 return [*said, *asks, *_PLACES, *gets, *_reading(subjects.STREAMS)]
             case "client":
                 return [f"{subjects.API}.*", "$SRV.>"]
+            case "supervisor":
+                gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_EVENTS, _SNAPSHOTS)]
+                makes = [f"{_JS}.STREAM.CREATE.{stream}" for stream in subjects.STREAMS]
+                asks = [subjects.status(subjects.CONDUCTORS)]
+                return [*said, *asks, *_PLACES, *gets, *makes, *_reading([_EVENTS])]
             case _:
                 assert_never(self.role)
 
@@ -155,6 +163,8 @@ class Identity:
                 return [f"{subjects.inbox('*')}.>", *_CLIENT_INBOXES]
             case "client":
                 return _CLIENT_INBOXES
+            case "supervisor":
+                return [inbox]
             case _:
                 assert_never(self.role)
 
@@ -170,6 +180,21 @@ class Identity:
             *_PLACES,
             *_MISSED,
         ]
+
+
+def cluster_identities(
+    *, conductors: int, frontends: int, workers: Mapping[WorkerRole, int]
+) -> list[Identity]:
+    """Every process of a cluster with so many of each, an operator and a client."""
+    found = [Identity(role="operator", name=subjects.OPERATOR), Identity(role="client", name="client")]
+    found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(conductors)]
+    found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(frontends)]
+    for role, count in workers.items():
+        for n in range(count):
+            node = f"{role}-{n}"
+            found.append(Identity(role="store", name=f"store-{node}", node_id=node))
+            found.append(Identity(role=role, name=node, node_id=node))
+    return found
 
 
 def _reading(streams: Sequence[str]) -> list[str]:

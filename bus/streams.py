@@ -24,6 +24,8 @@ class StreamLimits:
 
     #: 0: another process makes them; this one, which may not be allowed to, waits until they are there.
     replicas: int = 1
+    #: How long a cluster of servers, or the process that makes the streams, is waited for.
+    wait_s: float = CLUSTER_S
     #: The event log and the decisions: what replay needs.
     log_bytes_max: int = 8 << 30
     log_age_ns_max: int = 7 * 24 * 3600 * SECOND_NS
@@ -44,7 +46,7 @@ async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
     cluster of servers that is not ready yet is waited for.
     """
     jetstream = JetStream(nc)
-    until = time.monotonic() + (0 if limits.replicas == 1 else CLUSTER_S)
+    until = time.monotonic() + (0 if limits.replicas == 1 else limits.wait_s)
     for name, subject, storage, bytes_max, age_ns_max in (
         (subjects.EVENTS_STREAM, subjects.EVENTS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
         (

@@ -10,7 +10,7 @@ import orjson
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError, PeerError
 from halfmoon.cli.api_client import ApiFailure, api_client
-from halfmoon.cli.options import add_bus, add_config, bus_config, stream_limits
+from halfmoon.cli.options import add_bus, add_config, bus_config, existing_streams
 from halfmoon.schemas import subjects
 from halfmoon.schemas.replicas import Drained, DrainStore
 
@@ -32,7 +32,7 @@ async def run(args: argparse.Namespace) -> int:
     """
     try:
         targets = args.to or await _other_stores(args)
-        bus = await Bus.connect(bus_config(args), name="drain", limits=stream_limits(args))
+        bus = await Bus.connect(bus_config(args), name="drain", limits=existing_streams())
         try:
             order = DrainStore(target_node_ids=targets)
             subject = subjects.store(args.node, "drain")

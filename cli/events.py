@@ -20,8 +20,8 @@ from halfmoon.cli.options import (
     add_bus,
     add_config,
     bus_config,
+    existing_streams,
     state_directory,
-    stream_limits,
 )
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.offline_log import served
@@ -37,7 +37,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", metavar="DIR", default="", help="save: of a stopped cluster, where its streams are"
     )
-    parser.add_argument("--cluster", default="local", help="name of the cluster, for the file")
     parser.add_argument(
         "--from", dest="from_seq", type=int, default=0, metavar="SEQ", help="show: from this event on"
     )
@@ -70,11 +69,11 @@ async def run(args: argparse.Namespace) -> int:
 async def _bus(args: argparse.Namespace) -> AsyncIterator[Bus]:
     """The running cluster's bus, or that of a server started over the streams of a stopped one."""
     with contextlib.ExitStack() as stack:
-        config = bus_config(args)
-        if args.store:
-            config = type(config)(url=stack.enter_context(served(Path(args.store))))
+        config = stack.enter_context(served(Path(args.store))) if args.store else bus_config(args)
         try:
-            bus = await Bus.connect(config, name="events", limits=stream_limits(args))
+            # Of a stopped cluster the stream that was kept in memory is made anew, empty.
+            limits = None if args.store else existing_streams()
+            bus = await Bus.connect(config, name="events", limits=limits)
         except BusUnreachable as problem:
             kept = state_directory(args.cluster) / "nats"
             hint = f"; if the cluster is stopped: --store {kept}" if kept.exists() and not args.store else ""

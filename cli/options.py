@@ -18,9 +18,13 @@ from halfmoon.schemas.numbers import SECOND_NS
 if TYPE_CHECKING:
     from halfmoon.bus.config import BusConfig
     from halfmoon.bus.streams import StreamLimits
+    from halfmoon.cli.run_file import RunFile
 
 PREFIX = "HALFMOON_"
 DEFAULT_NATS = "nats://127.0.0.1:4222"
+DEFAULT_CLUSTER = "local"
+#: For a cluster that is just starting.
+STREAMS_WAIT_S = 2.0
 
 
 class OptionInvalid(Exception):
@@ -33,11 +37,17 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_bus(parser: argparse.ArgumentParser, *, default: str = DEFAULT_NATS) -> None:
-    """How to reach NATS."""
+def add_bus(
+    parser: argparse.ArgumentParser, *, default: str = f"that of `halfmoon up`, else {DEFAULT_NATS}"
+) -> None:
+    """How to reach NATS; `default` in words."""
+    parser.add_argument("--cluster", default=DEFAULT_CLUSTER, help="name of the cluster on this machine")
     group = parser.add_argument_group("NATS")
     group.add_argument(
-        "--nats", metavar="URL", default=default, help="server, or several separated by commas"
+        "--nats",
+        metavar="URL",
+        default="",
+        help=f"server, or several separated by commas (default: {default})",
     )
     group.add_argument("--nats-user", default="")
     group.add_argument("--nats-password", default="")
@@ -57,21 +67,57 @@ def add_bus(parser: argparse.ArgumentParser, *, default: str = DEFAULT_NATS) -> 
     group.add_argument("--log-hours-max", type=int, default=168, help="age of the log, where it is made")
 
 
-def bus_config(args: argparse.Namespace) -> BusConfig:
-    """How to reach NATS, as the options of `add_bus` say."""
+def bus_config(args: argparse.Namespace, *, name: str = "operator") -> BusConfig:
+    """How to reach NATS as the process `name`: as the options of `add_bus` say; else as `halfmoon up` let it be known.
+
+    Raises OptionInvalid.
+    """
     from halfmoon.bus.config import BusConfig
 
+    url, key = args.nats, args.nats_nkey_file
+    stated = key or args.nats_user or args.nats_token or args.nats_credentials or args.nats_cert
+    running = None if url and stated else _running(args)
+    if running is not None:
+        url = url or running.nats
+        if running.credentials and not stated:
+            file = Path(running.credentials) / f"{name}.nk"
+            if not file.exists():
+                raise OptionInvalid(f"--nats-nkey-file: {url} has no credentials for {name}")
+            key = str(file)
     return BusConfig(
-        url=args.nats,
+        url=url or DEFAULT_NATS,
         user=args.nats_user,
         password=args.nats_password,
         token=args.nats_token,
-        nkey_seed_file=args.nats_nkey_file,
+        nkey_seed_file=key,
         credentials_file=args.nats_credentials,
         tls_ca_file=args.nats_ca,
         tls_cert_file=args.nats_cert,
         tls_key_file=args.nats_key,
     )
+
+
+def _running(args: argparse.Namespace) -> RunFile | None:
+    """The cluster of this user on this machine that is meant. Raises OptionInvalid."""
+    from halfmoon.cli import run_file
+
+    try:
+        directory = state_directory(args.cluster)
+    except RuntimeError:  # a user without a home directory
+        return None
+    if not args.nats:
+        return run_file.read(directory)
+    try:
+        return run_file.at(directory.parent, args.nats)
+    except ValueError as problem:
+        raise OptionInvalid(f"--nats {args.nats}: {problem}") from None
+
+
+def existing_streams() -> StreamLimits:
+    """For a command that makes no streams: it looks at those of a cluster, which are there or about to be."""
+    from halfmoon.bus.streams import StreamLimits
+
+    return StreamLimits(replicas=0, wait_s=STREAMS_WAIT_S)
 
 
 def stream_limits(args: argparse.Namespace) -> StreamLimits:
@@ -107,7 +153,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_secret(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", default="local", help="name of the cluster on this machine")
     parser.add_argument(
         "--secret-file",
         metavar="FILE",

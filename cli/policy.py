@@ -15,7 +15,7 @@ import orjson
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerUnreachable
-from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, stream_limits
+from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, existing_streams
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.numbers import MS_NS, SECOND_NS
@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "changes", nargs="*", metavar="KEY=VALUE", help="for `set`; times also as 500ms or 2s"
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
-    add_bus(parser, default="nats://127.0.0.1:4222")
+    add_bus(parser)
     add_config(parser)
 
 
@@ -43,7 +43,7 @@ async def run(args: argparse.Namespace) -> int:
         raise OptionInvalid(
             "policy set: KEY=VALUE is missing" if args.action == "set" else "policy show takes no KEY"
         )
-    bus = await Bus.connect(bus_config(args), name="policy", limits=stream_limits(args))
+    bus = await Bus.connect(bus_config(args), name="policy", limits=existing_streams())
     try:
         policy = (await _status(bus)).policy
         if args.changes:

@@ -14,16 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ipaddress
-import os
 import secrets as random_bytes
 import shutil
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-import nkeys
-
-from halfmoon.bus.permissions import Identity, authorization
+from halfmoon.bus.credentials import CredentialsBroken, key_file, make_key, public_key, write_private
+from halfmoon.bus.permissions import Identity, authorization, cluster_identities
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.output import say
 from halfmoon.schemas.roles import ROLES, WORKER_ROLES
@@ -90,7 +89,7 @@ def make(args: argparse.Namespace) -> None:
         files = ("-keyout", str(authority / "ca.key"), "-out", str(authority / "ca.pem"))
         _openssl("req", "-x509", *_CURVE, "-days", str(DAYS), *files, "-subj", "/CN=halfmoon")
     if made.missing(authority / "secret"):
-        _write(authority / "secret", random_bytes.token_hex(32).encode())
+        write_private(authority / "secret", random_bytes.token_hex(32).encode())
     identities = [_with_key(place / _folder(each), each, made) for each in _wanted(args)]
     needs_secret = {role for role, traits in ROLES.items() if traits.has_secret}
     for role in dict.fromkeys(_folder(each) for each in identities):
@@ -104,8 +103,8 @@ def make(args: argparse.Namespace) -> None:
         _copy(authority / "ca.pem", here)
         if made.missing(here / "server.pem"):
             _certificate(here, name, authority)
-        _write(here / "authorization.conf", text.encode())
-        _write(here / "nats.conf", _configuration(args, servers, name).encode())
+        write_private(here / "authorization.conf", text.encode())
+        write_private(here / "nats.conf", _configuration(args, servers, name).encode())
     say(f"secrets in {place}: {made.count} made, {made.kept} there already")
 
 
@@ -123,15 +122,8 @@ class _Made:
 
 
 def _wanted(args: argparse.Namespace) -> list[Identity]:
-    found = [Identity(role="operator", name="operator"), Identity(role="client", name="client")]
-    found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(args.conductors)]
-    found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(args.frontends)]
-    for role in WORKER_ROLES:
-        for n in range(getattr(args, role)):
-            node = f"{role}-{n}"
-            found.append(Identity(role="store", name=f"store-{node}", node_id=node))
-            found.append(Identity(role=role, name=node, node_id=node))
-    return found
+    workers = {role: getattr(args, role) for role in WORKER_ROLES}
+    return cluster_identities(conductors=args.conductors, frontends=args.frontends, workers=workers)
 
 
 def _folder(identity: Identity) -> str:
@@ -141,15 +133,13 @@ def _folder(identity: Identity) -> str:
 
 def _with_key(folder: Path, identity: Identity, made: _Made) -> Identity:
     folder.mkdir(exist_ok=True)
-    file = folder / f"{identity.name}.nk"
+    file = key_file(folder, identity.name)
     if made.missing(file):
-        _write(file, nkeys.encode_seed(random_bytes.token_bytes(32), nkeys.PREFIX_BYTE_USER))
+        make_key(file)
     try:
-        pair = nkeys.from_seed(bytearray(file.read_bytes().strip()))
-    except nkeys.NkeysError as problem:
-        raise OptionInvalid(f"{file}: {problem}") from None
-    public = bytes(pair.public_key).decode()
-    return Identity(role=identity.role, name=identity.name, node_id=identity.node_id, public_key=public)
+        return replace(identity, public_key=public_key(file))
+    except CredentialsBroken as problem:
+        raise OptionInvalid(str(problem)) from None
 
 
 def _certificate(here: Path, name: str, authority: Path) -> None:
@@ -204,14 +194,5 @@ def _openssl(*words: str) -> None:
         raise OptionInvalid(f"openssl {words[0]}: {done.stderr.strip()[-300:]}")
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all; for its owner only."""
-    fresh = path.with_name(f".{path.name}")
-    fresh.unlink(missing_ok=True)
-    fresh.touch(mode=0o600)
-    fresh.write_bytes(content)
-    os.replace(fresh, path)
-
-
 def _copy(path: Path, to: Path) -> None:
-    _write(to / path.name, path.read_bytes())
+    write_private(to / path.name, path.read_bytes())

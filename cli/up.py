@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import json
 import os
 import re
 import signal
@@ -13,8 +12,11 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from halfmoon.bus.credentials import private_directory
 from halfmoon.cli.local.cluster import LocalCluster
+from halfmoon.cli.local.credentials import credentials_of
 from halfmoon.cli.options import (
+    DEFAULT_CLUSTER,
     OptionInvalid,
     add_bus,
     add_config,
@@ -23,6 +25,7 @@ from halfmoon.cli.options import (
     state_directory,
 )
 from halfmoon.cli.processes.options import add_frontend, add_policy, add_store, add_worker
+from halfmoon.cli.run_file import RunFile
 from halfmoon.cli.tracing import add_tracing, check_endpoint
 from halfmoon.schemas.roles import WORKER_ROLES
 
@@ -46,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
     add_frontend(parser)
     add_policy(parser)
-    add_bus(parser, default="")
+    add_bus(parser, default="one of our own")
     add_secret(parser)
     add_config(parser)
     add_tracing(parser)
@@ -60,7 +63,7 @@ async def run(args: argparse.Namespace) -> int:
         raise OptionInvalid(f"--cluster {args.cluster}: letters, digits, - and _, at most 64")
     check_endpoint(args)
     directory = state_directory(args.cluster)
-    directory.mkdir(parents=True, exist_ok=True)
+    private_directory(directory)
     lock = _lock(directory, args.cluster)
     for name in ("cluster.json", "prometheus.json"):
         (directory / name).unlink(missing_ok=True)  # of one that was killed
@@ -104,9 +107,9 @@ async def run(args: argparse.Namespace) -> int:
 def _print_addresses(cluster: LocalCluster, directory: Path) -> None:
     args = cluster.args
     metrics = cluster.targets.write(directory / "prometheus.json")
-    addresses = {"nats": args.nats, "http": cluster.http, "pid": os.getpid()}
-    (directory / "cluster.json").write_text(json.dumps(addresses))
-    where = "" if args.cluster == "local" else f" --nats {args.nats}"
+    credentials = "" if cluster.server is None else str(credentials_of(directory))
+    RunFile(nats=args.nats, http=cluster.http, pid=os.getpid(), credentials=credentials).write(directory)
+    where = "" if args.cluster == DEFAULT_CLUSTER else f" --cluster {args.cluster}"
     cluster.say(f"ready: {args.prefill} prefill and {args.decode} decode nodes")
     print(
         f"\n  NATS  {args.nats}\n  HTTP  {cluster.http}\n{metrics}\n"

@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import assert_never
 
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.credentials import key_file, write_private
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.errors import BusUnreachable
 from halfmoon.cli import model as models
-from halfmoon.cli.local.flags import DRAIN_S, common_flags, policy_flags, store_flags, worker_flags
+from halfmoon.cli.local.credentials import credentials_of, make_credentials
+from halfmoon.cli.local.flags import (
+    DRAIN_S,
+    common_flags,
+    policy_flags,
+    secret_environment,
+    store_flags,
+    worker_flags,
+)
 from halfmoon.cli.local.ports import port_or_free, wanted_port
 from halfmoon.cli.local.supervisor import Child, Supervisor
 from halfmoon.cli.metrics import Targets
@@ -98,14 +107,17 @@ class LocalCluster:
         if not args.nats:
             self._keep_one_old_log()
             port = wanted_port("--nats-port", args.nats_port, "127.0.0.1") or port_or_free(4222)
-            self.server = EmbeddedServer.start(self.directory / "nats", port=port)
+            permissions = make_credentials(args, self.directory)
+            self.server = EmbeddedServer.start(self.directory / "nats", port=port, extra_config=permissions)
             self.server_watcher = asyncio.create_task(self._keep_server(self.server))
             args.nats = self.server.url
             self.say(f"nats-server at {self.server.url}")
         if not args.secret_file:
             args.secret_file = str(self.directory / "secret")
-            _write_secret(Path(args.secret_file))
-        self.bus = await Bus.connect(bus_config(args), name="up", limits=stream_limits(args))
+            write_private(Path(args.secret_file), secrets.token_hex(32).encode())
+        self.bus = await Bus.connect(
+            bus_config(self._as(subjects.SUPERVISOR)), name=subjects.SUPERVISOR, limits=stream_limits(args)
+        )
         after = await self.bus.last_seq()
         watcher = asyncio.create_task(self._watch(after))
         try:  # before anybody joins: conductors read the log from its ClusterConfigured on
@@ -150,12 +162,24 @@ class LocalCluster:
         )
         return names
 
+    def _as(self, name: str) -> argparse.Namespace:
+        """The options with the credentials of the process `name`, where the server is our own."""
+        if self.server is None:
+            return self.args
+        key = key_file(credentials_of(self.directory), name)
+        stated = {"nats_nkey_file": str(key), "nats_user": "", "nats_password": "", "nats_token": ""}
+        return argparse.Namespace(**{**vars(self.args), **stated})
+
     async def _child(self, name: str, command: str, flags: list[str]) -> None:
-        common = common_flags(self.args, command, self.directory, self.targets)
+        args = self._as(name)
+        if self.server is not None and command != "conductor":
+            args.nats_replicas = 0  # conductors make the streams; the others may not
+        common = common_flags(args, command, self.directory, self.targets)
         log = self.directory / "output" / f"{name}.log"
         log.parent.mkdir(exist_ok=True)
         log.write_text("")
-        await self.supervisor.start(Child(name, [command, *flags, *common], log))
+        environment = secret_environment(args)
+        await self.supervisor.start(Child(name, [command, *flags, *common], log, environment))
 
     async def _watch(self, after: int) -> None:
         assert self.bus is not None
@@ -216,6 +240,7 @@ class LocalCluster:
         remove_stale(self.args.cluster)
         for name in ("cluster.json", "layout.json", "prometheus.json", "secret"):
             (self.directory / name).unlink(missing_ok=True)
+        shutil.rmtree(credentials_of(self.directory), ignore_errors=True)
 
 
 def _left(child: Child, reason: str) -> WorkerLeft | StoreLeft | FrontendLeft:
@@ -238,9 +263,3 @@ def _layout_json(layout: Layout) -> bytes:
     import msgspec
 
     return msgspec.json.encode(layout)
-
-
-def _write_secret(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from halfmoon.cli.metrics import Targets
+from halfmoon.cli.options import PREFIX
 
 DRAIN_S = 8.0
 
@@ -13,7 +14,7 @@ DRAIN_S = 8.0
 def common_flags(args: argparse.Namespace, command: str, directory: Path, targets: Targets) -> list[str]:
     """Flags of every process: how to reach NATS, which cluster it belongs to, and which model that serves."""
     common = ["--nats", args.nats, "--cluster", args.cluster, "--secret-file", args.secret_file]
-    for flag in ("user", "password", "token", "nkey_file", "credentials", "ca", "cert", "key"):
+    for flag in ("nkey_file", "credentials", "ca", "cert", "key"):
         if value := getattr(args, f"nats_{flag}"):
             common += [f"--nats-{flag.replace('_', '-')}", value]
     if args.otlp:
@@ -33,6 +34,12 @@ def common_flags(args: argparse.Namespace, command: str, directory: Path, target
             str(args.block_tokens),
         ]
     return common
+
+
+def secret_environment(args: argparse.Namespace) -> dict[str, str]:
+    """Values that are no flags: other users of this machine see the words of a command, but not its environment."""
+    names = ("nats_user", "nats_password", "nats_token")
+    return {f"{PREFIX}{name.upper()}": getattr(args, name) for name in names}
 
 
 def policy_flags(args: argparse.Namespace) -> list[str]:

@@ -19,8 +19,8 @@ HEALTH_S = 1.0
 
 
 async def connect(args: argparse.Namespace, name: str) -> Bus:
-    """As the options of `add_bus` say. Raises BusUnreachable, BusError."""
-    return await Bus.connect(bus_config(args), name=name, limits=stream_limits(args))
+    """As the options of `add_bus` say. Raises BusUnreachable, BusError, OptionInvalid."""
+    return await Bus.connect(bus_config(args, name=name), name=name, limits=stream_limits(args))
 
 
 def _settle_memory() -> None:

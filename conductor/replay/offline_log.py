@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from halfmoon.bus.config import BusConfig
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas import subjects
 
@@ -19,8 +21,8 @@ class NoLog(ValueError):
 
 
 @contextlib.contextmanager
-def served(directory: Path) -> Iterator[str]:
-    """The address of a nats-server on the streams in `directory`, which ends with the context.
+def served(directory: Path) -> Iterator[BusConfig]:
+    """How to reach a nats-server on the streams in `directory`, which ends with the context, and takes nobody else.
 
     `directory` is a cluster's state directory, the `nats` in it, or the `store_dir` of a nats-server. Raises NoLog and
     BusUnreachable.
@@ -36,9 +38,10 @@ def served(directory: Path) -> Iterator[str]:
                 raise NoLog(f"{directory}: its cluster runs; reach it with --nats") from None
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="halfmoon-")))
         (scratch / "jetstream").symlink_to(store)
-        server = EmbeddedServer.start(scratch)
+        token = secrets.token_hex(32)
+        server = EmbeddedServer.start(scratch, extra_config=f'authorization {{ token: "{token}" }}')
         stack.callback(server.stop)
-        yield server.url
+        yield BusConfig(url=server.url, token=token)
 
 
 def _store_directory(directory: Path) -> Path:

@@ -24,6 +24,8 @@ from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import free_port
 from halfmoon.bus.errors import PeerUnreachable
+from halfmoon.bus.streams import StreamLimits
+from halfmoon.cli.local.credentials import credentials_of
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.decisions import Ordered
@@ -48,8 +50,18 @@ class Cluster:
 
     # --- asking ---------------------------------------------------------------------------------------------
 
-    async def connect(self) -> nats.NATS:
-        return await nats.connect(self.nats)
+    def config(self, name: str = subjects.OPERATOR) -> BusConfig:
+        """How the process `name` reaches the cluster's server."""
+        key = credentials_of(self.directory) / f"{name}.nk"
+        return BusConfig(url=self.nats, nkey_seed_file=str(key) if key.exists() else "")
+
+    async def bus(self, name: str = subjects.OPERATOR) -> Bus:
+        """As the process `name`; the streams are there."""
+        return await Bus.connect(self.config(name), name=name, limits=StreamLimits(replicas=0))
+
+    async def connect(self, name: str = subjects.OPERATOR) -> nats.NATS:
+        """A plain client's connection, with the credentials of `name`."""
+        return await nats.connect(self.nats, nkeys_seed=self.config(name).nkey_seed_file or None)
 
     async def generate(self, nc: nats.NATS, timeout: float = 120, **fields: Any) -> dict[str, Any]:
         """One request over NATS, not streamed; raises AssertionError with the body of an error."""
@@ -83,7 +95,7 @@ class Cluster:
         return await self._stream(stream, ">", 0)
 
     async def _stream(self, stream: str, subject: str, after: int) -> list[tuple[int, int, bytes]]:
-        bus = await Bus.connect(BusConfig(url=self.nats), name="reader")
+        bus = await self.bus()
         try:
             last = await bus.last_seq(stream)
             found: list[tuple[int, int, bytes]] = []
@@ -100,7 +112,7 @@ class Cluster:
 
     async def status(self) -> dict[str, Any]:
         """`nodes` as the first conductor knows them; {"nodes": []} while none answers."""
-        bus = await Bus.connect(BusConfig(url=self.nats), name="status")
+        bus = await self.bus()
         try:
             answer = await bus.request(
                 subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=2
@@ -129,7 +141,7 @@ class Cluster:
 
     async def stores(self) -> dict[str, StoreStatus]:
         """The status of each store agent."""
-        bus = await Bus.connect(BusConfig(url=self.nats), name="stores")
+        bus = await self.bus()
         try:
             found = {}
             for name in self.names("store-"):

@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from halfmoon.bus.config import BusConfig
-from halfmoon.bus.connection import Bus
 from halfmoon.schemas.events import PrefillFinished, WorkerDraining, WorkerJoined
 from tests.cluster.harness import Cluster
 
@@ -17,16 +15,19 @@ from tests.cluster.harness import Cluster
 @contextlib.asynccontextmanager
 async def draining(cluster: Cluster, worker_id: str) -> AsyncIterator[None]:
     """Inside the block the conductor places nothing on `worker_id`."""
-    bus = await Bus.connect(BusConfig(url=cluster.nats), name="steering")
+    bus = await cluster.bus(worker_id)
     joined = [s.event for s in await cluster.events() if isinstance(s.event, WorkerJoined)]
     last = [event for event in joined if event.worker_id == worker_id][-1]
     try:
-        await bus.append(WorkerDraining(worker_id=worker_id, incarnation=last.incarnation), source_id="up")
+        await bus.append(
+            WorkerDraining(worker_id=worker_id, incarnation=last.incarnation), source_id=worker_id
+        )
         await asyncio.sleep(0.05)
         yield
     finally:
         await bus.append(
-            WorkerDraining(worker_id=worker_id, incarnation=last.incarnation, draining=False), source_id="up"
+            WorkerDraining(worker_id=worker_id, incarnation=last.incarnation, draining=False),
+            source_id=worker_id,
         )
         await asyncio.sleep(0.05)
         await bus.close()

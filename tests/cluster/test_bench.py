@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from halfmoon.bus.config import BusConfig
-from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import free_port
 from halfmoon.cli.bench.clients import Model, Record
 from halfmoon.cli.bench.driver import Driver, Limits
@@ -313,7 +311,7 @@ async def test_its_counts_are_the_clusters_own(
 @pytest.mark.slow
 async def test_rejections_are_counted_by_reason(cluster: Cluster, nc: nats.NATS) -> None:
     """Queues of one, and more requests at once than that: some are refused; how many, the cluster knows."""
-    bus = await Bus.connect(BusConfig(url=cluster.nats), name="policy")
+    bus = await cluster.bus()
     before = await counted(cluster, nc)
     completed = rejected = 0
     try:

@@ -8,8 +8,6 @@ from typing import Any
 
 import aiohttp
 
-from halfmoon.bus.config import BusConfig
-from halfmoon.bus.connection import Bus
 from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.explain import explained
 from halfmoon.conductor.replay.histories import request_histories
@@ -36,7 +34,7 @@ async def test_a_request_is_seen_and_explained_as_replay_does_and_no_word_of_it_
                     views.append(await anext_view(stream))
                 told = {name: await explain(http, cluster, name) for name in (before, seen)}
         file = tmp_path / "run.jsonl"
-        bus = await Bus.connect(BusConfig(url=cluster.nats), name="events")
+        bus = await cluster.bus()
         await save(bus, file)
         await bus.close()
         found = request_histories(Replay(LogFile(file), explain_requests=explain_all))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import (
@@ -34,9 +36,13 @@ def files_with(directory: Path, needle: bytes) -> list[Path]:
 
 async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.TempPathFactory) -> None:
     text = Tokenizer.load(MODEL).decode(prompt(TOKENS))
-    with running(
-        tmp_path_factory.mktemp("planes"), "--prefill", "1", "--decode", "1", "--dtype", "float32"
-    ) as cluster:
+    place = tmp_path_factory.mktemp("planes")
+    with contextlib.ExitStack() as stack:
+        # A server of the test's own: on that of `halfmoon up` nobody may hear everything.
+        server = EmbeddedServer.start(place / "nats")
+        stack.callback(server.stop)
+        flags = ("--prefill", "1", "--decode", "1", "--dtype", "float32", "--nats", server.url)
+        cluster = stack.enter_context(running(place, *flags))
         nc = await cluster.connect()
         on_nats = 0
 
@@ -92,6 +98,6 @@ async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.T
             assert everything
             assert not [secret for secret in secrets if secret in everything]
         await nc.close()
-        left = cluster.directory / "nats"
+        left = place / "nats"
     assert files_with(left, b"RequestArrived")
     assert not files_with(left, secrets[0])

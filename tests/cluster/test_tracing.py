@@ -21,8 +21,6 @@ import nats
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from halfmoon.bus.config import BusConfig
-from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import free_port
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.cli.main import main
@@ -288,7 +286,7 @@ async def test_what_the_client_does_not_sample_is_not_traced(cluster: Cluster, r
 
 
 async def test_a_refusal_is_an_error_with_its_reason(cluster: Cluster, receiver: Receiver) -> None:
-    bus = await Bus.connect(BusConfig(url=cluster.nats), name="policy")
+    bus = await cluster.bus()
     try:
         strict = Policy(admission="predicted", queued_max_per_worker=1)
         await bus.append(PolicyChanged(policy=strict), source_id=subjects.OPERATOR)

@@ -71,11 +71,13 @@ async def null(cluster: Cluster) -> None:
         "halfmoon.cli.main",
         "policy",
         "set",
+        "--nats",
+        cluster.nats,
         "digest_events=100",
         "ttft_slo_ns=20s",
     ]
     await asyncio.to_thread(
-        subprocess.run, [*change, "--nats", cluster.nats], check=True, stdout=subprocess.DEVNULL
+        subprocess.run, change, check=True, stdout=subprocess.DEVNULL, env=cluster.environment
     )
     await asyncio.gather(*(ask(nc, prompt=prompt(20 + number), max_tokens=3) for number in range(40)))
     long = [ask(nc, prompt=prompt(300), max_tokens=20_000) for _ in range(6)]
@@ -105,7 +107,8 @@ def record(name: str) -> None:
             asyncio.run(scene(cluster))
             file = GOLDEN / f"{name}.jsonl.zst"
             save = [sys.executable, "-m", "halfmoon.cli.main", "events", "save", str(file)]
-            subprocess.run([*save, "--nats", cluster.nats, "--cluster", f"golden-{name}"], check=True)
+            words = [*save, "--nats", cluster.nats, "--cluster", f"golden-{name}"]
+            subprocess.run(words, check=True, env=cluster.environment)
         subprocess.run([sys.executable, "-m", "halfmoon.cli.main", "replay", str(file)], check=True)
 
 

@@ -46,8 +46,8 @@ ANSWERS = [prefilled(ORDER), stored("p0", keys(3)), finished(ORDER)]
 READY = KvReady(order_id=ORDER, request_id="r1", layer=1, first_block=0, blocks=3, moved_bytes=5)
 
 
-async def connect(url: str) -> Bus:
-    return await Bus.connect(BusConfig(url=url), name="test")
+async def connect(at: str | BusConfig) -> Bus:
+    return await Bus.connect(BusConfig(url=at) if isinstance(at, str) else at, name="test")
 
 
 async def conducted(url: str) -> None:
@@ -84,7 +84,7 @@ async def conducted(url: str) -> None:
     await bus.close()
 
 
-async def save_from(url: str, path: Path) -> tuple[int, int]:
+async def save_from(url: str | BusConfig, path: Path) -> tuple[int, int]:
     bus = await connect(url)
     try:
         return await save(bus, path, cluster="c")
@@ -138,8 +138,8 @@ async def test_a_stopped_server_is_started_on_its_streams_and_gives_the_same_fil
     server.stop()
     configuration = (tmp_path / "nats" / "nats.conf").read_text()
     for directory in (tmp_path, tmp_path / "nats", tmp_path / "nats" / "jetstream"):
-        with served(directory) as url:
-            await save_from(url, tmp_path / "stopped.jsonl")
+        with served(directory) as config:
+            await save_from(config, tmp_path / "stopped.jsonl")
         live_lines = list(LogFile(tmp_path / "live.jsonl").lines())
         stopped = list(LogFile(tmp_path / "stopped.jsonl").lines())
         # KV progress is kept in memory.

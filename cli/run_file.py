@@ -1,0 +1,65 @@
+"""The run file `cluster.json` of a cluster on this machine: where it is reached, and the keys to it.
+
+`halfmoon up` writes it into its state directory, which its user alone can look into; so that user's commands find
+the cluster and are let in without an option, and nobody else's are.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from halfmoon.bus.credentials import write_private
+
+NAME = "cluster.json"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class RunFile(msgspec.Struct, frozen=True, kw_only=True):
+    """`credentials`: the directory with the key of each process (`NAME.nk`); "" where the server is the user's own."""
+
+    nats: str
+    http: str
+    pid: int
+    credentials: str = ""
+
+    def write(self, directory: Path) -> None:
+        write_private(directory / NAME, msgspec.json.encode(self))
+
+    @property
+    def runs(self) -> bool:
+        """False for what a cluster that was killed has left: its port may be anybody's by now."""
+        try:
+            os.kill(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+
+def read(directory: Path) -> RunFile | None:
+    """The run file in this state directory; None where no cluster runs."""
+    try:
+        found = msgspec.json.decode((directory / NAME).read_bytes(), type=RunFile)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return found if found.runs else None
+
+
+def at(base: Path, url: str) -> RunFile | None:
+    """The run file of the cluster that is reached at `url`, of all whose state directories are in `base`."""
+    wanted = {_place(each) for each in url.split(",")}
+    for file in sorted(base.glob(f"*/{NAME}")):
+        found = read(file.parent)
+        if found is not None and wanted & {_place(each) for each in found.nats.split(",")}:
+            return found
+    return None
+
+
+def _place(url: str) -> tuple[str, int]:
+    """Host and port. Raises ValueError where the port is no number."""
+    parts = urlsplit(url.strip() if "//" in url else f"nats://{url.strip()}")
+    host = parts.hostname or ""
+    return "loopback" if host in _LOOPBACK else host, parts.port or 4222
