@@ -35,7 +35,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.authors import said_by
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.decisions import Ordered, StartPrefill
-from halfmoon.schemas.events import Event, Stamped
+from halfmoon.schemas.events import EVENT_TYPES, Event, Stamped
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.tokens import ProcessError
 from halfmoon.schemas.types import Message
@@ -337,15 +337,20 @@ class Bus:
             self.nc.send(subject, encode(message))
 
     async def subscribe(self, subject: str, kind: Any, handler: Handler, *, queue: str = "") -> Subscription:
-        """`handler(message)` for each, in order; what is no `kind` is dropped and counted.
+        """`handler(message)` for each, in order; what is no `kind`, or another's word than its subject says, is
+        dropped and counted.
 
         It is called within the reading of the socket; if it is a coroutine function, each runs as a task.
         """
+        is_event = kind in EVENT_TYPES
 
-        def receive(_: bytes, __: bytes, payload: bytes, ___: bytes | None) -> None:
+        def receive(heard_on: bytes, _: bytes, payload: bytes, __: bytes | None) -> None:
             try:
                 message = decode(payload, kind)
             except MessageInvalid:
+                self.invalid += 1
+                return
+            if is_event and not said_by(heard_on.decode(), message):
                 self.invalid += 1
                 return
             result = handler(message)

@@ -244,6 +244,24 @@ async def test_what_does_not_decode_is_dropped_and_counted(nats_url: str) -> Non
     await bus.close()
 
 
+async def test_an_event_heard_on_its_way_is_its_authors_word(nats_url: str) -> None:
+    """A store agent hears of others by such a subscription, before any reader of the log."""
+    liar, listener = await connect(nats_url, "liar"), await connect(nats_url, "listener")
+    heard: list[FrontendHeartbeat] = []
+    await listener.subscribe(subjects.events_of_kind("FrontendHeartbeat"), FrontendHeartbeat, heard.append)
+    await settled(listener.nc)
+    subject = subjects.event("f1", "FrontendHeartbeat")
+    for frontend_id in ("f2", "f1"):
+        await liar.publish(subject, FrontendHeartbeat(frontend_id=frontend_id, incarnation="i"))
+    async with asyncio.timeout(5):
+        while not heard:
+            await asyncio.sleep(0.01)
+    assert [beat.frontend_id for beat in heard] == ["f1"]
+    assert listener.invalid == 1
+    await liar.close()
+    await listener.close()
+
+
 async def test_an_unreachable_server_is_an_error_that_names_it() -> None:
     with pytest.raises(BusUnreachable, match=r"127\.0\.0\.1:1"):
         await Bus.connect(BusConfig(url="nats://127.0.0.1:1", connect_timeout_s=0.5), name="x")
