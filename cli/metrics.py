@@ -47,7 +47,7 @@ async def shown(
         return
     host, port = address(args.metrics)
     try:
-        runner = await serve_metrics(registry, host=host, port=port, refresh=refresh)
+        server = await serve_metrics(registry, host=host, port=port, refresh=refresh)
     except OSError as problem:
         why = (
             os.strerror(problem.errno) if problem.errno else problem
@@ -56,7 +56,7 @@ async def shown(
     try:
         yield
     finally:
-        await runner.cleanup()
+        await server.stop()
 
 
 class Targets:

@@ -24,6 +24,7 @@ from halfmoon.cli.options import (
     add_secret,
     state_directory,
 )
+from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import add_frontend, add_policy, add_store, add_worker
 from halfmoon.cli.run_file import RunFile
 from halfmoon.cli.tracing import add_tracing, check_endpoint
@@ -62,6 +63,7 @@ async def run(args: argparse.Namespace) -> int:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", args.cluster):
         raise OptionInvalid(f"--cluster {args.cluster}: letters, digits, - and _, at most 64")
     check_endpoint(args)
+    raise_open_files_limit()
     directory = state_directory(args.cluster)
     private_directory(directory)
     lock = _lock(directory, args.cluster)

@@ -31,9 +31,13 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
+    417: "invalid_request_error",
     422: "unprocessable_entity_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     499: "client_closed_request",
     503: "service_unavailable_error",
 }
@@ -51,9 +55,10 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_ns: int = 0,
     ) -> None:
-        super().__init__(message)
+        #: A client's words may be in it, and be no Unicode.
+        self.message = message.encode(errors="backslashreplace").decode()
+        super().__init__(self.message)
         self.status = status
-        self.message = message
         self.kind = _TYPES.get(status, "server_error")
         self.param = param
         self.code = code

@@ -18,10 +18,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from halfmoon.bus.connection import Bus
+from halfmoon.schemas.api import ApiError
 from halfmoon.schemas.numbers import SECOND_NS
 
 if TYPE_CHECKING:
-    from aiohttp import web
+    from halfmoon.bus.telemetry.http_server import HttpServer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -154,22 +155,22 @@ def exposition(registry: CollectorRegistry) -> bytes:
 
 async def serve_metrics(
     registry: CollectorRegistry, *, host: str, port: int, refresh: Callable[[], Awaitable[None]] | None = None
-) -> web.AppRunner:
-    """`/metrics` of a process; `await runner.cleanup()` ends it. `refresh` asks others first. Raises OSError."""
+) -> HttpServer:
+    """`/metrics` of a process; `await server.stop()` ends it. `refresh` asks others first. Raises OSError."""
     from aiohttp import web
 
-    async def show(_: web.Request) -> web.Response:
+    from halfmoon.bus.telemetry.http_server import HttpLimits, HttpServer
+
+    async def show(request: web.BaseRequest) -> web.StreamResponse:
+        if request.path != "/metrics":
+            raise ApiError(404, f"there is no {request.path[:200]}", code="unknown_url")
+        if request.method not in ("GET", "HEAD"):
+            raise ApiError(405, "/metrics wants GET", code="method_not_allowed")
         if refresh is not None:
             await refresh()
         return web.Response(body=exposition(registry), headers={"content-type": CONTENT_TYPE})
 
-    app = web.Application()
-    app.router.add_get("/metrics", show)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError:
-        await runner.cleanup()
-        raise
-    return runner
+    limits = HttpLimits(connections_max=64, connections_per_address_max=32, reserved_max=8)
+    server = HttpServer(show, limits, urgent=frozenset(("/metrics",)))
+    await server.start(host, port)
+    return server

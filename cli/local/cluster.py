@@ -20,6 +20,7 @@ from halfmoon.cli.local.credentials import credentials_of, make_credentials
 from halfmoon.cli.local.flags import (
     DRAIN_S,
     common_flags,
+    frontend_flags,
     policy_flags,
     secret_environment,
     store_flags,
@@ -154,12 +155,9 @@ class LocalCluster:
         http_port = self.http_port or port_or_free(8000)
         self.http = f"http://{args.http_host}:{http_port}"
         flags = ["--id", "frontend-0", "--http-host", args.http_host, "--http-port", str(http_port)]
-        if args.api_keys_file:
-            flags += ["--api-keys-file", args.api_keys_file]
+        flags += frontend_flags(args)
         self.targets.add("frontend", self.http.removeprefix("http://"))
-        await self._child(
-            "frontend-0", "frontend", [*flags, "--open-requests-max", str(args.open_requests_max)]
-        )
+        await self._child("frontend-0", "frontend", flags)
         return names
 
     def _as(self, name: str) -> argparse.Namespace:

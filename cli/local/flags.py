@@ -90,3 +90,19 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
     ]
     flags += ["--attention", args.attention, "--chunk-tokens", str(args.chunk_tokens)]
     return [*flags, "--no-stream-layers"] if args.no_stream_layers else flags
+
+
+def frontend_flags(args: argparse.Namespace) -> list[str]:
+    flags = []
+    for option in (
+        "open_requests_max",
+        "http_connections_max",
+        "http_connections_per_address_max",
+        "http_head_s",
+        "http_body_s",
+    ):
+        flags += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
+    for option in ("api_keys_file", "http_allowed_hosts"):
+        if value := getattr(args, option):
+            flags += [f"--{option.replace('_', '-')}", value]
+    return flags

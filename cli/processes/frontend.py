@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfmoon.cli import model as models
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import add_model, secret
+from halfmoon.cli.options import OptionInvalid, add_model, secret
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
 from halfmoon.cli.processes.options import add_frontend, add_process
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.numbers import SECOND_NS
+
+if TYPE_CHECKING:
+    from halfmoon.bus.telemetry.http_server import HttpLimits
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +30,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     from halfmoon.workers.frontend.config import FrontendConfig
     from halfmoon.workers.frontend.frontend import Frontend
+    from halfmoon.workers.frontend.tenants import read_keys
     from halfmoon.workers.model.tokenizer import Tokenizer
 
     layout = models.layout_of(args)
     tokenizer = Tokenizer.load(args.model)
-    keys: dict[str, str] = {}
+    keys = {}
     if args.api_keys_file:
-        text = await asyncio.to_thread(Path(args.api_keys_file).read_text)
-        keys = {line.strip(): "" for line in text.splitlines() if line.strip()}
+        try:
+            keys = await asyncio.to_thread(read_keys, args.api_keys_file)
+        except (OSError, ValueError) as problem:
+            raise OptionInvalid(f"--api-keys-file: {problem}") from None
     tracing = start_tracing(args, "frontend", args.id)
     bus = await connect(args, args.id)
     config = FrontendConfig(
@@ -43,6 +49,8 @@ async def run(args: argparse.Namespace) -> int:
         http_host=args.http_host,
         http_port=args.http_port,
         client_inboxes=tuple(args.client_inboxes.split(",")),
+        http_allowed_hosts=tuple(name.strip() for name in args.http_allowed_hosts.split(",") if name.strip()),
+        http_limits=_limits(args),
         api_keys=keys,
         cluster_secret=secret(args),
         context_tokens=models.context_tokens_max(args),
@@ -61,3 +69,18 @@ async def run(args: argparse.Namespace) -> int:
         await bus.close()
         stop_tracing(tracing)
     return 0
+
+
+def _limits(args: argparse.Namespace) -> HttpLimits:
+    """Raises OptionInvalid."""
+    from halfmoon.bus.telemetry.http_server import HttpLimits
+
+    try:
+        return HttpLimits(
+            connections_max=args.http_connections_max,
+            connections_per_address_max=args.http_connections_per_address_max,
+            head_s=args.http_head_s,
+            body_s=args.http_body_s,
+        )
+    except ValueError as problem:
+        raise OptionInvalid(f"--http-...: {problem}") from None

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,17 @@ from halfmoon.cli.options import bus_config, stream_limits
 HEALTH_S = 1.0
 
 
+def raise_open_files_limit() -> None:
+    """To what the system allows this process: each connection is a file, and 1,024 are soon gone."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def connect(args: argparse.Namespace, name: str) -> Bus:
-    """As the options of `add_bus` say. Raises BusUnreachable, BusError, OptionInvalid."""
+    """As the options of `add_bus` say; every process does it first of all. Raises BusUnreachable, BusError,
+    OptionInvalid.
+    """
+    raise_open_files_limit()
     return await Bus.connect(bus_config(args, name=name), name=name, limits=stream_limits(args))
 
 

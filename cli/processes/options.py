@@ -113,7 +113,26 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("frontend")
     group.add_argument("--http-host", default="127.0.0.1")
     group.add_argument("--http-port", type=int, default=8000, help="0: any free one")
-    group.add_argument("--api-keys-file", default="", metavar="FILE", help="keys of HTTP clients, one a line")
+    group.add_argument(
+        "--api-keys-file",
+        default="",
+        metavar="FILE",
+        help="keys of HTTP clients, one a line: KEY, TENANT KEY, or * KEY for all tenants",
+    )
+    group.add_argument(
+        "--http-allowed-hosts",
+        default="",
+        metavar="NAMES",
+        help="names that clients may ask for, by commas; *: any (where it listens on loopback: loopback's)",
+    )
+    group.add_argument("--http-connections-max", type=int, default=8192)
+    group.add_argument(
+        "--http-connections-per-address-max", type=int, default=4096, help="a proxy is one address"
+    )
+    group.add_argument(
+        "--http-head-s", type=float, default=10.0, help="how long a request's head may take to come"
+    )
+    group.add_argument("--http-body-s", type=float, default=30.0, help="and its body after that")
     group.add_argument("--open-requests-max", type=int, default=4096)
     group.add_argument(
         "--client-inboxes",

@@ -45,7 +45,8 @@ class Client:
         self.cluster, self.nc, self.http = cluster, nc, http
 
     async def over_http(self, path: str, payload: bytes) -> tuple[int, dict[str, Any]]:
-        async with self.http.post(self.cluster.http + path, data=payload) as response:
+        headers = {"content-type": "application/json"}
+        async with self.http.post(self.cluster.http + path, data=payload, headers=headers) as response:
             return response.status, orjson.loads(await response.read())
 
     async def over_nats(self, verb: str, payload: bytes) -> tuple[int, dict[str, Any]]:

@@ -40,7 +40,7 @@ class OverHttp:
         parts = urlsplit(cluster.http)
         self.reader, self.writer = await asyncio.open_connection(parts.hostname, parts.port)
         body = json.dumps({**fields, "model": "smollm2-135m-instruct", "stream": True}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         self.writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await self.writer.drain()
 

@@ -202,7 +202,8 @@ class Cluster:
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any, Any]:
         """(status, headers, JSON)."""
         payload = body if isinstance(body, bytes) else orjson.dumps(body)
-        async with self.http.post(self.url + path, data=payload, **options) as response:
+        headers = {"content-type": "application/json", **options.pop("headers", {})}
+        async with self.http.post(self.url + path, data=payload, headers=headers, **options) as response:
             return response.status, response.headers, orjson.loads(await response.read())
 
     async def http_get(self, path: str, **options: Any) -> tuple[int, Any, bytes]:

@@ -133,7 +133,8 @@ def test_an_http_client_that_leaves_cancels_soon(run: Any, stream: bool, script:
         _, writer = await asyncio.open_connection(host, int(port))
         body = orjson.dumps({**BODY, "stream": stream})
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         )
         await cluster.double.wait_for(RequestArrived)
         await asyncio.sleep(0.1)

@@ -187,7 +187,7 @@ def test_a_key_is_asked_for_as_everywhere_and_a_tenants_is_not_enough(run: Any) 
                         )
         assert (await cluster.http_get("/"))[0] == 200, "the empty page says nothing of the cluster"
 
-    run(scenario, api_keys={"of-all": "", "of-a-tenant": "a"})
+    run(scenario, api_keys={"of-all": "*", "of-a-tenant": "a"})
 
 
 def test_an_explanation_or_why_there_is_none(run: Any) -> None:

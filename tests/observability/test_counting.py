@@ -210,13 +210,13 @@ async def test_metrics_are_served_until_the_end_and_a_taken_port_is_an_error() -
         port = free.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             await serve_metrics(registry, host="127.0.0.1", port=port)
-    runner = await serve_metrics(registry, host="127.0.0.1", port=port, refresh=refresh)
+    server = await serve_metrics(registry, host="127.0.0.1", port=port, refresh=refresh)
     async with aiohttp.ClientSession() as http:
         async with http.get(f"http://127.0.0.1:{port}/metrics") as answer:
             assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
             (family,) = text_string_to_metric_families(await answer.text())
         assert (family.name, family.type, asked) == ("x_seconds", "histogram", [1])
-        await runner.cleanup()
+        await server.stop()
         with pytest.raises(aiohttp.ClientConnectorError):
             await http.get(f"http://127.0.0.1:{port}/metrics")
 

@@ -86,7 +86,7 @@ async def ask(cluster: Cluster, **fields: Any) -> tuple[int, dict[str, Any]]:
         aiohttp.ClientSession() as http,
         http.post(
             f"{cluster.http}/v1/completions",
-            data=orjson.dumps({"temperature": 0, "ignore_eos": True, **fields}),
+            json={"temperature": 0, "ignore_eos": True, **fields},
         ) as answer,
     ):
         return answer.status, orjson.loads(await answer.read())

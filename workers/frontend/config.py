@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from halfmoon.bus.telemetry.http_server import HttpLimits
 from halfmoon.bus.wire import CLIENT_INBOXES, is_subject
 from halfmoon.schemas import subjects
 from halfmoon.schemas.numbers import SECOND_NS
@@ -26,11 +27,14 @@ class FrontendConfig:
     nats_api: bool = True
     #: How the reply subjects of clients begin; a request with another is dropped.
     client_inboxes: tuple[str, ...] = CLIENT_INBOXES
-    #: Key -> tenant that its requests belong to ("": as the request says). Empty: HTTP asks for no key.
-    #: Clients on NATS are known by their NATS credentials.
-    api_keys: Mapping[str, str] = field(default_factory=dict)
+    #: Names, or names with ports, that HTTP clients may ask for beside the loopback's; "*": any. See `Origins`.
+    http_allowed_hosts: tuple[str, ...] = ()
+    http_limits: HttpLimits = field(default_factory=HttpLimits)
+    #: Key -> tenant that its requests belong to (`tenants.ALL_TENANTS`: as the request says). Empty: HTTP asks for no
+    #: key. Clients on NATS are known by their NATS credentials.
+    api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     #: Goes into every block key, so that keys of two clusters never meet.
-    cluster_secret: str = ""
+    cluster_secret: str = field(default="", repr=False)
     #: Prompt and answer together, of one request.
     context_tokens: int = 8192
     #: Of a chat or generate request that does not say `max_tokens` (cut to the context).
@@ -39,7 +43,6 @@ class FrontendConfig:
     completion_max_tokens_default: int = 16
     #: Beyond this, new requests get 429 `queue_full` before they are looked at.
     open_requests_max: int = 4096
-    body_bytes_max: int = 2 << 20
     heartbeat_ns: int = SECOND_NS
     #: After this silence the decode worker is asked whether something got lost.
     resend_after_ns: int = 2 * SECOND_NS
@@ -57,8 +60,8 @@ class FrontendConfig:
             raise ValueError("context_tokens must be at least 2: one of prompt, one of answer")
         if self.silence_ns_max <= 2 * self.resend_after_ns:
             raise ValueError("silence_ns_max must be more than twice resend_after_ns")
-        if self.open_requests_max < 1 or self.body_bytes_max < 1024:
-            raise ValueError("open_requests_max must be at least 1, body_bytes_max at least 1024")
+        if self.open_requests_max < 1:
+            raise ValueError("open_requests_max must be at least 1")
         for prefix in self.client_inboxes:
             ours = f"{subjects.ROOT}."
             if not is_subject(f"{prefix}x") or prefix.startswith(("$", ours)) or ours.startswith(prefix):

@@ -2,25 +2,22 @@
 
 No framework between the socket and the handlers but aiohttp's server: a table of paths, one coroutine a
 request. A stream's status line is held back until its first token, so that a refusal is a status and not an
-event. A client that disconnects cancels its handler, and so its request, everywhere. aiohttp sets TCP_NODELAY
-on every connection.
+event. A client that disconnects cancels its handler, and so its request, everywhere; one that does not read its
+stream is disconnected. aiohttp sets TCP_NODELAY on every connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import hashlib
-import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from halfmoon.bus.telemetry.http_server import JSON, Handler, HttpServer, read_body, refusal
 from halfmoon.bus.telemetry.metrics import CONTENT_TYPE, exposition
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.bus.telemetry.version import VERSION
@@ -28,18 +25,17 @@ from halfmoon.schemas.api import ApiError, ApiRequest, TokenizeBody, decode_body
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.answers import OpenAiFormatter
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
+from halfmoon.workers.frontend.http_access import Origins, check_json
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.page.assets import Assets
 from halfmoon.workers.frontend.page.feed import PageFeed
 from halfmoon.workers.frontend.registry import RequestRegistry
+from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
-log = logging.getLogger(__name__)
-
-#: Who looks at the page and reads nothing for so long is cut off.
-WRITE_S = 20.0
-_JSON = "application/json"
+#: Paths for which there is always room: the process is looked at when it is full, above all.
+URGENT = frozenset(("/health", "/ready", "/metrics", "/version"))
+#: What may wait in memory for a client that does not read its stream.
+UNREAD_BYTES_MAX = 1 << 20
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -50,8 +46,12 @@ class HttpEdge:
         self._registry = registry
         self._config = registry.config
         self._status = status
-        self._tenants = {_digest(key): tenant for key, tenant in registry.config.api_keys.items()}
-        self._runner: web.ServerRunner | None = None
+        self._keys = ApiKeys(registry.config.api_keys)
+        self._origins = Origins(registry.config.http_host, registry.config.http_allowed_hosts)
+        self._limits = registry.config.http_limits
+        self._server = HttpServer(
+            self._answer, self._limits, urgent=URGENT, on_refusal=registry.metrics.failed
+        )
         #: Where it listens, once started.
         self.url = ""
         self._handlers: dict[str, tuple[str, Handler]] = {
@@ -73,50 +73,22 @@ class HttpEdge:
 
     async def start(self) -> None:
         """Raises OSError when the port is taken."""
-        server = web.Server(
-            self._answer, request_factory=self._make_request, handler_cancellation=True, access_log=None
-        )
-        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._config.http_host, self._config.http_port, backlog=1024)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = await self._server.start(self._config.http_host, self._config.http_port)
 
     async def stop(self) -> None:
         await self._feed.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    def _make_request(self, message, payload, protocol, writer, task) -> web.BaseRequest:  # type: ignore[no-untyped-def]
-        return web.BaseRequest(
-            message,
-            payload,
-            protocol,
-            writer,
-            task,
-            protocol._loop,
-            client_max_size=self._config.body_bytes_max,
-        )
+        await self._server.stop()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        try:
-            known = self._handlers.get(request.path)
-            if known is None:
-                raise ApiError(404, f"there is no {request.path[:200]}", code="unknown_url")
-            method, handler = known
-            if request.method != method and not (method == "GET" and request.method == "HEAD"):
-                raise ApiError(405, f"{request.path} wants {method}", code="method_not_allowed")
-            return await handler(request)
-        except ApiError as error:
-            self._registry.metrics.failed(error.status)
-            return _refusal(error)
-        except ConnectionError:
-            raise  # the client is gone
-        except Exception:
-            log.exception("a request could not be answered")
-            self._registry.metrics.failed(500)
-            return _refusal(ApiError(500, "internal error", code="internal"))
+        """Raises ApiError."""
+        self._origins.check(request)
+        known = self._handlers.get(request.path)
+        if known is None:
+            raise ApiError(404, f"there is no {request.path[:200]}", code="unknown_url")
+        method, handler = known
+        if request.method != method and not (method == "GET" and request.method == "HEAD"):
+            raise ApiError(405, f"{request.path} wants {method}", code="method_not_allowed")
+        return await handler(request)
 
     # --- generating -----------------------------------------------------------------------------------------
 
@@ -131,13 +103,11 @@ class HttpEdge:
     ) -> web.StreamResponse:
         began_ns = time.monotonic_ns()
         traceparent = checked_traceparent(request.headers.get("traceparent", ""))
-        listener = _HttpListener(asyncio.get_running_loop())
+        listener = _HttpListener(asyncio.get_running_loop(), request.transport)
         try:
             tenant = self._authorize(request)
             self._registry.admit()
-            ask = read(await _body(request))
-            if tenant:
-                ask = dataclasses.replace(ask, tenant=tenant)  # a key's tenant is not the body's to choose
+            ask = in_the_name_of(read(await self._body(request)), tenant)
             default = 0 if ask.chat else self._config.completion_max_tokens_default
             opened = await self._registry.open(
                 ask, listener, traceparent=traceparent, max_tokens_default=default
@@ -156,8 +126,8 @@ class HttpEdge:
                 return await self._stream(request, listener, headers)
             await listener.wait()
             if listener.error is not None:
-                return _refusal(listener.error, headers)
-            return web.Response(body=listener.form.body(), content_type=_JSON, headers=headers)
+                return refusal(listener.error, headers)
+            return web.Response(body=listener.form.body(), content_type=JSON, headers=headers)
         except (asyncio.CancelledError, ConnectionError):
             self._registry.cancel(opened)
             raise
@@ -168,7 +138,7 @@ class HttpEdge:
         assert listener.form is not None
         await listener.wait()
         if listener.error is not None and not listener.events:
-            return _refusal(listener.error, headers)
+            return refusal(listener.error, headers)
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await response.prepare(request)
         written = listener.form.first_event()
@@ -187,13 +157,12 @@ class HttpEdge:
 
     def _authorize(self, request: web.BaseRequest) -> str:
         """The tenant of the key. Raises ApiError 401."""
-        if not self._tenants:
-            return ""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        tenant = self._tenants.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
-        if tenant is None:
-            raise ApiError(401, "no valid API key (Authorization: Bearer ...)", code="invalid_api_key")
-        return tenant
+        return self._keys.tenant_of(request.headers.get("authorization", ""))
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        """Raises ApiError 400, 408, 413, 415, 417."""
+        check_json(request)
+        return await read_body(request, self._limits)
 
     # --- the rest -------------------------------------------------------------------------------------------
 
@@ -203,7 +172,9 @@ class HttpEdge:
 
     async def _tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
         self._authorize(request)
-        return _json(await self._registry.prompts.tokenize(decode_body(await _body(request), TokenizeBody)))
+        return _json(
+            await self._registry.prompts.tokenize(decode_body(await self._body(request), TokenizeBody))
+        )
 
     async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
         return _json({"status": "ok"})
@@ -237,68 +208,37 @@ class HttpEdge:
         async with contextlib.aclosing(self._feed.watch()) as views:
             first = await anext(views)  # a refusal is a status
             await response.prepare(request)
-            await _within(response.write(b"retry: 1000\n\n" + first))
+            await response.write(b"retry: 1000\n\n" + first)
             async for view in views:
-                await _within(response.write(view))
+                await response.write(view)
         return response
 
     async def _page_explain(self, request: web.BaseRequest) -> web.StreamResponse:
         self._authorize_all(request)
         body = await self._feed.explain(request.query.get("request", ""))
-        return web.Response(body=body, content_type=_JSON, headers={"cache-control": "no-store"})
+        return web.Response(body=body, content_type=JSON, headers={"cache-control": "no-store"})
 
     def _authorize_all(self, request: web.BaseRequest) -> None:
-        """The page shows requests of every tenant: not for a key that is one tenant's. Raises ApiError 401,
-        403.
-        """
-        if self._authorize(request):
-            raise ApiError(403, "this key is one tenant's; the page shows all", code="not_for_tenants")
-
-
-async def _within(writing: Awaitable[None]) -> None:
-    """Raises ConnectionError: who does not read for so long is gone."""
-    try:
-        async with asyncio.timeout(WRITE_S):
-            await writing
-    except TimeoutError:
-        raise ConnectionError("the page does not read") from None
-
-
-async def _body(request: web.BaseRequest) -> bytes:
-    """Raises ApiError 413."""
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        message = f"the body is larger than {request._client_max_size} bytes"
-        raise ApiError(413, message, code="body_too_large") from None
+        """The page shows requests of every tenant. Raises ApiError 401, 403."""
+        self._keys.check_sees_all(request.headers.get("authorization", ""))
 
 
 def _json(content: Any) -> web.Response:
-    return web.Response(body=orjson.dumps(content), content_type=_JSON)
-
-
-def _refusal(error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
-    headers = {**headers, **error.retry_headers()}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return web.Response(status=error.status, body=error.body(), content_type=_JSON, headers=headers)
-
-
-def _digest(key: str) -> bytes:
-    """Keys are compared by digest: the time it takes says nothing about how much of a key was right."""
-    return hashlib.sha256(key.encode()).digest()
+    return web.Response(body=orjson.dumps(content), content_type=JSON)
 
 
 class _HttpListener:
     """Events of one request, from the NATS callback to the handler that writes them."""
 
-    __slots__ = ("_loop", "_waiter", "ended", "error", "events", "form")
+    __slots__ = ("_loop", "_transport", "_waiter", "_waiting_bytes", "ended", "error", "events", "form")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport | None) -> None:
         self._loop = loop
+        self._transport = transport
         self._waiter: asyncio.Future[None] | None = None
         self.form: OpenAiFormatter | None = None
         self.events: list[bytes] = []
+        self._waiting_bytes = 0
         self.ended = False
         self.error: ApiError | None = None
 
@@ -307,6 +247,9 @@ class _HttpListener:
         if request.ask.stream:
             if event := self.form.event(piece):
                 self.events.append(event)
+                self._waiting_bytes += len(event)
+                if self._waiting_bytes > UNREAD_BYTES_MAX and self._transport is not None:
+                    self._transport.abort()  # which cancels the handler, and so the request
             if piece.finish_reason:
                 self.events.append(self.form.last_events())
         if piece.finish_reason:
@@ -322,6 +265,7 @@ class _HttpListener:
     def drain(self) -> bytes:
         events = b"".join(self.events)
         self.events.clear()
+        self._waiting_bytes = 0
         return events
 
     async def wait(self) -> None:

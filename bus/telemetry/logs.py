@@ -1,0 +1,31 @@
+"""What a process writes about itself stays bounded, whoever provokes it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+
+class RateLimit(logging.Filter):
+    """Lets `burst` lines through at once and then one each `every_s`; the next line says how many were left out."""
+
+    def __init__(self, *, burst: int, every_s: float) -> None:
+        super().__init__()
+        self._burst = burst
+        self._every_s = every_s
+        self._allowed = float(burst)
+        self._at_s = time.monotonic()
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now_s = time.monotonic()
+        self._allowed = min(self._burst, self._allowed + (now_s - self._at_s) / self._every_s)
+        self._at_s = now_s
+        if self._allowed < 1:
+            self._left_out += 1
+            return False
+        self._allowed -= 1
+        if self._left_out:
+            record.msg, record.args = f"{record.getMessage()} ({self._left_out} lines before it left out)", ()
+            self._left_out = 0
+        return True
