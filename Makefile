@@ -8,7 +8,8 @@
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
-#   make chaos [SEEDS=n] [SEED=n]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed
+#   make chaos [SEEDS=n] [SEED=n] [ARGS=...]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed;
+#                           ARGS="--out FILE" keeps what was played, and the next run goes on from there
 #   make chaos-live [SECONDS=n] [SEED=n]   environment, then a cluster whose processes are killed and stopped (600 s)
 #   make crash-points [POINTS=n]  environment, then a store agent killed at n lines of its code (1,500: at each once)
 #   make fuzz [TARGET=names] [SECONDS=n] [INPUTS=n] [SEED=first] [OUT=file]  environment with tools, then inputs drawn from
@@ -82,7 +83,7 @@ golden: $(DEV_STAMP)
 	$(BIN)/python -m tests.replay.record_golden $(ARGS)
 
 chaos: $(RUN_STAMP)
-	$(BIN)/python tests/chaos/run.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
+	$(BIN)/python tests/chaos/run.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000)) $(ARGS)
 
 crash-points: $(DEV_STAMP)
 	$(BIN)/python tests/store/crash_points.py --points $(or $(POINTS),1500)

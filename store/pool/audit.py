@@ -46,23 +46,25 @@ def check_slots(
     for writer in writers.values():
         for number in writer.slots:
             writing[number] += 1
+    committed = SlotState.COMMITTED
     free = set(free_slots)
     assert len(free) == len(free_slots), "a slot is free twice"
+    idle = set(queues.order())
     for number, slot in enumerate(slots):
-        here = (number, slot)
-        assert (slot.holders, slot.writers) == (holders[number], writing[number]), here
-        assert (slot.state is SlotState.FREE) == (number in free), here
-        idle = slot.state is SlotState.COMMITTED and not slot.holders and not slot.writers
-        assert (number in queues) == idle, here
-        match slot.state:
-            case SlotState.FREE:
-                assert (slot.holders, slot.writers) == (0, 0), here
-            case SlotState.RESERVED:
-                assert slot.holders, here
-            case SlotState.CONDEMNED:
-                assert slot.writers > slot.holders == 0, here
-            case SlotState.COMMITTED:
-                pass
-    assert len(queues) == sum(number in queues for number in range(len(slots))), (
-        "an idle slot is in two orders"
-    )
+        state, held, written = slot.state, slot.holders, slot.writers
+        assert (held, written) == (holders[number], writing[number]), (number, slot)
+        if state is committed:
+            assert number not in free, (number, slot)
+            assert (number in idle) == (not held and not written), (number, slot)
+            continue
+        assert number not in idle, (number, slot)
+        assert (number in free) == (state is SlotState.FREE), (number, slot)
+        if state is SlotState.FREE:
+            assert (held, written) == (0, 0), (number, slot)
+        elif state is SlotState.RESERVED:
+            assert held, (number, slot)
+        else:
+            assert written > held == 0, (number, slot)
+    assert len(queues) == len(idle), "an idle slot is in two orders"
+    for number in idle:
+        assert number in queues, ("in the order of idle slots and not idle", number)

@@ -370,16 +370,18 @@ class Pool:
         it.
         """
         audit.check_slots(self.slots, self.holds, self.writers, self._free, self._idle)
-        used = Counter(slot.tenant for slot in self.slots if slot.state is not SlotState.FREE)
+        free, committed = SlotState.FREE, SlotState.COMMITTED
+        used = Counter([slot.tenant for slot in self.slots if slot.state is not free])
         assert used == +self._used, (used, self._used)
         over = [tenant for tenant, quota in self._quotas.items() if used[tenant] > quota]
         assert not over, (over, used)
+        readable = 0
         for number, slot in enumerate(self.slots):
             assert (slot.pinned_until_ns > 0) == (number in self._pinned), (number, slot)
-            if slot.state is SlotState.COMMITTED:
+            if slot.state is committed:
+                readable += 1
                 assert self._by_key.get(slot.key) == number, (number, slot)
-        committed = sum(slot.state is SlotState.COMMITTED for slot in self.slots)
-        assert len(self._by_key) == committed, (len(self._by_key), committed)
+        assert len(self._by_key) == readable, (len(self._by_key), readable)
 
     # --- inside ---------------------------------------------------------------------------------------------
 

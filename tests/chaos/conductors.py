@@ -49,8 +49,8 @@ class Conductor:
         self.life += 1
 
     def soon(self) -> None:
-        life = self.life
-        self.net.later(self.net.lag_ns(), lambda: self.read() if self.life == life else None)
+        net = self.net
+        net.at(net.now_ns + net.lag_ns(), self.read, self)
 
     def read(self) -> None:
         net = self.net

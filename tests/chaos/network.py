@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from halfmoon.conductor.live.shell import target
 from halfmoon.schemas.decisions import Decision
@@ -20,6 +21,16 @@ from halfmoon.schemas.events import Event, FrontendJoined, Stamped, StoreJoined,
 from tests.conductor.conductor_scripts import MS, S
 
 Identity = tuple[int, int]
+
+
+CALM_LAG_NS_MAX = 2 * MS
+CALM_LAG_BITS = CALM_LAG_NS_MAX.bit_length()
+
+
+class Living(Protocol):
+    """A process or a conductor; `life` changes when one of its lives begins or ends."""
+
+    life: int
 
 
 @dataclass
@@ -64,8 +75,7 @@ class Process(ABC):
 
     def later(self, delay_ns: int, call: Callable[[], None]) -> None:
         """Unless this life is over by then."""
-        life = self.life
-        self.net.later(delay_ns, lambda: call() if self.life == life else None)
+        self.net.at(self.net.now_ns + delay_ns, call, self)
 
     def say(self, event: Event) -> None:
         self.net.say(self, event)
@@ -116,29 +126,41 @@ class Network:
         self.lag_ns_max = draw.choice([1 * MS, 20 * MS, 300 * MS])
         self.loss = draw.choice([0.0, 0.01, 0.1])
         self._appended_ns: dict[str, int] = {}
-        self._waiting: list[tuple[int, int, Callable[[], None]]] = []
+        self._waiting: list[tuple[int, int, Callable[[], None], Living | None, int]] = []
+        self._lag_bits = self.lag_ns_max.bit_length()
         self._count = 0
 
     # --- time -----------------------------------------------------------------------------------------------
 
-    def at(self, at_ns: int, call: Callable[[], None]) -> None:
+    def at(self, at_ns: int, call: Callable[[], None], of: Living | None = None) -> None:
+        """`of`: only while its present life lasts."""
         self._count += 1
-        heapq.heappush(self._waiting, (max(at_ns, self.now_ns), self._count, call))
+        life = of.life if of is not None else 0
+        heapq.heappush(
+            self._waiting, (at_ns if at_ns > self.now_ns else self.now_ns, self._count, call, of, life)
+        )
 
     def later(self, delay_ns: int, call: Callable[[], None]) -> None:
         self.at(self.now_ns + delay_ns, call)
 
     def lag_ns(self) -> int:
-        return self.draw.randrange(self.lag_ns_max if self.faults else 2 * MS)
+        # As `randrange` draws;.
+        limit, bits = (self.lag_ns_max, self._lag_bits) if self.faults else (CALM_LAG_NS_MAX, CALM_LAG_BITS)
+        drawn = self.draw.getrandbits(bits)
+        while drawn >= limit:
+            drawn = self.draw.getrandbits(bits)
+        return drawn
 
     def chance(self, probability: float) -> bool:
         """Of a fault."""
         return self.faults and self.draw.random() < probability
 
     def advance(self, until_ns: int) -> None:
-        while self._waiting and self._waiting[0][0] <= until_ns:
-            self.now_ns, _, call = heapq.heappop(self._waiting)
-            call()
+        waiting, pop = self._waiting, heapq.heappop
+        while waiting and waiting[0][0] <= until_ns:
+            self.now_ns, _, call, of, life = pop(waiting)
+            if of is None or of.life == life:
+                call()
         self.now_ns = max(self.now_ns, until_ns)
 
     # --- the log --------------------------------------------------------------------------------------------

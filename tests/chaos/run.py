@@ -1,83 +1,203 @@
 """`python tests/chaos/run.py --seeds 10000`: worlds of chaos, as many at a time as there are processors.
 
-Each seed that fails is printed with its last words; the first ends the run. `--seed N` plays one again, with its
-whole traceback.
+Seeds that fail are printed with their last words; too many of them end the run. `--seed N` plays one again, with its
+whole traceback. With `--out FILE` what was played is kept there as JSON, and another run goes on from where that one
+ended: after SEEDS more, or a Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
+import platform
+import re
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from halfmoon.conductor.code_version import code_version
 from tests.chaos.world import World
 
+ROOT = Path(__file__).parents[2]
 #: Seeds that one process plays before it tells.
 PART = 20
 PRINT_SEEDS = 500
+#: Between two collections of what earlier worlds left.
+COLLECT_SEEDS = 5
+FAILURES_MAX = 20
+#: What a world is made of.
+PLAYED = ("conductor/core", "conductor/live", "schemas", "store", "workers", "tests/chaos")
 
-Played = tuple[int, int, Counter[str], str]
+
+@dataclass
+class Failure:
+    """`cause` is the same for failures that are probably one: numbers and ids are left out of it."""
+
+    seed: int
+    cause: str
+    words: str
+
+
+@dataclass
+class Played:
+    """What became of some seeds, all of them."""
+
+    seeds: int = 0
+    events: int = 0
+    cpu_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, other: Played) -> None:
+        self.seeds += other.seeds
+        self.events += other.events
+        self.cpu_s += other.cpu_s
+        self.counts += other.counts
+        self.failures += other.failures
 
 
 def play(seeds: range) -> Played:
-    """Worlds and events played, what happened in them, and the traceback of the first that fails."""
-    counts, played, events = Counter[str](), 0, 0
+    """Worlds one after another. A world is one large circle of references, which is collected only now and then."""
+    gc.disable()
+    played, started_s = Played(), time.process_time()
     for seed in seeds:
         world = World(seed)
         try:
             world.run()
-        except Exception:  # whatever it is, this seed has found it
-            return (
-                played,
-                events,
-                counts,
-                f"{traceback.format_exc()}seed {seed} fails; again: make chaos SEED={seed}",
-            )
-        played += 1
-        events += len(world.log)
-        counts += world.net.counts
-    return played, events, counts, ""
+        except Exception as problem:  # whatever it is, this seed has found it
+            played.failures.append(Failure(seed, cause_of(problem), traceback.format_exc()))
+        played.seeds += 1
+        played.events += len(world.log)
+        played.counts += world.net.counts
+        if seed % COLLECT_SEEDS == 0:
+            gc.collect()
+    played.cpu_s = time.process_time() - started_s
+    return played
+
+
+def cause_of(problem: Exception) -> str:
+    """Its kind, where it was raised, and the first of its words."""
+    last = traceback.extract_tb(problem.__traceback__)[-1]
+    argument = problem.args[0] if problem.args else ""
+    first = argument[0] if isinstance(argument, tuple) and argument else argument
+    words = re.sub(r"[0-9]+", "n", str(first))[:120]
+    return f"{type(problem).__name__} in {Path(last.filename).name} {last.name}: {words}"
 
 
 def play_all(seeds: range, processes: int) -> Iterator[Played]:
-    """Parts of `seeds`, in the order in which they end."""
+    """Parts of `seeds`, in their order."""
     parts = [seeds[place : place + PART] for place in range(0, len(seeds), PART)]
     if processes == 1 or len(parts) == 1:
         yield from map(play, parts)
         return
     with multiprocessing.Pool(processes) as pool:
-        yield from pool.imap_unordered(play, parts)
+        yield from pool.imap(play, parts)
+
+
+def versions() -> dict[str, str]:
+    """What the worlds were made of; a run is not continued by other code."""
+    sources = blake2b(digest_size=8)
+    for path in sorted(path for folder in PLAYED for path in (ROOT / folder).rglob("*.py")):
+        sources.update(path.read_bytes())
+    return {"core": code_version(), "played": sources.hexdigest(), "python": platform.python_version()}
+
+
+class Result:
+    """What `--out` holds."""
+
+    def __init__(self, path: Path | None, first: int) -> None:
+        self.path, self.first, self.played, self.elapsed_s = path, max(0, first), Played(), 0.0
+        self.versions = versions()
+        if path is not None and path.exists() and first < 0:
+            self._go_on(orjson.loads(path.read_bytes()))
+
+    def _go_on(self, before: dict[str, Any]) -> None:
+        if before["versions"] != self.versions:
+            raise SystemExit(f"{self.path} is of other code, {before['versions']}: begin anew with --first 0")
+        self.first, self.elapsed_s = before["first"], before["elapsed_s"]
+        self.played = Played(
+            before["seeds"],
+            before["events"],
+            before["cpu_s"],
+            Counter(before["counts"]),
+            [Failure(**failure) for failure in before["failures"]],
+        )
+
+    @property
+    def next(self) -> int:
+        return self.first + self.played.seeds
+
+    def save(self, elapsed_s: float) -> None:
+        if self.path is None:
+            return
+        played = self.played
+        causes = Counter(failure.cause for failure in played.failures)
+        body = {
+            "versions": self.versions,
+            "first": self.first,
+            "seeds": played.seeds,
+            "events": played.events,
+            "elapsed_s": round(self.elapsed_s + elapsed_s, 1),
+            "cpu_s": round(played.cpu_s, 1),
+            "failures_by_cause": dict(causes),
+            "failures": played.failures,
+            "counts": dict(sorted(played.counts.items())),
+        }
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_bytes(orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        unfinished.replace(self.path)
+
+
+def play_range(seeds: range, processes: int, result: Result) -> int:
+    started, played, told = time.monotonic(), result.played, result.played.seeds
+    for part in play_all(seeds, processes):
+        played.add(part)
+        for failure in part.failures:
+            print(f"{failure.words}seed {failure.seed} fails; again: make chaos SEED={failure.seed}")
+        elapsed_s = time.monotonic() - started
+        result.save(elapsed_s)
+        if played.seeds // PRINT_SEEDS > told // PRINT_SEEDS:
+            told = played.seeds
+            print(f"{told:,} seeds, {played.events:,} events, {elapsed_s:.0f} s", flush=True)
+        if len(played.failures) >= FAILURES_MAX:
+            break
+    failed = len(played.failures)
+    how = f"{failed} fail" if failed else "none fails"
+    print(f"{played.seeds:,} seeds, {played.events:,} events, {time.monotonic() - started:.0f} s: {how}")
+    for what, count in sorted(played.counts.items()):
+        print(f"  {what:<24} {count:>12,}")
+    return 1 if failed else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10_000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=-1,
+        help="the first of them (default: 0, or where the run in --out ended)",
+    )
     parser.add_argument("--seed", type=int, default=-1, help="only this one")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="keep what was played there, as JSON")
     args = parser.parse_args()
-    seeds = range(args.seed, args.seed + 1) if args.seed >= 0 else range(args.first, args.first + args.seeds)
-    started, total, played, events = time.monotonic(), Counter[str](), 0, 0
-    for some, these, counts, failure in play_all(seeds, args.processes):
-        if failure:
-            print(failure)
-            return 1
-        before = played
-        played, events, total = played + some, events + these, total + counts
-        if played // PRINT_SEEDS > before // PRINT_SEEDS:
-            print(f"{played:,} seeds, {events:,} events, {time.monotonic() - started:.0f} s", flush=True)
-    print(f"{played:,} seeds, {events:,} events, {time.monotonic() - started:.0f} s: none fails")
-    for what, count in sorted(total.items()):
-        print(f"  {what:<24} {count:>12,}")
-    return 0
+    if args.seed >= 0:
+        return play_range(range(args.seed, args.seed + 1), 1, Result(None, args.seed))
+    result = Result(args.out, args.first)
+    return play_range(range(result.next, result.next + args.seeds), args.processes, result)
 
 
 if __name__ == "__main__":

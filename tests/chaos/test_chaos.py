@@ -4,6 +4,7 @@ are planted in the core, in the pools and in the machines of workers, and each i
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +56,30 @@ def test_the_command_names_what_it_played() -> None:
     )
     assert done.stdout.startswith("1 seeds, ")
     assert "none fails" in done.stdout
+
+
+def test_a_run_is_kept_and_the_next_one_goes_on_from_its_end(tmp_path: Path) -> None:
+    program, out = Path(__file__).parent / "run.py", tmp_path / "chaos.json"
+    kept = []
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, program, "--seeds", "1", "--processes", "1", "--out", out],
+            capture_output=True,
+            check=True,
+        )
+        kept.append(json.loads(out.read_text()))
+    assert [(run["first"], run["seeds"], run["failures_by_cause"]) for run in kept] == [
+        (0, 1, {}),
+        (0, 2, {}),
+    ]
+    assert kept[1]["events"] > kept[0]["events"] > 0
+    kept[1]["versions"]["played"] = "other"
+    out.write_text(json.dumps(kept[1]))
+    refused = subprocess.run(
+        [sys.executable, program, "--seeds", "1", "--out", out], capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 1
+    assert "is of other code" in refused.stderr
 
 
 def fails(first: int, match: str) -> None:

@@ -32,6 +32,7 @@ class DecodeSequence:
 
     def __init__(self, order: StartDecode, layers: int, now_ns: int) -> None:
         self.order = order
+        self.order_id = order.order_id
         self.stage = Stage.WAITING
         self.arrived_ns = now_ns
         # From the frontend.
@@ -65,10 +66,6 @@ class DecodeSequence:
         self.last_token_ns = 0
         self.intervals_ns: list[int] = []
         self.preemptions = 0
-
-    @property
-    def order_id(self) -> str:
-        return self.order.order_id
 
     @property
     def length(self) -> int:

@@ -30,8 +30,9 @@ class BlockAllocator:
     def free_blocks(self) -> int:
         return self._free
 
-    def is_free(self, block: int) -> bool:
-        return not self._used[block]
+    def are_used(self, blocks: Iterable[int]) -> bool:
+        """None of them is free."""
+        return all(map(self._used.__getitem__, blocks))
 
     def can_allocate(self, count: int) -> bool:
         return count <= self._free
@@ -85,9 +86,12 @@ class BlockAllocator:
         spans = [(start, self._length[start]) for start in self._starts]
         assert len(self._length) == len(self._starts)
         assert all(a + n < b for (a, n), (b, _) in pairwise(spans)), spans
-        free = [block for start, length in spans for block in range(start, start + length)]
-        assert free == [block for block in range(self.num_blocks) if not self._used[block]]
-        assert len(free) == self._free
+        used, free = bytearray(b"\1") * self.num_blocks, 0
+        for start, length in spans:
+            used[start : start + length] = bytes(length)
+            free += length
+        assert used == self._used, (spans, self._used)
+        assert free == self._free, (free, self._free)
 
     def _take(self, first: int, count: int) -> list[int]:
         """Marks `[first, first + count)`, which lies inside one free run, as used."""

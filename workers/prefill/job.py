@@ -62,6 +62,7 @@ class Job:
 
     def __init__(self, order: StartPrefill, rules: JobRules, at_ns: int) -> None:
         self.order = order
+        self.order_id = order.order_id
         self.rules = rules
         self.stage = PrefillStage.QUEUED
         self.cancelled = False
@@ -89,10 +90,6 @@ class Job:
         #: (layer, first block, blocks): pushed after the last layer where layers are not streamed.
         self.held_pushes: list[tuple[int, int, int]] = []
         self.result: PrefillResult | None = None
-
-    @property
-    def order_id(self) -> str:
-        return self.order.order_id
 
     @property
     def prefix_blocks(self) -> int:

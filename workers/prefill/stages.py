@@ -24,6 +24,8 @@ class PrefillStage(Enum):
 
 
 WAITING_STAGES = (PrefillStage.QUEUED, PrefillStage.TAKING, PrefillStage.OPENING_PUT, PrefillStage.PREPARED)
+#: A store that has no room now is asked again after a pause.
+PAUSED_STAGES = (PrefillStage.OPENING_PUT, PrefillStage.OPENING_PUSH)
 #: At most one order of a worker is in one of these.
 TURN_STAGES = (
     PrefillStage.OPENING_PUSH,

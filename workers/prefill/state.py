@@ -25,7 +25,7 @@ from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelle
 from halfmoon.workers.prefill.actions import Action
 from halfmoon.workers.prefill.events import Event, PrefillOrdered
 from halfmoon.workers.prefill.job import Job
-from halfmoon.workers.prefill.stages import TURN_STAGES, WAITING_STAGES, JobRules, PrefillStage
+from halfmoon.workers.prefill.stages import PAUSED_STAGES, TURN_STAGES, WAITING_STAGES, JobRules, PrefillStage
 
 
 class PrefillState:
@@ -99,23 +99,22 @@ class PrefillState:
 
     def validate(self) -> None:
         """Asserts what must hold between any two events."""
-        layout, has_store = self.rules.layout, self.rules.has_store
+        layers, has_store, turn = max(1, self.rules.layout.layers), self.rules.has_store, self.turn
+        queue = set(self.queue)
+        # It runs after every event of a simulated world: what a message needs is gathered only when one is needed.
         for order_id, job in self.jobs.items():
-            about = (order_id, job.stage.value)
+            stage, queued = job.stage, job in queue
             assert job.order_id == order_id, (order_id, job.order_id)
-            assert (job in self.queue) == (job.stage in WAITING_STAGES), ("queue and stage differ", *about)
-            assert (job is self.turn) == (job.stage in TURN_STAGES), ("turn and stage differ", *about)
-            assert job.stage is not PrefillStage.ENDED, ("ended and still open", *about)
-            assert not (job.cancelled and job in self.queue), ("cancelled and still in the queue", *about)
-            assert not job.paused or job.stage in (PrefillStage.OPENING_PUT, PrefillStage.OPENING_PUSH), (
-                "paused",
-                *about,
-            )
-            assert not job.fetching or has_store, ("fetches without a store", *about)
-            waits = job.stage is PrefillStage.AWAITING_FETCH
-            assert not waits or job.fetching, ("waits for a fetch that is not under way", *about)
-            assert 0 <= job.prefix_blocks <= job.usable_blocks, ("more cached than usable", *about)
-            assert job.fetched_layer < max(1, layout.layers), ("a layer too many", *about, job.fetched_layer)
+            assert queued == (stage in WAITING_STAGES), ("queue and stage differ", order_id, stage)
+            assert (job is turn) == (stage in TURN_STAGES), ("turn and stage differ", order_id, stage)
+            assert stage is not PrefillStage.ENDED, ("ended and still open", order_id)
+            assert not (job.cancelled and queued), ("cancelled and still in the queue", order_id, stage)
+            assert not job.paused or stage in PAUSED_STAGES, ("paused", order_id, stage)
+            assert not job.fetching or has_store, ("fetches without a store", order_id, stage)
+            waits = stage is PrefillStage.AWAITING_FETCH
+            assert not waits or job.fetching, ("waits for a fetch that is not under way", order_id)
+            assert 0 <= job.prefix_blocks <= job.usable_blocks, ("more cached than usable", order_id, stage)
+            assert job.fetched_layer < layers, ("a layer too many", order_id, stage, job.fetched_layer)
         assert all(self.jobs.get(job.order_id) is job for job in self.queue), "an ended order in the queue"
         assert self.turn is None or self.turn.order_id in self.jobs, "an ended order has the turn"
         for place, job in enumerate(self.queue):
