@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.logs import RateLimit
@@ -160,7 +160,7 @@ class HttpServer:
             connection.served()
 
     def misunderstood(
-        self, error: BaseException | None, status: int, message: str, remote: str
+        self, error: HttpProcessingError, status: int, message: str, remote: str
     ) -> web.Response:
         """The answer to what is no HTTP."""
         if isinstance(error, LineTooLong):
@@ -324,9 +324,11 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         if isinstance(exc, ConnectionError):
             raise exc  # the client is gone
+        if not isinstance(exc, HttpProcessingError):  # our fault
+            return super().handle_error(request, status, exc, message)
         if request.writer.output_size > 0:
             raise ConnectionError("an answer is on its way already")
-        response = self.owner.misunderstood(exc, status, message or str(exc), self.address)
+        response = self.owner.misunderstood(exc, status, message or exc.message, self.address)
         self.served()
         response.force_close()
         return response

@@ -1,4 +1,4 @@
-"""What a process writes about itself stays bounded, whoever provokes it."""
+"""Bounds on what a process writes about itself, whoever provokes it."""
 
 from __future__ import annotations
 

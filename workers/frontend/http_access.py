@@ -1,4 +1,4 @@
-"""What a request may not be, before anybody looks at its body: a web page's that is not ours.
+"""Refuses requests of web pages that are not ours, before anybody looks at a body.
 
 A browser sends requests for any page that it shows. A page can have a name point at 127.0.0.1 (DNS rebinding: the Host
 is then the page's own), or post forms and texts across origins without asking (the Origin is then the page's). So a
