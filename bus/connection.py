@@ -32,7 +32,7 @@ from halfmoon.bus.streams import StreamLimits, ensure_streams
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks, within
 from halfmoon.schemas import subjects
-from halfmoon.schemas.authors import said_by
+from halfmoon.schemas.authors import names_itself, said_by
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.decisions import Ordered, StartPrefill
 from halfmoon.schemas.events import EVENT_TYPES, Event, Stamped
@@ -264,6 +264,10 @@ class Bus:
         """For `follow_decisions`: nothing published after this returns is missed."""
         return await self._open_tail(subjects.DECISIONS_STREAM, subjects.decisions_for(target_id))
 
+    async def open_placements(self, frontend_id: str) -> StreamTail:
+        """For `follow_decisions`: no placement of a request of this frontend is missed."""
+        return await self._open_tail(subjects.DECISIONS_STREAM, subjects.placements_for(frontend_id))
+
     async def _open_tail(self, stream: str, subject: str) -> StreamTail:
         tail = StreamTail(self.nc, stream, subject)
         self._readers.add(tail)
@@ -336,11 +340,14 @@ class Bus:
         else:
             self.nc.send(subject, encode(message))
 
-    async def subscribe(self, subject: str, kind: Any, handler: Handler, *, queue: str = "") -> Subscription:
+    async def subscribe(
+        self, subject: str, kind: Any, handler: Handler, *, queue: str = "", author: str = ""
+    ) -> Subscription:
         """`handler(message)` for each, in order; what is no `kind`, or another's word than its subject says, is
         dropped and counted.
 
-        It is called within the reading of the socket; if it is a coroutine function, each runs as a task.
+        It is called within the reading of the socket; if it is a coroutine function, each runs as a task. `author`:
+        the field that names who speaks, where that is the last name of the subject (of an event it is known).
         """
         is_event = kind in EVENT_TYPES
 
@@ -350,7 +357,9 @@ class Bus:
             except MessageInvalid:
                 self.invalid += 1
                 return
-            if is_event and not said_by(heard_on.decode(), message):
+            if (is_event and not said_by(heard_on.decode(), message)) or (
+                author and not names_itself(heard_on.decode(), message, author)
+            ):
                 self.invalid += 1
                 return
             result = handler(message)
@@ -386,11 +395,15 @@ class Bus:
         except MessageInvalid as problem:
             raise PeerError("invalid_reply", str(problem)) from None
 
-    async def serve(self, subject: str, kind: Any, handler: Answerer, *, queue: str = "") -> Subscription:
+    async def serve(
+        self, subject: str, kind: Any, handler: Answerer, *, queue: str = "", author: str = ""
+    ) -> Subscription:
         """Answer requests. `handler` answers at once, or is a coroutine function: then each runs as a task.
-        It is called once for each request, however often that comes.
+        It is called once for each request, however often that comes. `author`: as of `subscribe`.
         """
-        responder = Responder(self.nc, kind, handler, spawn=self._spawn, invalid=self._count_invalid)
+        responder = Responder(
+            self.nc, kind, handler, spawn=self._spawn, invalid=self._count_invalid, author=author
+        )
         return await self.nc.subscribe_raw(subject, responder.receive, queue=queue)
 
     def _count_invalid(self) -> None:

@@ -119,7 +119,7 @@ class Identity:
             case "prefill":
                 return [*said, subjects.kv("*", "PrefillResult"), *self._worker()]
             case "decode":
-                return [*said, subjects.tokens("*"), *self._worker(), *_ANSWERS]
+                return [*said, subjects.tokens("*", me), *self._worker(), *_ANSWERS]
             case "operator":
                 gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in subjects.STREAMS]
                 stores = [subjects.store("*", verb) for verb in _ASKED_BY_OPERATORS]
@@ -145,8 +145,8 @@ class Identity:
             case "frontend":
                 served = [f"{subjects.API}.*", "$SRV.>", f"{ROOT}.cancel"]
                 own = [
-                    subjects.take(me),
-                    subjects.tokens(me),
+                    subjects.take(me, "*"),
+                    subjects.tokens(me, "*"),
                     subjects.decisions_for(me),
                     subjects.placements_for(me),
                 ]
@@ -175,7 +175,7 @@ class Identity:
     def _worker(self) -> list[str]:
         verbs = (*_ASKED_BY_WORKERS, "push", "keep")
         return [
-            subjects.take("*"),
+            subjects.take("*", self.name),
             *(subjects.store(self.node_id, verb) for verb in verbs),
             *_PLACES,
             *_MISSED,

@@ -14,6 +14,7 @@ from typing import Any
 from halfmoon.bus.client import DirectClient
 from halfmoon.bus.errors import PeerError
 from halfmoon.bus.wire import reply_subject
+from halfmoon.schemas.authors import names_itself
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.tokens import ProcessError
 from halfmoon.schemas.types import Message
@@ -58,7 +59,8 @@ class ReplyCache:
 class Responder:
     """One served subject; `receive` is for `DirectClient.subscribe_raw`.
 
-    `spawn` runs what a coroutine function was asked, as a task; `invalid` is called for what is no `kind`.
+    `spawn` runs what a coroutine function was asked, as a task; `invalid` is called for what is no `kind`, or
+    names in the field `author` another process than its subject ends with.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Responder:
         *,
         spawn: Callable[[Awaitable[None]], None],
         invalid: Callable[[], None],
+        author: str = "",
     ) -> None:
+        self._author = author
         self._nc = nc
         self._kind = kind
         self._handler = handler
@@ -77,7 +81,7 @@ class Responder:
         self._invalid = invalid
         self._replies = ReplyCache()
 
-    def receive(self, _: bytes, reply: bytes, payload: bytes, __: bytes | None) -> None:
+    def receive(self, subject: bytes, reply: bytes, payload: bytes, _: bytes | None) -> None:
         inbox = reply_subject(reply)
         if not inbox:
             self._invalid()
@@ -87,7 +91,10 @@ class Responder:
                 self._nc.send(inbox, known)
             return
         try:
-            result = self._handler(decode(payload, self._kind))
+            question = decode(payload, self._kind)
+            if self._author and not names_itself(subject.decode(), question, self._author):
+                raise MessageInvalid(f"{self._author}: asked on the subject of another process")
+            result = self._handler(question)
         except MessageInvalid as problem:
             self._invalid()
             self._answer(inbox, ProcessError(code="invalid_request", message=str(problem)[:500]))

@@ -14,6 +14,11 @@ _AUTHOR_FIELD: dict[type[Message], str] = {
 }
 
 
+def names_itself(subject: str, message: Message, field: str) -> bool:
+    """Whether `field` of the message is the process that its subject ends with: the one that NATS let publish there."""
+    return bool(getattr(message, field) == subject.rpartition(".")[2])
+
+
 def said_by(subject: str, event: Event) -> bool:
     """Whether the event is what its subject says, by the process that its subject names.
 

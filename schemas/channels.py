@@ -139,7 +139,7 @@ _PROCESSES: tuple[Channel, ...] = (
     ),
     Channel(
         name="take",
-        address=subjects.take("{frontend_id}"),
+        address=subjects.take("{frontend_id}", "{worker_id}"),
         summary="A worker that was given no tokens asks the frontend for them.",
         action="receive",
         messages=(tokens.TakeRequest,),
@@ -147,7 +147,7 @@ _PROCESSES: tuple[Channel, ...] = (
     ),
     Channel(
         name="tokens",
-        address=subjects.tokens("{frontend_id}"),
+        address=subjects.tokens("{frontend_id}", "{worker_id}"),
         summary="Sampled tokens, one message a decode step for all sequences of the frontend.",
         action="send",
         messages=(tokens.TokensSampled,),

@@ -78,16 +78,18 @@ def snapshot_of(seq: int) -> str:
     return f"{ROOT}.snapshots.{seq}.>"
 
 
-def take(frontend_id: str) -> str:
-    return f"{ROOT}.take.{frontend_id}"
+def take(frontend_id: str, worker_id: str) -> str:
+    """`worker_id`: who asks."""
+    return f"{ROOT}.take.{frontend_id}.{worker_id}"
 
 
 def give(worker_id: str) -> str:
     return f"{ROOT}.give.{worker_id}"
 
 
-def tokens(frontend_id: str) -> str:
-    return f"{ROOT}.tokens.{frontend_id}"
+def tokens(frontend_id: str, worker_id: str) -> str:
+    """`worker_id`: who sampled them."""
+    return f"{ROOT}.tokens.{frontend_id}.{worker_id}"
 
 
 def resend(worker_id: str) -> str:

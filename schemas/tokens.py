@@ -1,9 +1,9 @@
 """Between frontend and workers, beside the log: token ids and sampled tokens. Core NATS, never stored.
 
 `halfmoon.give.<worker_id>` (publish): a frontend, which hears where its requests are placed, gives their tokens.
-`halfmoon.take.<frontend_id>` (request/reply): a worker that was given none asks for them.
-`halfmoon.tokens.<frontend_id>` (publish): a decode worker delivers, one message a step for all of the frontend's
-sequences. `halfmoon.resend.<worker_id>` (request/reply): the frontend missed some.
+`halfmoon.take.<frontend_id>.<worker_id>` (request/reply): a worker that was given none asks for them.
+`halfmoon.tokens.<frontend_id>.<worker_id>` (publish): a decode worker delivers, one message a step for all of the
+frontend's sequences. `halfmoon.resend.<worker_id>` (request/reply): the frontend missed some.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class TakeRequest(Message, frozen=True):
     order_id: Id
     worker_id: Id
     role: WorkerRole
+
+
+#: The code of a ProcessError: the frontend has not heard yet of the placement that the worker asks for.
+ORDER_UNKNOWN = "order_unknown"
 
 
 class TakeReply(Message, frozen=True):

@@ -9,7 +9,7 @@ from typing import Literal
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError, PeerUnreachable
 from halfmoon.schemas import subjects
-from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven
+from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven
 
 #: What was not given by then is asked for: a message of core NATS may be lost.
 GIVE_S = 0.25
@@ -43,10 +43,11 @@ class TokenInbox:
         for _ in range(TAKE_TRIES):
             try:
                 return await self._bus.request(
-                    subjects.take(frontend_id), ask, TakeReply, timeout_s=TAKE_TIMEOUT_S
+                    subjects.take(frontend_id, self._worker_id), ask, TakeReply, timeout_s=TAKE_TIMEOUT_S
                 )
-            except PeerError:
-                return TakeReply(gone=True)
+            except PeerError as problem:
+                if problem.code != ORDER_UNKNOWN:
+                    return TakeReply(gone=True)
             except PeerUnreachable:
                 await asyncio.sleep(TAKE_PAUSE_S)
         return None

@@ -52,8 +52,8 @@ halfmoon.kv.*.PrefillResult                prefill
 halfmoon.give.*                            frontend
 halfmoon.resend.*                          frontend
 halfmoon.cancel                            frontend
-halfmoon.take.*                            prefill decode
-halfmoon.tokens.*                          decode
+halfmoon.take.*.<me>                       prefill decode
+halfmoon.tokens.*.<me>                     decode
 
 halfmoon.store.<node>.attach               prefill decode
 halfmoon.store.<node>.open_put             prefill decode
@@ -120,8 +120,8 @@ _INBOX.>                                   operator client
 halfmoon.v1.*                              frontend
 $SRV.>                                     frontend
 halfmoon.cancel                            frontend
-halfmoon.take.<me>                         frontend
-halfmoon.tokens.<me>                       frontend
+halfmoon.take.<me>.*                       frontend
+halfmoon.tokens.<me>.*                     frontend
 halfmoon.decisions.<me>.>                  frontend prefill decode
 halfmoon.decisions.*.StartPrefill.<me>     frontend
 halfmoon.give.<me>                         prefill decode

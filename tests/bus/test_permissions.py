@@ -121,7 +121,8 @@ MAY_NOT_SAY = {
         "halfmoon.kv.decode-0.KvReady",
         "halfmoon.view.conductors",
         "halfmoon.explain.conductor-0",
-        "halfmoon.tokens.frontend-0",
+        "halfmoon.take.frontend-0.prefill-1",
+        "halfmoon.tokens.frontend-0.prefill-0",
         "$JS.API.CONSUMER.CREATE.EVENTS",
         "$JS.API.STREAM.CREATE.EVENTS",
         "$JS.API.STREAM.DELETE.EVENTS",
@@ -130,6 +131,7 @@ MAY_NOT_SAY = {
     ],
     "decode-0": [
         "halfmoon.events.decode-1.RequestFinished",
+        "halfmoon.tokens.frontend-0.decode-1",
         "halfmoon.events.decode-0.PrefillFinished",
         "halfmoon.kv.decode-1.PrefillResult",
         "halfmoon.decisions.decode-0.StartDecode.x",
@@ -171,22 +173,22 @@ MAY_NOT_HEAR = {
         "halfmoon.decisions.>",
         "halfmoon.give.prefill-1",
         "halfmoon.inbox.>",
-        "halfmoon.tokens.frontend-0",
+        "halfmoon.tokens.frontend-0.*",
     ],
     "decode-0": [
         "halfmoon.kv.decode-1.>",
-        "halfmoon.take.frontend-0",
+        "halfmoon.take.frontend-0.*",
         "halfmoon.v1.generate",
         "halfmoon.events.>",
     ],
     "store-prefill-0": ["halfmoon.store.prefill-1.*", "halfmoon.give.prefill-0"],
     "frontend-0": [
         "halfmoon.explain.conductor-0",
-        "halfmoon.take.frontend-1",
+        "halfmoon.take.frontend-1.*",
         "halfmoon.inbox.frontend-1.x",
         "_INBOX.>",
     ],
-    "client": ["halfmoon.v1.generate", "halfmoon.tokens.*", "halfmoon.inbox.frontend-0.x", ">"],
+    "client": ["halfmoon.v1.generate", "halfmoon.tokens.*.*", "halfmoon.inbox.frontend-0.x", ">"],
 }
 
 

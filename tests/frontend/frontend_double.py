@@ -19,7 +19,7 @@ import orjson
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import Decision, Ordered
+from halfmoon.schemas.decisions import Decision, Ordered, StartPrefill
 from halfmoon.schemas.events import Event, RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.policy import Layout, Policy
@@ -125,10 +125,23 @@ class Double:
         request = TakeRequest(
             request_id=arrived.request_id, order_id=order_id, worker_id=worker_id, role=role
         )  # type: ignore[arg-type]
-        return await self.bus.request(subjects.take(arrived.frontend_id), request, TakeReply, timeout_s=2)
+        return await self.bus.request(
+            subjects.take(arrived.frontend_id, worker_id), request, TakeReply, timeout_s=2
+        )
 
     async def place(self, arrived: RequestArrived, order_id: str, worker_id: str = "d1") -> TakeReply:
-        """As both workers of an order; what the decode worker got."""
+        """As a conductor, and as both workers of the order; what the decode worker got."""
+        order = StartPrefill(
+            order_id=order_id,
+            request_id=arrived.request_id,
+            frontend_id=arrived.frontend_id,
+            worker_id="p1",
+            decode_worker_id=worker_id,
+            decode_node_id="n2",
+            prompt_tokens=arrived.prompt_tokens,
+        )
+        ordered = Ordered(cause_seq=int(order_id.partition("-")[0]), position=0, decision=order)
+        await self.bus.order(ordered, target_id="p1")
         await self.take(arrived, order_id, "prefill", "p1")
         return await self.take(arrived, order_id, "decode", worker_id)
 
@@ -152,7 +165,7 @@ class Double:
 
     async def deliver(self, *deliveries: Delivery, worker_id: str = "d1") -> None:
         message = TokensSampled(worker_id=worker_id, deliveries=list(deliveries))
-        await self.bus.publish(subjects.tokens(self.frontend_id), message)
+        await self.bus.publish(subjects.tokens(self.frontend_id, worker_id), message)
 
     async def order(self, decision: Decision, seq: int, position: int = 0) -> None:
         await self.bus.order(

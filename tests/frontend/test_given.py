@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
+from halfmoon.bus.errors import PeerError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Ordered, StartPrefill
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
-from halfmoon.schemas.tokens import TakeReply, TokensGiven
+from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers.token_inbox import GIVE_S, TokenInbox
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 5}
@@ -108,11 +111,90 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(r
         assert await taking == late
 
         asked = TakeReply(token_ids=b"\3\0\0\0", max_tokens=3)
-        await cluster.client.serve(subjects.take("f9"), object, lambda _: asked)
+        await cluster.client.serve(subjects.take("f9", "p9"), object, lambda _: asked)
         await cluster.client.last_seq()
         started = loop.time()
         assert await inbox.take("f9", "r3", "3-0", "prefill") == asked
         assert loop.time() - started >= GIVE_S * 0.9
         assert await inbox.take("nobody", "r4", "4-0", "decode") is None
+
+    run(scenario)
+
+
+def test_a_worker_that_no_conductor_named_is_told_nothing(run: Any) -> None:
+    """A stolen credential of a worker knows request ids: they are in the orders that every worker may read."""
+    refused: list[str] = []
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        order_id = f"{seq}-0"
+        await double.place(arrived, order_id)
+        for order, role, thief in (
+            (order_id, "decode", "d2"),
+            (order_id, "prefill", "d1"),
+            (order_id, "prefill", "p2"),
+            (f"{seq + 1000}-0", "decode", "d2"),  # as if it were a newer placement
+            (f"{seq + 1000}-0", "prefill", "p1"),
+        ):
+            with pytest.raises(PeerError) as caught:
+                await double.take(arrived, order, role, thief)
+            refused.append(caught.value.code)
+        for thief in ("d2", "p1"):
+            await double.deliver(
+                double.delivery(arrived, order_id, 0, double.answer_ids[5:10], "length"), worker_id=thief
+            )
+        await double.deliver(double.delivery(arrived, order_id, 0, double.answer_ids[:5], "length"))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        status, _, answer = await cluster.post("/v1/completions", BODY)
+        assert status == 200
+        assert answer["choices"][0]["text"] == cluster.double.tokenizer.decode(cluster.double.answer_ids[:5])
+        assert refused == ["not_placed"] * 3 + ["order_unknown"] * 2
+
+    run(scenario)
+
+
+def test_a_worker_speaks_under_its_own_name_only(run: Any) -> None:
+    """Who publishes is what NATS checks: a body that names another is dropped."""
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        order_id = f"{seq}-0"
+        await double.place(arrived, order_id)
+        forged = TokensSampled(
+            worker_id="d1",
+            deliveries=[double.delivery(arrived, order_id, 0, double.answer_ids[5:10], "length")],
+        )
+        await double.bus.publish(subjects.tokens(arrived.frontend_id, "d2"), forged)
+        ask = TakeRequest(request_id=arrived.request_id, order_id=order_id, worker_id="d1", role="decode")
+        with pytest.raises(PeerError) as caught:
+            await double.bus.request(subjects.take(arrived.frontend_id, "d2"), ask, TakeReply, timeout_s=2)
+        assert caught.value.code == "invalid_request"
+        await double.deliver(double.delivery(arrived, order_id, 0, double.answer_ids[:5], "length"))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        status, _, answer = await cluster.post("/v1/completions", BODY)
+        assert status == 200
+        assert answer["choices"][0]["text"] == cluster.double.tokenizer.decode(cluster.double.answer_ids[:5])
+        assert cluster.frontend.registry.bus.invalid == 2
+
+    run(scenario)
+
+
+def test_a_worker_that_asks_before_the_frontend_has_heard_waits(run: Any) -> None:
+    """Conductors tell both at once, and their messages may come by different servers."""
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        asking = asyncio.create_task(double.take(arrived, f"{seq}-0", "prefill", "p1"))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        await place(double, arrived, seq)
+        assert len(unpack_tokens((await asking).token_ids)) == arrived.prompt_tokens
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:5], "length"))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        status, _, _ = await cluster.post("/v1/completions", BODY)
+        assert status == 200
 
     run(scenario)

@@ -180,7 +180,7 @@ def test_take_of_an_unknown_request_says_gone(run: Any) -> None:
         )
         assert (await cluster.double.take(arrived, "1-0", "decode", "d1")).gone
         # What is no message at all, or about nobody, is dropped.
-        await cluster.client.nc.publish(subjects.tokens(cluster.double.frontend_id), b"{]")
+        await cluster.client.nc.publish(subjects.tokens(cluster.double.frontend_id, "d1"), b"{]")
         await cluster.double.deliver(cluster.double.delivery(arrived, "1-0", 0, [5]))
         status, _, _ = await cluster.post("/v1/completions", BODY)
         assert status == 200

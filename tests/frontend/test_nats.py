@@ -258,7 +258,7 @@ def test_the_log_holds_no_text_and_no_tokens(run: Any) -> None:
         (arrived,) = await cluster.double.wait_for(RequestArrived)
         assert b"secret" not in orjson.dumps(str(arrived))
         reply = await cluster.double.bus.request(
-            f"halfmoon.take.{cluster.double.frontend_id}",
+            f"halfmoon.take.{cluster.double.frontend_id}.w",
             TakeRequest(request_id=arrived.request_id, order_id="99999-0", worker_id="w", role="decode"),
             type(await cluster.double.take(arrived, "99999-0", "decode", "w")),
             timeout_s=1,

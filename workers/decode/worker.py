@@ -126,7 +126,9 @@ class DecodeWorker(Worker):
     def _do(self, action: Action) -> None:
         match action:
             case Deliver():
-                self.bus.publish_soon(subjects.tokens(action.frontend_id), action.message)
+                self.bus.publish_soon(
+                    subjects.tokens(action.frontend_id, self.config.worker_id), action.message
+                )
             case RunStep() | SwapOut() | SwapIn():
                 assert self._work is None, (self._work, action)
                 self._work = action

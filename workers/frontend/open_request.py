@@ -78,6 +78,7 @@ class OpenRequest:
         "output_ids",
         "packed_prompt",
         "polled_at_ns",
+        "prefill_worker",
         "resending",
         "root_key",
         "samples",
@@ -122,6 +123,8 @@ class OpenRequest:
         self.intervals_ns: list[int] = []
         self.order_id = ""
         self.order_rank = (-1, -1)
+        #: Of the newest order, as a conductor named them.
+        self.prefill_worker = ""
         self.decode_worker = ""
         self.output_ids: list[int] = []
         #: One past the largest token index that any delivery of the newest order mentioned.

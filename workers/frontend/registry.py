@@ -2,7 +2,8 @@
 
 An edge calls `open` with a checked request and a listener; from then on the registry owns the request until
 it ends in exactly one of: the last piece, an error told to the listener, `cancel` by the edge. What a client
-sent stays in this process: workers take it from here (`take`), the log gets lengths and keys.
+sent stays in this process: the workers that a
+conductor named take it from here (`take`), the log gets lengths and keys.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import PeerError
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.metrics import process_registry
@@ -25,7 +27,7 @@ from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.schemas import subjects
 from halfmoon.schemas.api import CLIENT_GONE, ApiError, ApiRequest
 from halfmoon.schemas.codec import encode
-from halfmoon.schemas.decisions import AnnounceYourself, FailRequest, Ordered, RejectRequest, StartPrefill
+from halfmoon.schemas.decisions import AnnounceYourself, FailRequest, RejectRequest, StartPrefill
 from halfmoon.schemas.events import (
     FrontendHeartbeat,
     FrontendJoined,
@@ -35,7 +37,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
+from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.metrics import FrontendMetrics
 from halfmoon.workers.frontend.open_request import Listener, OpenRequest, Progress, order_rank
@@ -46,6 +48,9 @@ from halfmoon.workers.frontend.spans import begin_request, end_request, refused_
 from halfmoon.workers.model.tokenizer import Tokenizer
 
 _TICK_S = 0.25
+#: A worker that asks before its placement was heard here waits so long; shorter than it waits for an answer.
+_PLACED_NS_MAX = 1_500_000_000
+_PLACED_PAUSE_S = 0.02
 
 
 class RequestRegistry:
@@ -78,13 +83,15 @@ class RequestRegistry:
         """Take part in the cluster. Raises BusError."""
         frontend_id = self.config.frontend_id
         reader = await self.bus.open_decisions(frontend_id)
-        await self.bus.serve(subjects.take(frontend_id), TakeRequest, self.take)
-        await self.bus.subscribe(subjects.placements_for(frontend_id), Ordered, self._on_placed)
-        await self.bus.subscribe(subjects.tokens(frontend_id), TokensSampled, self.on_tokens)
+        placements = await self.bus.open_placements(frontend_id)
+        await self.bus.serve(subjects.take(frontend_id, "*"), TakeRequest, self._on_take, author="worker_id")
+        tokens = subjects.tokens(frontend_id, "*")
+        await self.bus.subscribe(tokens, TokensSampled, self.on_tokens, author="worker_id")
         await self.bus.append(
             FrontendJoined(frontend_id=frontend_id, incarnation=self._incarnation), source_id=frontend_id
         )
         self.spawn(self._follow_decisions(reader))
+        self.spawn(self._follow_placements(placements))
         self.spawn(self._tick())
         self.spawn(self.metrics.slo.follow(self.bus))
         self._joined = True
@@ -221,40 +228,58 @@ class RequestRegistry:
 
     # --- tokens, to the workers and from them ---------------------------------------------------------------
 
-    def _on_placed(self, ordered: Ordered) -> None:
+    async def _follow_placements(self, reader: StreamTail) -> None:
+        async for ordered in self.bus.follow_decisions(reader):
+            if isinstance(ordered.decision, StartPrefill):
+                self._on_placed(ordered.decision)
+
+    def _on_placed(self, order: StartPrefill) -> None:
         """Give both workers the tokens before they ask."""
-        order = ordered.decision
-        if not isinstance(order, StartPrefill):
-            return
         request = self.requests.get(order.request_id)
         if request is None or order_rank(order.order_id) <= request.order_rank:
             return  # not wanted any more; or another conductor's copy
+        resumes = bool(request.output_ids)
+        request.prefill_worker = order.worker_id
         ask = TakeRequest(
             request_id=order.request_id,
             order_id=order.order_id,
             worker_id=order.decode_worker_id,
             role="decode",
         )
-        given = encode(TokensGiven(order_id=order.order_id, taken=self.take(ask)))
+        given = encode(TokensGiven(order_id=order.order_id, taken=request.take(ask)))
         for worker_id in (order.worker_id, order.decode_worker_id):
             self.bus.nc.send(subjects.give(worker_id), given)
-
-    def take(self, message: TakeRequest) -> TakeReply:
-        request = self.requests.get(message.request_id)
-        if request is None:
-            return TakeReply(gone=True)
-        reply = request.take(message)
-        if message.role == "decode" and request.output_ids and not reply.gone:
+        if resumes:
             self.metrics.resumed.inc()
-        return reply
+
+    async def _on_take(self, ask: TakeRequest) -> TakeReply:
+        """A worker asks for the tokens of an order: it gets those that a conductor named it for.
+
+        Request ids and order ids are no secret among workers, so they are no right to the text.
+        """
+        until_ns = time.monotonic_ns() + _PLACED_NS_MAX
+        while (request := self.requests.get(ask.request_id)) is not None:
+            if order_rank(ask.order_id) <= request.order_rank:
+                break
+            if time.monotonic_ns() > until_ns:
+                raise PeerError(ORDER_UNKNOWN, f"no conductor has placed {ask.order_id} yet")
+            await asyncio.sleep(_PLACED_PAUSE_S)
+        if request is None or ask.order_id != request.order_id:
+            return TakeReply(gone=True)
+        named = request.decode_worker if ask.role == "decode" else request.prefill_worker
+        if ask.worker_id != named:
+            raise PeerError("not_placed", f"{ask.order_id} was given to another worker")
+        return request.take(ask)
 
     def on_tokens(self, message: TokensSampled) -> None:
         now_ns = time.monotonic_ns()
         for delivery in message.deliveries:
             request = self.requests.get(delivery.request_id)
-            if request is None or request.order_id != delivery.order_id:
+            if request is None or (request.order_id, request.decode_worker) != (
+                delivery.order_id,
+                message.worker_id,
+            ):
                 continue
-            request.decode_worker = message.worker_id
             had, last_at_ns = len(request.output_ids), request.last_at_ns
             progress = request.accept(delivery, now_ns)
             if progress is Progress.GAP:
