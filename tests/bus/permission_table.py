@@ -13,19 +13,19 @@ SAYS = """
 halfmoon.v1.*                              client operator
 $SRV.>                                     client operator
 
-halfmoon.events.<me>.ClusterConfigured     conductor
+halfmoon.events.<me>.ClusterConfigured     conductor supervisor
 halfmoon.events.<me>.TimerFired            conductor
 halfmoon.events.<me>.StateDigested         conductor
 halfmoon.events.<me>.PolicyChanged         operator
 halfmoon.events.<me>.FrontendJoined        frontend
 halfmoon.events.<me>.FrontendHeartbeat     frontend
-halfmoon.events.<me>.FrontendLeft          frontend
+halfmoon.events.<me>.FrontendLeft          frontend supervisor
 halfmoon.events.<me>.RequestArrived        frontend
 halfmoon.events.<me>.RequestCancelled      frontend
 halfmoon.events.<me>.WorkerJoined          prefill decode
 halfmoon.events.<me>.WorkerHeartbeat       prefill decode
 halfmoon.events.<me>.WorkerDraining        prefill decode
-halfmoon.events.<me>.WorkerLeft            prefill decode
+halfmoon.events.<me>.WorkerLeft            prefill decode supervisor
 halfmoon.events.<me>.PrefillFinished       prefill
 halfmoon.events.<me>.PrefillFailed         prefill
 halfmoon.events.<me>.DecodeStarted         decode
@@ -35,6 +35,7 @@ halfmoon.events.<me>.RequestFinished       decode
 halfmoon.events.<node>.StoreJoined         store
 halfmoon.events.<node>.StoreHeartbeat      store
 halfmoon.events.<node>.StoreLeft           store
+halfmoon.events.<me>.StoreLeft             supervisor
 halfmoon.events.<node>.StoreInventory      store
 halfmoon.events.<node>.BlocksStored        store
 halfmoon.events.<node>.BlocksEvicted       store
@@ -79,7 +80,7 @@ halfmoon.store.*.probe                     store
 halfmoon.store.*.replicate                 store
 halfmoon.store.*.remove                    store
 
-halfmoon.status.conductors                 conductor frontend
+halfmoon.status.conductors                 conductor frontend supervisor
 halfmoon.status.*                          operator
 halfmoon.view.conductors                   frontend
 halfmoon.explain.*                         frontend
@@ -87,33 +88,33 @@ halfmoon.explain.*                         frontend
 halfmoon.inbox.>                           conductor frontend store decode
 _INBOX.>                                   frontend
 
-$JS.API.STREAM.INFO.EVENTS                 conductor frontend store prefill decode operator
-$JS.API.STREAM.INFO.DECISIONS              conductor frontend store prefill decode operator
-$JS.API.STREAM.INFO.KV                     conductor frontend store prefill decode operator
-$JS.API.STREAM.INFO.SNAPSHOTS              conductor frontend store prefill decode operator
-$JS.API.STREAM.CREATE.EVENTS               conductor
-$JS.API.STREAM.CREATE.DECISIONS            conductor
-$JS.API.STREAM.CREATE.KV                   conductor
-$JS.API.STREAM.CREATE.SNAPSHOTS            conductor
+$JS.API.STREAM.INFO.EVENTS                 conductor frontend store prefill decode operator supervisor
+$JS.API.STREAM.INFO.DECISIONS              conductor frontend store prefill decode operator supervisor
+$JS.API.STREAM.INFO.KV                     conductor frontend store prefill decode operator supervisor
+$JS.API.STREAM.INFO.SNAPSHOTS              conductor frontend store prefill decode operator supervisor
+$JS.API.STREAM.CREATE.EVENTS               conductor supervisor
+$JS.API.STREAM.CREATE.DECISIONS            conductor supervisor
+$JS.API.STREAM.CREATE.KV                   conductor supervisor
+$JS.API.STREAM.CREATE.SNAPSHOTS            conductor supervisor
 $JS.API.STREAM.PURGE.SNAPSHOTS             conductor
-$JS.API.STREAM.MSG.GET.EVENTS              conductor operator
+$JS.API.STREAM.MSG.GET.EVENTS              conductor operator supervisor
 $JS.API.STREAM.MSG.GET.DECISIONS           conductor operator frontend store prefill decode
 $JS.API.STREAM.MSG.GET.KV                  operator frontend store prefill decode
-$JS.API.STREAM.MSG.GET.SNAPSHOTS           conductor operator
-$JS.API.CONSUMER.CREATE.EVENTS             conductor operator
-$JS.API.CONSUMER.DELETE.EVENTS.*           conductor operator
+$JS.API.STREAM.MSG.GET.SNAPSHOTS           conductor operator supervisor
+$JS.API.CONSUMER.CREATE.EVENTS             conductor operator supervisor
+$JS.API.CONSUMER.DELETE.EVENTS.*           conductor operator supervisor
 $JS.API.CONSUMER.CREATE.DECISIONS          operator
 $JS.API.CONSUMER.DELETE.DECISIONS.*        operator
 $JS.API.CONSUMER.CREATE.KV                 operator
 $JS.API.CONSUMER.DELETE.KV.*               operator
 $JS.API.CONSUMER.CREATE.SNAPSHOTS          operator
 $JS.API.CONSUMER.DELETE.SNAPSHOTS.*        operator
-$JS.FC.>                                   conductor operator
+$JS.FC.>                                   conductor operator supervisor
 """
 
 #: Subscribed to.
 HEARS = """
-halfmoon.inbox.<me>.>                      conductor frontend store prefill decode
+halfmoon.inbox.<me>.>                      conductor frontend store prefill decode supervisor
 halfmoon.inbox.*.>                         operator
 _INBOX.>                                   operator client
 

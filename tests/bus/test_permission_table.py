@@ -1,19 +1,23 @@
 """Every role's credentials on every subject of docs/asyncapi.json, on JetStream's whole API and on what belongs to
 others: taken or refused by a real server as `permission_table` says.
 
-The server is configured as `halfmoon secrets` configures those of the containers.
+The server is configured as `halfmoon secrets` configures those of the containers, and as `halfmoon up` does its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.cli.local.credentials import credentials_of, make_credentials
 from halfmoon.schemas import subjects
 from tests.bus.permission_table import HEARS, SAYS, Process
 from tests.bus.refusals import Attacker
@@ -30,6 +34,7 @@ PROCESSES = [
     Process("store-decode-0", "store", node="decode-0"),
     Process("operator", "operator"),
     Process("client", "client"),
+    Process("up", "supervisor"),
 ]
 IDS = [
     *(f"{role}-{n}" for role in ("conductor", "frontend", "prefill", "decode") for n in (0, 1)),
@@ -113,11 +118,31 @@ def jetstream() -> Iterator[str]:
 LITERAL = sorted({each for each in (*named_in_the_document(), *jetstream(), *ELSEWHERE) if each})
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerCluster]:
-    cluster = ServerCluster.start(tmp_path_factory.mktemp("server"), ["127.0.0.1"])
-    yield cluster
-    cluster.stop()
+Configured = Callable[[str], BusConfig]
+
+
+@pytest.fixture(scope="module", params=["containers", "up"])
+def credentials(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Configured]:
+    """A server's, by the name of a process: as `halfmoon secrets` makes them, and as `halfmoon up` does."""
+    place = tmp_path_factory.mktemp("server")
+    if request.param == "containers":
+        cluster = ServerCluster.start(place, ["127.0.0.1"])
+        yield cluster.config
+        cluster.stop()
+        return
+    many = argparse.Namespace(conductors=2, prefill=2, decode=2)
+    server = EmbeddedServer.start(place / "nats", extra_config=make_credentials(many, place))
+    yield lambda name: BusConfig(url=server.url, nkey_seed_file=str(credentials_of(place) / f"{name}.nk"))
+    server.stop()
+
+
+async def connected(credentials: Configured, process: Process) -> Attacker:
+    config = credentials(process.name)
+    if process.role == "supervisor" and config.tls_ca_file:
+        pytest.skip("a cluster of containers has no supervisor of ours")
+    return await Attacker.connect(config)
 
 
 def differences(process: Process, table: str, tried: list[str], taken: set[str]) -> list[str]:
@@ -129,9 +154,9 @@ def differences(process: Process, table: str, tried: list[str], taken: set[str])
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda process: process.name)
-async def test_credentials_publish_what_the_table_says(server: ServerCluster, process: Process) -> None:
+async def test_credentials_publish_what_the_table_says(credentials: Configured, process: Process) -> None:
     tried = [each for each in LITERAL if "*" not in each]
-    attacker = await Attacker.connect(server.config(process.name))
+    attacker = await connected(credentials, process)
     try:
         found = differences(process, SAYS, tried, await attacker.may_publish(tried))
     finally:
@@ -140,9 +165,9 @@ async def test_credentials_publish_what_the_table_says(server: ServerCluster, pr
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda process: process.name)
-async def test_credentials_hear_what_the_table_says(server: ServerCluster, process: Process) -> None:
+async def test_credentials_hear_what_the_table_says(credentials: Configured, process: Process) -> None:
     tried = [*LITERAL, *WIDE]
-    attacker = await Attacker.connect(server.config(process.name))
+    attacker = await connected(credentials, process)
     try:
         found = differences(process, HEARS, tried, await attacker.may_hear(tried))
     finally:
