@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +89,7 @@ class PoolView:
     def attach(cls, name: str, geometry: Geometry) -> PoolView:
         """Maps an agent's segment, read and write. Raises SegmentError."""
         try:
-            fd = os.open(SHM / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = _open_own(SHM / name)
         except OSError as problem:
             raise SegmentError(f"cannot open segment {name}: {problem.strerror}") from None
         try:
@@ -158,14 +159,19 @@ class Segment:
         Raises SegmentError: the name is in use by a live agent, /dev/shm is too small.
         """
         path = SHM / name
-        with contextlib.suppress(FileNotFoundError):
-            if not _unlink_stale(path):
-                raise SegmentError(
-                    f"segment {name} belongs to an agent that is alive: is the node id used twice?"
-                )
+        try:
+            stale = _unlink_stale(path)
+        except FileNotFoundError:
+            stale = True
+        except OSError as problem:
+            raise SegmentError(f"{path} is in the way of segment {name}: {problem.strerror}") from None
+        if not stale:
+            raise SegmentError(
+                f"segment {name} belongs to an agent that is alive: is the node id used twice?"
+            )
         need = geometry.file_bytes
-        stat = os.statvfs(SHM)
-        free = stat.f_bavail * stat.f_frsize
+        room = os.statvfs(SHM)
+        free = room.f_bavail * room.f_frsize
         if need > free:
             raise SegmentError(
                 f"{SHM} has {free >> 20} MiB free, the pool needs {need >> 20} MiB: use fewer slots or enlarge it"
@@ -205,7 +211,7 @@ def remove_stale(cluster: str) -> list[str]:
     """Unlinks the cluster's segments that no living agent holds; their names."""
     removed = []
     for path in sorted(SHM.glob(segment_name(cluster, "*"))):
-        with contextlib.suppress(FileNotFoundError, PermissionError):
+        with contextlib.suppress(OSError):  # what is not ours stays
             if _unlink_stale(path):
                 removed.append(path.name)
     return removed
@@ -218,8 +224,8 @@ def host_id() -> str:
 
 
 def _unlink_stale(path: Path) -> bool:
-    """False when its owner lives. Raises FileNotFoundError."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    """False when its owner lives. Raises OSError: there is none, or something that is not ours."""
+    fd = _open_own(path)
     try:
         if _locked(fd):
             return False
@@ -227,6 +233,20 @@ def _unlink_stale(path: Path) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def _open_own(path: Path) -> int:
+    """Opens a plain file of this user. Raises OSError for anything else.
+
+    /dev/shm is everybody's: another user may have put a link, a pipe or a file of its own where a segment should be, to
+    be written to, or to be believed.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "it is no plain file of this user")
+    return fd
 
 
 def _locked(fd: int) -> bool:
