@@ -23,7 +23,8 @@ from halfmoon.schemas.roles import ProcessRole, WorkerRole
 from halfmoon.schemas.subjects import ROOT
 
 #: "supervisor": `halfmoon up`, which tells of the deaths of the processes that it started.
-Role = ProcessRole | Literal["operator", "client", "supervisor"]
+#: "tenant": a client that is one tenant's, as its subjects say; "client" may speak for any.
+Role = ProcessRole | Literal["operator", "client", "tenant", "supervisor"]
 
 _JS = "$JS.API"
 _EVENTS, _DECISIONS, _KV, _SNAPSHOTS = subjects.STREAMS
@@ -79,6 +80,8 @@ class Identity:
     role: Role
     name: str
     node_id: str = ""
+    #: Of a client that is one tenant's.
+    tenant: str = ""
     public_key: str = ""
 
     @property
@@ -127,6 +130,8 @@ class Identity:
                 return [*said, *asks, *_PLACES, *gets, *_reading(subjects.STREAMS)]
             case "client":
                 return [f"{subjects.API}.*", "$SRV.>"]
+            case "tenant":
+                return [subjects.api("*", self.tenant)]
             case "supervisor":
                 gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_EVENTS, _SNAPSHOTS)]
                 makes = [f"{_JS}.STREAM.CREATE.{stream}" for stream in subjects.STREAMS]
@@ -143,7 +148,7 @@ class Identity:
                 asked = [subjects.status(me), subjects.status(subjects.CONDUCTORS)]
                 return [inbox, *asked, subjects.view(subjects.CONDUCTORS), subjects.explain(me)]
             case "frontend":
-                served = [f"{subjects.API}.*", "$SRV.>", f"{ROOT}.cancel"]
+                served = [subjects.api("*"), subjects.api("*", "*"), "$SRV.>", f"{ROOT}.cancel"]
                 own = [
                     subjects.take(me, "*"),
                     subjects.tokens(me, "*"),
@@ -163,6 +168,8 @@ class Identity:
                 return [f"{subjects.inbox('*')}.>", *_CLIENT_INBOXES]
             case "client":
                 return _CLIENT_INBOXES
+            case "tenant":
+                return [f"{tenant_inbox(self.tenant)}.>"]
             case "supervisor":
                 return [inbox]
             case _:
@@ -182,11 +189,17 @@ class Identity:
         ]
 
 
+def tenant_inbox(tenant: str) -> str:
+    """What the inboxes of a tenant's clients begin with, so that no other tenant hears its answers."""
+    return f"_INBOX.{tenant}"
+
+
 def cluster_identities(
-    *, conductors: int, frontends: int, workers: Mapping[WorkerRole, int]
+    *, conductors: int, frontends: int, workers: Mapping[WorkerRole, int], tenants: Sequence[str] = ()
 ) -> list[Identity]:
-    """Every process of a cluster with so many of each, an operator and a client."""
+    """Every process of a cluster with so many of each, an operator, a client, and a client of each tenant."""
     found = [Identity(role="operator", name=subjects.OPERATOR), Identity(role="client", name="client")]
+    found += [Identity(role="tenant", name=f"tenant-{tenant}", tenant=tenant) for tenant in tenants]
     found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(conductors)]
     found += [Identity(role="frontend", name=f"frontend-{n}") for n in range(frontends)]
     for role, count in workers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +18,8 @@ from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoRespondersError
 
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.cli.options import bus_config
+from halfmoon.bus.permissions import tenant_inbox
+from halfmoon.cli.options import OptionInvalid, bus_config
 from halfmoon.schemas import subjects
 
 #: A frontend sends something on every open stream more often than this (empty chunks, when nothing else).
@@ -35,9 +37,19 @@ class ApiFailure(Exception):
         }
 
 
+def add_tenant(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nats-tenant", default="", metavar="NAME", help="whose client this is, by its credentials"
+    )
+
+
 @contextlib.asynccontextmanager
-async def api_client(args: argparse.Namespace) -> AsyncIterator[ApiClient]:
-    """Connected as the options of `add_bus` say. Raises BusUnreachable."""
+async def api_client(args: argparse.Namespace, tenant: str = "") -> AsyncIterator[ApiClient]:
+    """Connected as the options of `add_bus` say. `tenant`: whose client it is; "": any's. Raises BusUnreachable,
+    OptionInvalid.
+    """
+    if tenant and not re.fullmatch(subjects.TENANT, tenant):
+        raise OptionInvalid(f"--nats-tenant {tenant!r}: letters, digits, - and _, at most 64")
     config = bus_config(args)
 
     async def quiet(_: Exception) -> None:
@@ -56,6 +68,8 @@ async def api_client(args: argparse.Namespace) -> AsyncIterator[ApiClient]:
         "nkeys_seed": config.nkey_seed_file or None,
         "user_credentials": config.credentials_file or None,
     }
+    if tenant:
+        options["inbox_prefix"] = tenant_inbox(tenant)
     if (tls := config.tls()) is not None:
         options["tls"] = tls
     try:
@@ -64,7 +78,7 @@ async def api_client(args: argparse.Namespace) -> AsyncIterator[ApiClient]:
         reason = str(problem) or type(problem).__name__
         raise BusUnreachable(f"no NATS server takes us at {config.url}: {reason}") from None
     try:
-        yield ApiClient(nc)
+        yield ApiClient(nc, tenant)
     finally:
         await nc.close()
 
@@ -72,13 +86,16 @@ async def api_client(args: argparse.Namespace) -> AsyncIterator[ApiClient]:
 class ApiClient:
     """`call` and `stream` raise ApiFailure."""
 
-    def __init__(self, nc: Client) -> None:
+    def __init__(self, nc: Client, tenant: str = "") -> None:
         self._nc = nc
+        self._tenant = tenant
 
     async def call(self, name: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """One answer of the endpoint `name`."""
         try:
-            reply = await self._nc.request(f"{subjects.API}.{name}", orjson.dumps(body), timeout=timeout_s)
+            reply = await self._nc.request(
+                subjects.api(name, self._tenant), orjson.dumps(body), timeout=timeout_s
+            )
         except NoRespondersError:
             raise ApiFailure(503, "no frontend answers: is the cluster up?") from None
         except MaxPayloadError:
@@ -93,7 +110,7 @@ class ApiClient:
         subscription = await self._nc.subscribe(inbox)
         try:
             payload = orjson.dumps({**body, "stream": True})
-            await self._nc.publish(f"{subjects.API}.{name}", payload, reply=inbox)
+            await self._nc.publish(subjects.api(name, self._tenant), payload, reply=inbox)
             heard_at = time.monotonic()
             while True:
                 try:

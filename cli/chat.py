@@ -12,7 +12,7 @@ import sys
 import orjson
 
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.cli.api_client import ApiClient, ApiFailure, api_client
+from halfmoon.cli.api_client import ApiClient, ApiFailure, add_tenant, api_client
 from halfmoon.cli.generate import add_sampling, sampling_body, show
 from halfmoon.cli.options import add_bus, add_config
 
@@ -23,6 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_sampling(parser)
     parser.add_argument("--json", action="store_true", help="print each whole answer as JSON, at its end")
     add_bus(parser)
+    add_tenant(parser)
     add_config(parser)
 
 
@@ -30,7 +31,7 @@ async def run(args: argparse.Namespace) -> int:
     """Exit status 0; 1 with one line on standard error when the cluster is not there."""
     messages = [{"role": "system", "content": args.system}] if args.system else []
     try:
-        async with api_client(args) as client:
+        async with api_client(args, args.nats_tenant) as client:
             if args.message is not None:
                 return 0 if await _turn(client, args, messages, args.message) else 1
             return await _converse(client, args, messages)

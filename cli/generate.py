@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.cli.api_client import ApiClient, ApiFailure, api_client
+from halfmoon.cli.api_client import ApiClient, ApiFailure, add_tenant, api_client
 from halfmoon.cli.options import add_bus, add_config
 
 _FIELDS: tuple[str, ...] = (
@@ -30,6 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_sampling(parser)
     parser.add_argument("--json", action="store_true", help="print the whole answer as JSON, at its end")
     add_bus(parser)
+    add_tenant(parser)
     add_config(parser)
 
 
@@ -65,7 +66,7 @@ async def run(args: argparse.Namespace) -> int:
     """Exit status 0; 1 with one line on standard error when the answer is an error."""
     prompt = sys.stdin.read() if args.text == "-" else args.text
     try:
-        async with api_client(args) as client:
+        async with api_client(args, args.nats_tenant) as client:
             answer = await show(
                 client, "generate", {"prompt": prompt, **sampling_body(args)}, quiet=args.json
             )

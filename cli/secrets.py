@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ipaddress
+import re
 import secrets as random_bytes
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from halfmoon.bus.credentials import CredentialsBroken, key_file, make_key, publ
 from halfmoon.bus.permissions import Identity, authorization, cluster_identities
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.output import say
+from halfmoon.schemas import subjects
 from halfmoon.schemas.roles import ROLES, WORKER_ROLES
 
 DAYS = 3650
@@ -59,6 +61,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frontends", type=int, default=4)
     for role in WORKER_ROLES:
         parser.add_argument(f"--{role}", type=int, default=8)
+    parser.add_argument(
+        "--tenants", default="", metavar="NAMES", help="a client's credentials for each, by commas"
+    )
     parser.add_argument(
         "--seen-at", default="/run/secrets", help="where a NATS server's container finds its own"
     )
@@ -123,11 +128,27 @@ class _Made:
 
 def _wanted(args: argparse.Namespace) -> list[Identity]:
     workers = {role: getattr(args, role) for role in WORKER_ROLES}
-    return cluster_identities(conductors=args.conductors, frontends=args.frontends, workers=workers)
+    return cluster_identities(
+        conductors=args.conductors,
+        frontends=args.frontends,
+        workers=workers,
+        tenants=_tenants(args),
+    )
+
+
+def _tenants(args: argparse.Namespace) -> list[str]:
+    """Raises OptionInvalid."""
+    names = [name.strip() for name in args.tenants.split(",") if name.strip()]
+    for name in names:
+        if not re.fullmatch(subjects.TENANT, name):
+            raise OptionInvalid(f"--tenants: {name!r}: letters, digits, - and _, at most 64")
+    return list(dict.fromkeys(names))
 
 
 def _folder(identity: Identity) -> str:
-    """A node's store agent and worker are in one container."""
+    """A node's store agent and worker are in one container; each tenant sees its own credentials only."""
+    if identity.role == "tenant":
+        return identity.name
     return identity.node_id.rpartition("-")[0] if identity.role == "store" else identity.role
 
 

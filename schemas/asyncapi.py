@@ -64,7 +64,7 @@ def document() -> Node:
         "info": {
             "title": "halfmoon",
             "version": subjects.API.rpartition(".")[2],
-            "description": f"Subjects and messages of halfmoon on NATS. Clients need `{subjects.API}.*` only; the rest "
+            "description": f"Subjects and messages of halfmoon on NATS. Clients need `{subjects.API}.>` only; the rest "
             "is what halfmoon's processes say to each other.",
             "license": {"name": "Apache-2.0"},
         },

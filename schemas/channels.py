@@ -5,7 +5,7 @@ A test fails for a message of `halfmoon.schemas` that is not in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from halfmoon.schemas import (
@@ -88,6 +88,16 @@ _CLIENT_API: tuple[Channel, ...] = (
         action="receive",
         answered="What `halfmoon status --json` prints.",
     ),
+)
+
+_TENANTS_API = tuple(
+    replace(
+        channel,
+        name=f"{channel.name}OfTenant",
+        address=f"{channel.address}.{{tenant}}",
+        summary=f"{channel.summary} For clients whose credentials are one tenant's.",
+    )
+    for channel in _CLIENT_API
 )
 
 _PROCESSES: tuple[Channel, ...] = (
@@ -226,7 +236,12 @@ def _store_channel(verb: str, asked: type[Message], answered: type[Message] | No
     )
 
 
-CHANNELS: tuple[Channel, ...] = (*_CLIENT_API, *_PROCESSES, *(_store_channel(*verb) for verb in _STORE_VERBS))
+CHANNELS: tuple[Channel, ...] = (
+    *_CLIENT_API,
+    *_TENANTS_API,
+    *_PROCESSES,
+    *(_store_channel(*verb) for verb in _STORE_VERBS),
+)
 
 #: Messages with no channel of their own, and why.
 WITHOUT_CHANNEL: dict[type, str] = {

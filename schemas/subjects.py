@@ -9,6 +9,9 @@ from __future__ import annotations
 ROOT = "halfmoon"
 API = f"{ROOT}.v1"
 
+#: A request on one of the API's subjects, and this after it, is its tenant's: `halfmoon.v1.generate.acme`.
+TENANT = r"[A-Za-z0-9_-]{1,64}"
+
 EVENTS_STREAM = "EVENTS"
 DECISIONS_STREAM = "DECISIONS"
 KV_STREAM = "KV"
@@ -28,6 +31,16 @@ OPERATOR = "operator"
 
 #: What the inboxes of our processes begin with.
 INBOXES = f"{ROOT}.inbox"
+
+
+def api(name: str, tenant: str = "") -> str:
+    """An endpoint of clients; where `tenant` is given, for those whose credentials are that tenant's."""
+    return f"{API}.{name}.{tenant}" if tenant else f"{API}.{name}"
+
+
+def tenant_of(subject: str) -> str:
+    """The tenant of a request on one of the API's subjects; "" on those for any."""
+    return subject.removeprefix(f"{API}.").partition(".")[2]
 
 
 def inbox(process_id: str) -> str:

@@ -1,7 +1,7 @@
 """Who may say and hear what on NATS, written down apart from the code that gives the permissions.
 
 A row is a subject and the roles that may. `*` and `>` are NATS' own; <me> is the process that speaks, <node> the node
-that its store agent or worker is of. What no row allows is refused.
+that its store agent or worker is of, <tenant> the tenant whose client it is. What no row allows is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 #: Published.
 SAYS = """
 halfmoon.v1.*                              client operator
+halfmoon.v1.*.<tenant>                     tenant
 $SRV.>                                     client operator
 
 halfmoon.events.<me>.ClusterConfigured     conductor supervisor
@@ -117,8 +118,10 @@ HEARS = """
 halfmoon.inbox.<me>.>                      conductor frontend store prefill decode supervisor
 halfmoon.inbox.*.>                         operator
 _INBOX.>                                   operator client
+_INBOX.<tenant>.>                          tenant
 
 halfmoon.v1.*                              frontend
+halfmoon.v1.*.*                            frontend
 $SRV.>                                     frontend
 halfmoon.cancel                            frontend
 halfmoon.take.<me>.*                       frontend
@@ -147,13 +150,17 @@ class Process:
     name: str
     role: str
     node: str = ""
+    #: Of a client that is one tenant's.
+    tenant: str = ""
 
     def may(self, table: str, subject: str) -> bool:
         """Whether a row of `table` lets this process use `subject`, which may hold wildcards itself."""
         return any(self.role in roles and self._covers(row, subject) for row, roles in _rows(table))
 
     def _covers(self, row: str, subject: str) -> bool:
-        wanted = row.replace("<me>", self.name).replace("<node>", self.node).split(".")
+        for name, value in (("<me>", self.name), ("<node>", self.node), ("<tenant>", self.tenant)):
+            row = row.replace(name, value)
+        wanted = row.split(".")
         given = subject.split(".")
         for at, token in enumerate(wanted):
             if token == ">":

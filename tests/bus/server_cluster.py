@@ -34,7 +34,8 @@ class ServerCluster:
     def start(cls, place: Path, names: Sequence[str] = NAMES) -> ServerCluster:
         """`names`: addresses of this machine, one for each server."""
         places = ("--seen-at", "HERE", "--store-dir", "HERE/streams")
-        secrets.make(secrets_options(place, "--servers", ",".join(names), *places))
+        tenants = ("--tenants", "acme,globex")
+        secrets.make(secrets_options(place, "--servers", ",".join(names), *places, *tenants))
         cluster = cls(place, {name: (free_port(name), free_port(name), free_port()) for name in names})
         for name in names:
             file = place / name / "nats.conf"
@@ -85,7 +86,7 @@ class ServerCluster:
 
     def config(self, name: str) -> BusConfig:
         """As the process of that name."""
-        folder = name.removeprefix("store-").partition("-")[0]
+        folder = name if name.startswith("tenant-") else name.removeprefix("store-").partition("-")[0]
         return BusConfig(
             url=self.url,
             tls_ca_file=str(self.place / folder / "ca.pem"),

@@ -34,6 +34,7 @@ PROCESSES = [
     Process("store-decode-0", "store", node="decode-0"),
     Process("operator", "operator"),
     Process("client", "client"),
+    Process("tenant-acme", "tenant", tenant="acme"),
     Process("up", "supervisor"),
 ]
 IDS = [
@@ -63,6 +64,12 @@ ELSEWHERE = (
     *("$SYS.REQ.SERVER.PING", "$SYS.REQ.SERVER.PING.CONNZ", "$SYS.REQ.USER.INFO", "$SYS.REQ.CLAIMS.UPDATE"),
     *("$SYS.REQ.ACCOUNT.$G.CONNZ", "$SYS.REQ.SERVER.x.RELOAD", "$SYS.ACCOUNT.$G.CONNECT"),
     *("_INBOX.others.x", "_R_.x.y", "halfmoon.cancel", "halfmoon.other", "halfmoon", "other", "events"),
+    *("_INBOX.acme.x", "_INBOX.globex.x", "_INBOX.acme", "halfmoon.v1.generate.acme.x", "halfmoon.v1.acme"),
+    *(
+        f"halfmoon.v1.{name}.{tenant}"
+        for name in ("generate", "cancel", "other")
+        for tenant in ("acme", "globex")
+    ),
     *("halfmoon.v1", "halfmoon.v1.generate.x", "halfmoon.v1.other", "halfmoon.v2.generate"),
     *(f"halfmoon.inbox.{name}.x" for name in IDS),
 )
@@ -80,6 +87,7 @@ WIDE = (
         "$KV.>",
         "halfmoon.v1.>",
     ),
+    *("halfmoon.v1.*.*", "halfmoon.v1.*.acme", "halfmoon.v1.generate.*", "_INBOX.acme.>", "_INBOX.globex.>"),
     *("halfmoon.v1.*", "halfmoon.inbox.>", "halfmoon.inbox.*.>", "halfmoon.events.*.*", "halfmoon.cancel.>"),
     *(f"halfmoon.{plane}.>" for plane in ("events", "decisions", "kv", "snapshots", "store", "status")),
     *(f"halfmoon.{plane}.*" for plane in ("give", "resend", "view", "explain", "status")),
@@ -142,6 +150,8 @@ async def connected(credentials: Configured, process: Process) -> Attacker:
     config = credentials(process.name)
     if process.role == "supervisor" and config.tls_ca_file:
         pytest.skip("a cluster of containers has no supervisor of ours")
+    if process.role == "tenant" and not config.tls_ca_file:
+        pytest.skip("who starts a cluster on this machine is its one user")
     return await Attacker.connect(config)
 
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nats
+import orjson
 import pytest
+from frontend_double import cluster
 
+from halfmoon.bus.credentials import key_file as key_file_of
+from halfmoon.bus.credentials import make_all
+from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.bus.permissions import authorization, cluster_identities
+from halfmoon.schemas import subjects
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.workers.frontend.nats_service import settled
 from halfmoon.workers.frontend.tenants import read_keys
 
 KEYS = {"key-of-a": "a", "key-of-b": "b", "key-of-none": "", "key-of-all": "*"}
@@ -118,3 +130,148 @@ def test_a_key_file_of_another_user_is_refused(tmp_path: Path) -> None:
     assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
     with pytest.raises(ValueError, match="another user"):
         read_keys(file)
+
+
+# --- over NATS ----------------------------------------------------------------------------------------------
+
+#: A name's credentials, and what its inboxes begin with.
+CLIENTS = {"client": "_INBOX", "tenant-acme": "_INBOX.acme", "tenant-globex": "_INBOX.globex"}
+
+
+class NatsClient:
+    """A plain client with its credentials; `refused` is what the server did not let it do."""
+
+    def __init__(self, name: str, url: str, keys: Path) -> None:
+        self.name, self._url, self._keys = name, url, keys
+        self.refused: list[str] = []
+        self.nc = nats.NATS()
+
+    async def __aenter__(self) -> NatsClient:
+        async def note(problem: Exception) -> None:
+            self.refused.append(str(problem))
+
+        seed = str(key_file_of(self._keys, self.name))
+        await self.nc.connect(
+            self._url, nkeys_seed=seed, inbox_prefix=CLIENTS[self.name], error_cb=note, allow_reconnect=False
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.nc.close()
+
+    async def ask(self, subject: str, body: Any, timeout_s: float = 10) -> Any:
+        """The answer's JSON; None when the server refused the request."""
+        refused = len(self.refused)
+        asking = asyncio.ensure_future(self.nc.request(subject, orjson.dumps(body), timeout=timeout_s))
+        while not asking.done():
+            await asyncio.sleep(0.005)
+            if len(self.refused) > refused:
+                asking.cancel()
+                return None
+        return orjson.loads(asking.result().data)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, Path]]:
+    """A server that knows the clients of a cluster: its URL, the same for the cluster's processes, and the keys."""
+    place = tmp_path_factory.mktemp("guarded")
+    identities = cluster_identities(
+        conductors=1, frontends=1, workers={"prefill": 1, "decode": 1}, tenants=("acme", "globex")
+    )
+    known = authorization(make_all(place / "keys", identities))
+    known = known.replace("users: [", "users: [ { user: cluster, password: cluster }")
+    server = EmbeddedServer.start(place / "nats", extra_config=known)
+    yield server.url, server.url.replace("//", "//cluster:cluster@"), place / "keys"
+    server.stop()
+
+
+def over_nats(guarded: tuple[str, str, Path], tokenizer: Any, scenario: Any) -> None:
+    async def main() -> None:
+        url, inside, keys = guarded
+        async with cluster(inside, tokenizer) as made, contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(NatsClient(name, url, keys)) for name in CLIENTS]
+            await scenario(made, *clients)
+
+    asyncio.run(asyncio.wait_for(main(), 50))
+
+
+def test_no_credentials_reach_a_tenant_that_is_not_their_own(guarded: Any, tokenizer: Any) -> None:
+    """Credentials × tenants' subjects × tenants in the body × salts."""
+
+    async def scenario(made: Any, *clients: NatsClient) -> None:
+        blocks: dict[tuple[str, str], set[bytes]] = {}
+        served = 0
+        for client, on, named, salt in itertools.product(
+            clients, ("", "acme", "globex"), (None, "acme", "globex", "x"), ("", "s")
+        ):
+            own = client.name.partition("-")[2]
+            body = {"prompt": PROMPT, "max_tokens": 1, "tenant": named, "cache_salt": salt}
+            answer = await client.ask(subjects.api("generate", on), body)
+            if on != own:
+                assert answer is None, (client.name, on)
+                continue
+            if own and named not in (None, own):
+                assert (answer["error"]["param"], answer["error"]["code"]) == ("tenant", "not_your_tenant")
+                continue
+            assert answer["done"], answer
+            served += 1
+            arrived = (await made.double.wait_for(RequestArrived, served))[-1]
+            assert arrived.tenant == (own or named or "")
+            blocks.setdefault((arrived.tenant, salt), set()).add(arrived.block_keys)
+        chains = [chain for keys in blocks.values() for chain in keys]
+        assert len(set(chains)) == len(chains) == len(blocks) == 8
+        assert len(await made.double.wait_for(RequestArrived)) == served
+
+    over_nats(guarded, tokenizer, scenario)
+
+
+def test_a_tenant_does_not_see_or_end_anothers_requests(guarded: Any, tokenizer: Any) -> None:
+    async def scenario(made: Any, client: NatsClient, acme: NatsClient, globex: NatsClient) -> None:
+        async def never(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        made.double.script = never
+        body = {"prompt": PROMPT, "request_id": "mine"}
+        asked = [
+            asyncio.ensure_future(
+                each.nc.request(subjects.api("generate", tenant), orjson.dumps(body), timeout=20)
+            )
+            for each, tenant in ((acme, "acme"), (globex, "globex"))
+        ]
+        first, second = await made.double.wait_for(RequestArrived, 2)
+        of_acme = first if first.tenant == "acme" else second
+        for name in (of_acme.request_id, "theirs"):
+            answer = await globex.ask(subjects.api("cancel", "globex"), {"id": name})
+            assert answer == {"id": name, "cancelled": False}
+        answer = await globex.ask(subjects.api("cancel", "globex"), {"id": "mine"})
+        assert answer["cancelled"], "its own of that name"
+        assert orjson.loads((await asked[1]).data)["error"]["code"] == "cancelled"
+        assert list(made.frontend.registry.requests) == [of_acme.request_id]
+        answer = await client.ask(subjects.api("cancel"), {"id": "mine"})
+        assert answer["cancelled"], "a client of all may end any"
+        assert orjson.loads((await asked[0]).data)["error"]["code"] == "cancelled"
+        for subject in ("_INBOX.>", "_INBOX.acme.>", "_INBOX.*.*", subjects.api("*", "*"), "$SRV.>"):
+            await globex.nc.subscribe(subject)
+        await settled(globex.nc)
+        assert len(globex.refused) == 5
+        await globex.nc.publish(subjects.api("generate", "globex"), orjson.dumps(body), reply="_INBOX.acme.x")
+        await globex.nc.publish(subjects.api("generate", "globex"), orjson.dumps(body), reply="_INBOX.x")
+        answer = await globex.ask(subjects.api("tokenize", "globex"), {"prompt": "x"})
+        assert answer["count"] == 1
+        assert len(await made.double.wait_for(RequestArrived)) == 2, "answers go to the tenant's own inboxes"
+
+    over_nats(guarded, tokenizer, scenario)
+
+
+def test_what_is_no_tenants_name_is_refused(run: Any) -> None:
+    """On a server that asks for no credentials."""
+
+    async def scenario(cluster: Any) -> None:
+        for tenant in ("a" * 65, "ä", "a$"):
+            inbox = f"_INBOX.{tenant}.x"
+            answers = await cluster.client.nc.subscribe(inbox)
+            await cluster.client.nc.publish(f"halfmoon.v1.generate.{tenant}", b'{"prompt": "x"}', reply=inbox)
+            answer = orjson.loads((await answers.next_msg(timeout=5)).data)
+            assert answer["error"]["code"] == "not_your_tenant"
+
+    run(scenario)

@@ -42,6 +42,7 @@ from halfmoon.workers.frontend.nats_service import MicroService, ServiceEndpoint
 from halfmoon.workers.frontend.open_request import OpenRequest
 from halfmoon.workers.frontend.prompts import INLINE_CHARACTERS_MAX
 from halfmoon.workers.frontend.registry import RequestRegistry
+from halfmoon.workers.frontend.tenants import ALL_TENANTS, in_the_name_of, tenant_of_subject
 
 #: Between frontends: who has this request? Only the one that has it answers.
 CANCEL_ALL = f"{subjects.ROOT}.cancel"
@@ -82,13 +83,12 @@ class NatsEdge:
         self._watching = asyncio.create_task(self._watch())
         self._others.append(await self._nc.subscribe(f"{self._probe_prefix}.*", cb=self._on_probe))
         self._others.append(await self._nc.subscribe(CANCEL_ALL, cb=self._cancel_for_another))
-        api = subjects.API
-        await self._service.add("generate", f"{api}.generate", self._generate)
-        await self._service.add("chat", f"{api}.chat", self._chat)
-        await self._service.add("models", f"{api}.models", self._models)
-        await self._service.add("cancel", f"{api}.cancel", self._cancel, unanswered=True)
-        await self._service.add("status", f"{api}.status", self._show_status)
-        await self._service.add("tokenize", f"{api}.tokenize", self._tokenize)
+        await self._service.add("generate", subjects.api("generate"), self._generate)
+        await self._service.add("chat", subjects.api("chat"), self._chat)
+        await self._service.add("models", subjects.api("models"), self._models)
+        await self._service.add("cancel", subjects.api("cancel"), self._cancel, unanswered=True)
+        await self._service.add("status", subjects.api("status"), self._show_status)
+        await self._service.add("tokenize", subjects.api("tokenize"), self._tokenize)
         await self._service.start()
         await settled(self._nc)
 
@@ -115,7 +115,7 @@ class NatsEdge:
         started_ns = time.monotonic_ns()
         try:
             self.registry.admit()
-            ask = read(msg.data)
+            ask = in_the_name_of(read(msg.data), tenant_of_subject(msg.subject))
         except ApiError as error:
             chat, traceparent = read is parse_chat, client_traceparent(msg)
             self.registry.refused(error, started_ns, chat=chat, traceparent=traceparent)
@@ -160,7 +160,9 @@ class NatsEdge:
         self.answer_error(endpoint, started_ns, reply, error)
 
     def answer_error(self, endpoint: ServiceEndpoint, started_ns: int, reply: str, error: ApiError) -> None:
-        endpoint.finished(started_ns, f"{error.status} {error.message}")
+        endpoint.finished(
+            started_ns, f"{error.status} {error.code}"
+        )  # any client may ask for it: nobody's words
         message = re.sub(r"[^\x20-\x7e]", "?", error.message)[:512]
         headers = {ERROR_CODE_HEADER: str(error.status), ERROR_HEADER: message, **error.retry_headers()}
         self.send(reply, error.body(), headers=headers)
@@ -197,16 +199,17 @@ class NatsEdge:
         started_ns = time.monotonic_ns()
         try:
             name = decode_body(msg.data, CancelBody).id
+            tenant = tenant_of_subject(msg.subject)
         except ApiError as error:
             self.refuse(endpoint, started_ns, msg.reply, error)
             return
-        if self._cancel_here(name):
+        if self._cancel_here(name, tenant):
             self._reply(endpoint, started_ns, msg, {"id": name, "cancelled": True})
         else:
-            self.registry.spawn(self._cancel_elsewhere(endpoint, started_ns, msg, name))
+            self.registry.spawn(self._cancel_elsewhere(endpoint, started_ns, msg, name, tenant))
 
-    def _cancel_here(self, name: str) -> bool:
-        request = self.registry.find(name)
+    def _cancel_here(self, name: str, tenant: str) -> bool:
+        request = self.registry.find(name, tenant)
         if request is None:
             return False
         listener = self._listeners.get(request.request_id)
@@ -217,17 +220,19 @@ class NatsEdge:
         return True
 
     async def _cancel_elsewhere(
-        self, endpoint: ServiceEndpoint, started_ns: int, msg: Msg, name: str
+        self, endpoint: ServiceEndpoint, started_ns: int, msg: Msg, name: str, tenant: str
     ) -> None:
         """Another frontend may have it. Ours hears the question too, and keeps silent."""
         cancelled = False
         with contextlib.suppress(NatsError):
-            await self._nc.request(CANCEL_ALL, name.encode(), timeout=CANCEL_ANSWER_S)
+            wanted = name if tenant == ALL_TENANTS else f"{name} {tenant}"
+            await self._nc.request(CANCEL_ALL, wanted.encode(), timeout=CANCEL_ANSWER_S)
             cancelled = True
         self._reply(endpoint, started_ns, msg, {"id": name, "cancelled": cancelled})
 
     async def _cancel_for_another(self, msg: Msg) -> None:
-        if self._cancel_here(msg.data.decode(errors="replace")):
+        name, _, tenant = msg.data.decode(errors="replace").partition(" ")
+        if self._cancel_here(name, tenant or ALL_TENANTS):
             self.send(reply_subject(msg.reply), b"")
 
     async def _models(self, endpoint: ServiceEndpoint, msg: Msg) -> None:

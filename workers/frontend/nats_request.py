@@ -9,11 +9,13 @@ from nats.aio.msg import Msg
 
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.bus.wire import reply_subject
+from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError, ApiRequest
 from halfmoon.workers.frontend.answers import generate_answer, generate_chunk
 from halfmoon.workers.frontend.nats_service import ServiceEndpoint
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.registry import RequestRegistry
+from halfmoon.workers.frontend.tenants import inboxes_of
 
 #: A request that is no stream may name a subject that its client listens to for as long as it wants the
 #: answer.
@@ -67,9 +69,10 @@ class NatsListener:
     ) -> None:
         headers = msg.headers or {}
         alive = headers.get(ALIVE_HEADER, "")
+        inboxes = inboxes_of(subjects.tenant_of(msg.subject), edge.registry.config.client_inboxes)
         self._edge = edge
         self._stream = ask.stream
-        self._alive = msg.reply if ask.stream else reply_subject(alive, edge.registry.config.client_inboxes)
+        self._alive = msg.reply if ask.stream else reply_subject(alive, inboxes)
         self.traceparent = client_traceparent(msg)
         self._headers = {"traceparent": self.traceparent} if self.traceparent else None
         self.endpoint = endpoint

@@ -23,6 +23,8 @@ from nats.aio.subscription import Subscription
 from nats.micro.service import EndpointInfo, EndpointStats, ServiceInfo, ServicePing, ServiceStats
 
 from halfmoon.bus.wire import CLIENT_INBOXES, reply_subject
+from halfmoon.schemas import subjects
+from halfmoon.workers.frontend.tenants import inboxes_of
 
 QUEUE_GROUP = "q"
 
@@ -47,7 +49,7 @@ class ServiceEndpoint:
         self.errors = 0
         self.last_error = ""
         self.processing_ns = 0
-        self.subscription: Subscription | None = None
+        self.subscriptions: list[Subscription] = []
 
     def finished(self, started_ns: int, error: str = "") -> None:
         """`started_ns`: of the monotonic clock."""
@@ -110,20 +112,25 @@ class MicroService:
         *,
         unanswered: bool = False,
     ) -> ServiceEndpoint:
-        """`handler` is awaited for one message after another: it must return soon.
+        """`handler` is awaited for one message after another: it must return soon. It also gets the tenants' requests
+        (`subjects.tenant_of`).
 
         `unanswered`: it also gets what comes without a reply subject.
         """
         endpoint = ServiceEndpoint(name, subject)
 
         async def receive(msg: Msg) -> None:
-            if self._may_be_answered(msg) or (unanswered and not msg.reply):
+            inboxes = inboxes_of(subjects.tenant_of(msg.subject), self._inboxes)
+            if reply_subject(msg.reply, inboxes) or (unanswered and not msg.reply):
                 await handler(endpoint, msg)
             else:
                 reason = "no inbox" if msg.reply else "missing"
                 endpoint.finished(time.monotonic_ns(), f"reply subject: {reason}")
 
-        endpoint.subscription = await self._nc.subscribe(subject, queue=QUEUE_GROUP, cb=receive)
+        endpoint.subscriptions = [
+            await self._nc.subscribe(each, queue=QUEUE_GROUP, cb=receive)
+            for each in (subject, f"{subject}.*")  # and of each tenant
+        ]
         self.endpoints.append(endpoint)
         return endpoint
 
@@ -132,13 +139,13 @@ class MicroService:
         if self._nc.is_closed:
             return
         for endpoint in self.endpoints:
-            if endpoint.subscription is not None:
-                await self._nc._send_unsubscribe(endpoint.subscription._id)
+            for subscription in endpoint.subscriptions:
+                await self._nc._send_unsubscribe(subscription._id)
         await settled(self._nc)
         for endpoint in self.endpoints:
-            if endpoint.subscription is not None:
-                await endpoint.subscription.drain()  # type: ignore[no-untyped-call]
-                endpoint.subscription = None
+            for subscription in endpoint.subscriptions:
+                await subscription.drain()  # type: ignore[no-untyped-call]
+            endpoint.subscriptions.clear()
 
     async def stop(self) -> None:
         if self._nc.is_closed:
@@ -147,12 +154,9 @@ class MicroService:
             await subscription.unsubscribe()
         self._subscriptions.clear()
 
-    def _may_be_answered(self, msg: Msg) -> bool:
-        return bool(reply_subject(msg.reply, self._inboxes))
-
     def _answering(self, answer: Callable[[], dict[str, Any]]) -> Callable[[Msg], Awaitable[None]]:
         async def receive(msg: Msg) -> None:
-            if self._may_be_answered(msg):
+            if reply_subject(msg.reply, self._inboxes):
                 await self._nc.publish(msg.reply, orjson.dumps(answer()))
 
         return receive

@@ -45,6 +45,7 @@ from halfmoon.workers.frontend.prompts import PromptReader
 from halfmoon.workers.frontend.redelivery import Redelivery
 from halfmoon.workers.frontend.rejections import rejection
 from halfmoon.workers.frontend.spans import begin_request, end_request, refused_request
+from halfmoon.workers.frontend.tenants import ALL_TENANTS
 from halfmoon.workers.model.tokenizer import Tokenizer
 
 _TICK_S = 0.25
@@ -71,7 +72,8 @@ class RequestRegistry:
         self.started_at_s = int(time.time())
         self._incarnation = uuid.uuid4().hex[:16]
         self._end_ids = frozenset(tokenizer.eos_ids)
-        self._aliases: dict[str, OpenRequest] = {}
+        #: By tenant and name: no tenant sees another's names, not even by one that is taken.
+        self._aliases: dict[tuple[str, str], OpenRequest] = {}
         self._redelivery = Redelivery(self)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
@@ -142,7 +144,7 @@ class RequestRegistry:
         now_ns = time.monotonic_ns()
         max_tokens_default = max_tokens_default or self.config.max_tokens_default
         prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
-        if ask.request_id in self._aliases:
+        if (ask.tenant, ask.request_id) in self._aliases:
             raise ApiError(
                 422, "a request of this request_id is open", param="request_id", code="request_id_in_use"
             )
@@ -178,7 +180,7 @@ class RequestRegistry:
         self.requests[arrived.request_id] = request
         self._empty.clear()
         if request.alias:
-            self._aliases[request.alias] = request
+            self._aliases[ask.tenant, request.alias] = request
         self.bus.append_soon(arrived, source_id=self.config.frontend_id)
         return request
 
@@ -190,9 +192,13 @@ class RequestRegistry:
                 self.tracing, operation, config.frontend_id, config.model, traceparent, began_ns, error
             )
 
-    def find(self, name: str) -> OpenRequest | None:
-        """By request id, or by the id that the client gave."""
-        return self.requests.get(name) or self._aliases.get(name)
+    def find(self, name: str, tenant: str) -> OpenRequest | None:
+        """By request id, or by the id that the client gave: a request of `tenant`, of any where that is ALL_TENANTS."""
+        if tenant != ALL_TENANTS:
+            request = self.requests.get(name)
+            return request if request and request.ask.tenant == tenant else self._aliases.get((tenant, name))
+        named = (request for (_, alias), request in self._aliases.items() if alias == name)
+        return self.requests.get(name) or self._aliases.get(("", name)) or next(named, None)
 
     def cancel(self, request: OpenRequest, reason: str = "client gone") -> bool:
         """The edge does not want it any more; the listener is not called again. False when it had ended."""
@@ -216,7 +222,7 @@ class RequestRegistry:
         if self.requests.pop(request.request_id, None) is None:
             return False
         if request.alias:
-            self._aliases.pop(request.alias, None)
+            self._aliases.pop((request.ask.tenant, request.alias), None)
         if not self.requests:
             self._empty.set()
         return True

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from halfmoon.schemas import subjects
 from halfmoon.schemas.api import ApiError, ApiRequest
 
 #: In place of a tenant's name: the sender may speak for any.
@@ -33,6 +34,19 @@ def in_the_name_of(ask: ApiRequest, tenant: str) -> ApiRequest:
             403, "tenant: not the one that the sender is known as", param="tenant", code="not_your_tenant"
         )
     return ask if ask.tenant == tenant else dataclasses.replace(ask, tenant=tenant)
+
+
+def inboxes_of(tenant: str, inboxes: tuple[str, ...]) -> tuple[str, ...]:
+    """How the inboxes of a tenant's clients begin: nobody else may listen there. `inboxes`: those of any client."""
+    return tuple(f"{prefix}{tenant}." for prefix in inboxes) if tenant else inboxes
+
+
+def tenant_of_subject(subject: str) -> str:
+    """Who a request on `subject` speaks for. Raises ApiError 403."""
+    tenant = subjects.tenant_of(subject)
+    if tenant and not re.fullmatch(subjects.TENANT, tenant):
+        raise ApiError(403, "that is no tenant's subject", code="not_your_tenant")
+    return tenant or ALL_TENANTS
 
 
 class ApiKeys:
