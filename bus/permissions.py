@@ -169,7 +169,7 @@ class Identity:
             case "client":
                 return _CLIENT_INBOXES
             case "tenant":
-                return [f"{tenant_inbox(self.tenant)}.>"]
+                return [f"{subjects.tenant_inbox(self.tenant)}.>"]
             case "supervisor":
                 return [inbox]
             case _:
@@ -187,11 +187,6 @@ class Identity:
             *_PLACES,
             *_MISSED,
         ]
-
-
-def tenant_inbox(tenant: str) -> str:
-    """What the inboxes of a tenant's clients begin with, so that no other tenant hears its answers."""
-    return f"_INBOX.{tenant}"
 
 
 def cluster_identities(

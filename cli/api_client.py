@@ -18,7 +18,6 @@ from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoRespondersError
 
 from halfmoon.bus.errors import BusUnreachable
-from halfmoon.bus.permissions import tenant_inbox
 from halfmoon.cli.options import OptionInvalid, bus_config
 from halfmoon.schemas import subjects
 
@@ -69,7 +68,7 @@ async def api_client(args: argparse.Namespace, tenant: str = "") -> AsyncIterato
         "user_credentials": config.credentials_file or None,
     }
     if tenant:
-        options["inbox_prefix"] = tenant_inbox(tenant)
+        options["inbox_prefix"] = subjects.tenant_inbox(tenant)
     if (tls := config.tls()) is not None:
         options["tls"] = tls
     try:

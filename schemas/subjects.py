@@ -43,6 +43,11 @@ def tenant_of(subject: str) -> str:
     return subject.removeprefix(f"{API}.").partition(".")[2]
 
 
+def tenant_inbox(tenant: str) -> str:
+    """Inboxes of a tenant's clients begin with this, so that no other tenant hears its answers."""
+    return f"_INBOX.{tenant}"
+
+
 def inbox(process_id: str) -> str:
     """What the inboxes of a process begin with, so that nobody else need be allowed to listen there."""
     return f"{INBOXES}.{process_id}"
