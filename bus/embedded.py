@@ -21,6 +21,9 @@ from halfmoon.bus.credentials import private_directory, write_private
 from halfmoon.bus.errors import BusUnreachable
 
 _PR_SET_PDEATHSIG = 1
+#: Of the server's log: the size of one file, and how many there are with the old ones.
+LOG_FILE_BYTES_MAX = 8 << 20
+LOG_FILES_MAX = 3
 
 
 def find_server() -> str:
@@ -75,6 +78,8 @@ class EmbeddedServer:
             "max_pending: 268435456\n"
             f'jetstream {{ store_dir: "{directory / "jetstream"}", max_file_store: 34359738368, '
             "max_memory_store: 1073741824 }\n"
+            f'log_file: "{directory / "nats.log"}"\n'
+            f"logfile_size_limit: {LOG_FILE_BYTES_MAX}\nlogfile_max_num: {LOG_FILES_MAX}\n"
             f"{extra_config}\n"
         )
         write_private(directory / "nats.conf", text.encode())

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfmoon.bus.embedded import die_with_parent
+from halfmoon.cli.local.output_log import OutputLog, lines_of
 from halfmoon.schemas.roles import ProcessRole
 
 PAUSE_S_MIN = 0.2
@@ -80,11 +81,9 @@ class Supervisor:
             process = child.process
             assert process is not None
             assert process.stdout is not None
-            with child.log.open("a") as log:
-                async for raw in process.stdout:
-                    line = raw.decode(errors="replace").rstrip()
-                    log.write(line + "\n")
-                    log.flush()
+            with contextlib.closing(OutputLog(child.log)) as log:
+                async for line in lines_of(process.stdout):
+                    log.write(line)
                     self._on_line(child, line)
             status = await process.wait()
             if child.name in self._stopping:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
+from halfmoon.bus.telemetry.logs import RateLimit
 from halfmoon.cli.options import bus_config, stream_limits
 
 HEALTH_S = 1.0
@@ -30,6 +32,8 @@ async def connect(args: argparse.Namespace, name: str) -> Bus:
     OptionInvalid.
     """
     raise_open_files_limit()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RateLimit(burst=500, every_s=0.05))
     return await Bus.connect(bus_config(args, name=name), name=name, limits=stream_limits(args))
 
 
