@@ -3,7 +3,8 @@
 #   make up [ARGS=...]      environment, then `halfmoon up ARGS`: a whole cluster on this machine
 #   make env                environment only: .venv with exact versions (requirements*.lock); a second time it does nothing
 #   make test [ARGS=...]    environment with tools, then the default tests, in two processes (pytest ARGS)
-#   make test-slow          environment with tools, then the tests that are left out there for their length
+#   make test-slow          environment with tools, then the tests that are left out there for their length, and those
+#                           of drawn input again with all their examples
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
@@ -58,7 +59,7 @@ test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-slow: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis" $(ARGS)
 
 test-page: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/page $(ARGS)

@@ -27,13 +27,13 @@ from halfmoon.workers.prefill.state import PrefillState
 from tests.chaos.conductors import Conductor
 from tests.chaos.stores import StoreAgent
 from tests.chaos.world import World
+from tests.lengths import seeds
 
-SEEDS = range(100, 108)
 #: Worlds in which a planted fault is looked for.
 WORLDS = 20
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(4, of=8, first=100))
 def test_a_world_of_chaos_keeps_its_promises(seed: int) -> None:
     world = World(seed)
     world.run()

@@ -17,11 +17,12 @@ from halfmoon.conductor.core.machine import Core, SnapshotInvalid
 from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.decisions import ReleaseOrder
 from halfmoon.schemas.events import Event, Stamped, WorkerHeartbeat
+from tests.lengths import seeds, sizes
 
-SEEDS = range(10)
+ORDERS = 10
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(4, of=10))
 def test_after_the_faults_have_stopped_every_accepted_request_ends(seed: int) -> None:
     cluster = Cluster(seed)
     cluster.run(chaos_s=30, calm_s=120)
@@ -38,7 +39,7 @@ def test_after_the_faults_have_stopped_every_accepted_request_ends(seed: int) ->
         )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(4, of=10))
 def test_nothing_is_decided_on_a_request_after_its_end(seed: int) -> None:
     cluster = Cluster(1_000 + seed, checked=False)
     cluster.run(chaos_s=20, calm_s=60)
@@ -48,10 +49,11 @@ def test_nothing_is_decided_on_a_request_after_its_end(seed: int) -> None:
             assert told.index(ends[0]) == len(told) - 1, (request_id, told)
 
 
+@pytest.mark.parametrize("count", sizes(2, 10))
 @pytest.mark.parametrize("lossy", [True, False])
-def test_orders_are_missed_where_messages_are_lost_and_nowhere_else(lossy: bool) -> None:
+def test_orders_are_missed_where_messages_are_lost_and_nowhere_else(lossy: bool, count: int) -> None:
     missed = 0
-    for seed in SEEDS:
+    for seed in range(count):
         cluster = Cluster(4_000 + seed, checked=False, lossy=lossy)
         cluster.run(chaos_s=30, calm_s=0)
         for stamped, decisions in zip(cluster.log, cluster.decided, strict=True):
@@ -60,7 +62,7 @@ def test_orders_are_missed_where_messages_are_lost_and_nowhere_else(lossy: bool)
     assert (missed > 0) == lossy
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(4, of=10))
 def test_the_same_log_gives_the_same_decisions_also_through_snapshots(seed: int) -> None:
     cluster = Cluster(2_000 + seed, checked=False)
     cluster.run(chaos_s=15, calm_s=5)
@@ -96,12 +98,12 @@ def printed_by(*words: str) -> list[list[str]]:
     return printed
 
 
-def test_interpreters_with_different_hash_seeds_decide_alike() -> None:
-    seeds = [str(3_000 + seed) for seed in SEEDS]
-    printed = printed_by(*seeds)
-    assert len(printed[0]) == len(seeds)
+@pytest.mark.parametrize("count", sizes(3, 10))
+def test_interpreters_with_different_hash_seeds_decide_alike(count: int) -> None:
+    printed = printed_by(*(str(3_000 + seed) for seed in range(count)))
+    assert len(printed[0]) == count
     assert printed[0] == printed[1] == printed[2]
-    assert len(dict.fromkeys(printed[0])) == len(seeds)
+    assert len(dict.fromkeys(printed[0])) == count
 
 
 def test_a_core_that_chose_by_hash_would_be_found() -> None:
@@ -122,7 +124,7 @@ def test_each_order_of_the_events_has_its_own_decisions_and_always_the_same() ->
     cluster = Cluster(6, checked=False)
     cluster.run(chaos_s=10, calm_s=0)
     digests = []
-    for seed in SEEDS:
+    for seed in range(ORDERS):
         log = in_another_order(cluster.log, random.Random(seed))
         twice = []
         for _ in range(2):
@@ -130,7 +132,7 @@ def test_each_order_of_the_events_has_its_own_decisions_and_always_the_same() ->
             twice.append(digest(log, [core.step(stamped) for stamped in log], core))
         assert twice[0] == twice[1]
         digests.append(twice[0])
-    assert len(dict.fromkeys(digests)) == len(SEEDS)
+    assert len(dict.fromkeys(digests)) == ORDERS
 
 
 def test_an_explanation_is_what_then_happens_and_changes_nothing() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from halfmoon.schemas.api import ApiError, ApiRequest, parse_chat, parse_completion
 from tests.api_fields import CHATS, FIELDS, NO_JSON, PROMPTS
+from tests.lengths import examples
 
 
 def refusal(body: Any, read: Any = parse_completion) -> ApiError:
@@ -113,7 +114,7 @@ names = st.sampled_from([*FIELDS, "prompt", "messages", "max_completion_tokens"]
 bodies = st.dictionaries(names, json_values, max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(body=bodies)
 def test_any_json_object_is_taken_or_refused_with_a_body_that_is_json(body: dict[str, Any]) -> None:
     payload = json.dumps(body).encode()
@@ -124,7 +125,7 @@ def test_any_json_object_is_taken_or_refused_with_a_body_that_is_json(body: dict
             assert set(orjson.loads(answer.body())["error"]) == {"message", "type", "param", "code"}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(payload=st.binary(max_size=60))
 def test_any_bytes_are_taken_or_refused(payload: bytes) -> None:
     for read in (parse_completion, parse_chat):

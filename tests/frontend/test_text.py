@@ -15,6 +15,7 @@ from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeRequest
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece, Progress, order_rank
 from halfmoon.workers.model.tokenizer import Tokenizer
+from tests.lengths import examples
 
 
 class Collected:
@@ -90,7 +91,7 @@ def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
     return pieces
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(drawn=st.data(), text=st.text(max_size=40), stop=st.text(min_size=1, max_size=3) | st.none())
 def test_the_text_does_not_depend_on_how_deliveries_are_cut(
     tokenizer: Tokenizer, drawn: st.DataObject, text: str, stop: str | None

@@ -32,6 +32,7 @@ from halfmoon.schemas.kv import KV_TYPES, KvMessage, TransferOpened
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeReply, TokensSampled
 from halfmoon.schemas.types import KEY_BYTES, BlockKeys, Message
+from tests.lengths import examples
 
 MESSAGES: list[type[Message]] = [kind for kind in message_classes() if issubclass(kind, Message)]
 BAD_IDS = ["", "a" * 81, "a.b", "a b", "*", ">", "a\n", "\n", "a\r\nPUB x 0", "é", "a/b", "a\0", "$SYS"]
@@ -131,7 +132,7 @@ def plain_fields(kind: type[Message]) -> list[tuple[str, shape.Type]]:
 
 @every_message
 @given(data=st.data())
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 def test_every_message_survives_the_way_there(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages(kind))
     payload = encode(message)
@@ -359,7 +360,7 @@ def test_hostile_bytes_raise_nothing_but_message_invalid(kind: Any, payload: byt
 
 
 @given(payload=st.binary(max_size=200) | st.text().map(str.encode))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_random_bytes_raise_nothing_but_message_invalid(payload: bytes) -> None:
     for kind in (Event, Ordered, KvMessage, TakeReply):
         with pytest.raises(MessageInvalid):
@@ -367,7 +368,7 @@ def test_random_bytes_raise_nothing_but_message_invalid(payload: bytes) -> None:
 
 
 @given(data=st.data(), kind=st.sampled_from(MESSAGES))
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), suppress_health_check=list(HealthCheck))
 def test_a_damaged_message_is_refused_or_is_another_message(data: st.DataObject, kind: type[Message]) -> None:
     payload = bytearray(encode(data.draw(messages(kind))))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -21,6 +21,7 @@ from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible, World
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+from tests.lengths import sizes
 
 S, MS = 1_000_000_000, 1_000_000
 EIGHT = ClusterShape(prefill=8, decode=8)
@@ -36,10 +37,15 @@ def request(at_ms: int, tokens: int, answer: int = 10, chain: int = 1) -> Arriva
     return Arrival(at_ns=at_ms * MS, prompt_tokens=tokens, output_tokens=answer, block_keys=keys)
 
 
-def test_a_quarter_of_the_conversation_trace_is_served_whole(conversation: list[Arrival]) -> None:
-    report = simulate(conversation[:3000], EIGHT, Policy(admission="none", tbt_slo_ns=100 * MS), LLAMA3_A800)
-    assert (report.requests, report.completed, report.open, report.complete) == (3000, 3000, 0, True)
-    assert 0.2 < report.token_reuse < 0.3734
+@pytest.mark.parametrize("requests", sizes(1_000, 3_000))
+def test_the_beginning_of_the_conversation_trace_is_served_whole(
+    conversation: list[Arrival], requests: int
+) -> None:
+    report = simulate(
+        conversation[:requests], EIGHT, Policy(admission="none", tbt_slo_ns=100 * MS), LLAMA3_A800
+    )
+    assert (report.requests, report.completed, report.open, report.complete) == (requests, requests, 0, True)
+    assert 0.1 < report.token_reuse < 0.3734
     assert report.effective_capacity > 0.98
 
 
@@ -78,25 +84,31 @@ def test_earlier_simulations_take_no_memory(conversation: list[Arrival]) -> None
     assert gc.get_freeze_count() == 0
 
 
-def test_a_run_is_the_same_again_in_another_process(conversation: list[Arrival], trace_file: Path) -> None:
+@pytest.mark.parametrize("requests", sizes(400, 1_500))
+def test_a_run_is_the_same_again_in_another_process(
+    conversation: list[Arrival], trace_file: Path, requests: int
+) -> None:
     program = (
         "import sys; from halfmoon.conductor.simulation.simulate import simulate\n"
         "from halfmoon.conductor.simulation.profiles import LLAMA3_A800\n"
         "from halfmoon.conductor.simulation.trace import read_trace\n"
         "from halfmoon.conductor.simulation.world import ClusterShape\n"
         "from halfmoon.schemas.policy import Policy\n"
-        "report = simulate(read_trace(sys.argv[1])[:1500], ClusterShape(prefill=8, decode=8), Policy(), LLAMA3_A800, "
-        "noise_percent=5, seed=4)\n"
+        "report = simulate(read_trace(sys.argv[1])[:int(sys.argv[2])], ClusterShape(prefill=8, decode=8), "
+        "Policy(), LLAMA3_A800, noise_percent=5, seed=4)\n"
         "print(report.digest, report.ttft_ms.mean)"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program, str(trace_file)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, str(trace_file), str(requests)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    report = simulate(conversation[:1500], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=4)
+    report = simulate(conversation[:requests], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=4)
     assert run.stdout.split() == [report.digest, str(report.ttft_ms.mean)]
-    again = simulate(conversation[:1500], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=4)
+    again = simulate(conversation[:requests], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=4)
     assert same(again) == same(report)
-    other = simulate(conversation[:1500], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=5)
+    other = simulate(conversation[:requests], EIGHT, Policy(), LLAMA3_A800, noise_percent=5, seed=5)
     assert other.digest != report.digest
 
 

@@ -14,6 +14,7 @@ from halfmoon.store.pool.eviction import (
     S3Fifo,
     make_eviction,
 )
+from tests.lengths import examples
 
 NAMES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
 
@@ -29,7 +30,7 @@ def use(policy: Eviction, slot: int, generation: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["add", "touch", "remove", "victim"]), st.integers(0, 7)), max_size=80

@@ -11,6 +11,7 @@ from halfmoon.store.errors import BlockMissing, OrderUnknown, StoreError, StoreF
 from halfmoon.store.pool.eviction import EvictionName, make_eviction
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.slots import Owner, SlotState
+from tests.lengths import examples
 
 SLOTS = 6
 
@@ -295,6 +296,6 @@ class BooksS3Fifo(Books):
 TestBooks = Books.TestCase
 TestBooksLfu = BooksLfu.TestCase
 TestBooksS3Fifo = BooksS3Fifo.TestCase
-for case, examples in ((TestBooks, 60), (TestBooksLfu, 60), (TestBooksS3Fifo, 80)):
-    case.settings = settings(max_examples=examples, stateful_step_count=40, deadline=None)
+for case, count in ((TestBooks, 60), (TestBooksLfu, 60), (TestBooksS3Fifo, 80)):
+    case.settings = settings(max_examples=examples(count), stateful_step_count=40, deadline=None)
 del case  # or it is collected once more

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from halfmoon.workers.model.config import ModelConfig
 from halfmoon.workers.model.paged_cache import BlockAllocator, PagedCache
+from tests.lengths import examples
 
 NUM_BLOCKS = 24
 
@@ -79,7 +80,9 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         self.allocator.check()
 
 
-AllocatorAgainstModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AllocatorAgainstModel.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
 TestTheAllocatorAgainstItsModel = AllocatorAgainstModel.TestCase
 
 

@@ -42,6 +42,7 @@ from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Report, TakeTokens
+from tests.lengths import examples
 
 BLOCK, LAYERS = LAYOUT.block_tokens, LAYOUT.layers
 SLOTS_MAX, TOKENS_MAX = 3, 12
@@ -290,7 +291,7 @@ class DecodeCluster(RuleBasedStateMachine):
             assert self.releases[order_id] == 1, ("not one release", order_id, self.releases[order_id])
 
 
-DecodeCluster.TestCase.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)
+DecodeCluster.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=80, deadline=None)
 TestTheDecodeMachineInEveryInterleaving = DecodeCluster.TestCase
 
 #: (class, method, what stands in for it): each a fault that was made once, or nearly.

@@ -23,7 +23,7 @@ STEPS = 6
 
 
 #: All layers run the same code in the same shapes: the first ones stand for all, but in `make test-slow`.
-LAYERS = 8
+LAYERS = 5
 KINDS = ["f32", "bf16", *(pytest.param(f"{kind} whole", marks=pytest.mark.slow) for kind in ("f32", "bf16"))]
 
 

@@ -16,6 +16,7 @@ from halfmoon.workers.model.chat_template import plain_messages
 from halfmoon.workers.model.files import find_model
 from halfmoon.workers.model.gguf import GgufFile
 from halfmoon.workers.model.tokenizer import ChatTemplateError, IncrementalDetokenizer, StopChecker, Tokenizer
+from tests.lengths import examples
 
 MODEL = "smollm2-135m-instruct"
 TOKENIZER = Tokenizer.load(MODEL)
@@ -64,7 +65,7 @@ def test_text_survives_the_round_trip(text: str, reference: tokenizers.Tokenizer
 
 
 @given(whole_text(60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_text_survives_the_round_trip(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
@@ -124,7 +125,7 @@ def controls(ids: list[int]) -> list[int]:
         st.text("<|im_endstar>\n /\U000f0000", max_size=40) | st.sampled_from(ATTACKS), min_size=1, max_size=4
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_text_changes_the_control_tokens_of_a_chat(contents: list[str]) -> None:
     found = TOKENIZER.encode_chat(chat(*contents))
     assert controls(found) == controls(TOKENIZER.encode_chat(chat(*["a"] * len(contents))))
@@ -206,7 +207,7 @@ def test_content_in_parts_is_joined_as_text() -> None:
 
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1) | st.integers(100, 400), max_size=40), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_pushed_text_joins_to_the_decoded_whole(ids: list[int], draw: st.DataObject) -> None:
     detokenizer, text, at = IncrementalDetokenizer(TOKENIZER), "", 0
     while at < len(ids):
@@ -217,7 +218,7 @@ def test_pushed_text_joins_to_the_decoded_whole(ids: list[int], draw: st.DataObj
 
 
 @given(whole_text(20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_push_splits_a_character(text: str) -> None:
     detokenizer, shown = IncrementalDetokenizer(TOKENIZER), ""
     for token in TOKENIZER.encode(text):
@@ -228,7 +229,7 @@ def test_no_push_splits_a_character(text: str) -> None:
 
 
 @given(st.lists(st.integers(20, 49000), max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_decoding_equals_the_librarys(ids: list[int]) -> None:
     assert TOKENIZER.decode(ids) == TOKENIZER._files.with_control.decode(ids, skip_special_tokens=True)
 
@@ -244,7 +245,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_stop_string_is_found_however_the_text_is_cut(
     text: str, stops: list[str], draw: st.DataObject
 ) -> None:
