@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,15 +79,50 @@ def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) ->
     from halfmoon.workers.model.engine import Engine
     from halfmoon.workers.model.files import load_model
 
+    if args.threads < 1:
+        raise OptionInvalid(f"--threads {args.threads}: at least 1")
     torch.set_num_threads(args.threads)
-    model = load_model(args.model, dtype=getattr(torch, layout.dtype), device=device_of(args))
-    return Engine(
-        model,
-        num_blocks=kv_blocks,
-        block_tokens=layout.block_tokens,
-        exact=layout.numerics == "exact",
-        attention=args.attention,
-    )
+    device = _usable_device(args)
+    dtype = getattr(torch, layout.dtype)
+    if device == "cpu":
+        _check_memory(args, dtype.itemsize)
+    model = load_model(args.model, dtype=dtype, device=device)
+    try:
+        return Engine(
+            model,
+            num_blocks=kv_blocks,
+            block_tokens=layout.block_tokens,
+            exact=layout.numerics == "exact",
+            attention=args.attention,
+        )
+    except (RuntimeError, MemoryError) as problem:  # torch has no type of its own for it on CPUs
+        if "memory" not in str(problem):
+            raise
+        size = kv_blocks * layout.block_bytes >> 20
+        raise OptionInvalid(f"--kv-blocks {kv_blocks}: a cache of {size} MiB does not fit in memory") from None
+
+
+def _usable_device(args: argparse.Namespace) -> str:
+    """The device's name, after a first use of it. Raises OptionInvalid."""
+    import torch
+
+    name = device_of(args)
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as problem:
+        raise OptionInvalid(f"--device {name}: {str(problem).splitlines()[0][:200]}") from None
+    return name
+
+
+def _check_memory(args: argparse.Namespace, element_bytes: int) -> None:
+    """Raises OptionInvalid for weights that this machine cannot hold, before hours go into reading them."""
+    from halfmoon.workers.model.weight_table import weight_elements
+
+    needed = weight_elements(load_config(args.model)) * element_bytes
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        sizes = f"{needed >> 20} MiB of weights; this machine has {there >> 20} MiB of memory"
+        raise OptionInvalid(f"--model {args.model}: {sizes}")
 
 
 def measure_profile(engine: Any, layout: Layout) -> CostProfile:

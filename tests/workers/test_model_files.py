@@ -15,6 +15,7 @@ import torch
 
 from halfmoon.workers.model.files import (
     LoadedModel,
+    ModelError,
     ModelNotFound,
     ModelUnsupported,
     find_model,
@@ -122,14 +123,14 @@ def test_processes_that_start_at_once_parse_once(empty_cache: Path) -> None:
     path = tiny_gguf(empty_cache / "m.gguf")
     script = """
 import pathlib, sys, time, torch
-from halfmoon.workers.model import files
-parse = files._parse_gguf
+from halfmoon.workers.model import files, weights
+parse = weights.parse_gguf
 def noted(*arguments):
     print("parsed", flush=True)
     while not pathlib.Path(sys.argv[2]).exists():
         time.sleep(0.01)
     return parse(*arguments)
-files._parse_gguf = noted
+weights.parse_gguf = noted
 print("begins", flush=True)
 print(files.load_model(sys.argv[1], dtype=torch.float32).fingerprint)
 """
@@ -217,14 +218,14 @@ def test_what_is_missing_or_broken_is_named(empty_cache: Path) -> None:
         find_model(str(empty_cache))
     broken = empty_cache / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(3))
-    with pytest.raises(ModelUnsupported, match="header"):
+    with pytest.raises(ModelError, match="header"):
         load_config(str(broken))
     broken.write_bytes(b"no such thing")
-    with pytest.raises(ModelUnsupported, match="not GGUF"):
+    with pytest.raises(ModelError, match="not GGUF"):
         load_config(str(broken))
     whole = tiny_gguf(empty_cache / "m.gguf").read_bytes()
     broken.write_bytes(whole[: len(whole) - 1000])
-    with pytest.raises(ModelUnsupported, match="size"):
+    with pytest.raises(ModelError, match="size"):
         load_model(str(broken), dtype=torch.float32)
     with pytest.raises(ModelUnsupported, match="gptj"):
         load_config(str(tiny_gguf(empty_cache / "g.gguf", "gptj")))

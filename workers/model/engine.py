@@ -53,7 +53,9 @@ class Engine:
         self.model_name, self.fingerprint = model.name, model.fingerprint
         self.exact, self.block_tokens = exact, block_tokens
         with torch.inference_mode():
-            self._model = Transformer(model.config, model.weights)
+            # A table for all that config.json promises may be larger than the model.
+            positions = min(model.config.context_tokens_max, num_blocks * block_tokens)
+            self._model = Transformer(model.config, model.weights, positions)
         self.device = self._model.device
         # Outside of inference mode, or only code inside of it could write to the cache.
         self.cache = PagedCache(model.config, num_blocks, block_tokens, model.dtype, self.device)

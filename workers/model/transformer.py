@@ -43,10 +43,10 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 class Rotary:
-    """Cosine and sine of every position that the model has, f32 `[context_tokens_max, 1, head_dim / 2]`."""
+    """Cosine and sine of every position that a sequence can reach, f32 `[positions, 1, head_dim / 2]`."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(config.context_tokens_max).float(), rotary_frequencies(config))
+    def __init__(self, config: ModelConfig, device: torch.device, positions: int) -> None:
+        angles = torch.outer(torch.arange(positions).float(), rotary_frequencies(config))
         self._cos = angles.cos().unsqueeze(1).to(device)
         self._sin = angles.sin().unsqueeze(1).to(device)
 
@@ -107,14 +107,14 @@ class Layer:
 
 
 class Transformer:
-    """A whole model on one device, without cache or attention."""
+    """A whole model on one device, without cache or attention, for sequences of at most `positions` tokens."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], positions: int) -> None:
         self.config = config
         self._embed = weights["embed"]
         self.device, self.dtype = self._embed.device, self._embed.dtype
         self.layers = [Layer(config, weights, i) for i in range(config.layers)]
-        self.rotary = Rotary(config, self.device)
+        self.rotary = Rotary(config, self.device, positions)
         self._norm = weights["norm"].float()
         self._head = Linear(weights["embed"] if config.tied else weights["head"])
 

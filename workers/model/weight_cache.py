@@ -38,8 +38,16 @@ def load_or_parse(
         if weights is None:
             weights = parse()
             labels = {"digest": _digest(weights)}
-            replace_file(path, lambda place: save_file(weights, place, metadata=labels))
+            replace_file(path, lambda place: _save(weights, place, labels))
     return weights
+
+
+def _save(weights: dict[str, torch.Tensor], place: Path, labels: dict[str, str]) -> None:
+    """Raises OSError."""
+    try:
+        save_file(weights, place, metadata=labels)
+    except SafetensorError as error:  # a full disk, in the library's words
+        raise OSError(str(error)) from None
 
 
 def _read(path: Path) -> dict[str, torch.Tensor] | None:
