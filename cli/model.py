@@ -99,7 +99,9 @@ def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) ->
         if "memory" not in str(problem):
             raise
         size = kv_blocks * layout.block_bytes >> 20
-        raise OptionInvalid(f"--kv-blocks {kv_blocks}: a cache of {size} MiB does not fit in memory") from None
+        raise OptionInvalid(
+            f"--kv-blocks {kv_blocks}: a cache of {size} MiB does not fit in memory"
+        ) from None
 
 
 def _usable_device(args: argparse.Namespace) -> str:
