@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,10 +13,20 @@ from halfmoon.schemas.api import ApiError, ApiRequest, TokenizeBody, plain_messa
 from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.frontend.config import FrontendConfig
-from halfmoon.workers.model.tokenizer import ChatTemplateError, Tokenizer
+from halfmoon.workers.model.tokenizer import (
+    ChatTemplateError,
+    ChatTemplateSlow,
+    TextNotEncoded,
+    Tokenizer,
+)
+
+logger = logging.getLogger(__name__)
 
 #: Longer prompts (in characters) are tokenized in a thread, so that the event loop does not stall.
 INLINE_CHARACTERS_MAX = 2048
+
+#: A chat template may stall the event loop for so long, once: from then on it is rendered in a thread.
+INLINE_TEMPLATE_S = 0.05
 
 
 class TokenizedPrompt(NamedTuple):
@@ -37,6 +49,7 @@ class PromptReader:
         self._layout = layout
         self._models = {"", config.model, *config.model_aliases}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._inline = tokenizer.quick
         self._root = functools.lru_cache(maxsize=4096)(self._root_key)
 
     def close(self) -> None:
@@ -94,9 +107,7 @@ class PromptReader:
                 raise ApiError(400, message, param="prompt", code="invalid")
         elif messages is not None:
             characters = sum(len(message["content"]) for message in messages)
-            token_ids = await self._encode(
-                functools.partial(self._tokenizer.encode_chat, messages), characters
-            )
+            token_ids = await self._encode_chat(messages, characters)
         else:
             text = text or ""
             token_ids = await self._encode(
@@ -106,18 +117,34 @@ class PromptReader:
             raise ApiError(422, f"{param}: no token to start from", param=param, code="empty")
         return token_ids
 
-    async def _encode(self, encode: functools.partial[list[int]], characters: int) -> list[int]:
-        """Raises ApiError when the chat template refuses the messages."""
+    async def _encode_chat(self, messages: list[dict[str, str]], characters: int) -> list[int]:
+        """Raises ApiError when the chat template refuses the messages, or does not come to an end."""
+        encode = functools.partial(self._tokenizer.encode_chat, messages)
         try:
-            if characters <= INLINE_CHARACTERS_MAX:
+            if self._inline and characters <= INLINE_CHARACTERS_MAX:
+                begin = time.thread_time()
+                try:
+                    return encode(seconds_max=INLINE_TEMPLATE_S)
+                except ChatTemplateSlow:
+                    logger.warning("the chat template is slow; from now on it is rendered in a thread")
+                finally:
+                    self._inline = time.thread_time() - begin < INLINE_TEMPLATE_S
+            return await self._encode(encode, characters)
+        except ChatTemplateError as problem:
+            raise ApiError(400, str(problem)[:500], param="messages", code="chat_template") from None
+
+    async def _encode(self, encode: functools.partial[list[int]], characters: int) -> list[int]:
+        """Raises ApiError when the tokenizer fails."""
+        try:
+            if self._inline and characters <= INLINE_CHARACTERS_MAX:
                 return encode()
             self.pending += 1
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
             finally:
                 self.pending -= 1
-        except ChatTemplateError as problem:
-            raise ApiError(400, str(problem)[:500], param="messages", code="chat_template") from None
+        except TextNotEncoded as problem:
+            raise ApiError(400, str(problem)[:500], param="prompt", code="not_encoded") from None
 
     def _max_tokens(self, ask: ApiRequest, prompt_tokens: int, default: int) -> int:
         """The `max_tokens` asked for, or the default; fits in the context. Raises ApiError 413."""

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from halfmoon.workers.model.chat_template import ChatTemplateError
+
 _PRIVATE_FIRST, _PRIVATE_LAST = 0xF0000, 0xFFFFD
 
 Message = Mapping[str, Any]
@@ -44,28 +46,33 @@ def render_pieces(
         # The template looks into the messages (for `</think>`, say): then only what may be part of a
         # control token is replaced, which is every first character of a whole one, or of one cut off at the
         # end of a string.
-        tainted = render(_mapped(messages, lambda value: _narrow(value, control, stand_ins)))
+        whole = re.compile("(?=" + "|".join(map(re.escape, control)) + ")")
+        tainted = render(_mapped(messages, lambda value: _narrow(value, control, whole, stand_ins)))
     return [(piece.translate(back), special) for piece, special in split_control(tainted, control)]
 
 
 def _stand_ins(present: str, characters: list[str]) -> dict[str, str]:
-    """A private-use character for each, none of which occurs in `present`."""
+    """A private-use character for each, none of which occurs in `present`. Raises `ChatTemplateError`."""
     used = set(present)
     free = (chr(code) for code in range(_PRIVATE_FIRST, _PRIVATE_LAST + 1) if chr(code) not in used)
-    return {character: next(free) for character in characters}
+    found = dict(zip(characters, free, strict=False))
+    if len(found) < len(characters):
+        raise ChatTemplateError("the messages use every character of a private plane of Unicode")
+    return found
 
 
-def _narrow(value: str, control: list[str], stand_ins: Mapping[str, str]) -> str:
+def _narrow(value: str, control: Iterable[str], whole: re.Pattern[str], stand_ins: Mapping[str, str]) -> str:
+    """`whole` matches, without taking any of it, where a control token begins."""
+    names = list(control)
+    places = {match.start() for match in whole.finditer(value)}
+    longest = max(map(len, names))
+    for end in {len(value), len(value.rstrip())}:
+        for at in range(max(0, end - longest + 1), end):
+            if value[at] in stand_ins and any(name.startswith(value[at:end]) for name in names):
+                places.add(at)
     characters = list(value)
-    ends = {len(value), len(value.rstrip())}
-    for name in control:
-        at = value.find(name[0])
-        while at >= 0:
-            whole = value.startswith(name, at)
-            cut = any(at < end and name.startswith(value[at:end]) for end in ends)
-            if whole or cut:
-                characters[at] = stand_ins[name[0]]
-            at = value.find(name[0], at + 1)
+    for at in places:
+        characters[at] = stand_ins[characters[at]]
     return "".join(characters)
 
 

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from datetime import datetime
-from typing import Any, NoReturn
+import logging
+from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from halfmoon.workers.model.errors import ModelBroken
+from halfmoon.workers.model.template_sandbox import (
+    Meter,
+    MeteredEnvironment,
+    TemplateLimit,
+    TemplateRefusal,
+    TemplateSlow,
+    metered,
+    size_of,
+)
+
+logger = logging.getLogger(__name__)
+
+SECONDS_MAX = 2.0
+"""CPU time that one rendering may take, beside `_SECONDS_A_CHARACTER`; usual templates need below 1 ms."""
+
+_SECONDS_A_CHARACTER = 2e-6
+_GIVEN_MAX = 1 << 30
+#: All that Jinja, and Python under it, raise for what a template says.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TemplateRefusal, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError,
+    NameError, NotImplementedError, RuntimeError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
 
 
 class ChatTemplateError(Exception):
@@ -17,38 +38,70 @@ class ChatTemplateError(Exception):
     """
 
 
+class ChatTemplateSlow(ChatTemplateError):
+    """The template took longer than the caller said."""
+
+
 class ChatTemplate:
-    """One compiled template. `specials` are what templates call `bos_token` and `eos_token`."""
+    """One compiled template. `specials` are what templates call `bos_token` and `eos_token`.
+
+    Raises `ModelBroken` for one that cannot be compiled, or does not end for the shortest of chats.
+    """
 
     def __init__(self, source: str, specials: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._specials = specials
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
-
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+            with metered(Meter(0, SECONDS_MAX)):
+                self._template = MeteredEnvironment().from_string(source)
+        except (*_TEMPLATE_ERRORS, TemplateLimit) as error:
+            raise ModelBroken("chat_template", f"is no template: {_words(error)}") from None
         try:
+            self._rendered(
+                [{"role": "user", "content": "a"}], add_generation_prompt=True, seconds_max=SECONDS_MAX
+            )
+        except TemplateLimit as error:
+            raise ModelBroken("chat_template", f"is refused: {error}") from None
+        except _TEMPLATE_ERRORS as error:
+            # It may refuse such a chat: that is for a request to hear.
+            logger.debug("the chat template refuses the shortest chat: %s", _words(error))
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        seconds_max: float = SECONDS_MAX,
+    ) -> str:
+        """Raises `ChatTemplateError`; `ChatTemplateSlow` when it takes more than `seconds_max` of CPU, and a little for
+        each character.
+        """
+        try:
+            return self._rendered(
+                messages, add_generation_prompt=add_generation_prompt, seconds_max=seconds_max
+            )
+        except TemplateSlow as error:
+            raise ChatTemplateSlow(str(error)) from None
+        except (TemplateRefusal, TemplateLimit) as error:
+            raise ChatTemplateError(_words(error)) from None
+        except _TEMPLATE_ERRORS as error:
+            raise ChatTemplateError(
+                f"the chat template cannot render these messages: {_words(error)}"
+            ) from None
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, seconds_max: float
+    ) -> str:
+        given = size_of(messages, _GIVEN_MAX)
+        with metered(Meter(given, seconds_max + given * _SECONDS_A_CHARACTER)):
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, tools=None, **self._specials
             )
-        except ChatTemplateError:
-            raise
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            OverflowError,
-        ) as error:
-            raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
+
+
+def _words(error: BaseException) -> str:
+    """One line of at most 300 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:300]
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -75,11 +128,3 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             raise ChatTemplateError(f"messages[{i}].content is neither text nor a list of parts")
         plain.append({**message, "content": content})
     return plain
-
-
-def _raise(message: str) -> NoReturn:
-    raise ChatTemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -10,11 +10,29 @@ from typing import Any
 import tokenizers
 
 from halfmoon.workers.model.chat_taint import render_pieces
-from halfmoon.workers.model.chat_template import ChatTemplate, ChatTemplateError, plain_messages
+from halfmoon.workers.model.chat_template import (
+    SECONDS_MAX,
+    ChatTemplate,
+    ChatTemplateError,
+    ChatTemplateSlow,
+    plain_messages,
+)
 from halfmoon.workers.model.detokenizer import IncrementalDetokenizer, StopChecker, token_bytes
+from halfmoon.workers.model.errors import in_file
 from halfmoon.workers.model.tokenizer_files import TokenizerFiles, read_tokenizer
 
-__all__ = ["ChatTemplateError", "IncrementalDetokenizer", "StopChecker", "Tokenizer"]
+__all__ = [
+    "ChatTemplateError",
+    "ChatTemplateSlow",
+    "IncrementalDetokenizer",
+    "StopChecker",
+    "TextNotEncoded",
+    "Tokenizer",
+]
+
+
+class TextNotEncoded(Exception):
+    """The tokenizer of this model fails on this text."""
 
 
 class Tokenizer:
@@ -29,11 +47,18 @@ class Tokenizer:
         self._template: ChatTemplate | None = None
         if files.chat_template is not None:
             specials = {"bos_token": files.bos_token, "eos_token": files.eos_token}
-            self._template = ChatTemplate(files.chat_template, specials)
+            with in_file(files.template_file):
+                self._template = ChatTemplate(files.chat_template, specials)
 
     @classmethod
     def load(cls, name_or_path: str) -> Tokenizer:
+        """Raises `ModelError`."""
         return cls(read_tokenizer(name_or_path))
+
+    @property
+    def quick(self) -> bool:
+        """Whether no text can keep the pre-tokenizer busy for longer than its length explains."""
+        return self._files.quick
 
     @property
     def vocab_size(self) -> int:
@@ -43,12 +68,21 @@ class Tokenizer:
         """`add_special` adds what the model puts around every text (a begin token, for some).
 
         With `parse_special` control tokens in `text` are recognised: never set it for what a user wrote.
+
+        Raises `TextNotEncoded`.
         """
         chosen: tokenizers.Tokenizer = (
             self._files.with_control if parse_special else self._files.without_control
         )
         # A batch of one: it lets other threads run meanwhile, and leaves out the offsets.
-        ids: list[int] = chosen.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        try:
+            ids: list[int] = chosen.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except (
+            BaseException
+        ) as error:  # the library raises plain Exception, and its panics are no Exception at all
+            raise TextNotEncoded(f"the tokenizer fails on this text: {str(error)[:200]}") from None
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -60,10 +94,17 @@ class Tokenizer:
         """The bytes that one token adds to the text; empty for control tokens and for ids beyond the vocabulary."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        seconds_max: float = SECONDS_MAX,
+    ) -> list[int]:
         """The chat as token ids, in which every control token is the template's own.
 
-        Raises `ChatTemplateError`.
+        Raises `ChatTemplateError`; `ChatTemplateSlow` when the template takes more than `seconds_max` of CPU;
+        `TextNotEncoded`.
         """
         plain = plain_messages(messages)
         first = {name[0] for name in self.control}
@@ -71,13 +112,19 @@ class Tokenizer:
             if first & set(message["role"]):
                 raise ChatTemplateError(f"messages[{i}].role is {message['role']!r}")
         control = list(self.control)
-        pieces = render_pieces(plain, control, lambda changed: self._render(changed, add_generation_prompt))
+        pieces = render_pieces(
+            plain, control, lambda changed: self._render(changed, add_generation_prompt, seconds_max)
+        )
         ids: list[int] = []
         for piece, special in pieces:
             ids += [self.control[piece]] if special else self.encode(piece)
         return ids
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, seconds_max: float = SECONDS_MAX
+    ) -> str:
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, seconds_max=seconds_max
+        )

@@ -24,7 +24,7 @@ from halfmoon.workers.model.pre_tokenizer_probe import LLAMA3, QWEN2, probe, qui
 T = TypeVar("T")
 
 TOKENIZER_BYTES_MAX = 256 << 20
-TEMPLATE_BYTES_MAX = 1 << 20
+TEMPLATE_BYTES_MAX = 128 << 10
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -39,6 +39,7 @@ class TokenizerFiles:
     bos_token: str
     eos_token: str
     eos_ids: frozenset[int]
+    template_file: Path
     quick: bool
     """Whether every step of the pre-tokenizer is one whose time is known to grow with the text alone."""
 
@@ -144,7 +145,7 @@ def _from_gguf(path: Path, config: ModelConfig) -> TokenizerFiles:
         template = _bounded("tokenizer.chat_template", fields.text("tokenizer.chat_template"))
     return TokenizerFiles(
         with_control, _blind(build()), control, template, token("bos"), token("eos"),
-        frozenset(config.eos_token_ids), quick=True,
+        frozenset(config.eos_token_ids), path, quick=True,
     )  # fmt: skip
 
 
@@ -191,12 +192,13 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
         template = _huggingface_template(settings)
         bos, eos = _token_text(settings, "bos_token"), _token_text(settings, "eos_token")
     jinja = folder / "chat_template.jinja"
+    template_file = settings_path
     if template is None and (jinja.is_symlink() or jinja.exists()):
-        template = read_text(jinja, TEMPLATE_BYTES_MAX)
+        template, template_file = read_text(jinja, TEMPLATE_BYTES_MAX), jinja
     eos_ids = frozenset(config.eos_token_ids)
     if eos and (number := built.token_to_id(eos)) is not None:
         eos_ids |= {number}
-    return TokenizerFiles(built, blind, control, template, bos, eos, eos_ids, quick)
+    return TokenizerFiles(built, blind, control, template, bos, eos, eos_ids, template_file, quick)
 
 
 def _huggingface_template(settings: dict[str, Any]) -> str | None:
