@@ -8,15 +8,15 @@ from typing import Any
 import jinja2
 
 from halfmoon.workers.model.errors import ModelBroken
-from halfmoon.workers.model.template_sandbox import (
+from halfmoon.workers.model.template_meter import (
     Meter,
-    MeteredEnvironment,
     TemplateLimit,
     TemplateRefusal,
     TemplateSlow,
     metered,
     size_of,
 )
+from halfmoon.workers.model.template_sandbox import MeteredEnvironment
 
 logger = logging.getLogger(__name__)
 

@@ -181,7 +181,7 @@ def _tensor_table(cursor: _Cursor, count: int) -> dict[str, tuple[tuple[int, ...
 
 def _label(name: str) -> str:
     """A name as an error shows it: on one line, and short."""
-    return name[:100] if name.isprintable() else repr(name[:100])
+    return name[:100] if name and name.isprintable() else repr(name[:100])
 
 
 def _placed(
