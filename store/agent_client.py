@@ -64,6 +64,8 @@ class AgentClient:
         self._keeping: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self.restarted: list[Callable[[], None]] = []
+        #: Further orders to keep alive, of which this client opened nothing: each is asked whenever leases are renewed.
+        self.kept_too: list[Callable[[], list[str]]] = []
 
     @property
     def view(self) -> PoolView:
@@ -134,6 +136,7 @@ class AgentClient:
                 continue
             kept = now
             orders = [order_id for order_id, at in self._orders.items() if now - at < KEEP_S]
+            orders += [order_id for also in self.kept_too for order_id in also()]
             if orders:
                 with contextlib.suppress(NatsError):  # tried again at the next turn
                     keep = messages.KeepOrders(worker_id=self._worker_id, order_ids=orders)

@@ -47,6 +47,9 @@ class DecodeWorker(Worker):
     def open_orders(self) -> list[str]:
         return list(self.state.orders.open)
 
+    def kept_too(self) -> list[str]:
+        return self.state.orders.leased()
+
     def under_way(self) -> str:
         used = self.state.orders.blocks_used
         return super().under_way() or (f"blocks used at {self.process_id}: {used}" if used else "")

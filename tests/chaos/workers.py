@@ -58,6 +58,10 @@ class Worker(Process):
     @abstractmethod
     def machine_heartbeat(self) -> WorkerHeartbeat: ...
 
+    def kept_too(self) -> list[str]:
+        """Orders that were opened by somebody else, and hold something that is read here."""
+        return []
+
     def memory_lost(self) -> None:
         """The store agent restarted; its new memory is going to be mapped."""
 
@@ -85,7 +89,7 @@ class Worker(Process):
     def beat(self) -> None:
         self.say(self.machine_heartbeat())
         if self.net.reachable(self.store) and self.view is self.store.memory:
-            for order_id in self.kept:
+            for order_id in [*self.kept, *self.kept_too()]:
                 self.keep(order_id)
         self.net.remember_mark(self)
         self.later(1 * S, self.beat)

@@ -95,6 +95,12 @@ class Orders:
             if sequence.result is None or (self.has_store and not sequence.kv.announced)
         ]
 
+    def leased(self) -> list[str]:
+        """Orders that have slots of the node's pool, and have yet to copy from them: their leases must not end."""
+        return [
+            order_id for order_id, sequence in self.open.items() if sequence.kv.opened and not sequence.released
+        ]
+
     # --- an order arrives -----------------------------------------------------------------------------------
 
     def begin(self, order: StartDecode) -> None:

@@ -85,6 +85,8 @@ class DecodeWorker(Worker):
         self._pool = await self.store.attach() if self.store else None
         if self.store is not None:
             self.store.restarted.append(lambda: self._feed(events.MemoryLost(**now())))
+            # Nobody else does, once the push that filled the slots is closed.
+            self.store.kept_too.append(self.state.orders.leased)
         await self.bus.serve(subjects.resend(self.config.worker_id), ResendRequest, self._resend)
         self.spawn(self._follow_kv(await self.bus.open_kv(self.config.worker_id)))
         self.spawn(self._compute_all())

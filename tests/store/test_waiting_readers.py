@@ -1,0 +1,72 @@
+"""A decode worker whose cache has no room yet keeps its slots in the pool for as long as it waits."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from store_harness import cluster, keys, layout, until
+
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.decisions import CancelOrder, StartDecode
+from halfmoon.schemas.keys import pack_tokens
+from halfmoon.schemas.subjects import give
+from halfmoon.schemas.tokens import TakeReply, TokensGiven
+from halfmoon.workers.decode.worker import DecodeWorker
+from halfmoon.workers.worker import WorkerConfig
+
+LEASE_NS = 400_000_000
+SHORT = {"lease_ttl_ns": LEASE_NS, "transfer_ns_max": LEASE_NS // 2, "writer_grace_ns": LEASE_NS // 4}
+BLOCKS = 3
+ORDER = StartDecode(
+    order_id="5-1",
+    request_id="r1",
+    frontend_id="f1",
+    worker_id="d1",
+    prefill_worker_id="p1",
+    prompt_tokens=BLOCKS * layout().block_tokens,
+    max_tokens=1,
+    tbt_slo_ns=0,
+    placement=1,
+)
+
+
+def test_kv_that_waits_for_room_longer_than_a_lease_is_still_there(nats_url: str) -> None:
+    async def story() -> None:
+        async with cluster(nats_url) as here:
+            await here.agent("n-p", sweep_ns=20_000_000, **SHORT)
+            target = await here.agent("n-d", sweep_ns=20_000_000, **SHORT)
+            prefill, decode = await here.client("n-p", "p1"), await here.client("n-d", "d1")
+            config = WorkerConfig(
+                worker_id="d1",
+                node_id="n-d",
+                layout=layout(),
+                profile=CostProfile(),
+                kv_blocks=BLOCKS - 1,
+                context_tokens_max=1_000,
+            )
+            engine = SimpleNamespace(config=SimpleNamespace(eos_token_ids=[]))
+            bus = await here.bus("d1")
+            worker = DecodeWorker(bus, engine, decode, config)
+            await worker.inbox.open()
+            await worker.prepare()
+            try:
+                taken = TakeReply(token_ids=pack_tokens([1] * ORDER.prompt_tokens))
+                await bus.publish(give("d1"), TokensGiven(order_id="5-1", taken=taken))
+                worker.obey(ORDER)
+                await prefill.open_put("5-1", keys(1, 2, 3), blocks=BLOCKS)
+                await prefill.open_push("5-1", "r1", target_node_id="n-d", decode_worker_id="d1")
+                for layer in range(layout().layers):
+                    prefill.push("5-1", layer=layer, first_block=0, blocks=BLOCKS)
+                await prefill.close_push("5-1")
+                await prefill.release("5-1")
+                await until(lambda: worker.state.orders.leased() == ["5-1"])
+                await asyncio.sleep(3 * LEASE_NS / 1e9)
+                counts = target.context.guard.counts()
+                assert (counts.holds, counts.leased) == (1, BLOCKS), counts
+                worker.obey(CancelOrder(order_id="5-1", worker_id="d1"))
+                await until(lambda: target.context.guard.counts().holds == 0)
+            finally:
+                await worker.stop()
+
+    asyncio.run(story())
