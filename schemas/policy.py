@@ -55,6 +55,9 @@ class Policy(Part, frozen=True):
     fetch_replicas: Annotated[int, Meta(ge=0, le=16)] = 0
     #: A prefix gets one more holder when so many transfers leave the one that has it (0: never).
     hot_transfers: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    #: The log's time is its server's clock, which may be set. A step back by more than a heartbeat, or forward by more
+    #: than this, is not time that passed. 0, as in older logs: it is, and after a step back time stands still.
+    clock_step_ns_max: Ns = 0
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 

@@ -9,7 +9,11 @@ from halfmoon.cli.metrics import add_metrics
 from halfmoon.cli.options import add_bus, add_config, add_secret
 from halfmoon.cli.tracing import add_tracing
 from halfmoon.schemas.events import TransportName
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+
+#: Longer than a server is away when it is started again: time that passed then does count.
+CLOCK_STEP_NS_MAX = 60 * SECOND_NS
 
 
 def add_process(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +54,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
         tbt_slo_ns=args.tbt_slo_ms * 1_000_000,
         fetch_replicas=args.fetch_replicas,
         hot_transfers=args.hot_transfers,
+        clock_step_ns_max=CLOCK_STEP_NS_MAX,
     )
 
 

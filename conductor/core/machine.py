@@ -36,6 +36,7 @@ from halfmoon.conductor.core.cost import (
 )
 from halfmoon.conductor.core.explanation import Explanation, explain
 from halfmoon.conductor.core.invariants import check
+from halfmoon.conductor.core.log_clock import log_time_ns
 from halfmoon.conductor.core.reconcile import reconcile_orders
 from halfmoon.conductor.core.records import Half, Order
 from halfmoon.conductor.core.state import State
@@ -113,9 +114,10 @@ class Core:
         if isinstance(stamped.event, ClusterConfigured):
             self.state = State(index=BlockIndex())
         state = self.state
-        membership.bridge_silence(state, stamped.at_ns)
+        at_ns = log_time_ns(state, stamped.at_ns)
+        membership.bridge_silence(state, at_ns)
         state.seq = stamped.seq
-        state.at_ns = max(state.at_ns, stamped.at_ns)
+        state.at_ns = max(state.at_ns, at_ns)
         state.orders_now = 0
         state.timers_in_row = state.timers_in_row + 1 if isinstance(stamped.event, TimerFired) else 0
         out = StepOutput(self.explain_requests)

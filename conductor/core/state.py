@@ -33,6 +33,8 @@ class State(msgspec.Struct, kw_only=True, dict=True):
 
     seq: int = 0
     at_ns: int = 0
+    #: `at_ns` less the server's clock: what its steps back and forth add up to.
+    clock_lead_ns: int = 0
     #: Orders given in the present step.
     orders_now: int = 0
     #: Timers that fired since the last event of any other kind.
@@ -65,6 +67,11 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     round_robin: dict[str, str] = {}
     offered: Offered = msgspec.field(default_factory=Offered)
     counters: Counters = msgspec.field(default_factory=Counters)
+
+    @property
+    def server_ns(self) -> int:
+        """The server's clock at the newest event, as people read it."""
+        return self.at_ns - self.clock_lead_ns
 
     @cached_property
     def loads(self) -> LoadIndexes:

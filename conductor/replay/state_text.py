@@ -37,7 +37,8 @@ def described(core: Core) -> str:
     """Every part of the state under a heading, the index by node; for people."""
     state = core.state
     parts = [
-        f"after event {state.seq}, {clock(state.at_ns)}; code {state.code_version or 'unknown'}; state {core.digest()}",
+        f"after event {state.seq}, {clock(state.server_ns)}; "
+        f"code {state.code_version or 'unknown'}; state {core.digest()}",
         "policy: " + " ".join(f"{name}={_value(name, value)}" for name, value in _policy(state)),
         _section("prefill workers", _prefill(state)),
         _section("decode workers", _decode(state)),

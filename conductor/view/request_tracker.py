@@ -87,7 +87,7 @@ class RequestTracker:
 
     def _leave(self) -> None:
         """Requests that ended give up their places: after a while, or at once when no place is free."""
-        now_ns = self._core.state.at_ns
+        now_ns = self._core.state.server_ns
         ended = [(history.end_ns, name) for name, history in self._places.items() if history.ending != "open"]
         for end_ns, name in sorted(ended):
             linger_ns = LINGER_NS_MIN if len(self._places) >= PLACES else LINGER_NS
@@ -159,7 +159,7 @@ def request_view(history: RequestHistory, state: State, decoding: dict[str, bool
         ttft_slo_ns=arrived.ttft_slo_ns or state.policy.ttft_slo_ns,
         tbt_slo_ns=arrived.tbt_slo_ns or state.policy.tbt_slo_ns,
         reason=history.reason[:512],
-        stretches=_stretches(history, stage, state.at_ns),
+        stretches=_stretches(history, stage, state.server_ns),
     )
 
 

@@ -124,7 +124,7 @@ class ViewService:
         return ClusterView(
             conductor_id=self._conductor_id,
             seq=core.seq,
-            at_ns=state.at_ns,
+            at_ns=state.server_ns,
             caught_up=self.caught_up,
             full=True,
             policy=state.policy.name,

@@ -26,6 +26,8 @@ class Conductor:
         self.position = self.goal = 0
         self.floor: Identity = (0, -1)
         self.out_until_ns = 0
+        #: Time of the log, and when it was that.
+        self.heard = (0, 0)
         self.net.grown.append(self.soon)
 
     def start(self) -> None:
@@ -40,6 +42,7 @@ class Conductor:
         self.position = next((i for i, s in enumerate(net.log) if s.seq > self.core.seq), len(net.log))
         self.floor = net.stream[-1][0] if net.stream else (0, -1)
         self.goal = len(net.log)
+        self.heard = (self.core.state.at_ns, net.now_ns)
         for key, at_ns in self.core.timers.items():
             self.arm(key, at_ns)
         self.soon()
@@ -64,6 +67,7 @@ class Conductor:
             self.position += 1
             before = self.core.seq
             decisions = self.core.step(stamped)
+            self.heard = (self.core.state.at_ns, net.now_ns)
             self.world.decided(self, stamped, decisions)
             for position, decision in enumerate(decisions):
                 if isinstance(decision, SetTimer):
@@ -87,7 +91,8 @@ class Conductor:
         self.net.publish(identity, decision)
 
     def arm(self, key: str, at_ns: int) -> None:
-        wait_ns = max(0, at_ns - self.net.now_ns) + self.net.lag_ns()
+        log_ns, when_ns = self.heard
+        wait_ns = max(0, at_ns - log_ns - self.net.now_ns + when_ns) + self.net.lag_ns()
         self.net.later(wait_ns, lambda life=self.life: self.fire(life, key, at_ns))
 
     def fire(self, life: int, key: str, at_ns: int) -> None:

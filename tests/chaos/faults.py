@@ -58,6 +58,14 @@ class Faults:
                 self.talk_nonsense()
         net.later(int(draw.random() * self.pause_s * S), self.strike)
 
+    def step_clock(self) -> None:
+        """The server's clock is set by hours, or by seconds, back or forth."""
+        net, draw = self.net, self.world.clock_draw
+        if net.faults:
+            net.server_clock_ns += draw.choice([-1, 1]) * draw.choice([3 * S, 3_600 * S, 100_000 * S])
+            net.counts["server's clock set"] += 1
+            net.later(draw.randrange(6 * S), self.step_clock)
+
     def talk_nonsense(self) -> None:
         """Words about orders and processes that nobody knows."""
         placed = [d.order_id for _, d in self.net.stream[-50:] if isinstance(d, StartPrefill)]

@@ -114,6 +114,8 @@ class Network:
     processes: dict[str, Process] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     server_up: bool = True
+    #: What the server's clock shows more than the time that really passed.
+    server_clock_ns: int = 0
     server_back_ns: int = 0
     #: Called when the log has grown.
     grown: list[Callable[[], None]] = field(default_factory=list)
@@ -179,7 +181,8 @@ class Network:
         self._appended_ns[message_id] = self.now_ns
         last = self.log[-1].seq if self.log else 0
         # Some messages are no event.
-        self.log.append(Stamped(seq=last + (2 if self.chance(0.01) else 1), at_ns=self.now_ns, event=event))
+        seq, at_ns = last + (2 if self.chance(0.01) else 1), self.now_ns + self.server_clock_ns
+        self.log.append(Stamped(seq=seq, at_ns=max(0, at_ns), event=event))
         self.counts[type(event).__name__] += 1
         for grown in self.grown:
             grown()

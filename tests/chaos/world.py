@@ -49,6 +49,9 @@ class World:
 
     def __init__(self, seed: int, *, conductors: int = 0, lossy: bool = True) -> None:
         self.net = Network(random.Random(seed))
+        #: In one world of four the server's clock is set; drawn apart, so that the other worlds stay as they were.
+        self.clock_draw = random.Random(f"clock {seed}")
+        self.clock_steps = self.clock_draw.random() < 0.25
         self.draw = draw = self.net.draw
         if not lossy:
             self.net.loss = 0.0
@@ -106,6 +109,7 @@ class World:
             placements_max=draw.choice([1, 3, 5, 5]),
             link_bytes_s=draw.choice([20_000_000, 2_000_000_000]),
             lost_after_ns=draw.choice([2 * S, 4 * S]),
+            clock_step_ns_max=60 * S,
         )
 
     @property
@@ -229,6 +233,8 @@ class World:
             )
         net.later(0, self.arrive)
         net.later(self.draw.randrange(2 * S), self.faults.strike)
+        if self.clock_steps:
+            net.later(self.clock_draw.randrange(4 * S), self.faults.step_clock)
         self.pass_time(chaos_s)
 
     def calm(self) -> None:

@@ -98,7 +98,9 @@ class Orders:
     def leased(self) -> list[str]:
         """Orders that have slots of the node's pool, and have yet to copy from them: their leases must not end."""
         return [
-            order_id for order_id, sequence in self.open.items() if sequence.kv.opened and not sequence.released
+            order_id
+            for order_id, sequence in self.open.items()
+            if sequence.kv.opened and not sequence.released
         ]
 
     # --- an order arrives -----------------------------------------------------------------------------------

@@ -1,0 +1,206 @@
+"""Mixed load on a live cluster: both APIs, streams and whole answers, prefixes used again, long prompts, cancellations.
+
+Each greedy text is known before anything is disturbed; how every request ended is counted, and what is wrong is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import aiohttp
+import nats
+import orjson
+from nats.errors import Error as NatsError
+
+from halfmoon.schemas import subjects
+from tests.cluster.harness import Cluster
+from tests.cluster.prompts import text_ids
+
+#: (prompt tokens, where its text begins): those that begin alike share the blocks of their prefix.
+PROMPTS = ((30, 0), (120, 500), (300, 0), (520, 0), (520, 900), (1_100, 0))
+#: One in so many clients asks for the longest prompt, which occupies a prefill worker for seconds.
+LONG = (2_400, 300)
+LONG_SHARE = 0.03
+TOKENS = 12
+CANCELLED_SHARE = 0.1
+#: A request that has not ended by then counts as one that never ends.
+SILENCE_S = 120.0
+WRONG = ("never ended", "wrong text", "no clear error", "lost though the frontend was well")
+#: A client whose connection is lost may have had to do with a frontend that was hit so long before.
+HIT_S = 20.0
+Prompt = tuple[int, int]
+
+
+class Load:
+    """Clients that ask one request after another."""
+
+    def __init__(self, cluster: Cluster, draw: random.Random, clients: int) -> None:
+        self.ended: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.slowest_s = 0.0
+        #: The frontend, or the server between it and a NATS client, was last disturbed then.
+        self.frontend_hit_at = -1e9
+        self._cluster, self._draw, self._clients = cluster, draw, clients
+        self._texts: dict[Prompt, str] = {}
+        self._stop = False
+
+    async def learn(self) -> None:
+        """What each prompt is answered with in peace."""
+        async with aiohttp.ClientSession() as session:
+            for prompt in (*PROMPTS, LONG):
+                how, text = await self._over_http(session, prompt, stream=False)
+                assert how == "finished", (how, text)
+                self._texts[prompt] = text
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._client(number % 3 == 2) for number in range(self._clients)))
+
+    def stop(self) -> None:
+        self._stop = True
+
+    async def _client(self, over_nats: bool) -> None:
+        draw = self._draw
+        async with aiohttp.ClientSession() as session:
+            while not self._stop:
+                prompt = LONG if draw.random() < LONG_SHARE else draw.choice(PROMPTS)
+                stream, cancelled = draw.random() < 0.5, draw.random() < CANCELLED_SHARE
+                started = time.monotonic()
+                ask = (
+                    self._over_nats(prompt, stream=stream)
+                    if over_nats
+                    else self._over_http(session, prompt, stream=stream)
+                )
+                if cancelled:
+                    ask = _given_up(ask, draw.uniform(0.02, 2.0))
+                try:
+                    async with asyncio.timeout(SILENCE_S):
+                        how, text = await ask
+                except TimeoutError:
+                    how, text = "never ended", ""
+                self._note(how, text, prompt, started, f"{'NATS' if over_nats else 'HTTP'}, stream {stream}")
+                if how != "finished":
+                    await asyncio.sleep(0.2)
+
+    def _note(self, how: str, text: str, prompt: Prompt, started: float, about: str) -> None:
+        took_s = time.monotonic() - started
+        if how == "connection lost" and self.frontend_hit_at < started - HIT_S:
+            how = "lost though the frontend was well"
+        if how == "finished":
+            self.slowest_s = max(self.slowest_s, took_s)
+            if text != self._texts[prompt]:
+                how = "wrong text"
+        if how in WRONG:
+            self.wrong.append(f"{how} after {took_s:.1f} s, {prompt[0]} tokens, {about}: {text[:200]!r}")
+        self.ended[how] += 1
+
+    async def _over_http(
+        self, session: aiohttp.ClientSession, prompt: Prompt, *, stream: bool
+    ) -> tuple[str, str]:
+        """How it ended, and the text or what was said instead."""
+        try:
+            url, body = f"{self._cluster.http}/v1/completions", _body(prompt, stream=stream)
+            async with session.post(url, json=body) as reply:
+                if reply.status != 200:
+                    return _refusal(f"{reply.status}", await reply.read())
+                if not stream:
+                    return "finished", orjson.loads(await reply.read())["choices"][0]["text"]
+                return await _streamed(reply)
+        except aiohttp.ClientConnectorError:
+            return "nobody listens", ""
+        except (aiohttp.ClientError, ConnectionError) as problem:
+            return "connection lost", str(problem)
+
+    async def _over_nats(self, prompt: Prompt, *, stream: bool) -> tuple[str, str]:
+        """As `_over_http`. A client of its own for each request, as programs that start and end are."""
+        try:
+            async with asyncio.timeout(10):
+                nc = await self._cluster.connect("client")
+        except (NatsError, OSError, TimeoutError):
+            return "nobody listens", ""
+        try:
+            inbox = nc.new_inbox()
+            replies = await nc.subscribe(inbox)
+            body = orjson.dumps(_body(prompt, stream=stream))
+            await nc.publish(f"{subjects.API}.generate", body, reply=inbox)
+            return await _told(replies, self)
+        except NatsError as problem:
+            return "connection lost", str(problem)
+        finally:
+            with contextlib.suppress(NatsError, OSError):
+                await nc.close()
+
+
+async def _told(replies: Any, load: Load) -> tuple[str, str]:
+    """What comes of a request over NATS. Who is cut off while its answer ends hears nothing of it, and asks again."""
+    text, heard = "", time.monotonic()
+    while True:
+        try:
+            message = await replies.next_msg(timeout=5.0)
+        except nats.errors.TimeoutError:
+            if time.monotonic() - max(heard, load.frontend_hit_at) > SILENCE_S / 2 and (
+                load.frontend_hit_at > heard - HIT_S
+            ):
+                return "connection lost", "nothing came after the server or the frontend was disturbed"
+            continue
+        heard = time.monotonic()
+        if not message.data:
+            if message.headers:
+                return "nobody listens", "no responders"
+            continue  # a sign of life
+        chunk = orjson.loads(message.data)
+        if "error" in chunk:
+            return _refusal("over NATS", message.data)
+        if chunk.get("done"):
+            whole = chunk["text"]
+            return ("finished", whole) if not text or text == whole else ("wrong text", text)
+        text += chunk["text"]
+
+
+async def _given_up(ask: Any, after_s: float) -> tuple[str, str]:
+    """The client goes away after a while, unless the answer has come."""
+    asking = asyncio.ensure_future(ask)
+    done, _ = await asyncio.wait([asking], timeout=after_s)
+    if done:
+        how, text = asking.result()
+        return how, text
+    asking.cancel()
+    await asyncio.wait([asking])
+    return "given up", ""
+
+
+def _body(prompt: Prompt, *, stream: bool) -> dict[str, Any]:
+    length, start = prompt
+    return {
+        "prompt": list(text_ids()[start : start + length]),
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+
+
+def _refusal(status: str, body: bytes) -> tuple[str, str]:
+    with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+        error = orjson.loads(body)["error"]
+        if error["message"]:
+            return f"error {status} {error.get('code') or error['type']}", error["message"]
+    return "no clear error", f"{status} {body!r}"
+
+
+async def _streamed(reply: aiohttp.ClientResponse) -> tuple[str, str]:
+    text = ""
+    async for raw in reply.content:
+        line = raw.decode().strip()
+        if line == "data: [DONE]":
+            return "finished", text
+        if line.startswith("data: "):
+            chunk = orjson.loads(line[6:])
+            if "error" in chunk:
+                return f"error in stream {chunk['error'].get('code')}", chunk["error"]["message"]
+            text += "".join(choice.get("text", "") for choice in chunk["choices"])
+    return "connection lost", text
