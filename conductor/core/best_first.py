@@ -62,7 +62,11 @@ def earliest_first_token(
         return None
     blocks = min(match.longest, (tokens - 1) // index.block_tokens) if index.block_tokens else 0
     # A good cost at the start passes over the most: that of the best bound among those that mostly win.
-    first = min(_lower_bounds(state, match, tokens, blocks, now_ns, _likely(index, match)))[-1]
+    bounds = _lower_bounds(state, match, tokens, blocks, now_ns, _likely(index, match))
+    likely = min(bounds, default=None)
+    if likely is None:  # a worker may announce any cost: all of these are beyond NEVER_NS
+        return None
+    first = likely[-1]
     best: Candidate | None = None
     rank = NEVER
     if index.rows[first].orders < policy.queued_max_per_worker:

@@ -144,16 +144,24 @@ class Core:
         return _encoder.encode(_Snapshot(SNAPSHOT_VERSION, self.state))
 
     @classmethod
-    def restore(cls, snapshot: bytes, *, checked: bool = False) -> Core:
-        """A core that goes on as the one that made `snapshot` would. Raises SnapshotInvalid."""
+    def restore(cls, snapshot: bytes, *, checked: bool = False, examined: bool = False) -> Core:
+        """A core that goes on as the one that made `snapshot` would. Raises SnapshotInvalid.
+
+        `examined`: the invariants are tried on it, for one that comes from a file and not from a conductor.
+        """
         try:
             restored = _decoder.decode(snapshot)
-        except (msgspec.DecodeError, ValueError) as problem:
+        except (msgspec.DecodeError, ValueError, RecursionError) as problem:
             raise SnapshotInvalid(str(problem)) from None
         if restored.version != SNAPSHOT_VERSION:
             raise SnapshotInvalid(f"version {restored.version}, not {SNAPSHOT_VERSION}")
         core = cls(checked=checked)
         core.state = restored.state
+        if examined:
+            try:
+                check(core.state)
+            except (AssertionError, LookupError) as problem:
+                raise SnapshotInvalid(f"its parts contradict each other: {str(problem)[:200]}") from None
         return core
 
 

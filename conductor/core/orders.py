@@ -25,6 +25,7 @@ from halfmoon.schemas.decisions import (
     StartPrefill,
 )
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.types import INT_MAX
 
 
 def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> None:
@@ -120,6 +121,8 @@ def unpark(state: State, request: Request) -> None:
 def arm(state: State, key: str, at_ns: int, out: StepOutput) -> None:
     """Set a timer, once; one that is set already stays."""
     if key not in state.timers:
+        # A policy may name any time to wait: then it is for ever, and still a number that a message can carry.
+        at_ns = min(at_ns, INT_MAX)
         state.timers[key] = at_ns
         out.append(SetTimer(key=key, at_ns=at_ns))
 

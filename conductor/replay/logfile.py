@@ -13,21 +13,33 @@ import io
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 import zstandard
+from msgspec import Meta
 
 from halfmoon.schemas.decisions import Decision, SetTimer
 from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferFailed
+from halfmoon.schemas.types import INT_MAX, Count
 
 #: Version of the lines, not of the messages in them.
 FORMAT = 1
 ZSTD_LEVEL = 9
+#: No message of NATS is longer by far; a snapshot of hundred million blocks is not.
+LINE_BYTES_MAX = 32 << 20
+SNAPSHOT_BYTES_MAX = 4 << 30
+#: What a file may ask of memory to be decompressed; ours ask for 8 MiB.
+WINDOW_BYTES_MAX = 128 << 20
 #: KV progress that is kept; `PrefillResult` holds the first token, `TransferOpened` says nothing that replay
 #: shows.
 Progress = KvReady | KvLoaded | TransferFailed
+
+
+#: Sequences begin at 1. No server's clock is beyond the year 2189: timers are set to some time after it.
+Place = Annotated[int, Meta(ge=1, le=INT_MAX)]
+Time = Annotated[int, Meta(ge=0, le=INT_MAX // 4 * 3)]
 
 
 class LogFileInvalid(ValueError):
@@ -56,38 +68,38 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="h
 class EventLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="event"):
     """An event with its place and time in the log, both given by the stream."""
 
-    seq: int
-    at_ns: int
+    seq: Place
+    at_ns: Time
     event: Event
 
 
 class InvalidLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="invalid"):
     """A message that was no event: conductors passed over it. What it held is not kept."""
 
-    seq: int
-    at_ns: int
+    seq: Place
+    at_ns: Time
 
 
 class DecisionLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="decision"):
     """A recorded decision; `at_ns` is when it was stored."""
 
-    cause_seq: int
-    position: int
-    at_ns: int
+    cause_seq: Place
+    position: Count
+    at_ns: Time
     decision: Decision
 
 
 class ProgressLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="progress"):
     """KV progress at the server's time."""
 
-    at_ns: int
+    at_ns: Time
     progress: Progress
 
 
 class SnapshotLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="snapshot"):
     """State of a conductor after `seq`; stands before the events of a log whose head is gone."""
 
-    seq: int
+    seq: Place
     snapshot: bytes
 
 
@@ -195,14 +207,30 @@ class LogFile:
         with self.path.open("rb") as file:
             plain: Any = file
             if self.path.suffix == ".zst":
-                plain = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file), 1 << 20)
+                decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
+                plain = io.BufferedReader(decompressor.stream_reader(file), 1 << 20)
             try:
-                yield iter(plain)
+                yield self._whole_lines(plain)
             except zstandard.ZstdError as problem:
                 raise LogFileInvalid(f"{self.path}: {problem}") from None
+
+    def _whole_lines(self, file: IO[bytes]) -> Iterator[bytes]:
+        number = 0
+        while raw := file.readline(LINE_BYTES_MAX):
+            number += 1
+            longest = LINE_BYTES_MAX
+            if len(raw) == longest and raw.startswith(b'{"line":"snapshot"'):
+                longest = SNAPSHOT_BYTES_MAX
+                raw += file.readline(longest - len(raw))
+            # A few KB of zstandard can hold a line of any length.
+            if len(raw) == longest and not raw.endswith(b"\n"):
+                raise LogFileInvalid(f"{self.path}: line {number}: longer than {longest} bytes")
+            yield raw
 
     def _decoded(self, raw: bytes, number: int) -> Header | Line | End:
         try:
             return _decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-            raise LogFileInvalid(f"{self.path}: line {number}: {problem}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+            # The text repeats what it found in the line, which may be anything.
+            told = str(problem).encode("unicode_escape").decode()[:300]
+            raise LogFileInvalid(f"{self.path}: line {number}: {told}") from None

@@ -195,7 +195,7 @@ def happened(event: Event, at_ns: int, roles: Mapping[str, str], core: Core) -> 
             return [Happening(at_ns, "lost", "", f"frontend {event.frontend_id} left: {event.reason}")]
         case PolicyChanged():
             return [Happening(at_ns, "policy", "", f"policy: {message(event.policy)}")]
-        case TimerFired() if event.key.startswith("lost:"):
+        case TimerFired() if event.key.startswith("lost:") and event.key.count(":") == 3:
             _, role, name, _ = event.key.split(":")
             state = core.state
             if event.key in state.timers or name in (*state.workers, *state.stores, *state.frontends):

@@ -94,6 +94,7 @@ class Replay:
         self._until = until
         #: Events at the head of the file that stand before what begins the log.
         self.passed_over = 0
+        self._from_snapshot = False
         #: How the decisions seen so far compare with the recorded ones.
         self.compared = Compared(log.header.first_decision)
 
@@ -101,11 +102,22 @@ class Replay:
         for line in self._lines():
             decisions: list[Decision] = []
             if isinstance(line, EventLine):
-                decisions = self.core.step(Stamped(seq=line.seq, at_ns=line.at_ns, event=line.event))
+                decisions = self._step(line)
             elif isinstance(line, SnapshotLine):
                 self._restore(line)
             self.compared.see(line, decisions)
             yield line, decisions
+
+    def _step(self, line: EventLine) -> list[Decision]:
+        try:
+            return self.core.step(Stamped(seq=line.seq, at_ns=line.at_ns, event=line.event))
+        except (AssertionError, LookupError, ArithmeticError) as problem:
+            # After a log's own beginning this is a fault of the core; a snapshot in a file may say anything.
+            if not self._from_snapshot:
+                raise
+            raise LogFileInvalid(
+                f"{self._log.path}: its snapshot does not fit event {line.seq}: {repr(problem)[:200]}"
+            ) from None
 
     def _lines(self) -> Iterator[Line]:
         """The lines from what begins the log on, without a gap."""
@@ -143,9 +155,10 @@ class Replay:
         return line.seq == 1 or (isinstance(line, EventLine) and isinstance(line.event, ClusterConfigured))
 
     def _restore(self, line: SnapshotLine) -> None:
+        self._from_snapshot = True
         try:
             explain_requests = self.core.explain_requests
-            self.core = Core.restore(line.snapshot, checked=self._checked)
+            self.core = Core.restore(line.snapshot, checked=self._checked, examined=True)
             self.core.explain_requests = explain_requests
         except SnapshotInvalid as problem:
             raise LogFileInvalid(

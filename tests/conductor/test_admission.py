@@ -18,8 +18,10 @@ from conductor_scripts import (
     prefilled,
 )
 
+from halfmoon.schemas.codec import decode as decode_message
+from halfmoon.schemas.codec import encode
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import Prediction, RejectRequest, StartDecode, StartPrefill
+from halfmoon.schemas.decisions import Prediction, RejectRequest, SetTimer, StartDecode, StartPrefill
 from halfmoon.schemas.events import WorkerDraining
 from halfmoon.schemas.policy import AdmissionName
 
@@ -293,3 +295,18 @@ def test_a_decode_that_outlasts_its_class_still_counts() -> None:
     script(prefilled("77-1", "nobody"), after_ns=10 * S)
     assert verdict(script, "c", tbt_slo_ns=115 * MS) == "tbt_slo"
     assert verdict(script, "d", tbt_slo_ns=125 * MS) == ""
+
+
+def test_a_worker_may_announce_any_cost() -> None:
+    """Whatever stops one conductor stops them all, each time that they read the log."""
+    endless = CostProfile(prefill_base_ns=2**63 - 1, prefill_per_token_ps=2**63 - 1)
+    script = Script(prefill(profile=endless), decode(), **QUIET)
+    assert verdict(script) == "ttft_slo"
+    script(prefill(1))
+    assert verdict(script, "r2") == ""
+
+
+def test_a_policy_may_wait_for_any_time() -> None:
+    script = pair(heartbeat_ns=10**9, lost_after_ns=2**63 - 1, unplaced_ns_max=2**63 - 1)
+    timers = [decision for decision in script(prefill(2)) if isinstance(decision, SetTimer)]
+    assert [decode_message(encode(timer), SetTimer) for timer in timers] == timers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,3 +75,49 @@ def test_lines_that_are_missing_or_damaged_are_named(tmp_path: Path, lines: list
     assert "of format 7, saved by halfmoon 8.0; this one reads format 1" in complaint(
         [msgspec.json.encode(header) + b"\n", *rows[1:]]
     )
+
+
+def test_hostile_lines_are_refused_in_one_line_of_text(
+    tmp_path: Path, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.jsonl"
+    saved(path, lines)
+    header, *rest = path.read_bytes().splitlines(keepends=True)
+
+    def complaint(row: bytes) -> str:
+        path.write_bytes(b"".join([header, row, *rest]))
+        with pytest.raises(LogFileInvalid) as caught:
+            list(LogFile(path).lines())
+        told = str(caught.value).removeprefix(f"{path}: line 2: ")
+        assert "\n" not in told
+        assert len(told) < 400
+        return told
+
+    assert "recursion" in complaint(b'{"line":"event","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
+    assert "Invalid value" in complaint(b'{"line":"a\\n' + b"b" * 1000 + b'"}\n')
+    assert "`int` >= 1" in complaint(b'{"line":"invalid","seq":0,"at_ns":1}\n')
+    assert "`int` <= " in complaint(b'{"line":"invalid","seq":1,"at_ns":9223372036854775807}\n')
+    monkeypatch.setattr("halfmoon.conductor.replay.logfile.LINE_BYTES_MAX", 100_000)
+    assert complaint(b'{"line":"event","x":"' + b"x" * 200_000 + b'"}\n') == "longer than 100000 bytes"
+
+
+def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl.zst"
+    header = msgspec.json.encode(HEADER)
+    path.write_bytes(zstandard.ZstdCompressor().compress(header + b"\n" + b" " * 200_000_000))
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(LogFileInvalid, match="line 2: longer than"):
+            list(LogFile(path).lines())
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_may_ask_for_no_more_memory_than_ours_do(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl.zst"
+    # The head of a frame with a window of two gigabytes.
+    path.write_bytes(zstandard.FRAME_HEADER + struct.pack("<BB", 0x00, 21 << 3) + b"\x01\x00\x00")
+    with pytest.raises(LogFileInvalid, match="memory"):
+        list(LogFile(path).lines())

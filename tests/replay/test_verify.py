@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -218,3 +219,23 @@ def test_a_log_of_another_version_says_which_halfmoon_can(tmp_path: Path, lines:
         LogFileInvalid, match=r"log version 99, begun by halfmoon 9\.9: replay it with that one"
     ):
         verify(saved(tmp_path / "log.jsonl", lines, header))
+
+
+def test_a_snapshot_that_contradicts_itself_or_its_log_is_refused(tmp_path: Path) -> None:
+    lines = lines_of(5)
+    core = Core()
+    cut = 0
+    while not core.state.orders:
+        if isinstance(line := lines[cut], EventLine):
+            core.step(Stamped(seq=line.seq, at_ns=line.at_ns, event=line.event))
+        cut += 1
+    version, state = msgspec.msgpack.decode(core.snapshot())
+
+    def refusal(**changed: Any) -> str:
+        snapshot = SnapshotLine(seq=core.seq, snapshot=msgspec.msgpack.encode([version, state | changed]))
+        with pytest.raises(LogFileInvalid) as caught:
+            verify(saved(tmp_path / "log.jsonl", [snapshot, *lines[cut:]]))
+        return str(caught.value)
+
+    assert "its parts contradict each other" in refusal(orders={})
+    assert "its snapshot is of 1000000000000, not" in refusal(seq=10**12)

@@ -19,6 +19,8 @@ from halfmoon.store.transports.base import Run, SlotAccess
 from halfmoon.store.transports.tcp import wire
 from halfmoon.store.transports.tcp.channel import FrameMissing, Frames
 
+#: An answer to nonsense is shorter than the nonsense.
+REASON_CHARS_MAX = 300
 Reply = Callable[[Sequence[bytes | memoryview]], None]
 
 
@@ -78,7 +80,7 @@ class TcpService:
                 caller.nonces, caller.session = b"", None
             self.count(f"refused_{name}")
             refusal = wire.RefusalFrame(
-                reason=str(problem), kind="corrupted" if name == "corrupted" else "refused"
+                reason=str(problem)[:REASON_CHARS_MAX], kind="corrupted" if name == "corrupted" else "refused"
             )
             reply(caller.session.seal(refusal) if caller.session else (b"", wire.encode(refusal)))
 
