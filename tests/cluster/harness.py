@@ -61,7 +61,11 @@ class Cluster:
 
     async def connect(self, name: str = subjects.OPERATOR) -> nats.NATS:
         """A plain client's connection, with the credentials of `name`."""
-        return await nats.connect(self.nats, nkeys_seed=self.config(name).nkey_seed_file or None)
+        # Processes may answer into the inboxes of `name`, and frontends alone into those of clients.
+        inbox = b"_INBOX" if name == "client" else subjects.inbox(name).encode()
+        return await nats.connect(
+            self.nats, nkeys_seed=self.config(name).nkey_seed_file or None, inbox_prefix=inbox
+        )
 
     async def generate(self, nc: nats.NATS, timeout: float = 120, **fields: Any) -> dict[str, Any]:
         """One request over NATS, not streamed; raises AssertionError with the body of an error."""
