@@ -100,13 +100,13 @@ class Batch:
         sequence.stage = Stage.RUNNING
         sequence.started_ns = orders.now_ns
         orders.running.append(sequence)
-        orders.out.append(Measure("room_wait", max(0, orders.wall_ns - sequence.ready_wall_ns)))
+        orders.out.append(Measure("room_wait", orders.now_ns - sequence.ready_ns))
         orders.report(
             DecodeStarted(
                 order_id=sequence.order_id,
                 request_id=sequence.order.request_id,
                 worker_id=orders.worker_id,
-                wait_ns=max(0, sequence.ready_wall_ns - sequence.result.finished_at_ns),
+                wait_ns=sequence.wait_ns,
             )
         )
 

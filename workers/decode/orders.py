@@ -146,6 +146,7 @@ class Orders:
                     sequence.kv.note(message)
             case PrefillResult():
                 sequence.result = message
+                sequence.result_ns = sequence.result_ns or self.now_ns
             case TransferFailed():
                 self._fail(sequence, f"transfer: {message.reason}", retryable=True)
                 return
@@ -170,6 +171,7 @@ class Orders:
         if sequence.kv.opened and (sequence.table or not self.swapped):
             self._load(sequence)
         if sequence.ready:
+            sequence.ready_ns = sequence.ready_ns or self.now_ns
             sequence.ready_wall_ns = sequence.ready_wall_ns or self.wall_ns
             self._wake()
 

@@ -61,7 +61,8 @@ class DecodeSequence:
         self.tokens: list[SampledToken] = []
         self.finish_reason = ""
         self.slo_checked = False
-        self.ready_wall_ns = 0
+        #: When the first token was heard of, and when nothing was missing any more; the latter by the wall clock too.
+        self.result_ns = self.ready_ns = self.ready_wall_ns = 0
         self.started_ns = 0
         self.last_token_ns = 0
         self.intervals_ns: list[int] = []
@@ -113,6 +114,11 @@ class DecodeSequence:
         """Mean of the longest 10 % of token intervals (at least one)."""
         return tbt_ns(self.intervals_ns)
 
+    @property
+    def wait_ns(self) -> int:
+        """From hearing of the first token to being ready, by this worker's clock alone: others may be set wrong."""
+        return max(0, self.ready_ns - self.result_ns)
+
     def timing(self, decode_worker: str) -> Timing:
         """How the request went until it was ready to decode."""
         result = self.result
@@ -121,7 +127,7 @@ class DecodeSequence:
             queue_ns=result.queue_ns,
             transfer_ns=result.transfer_ns,
             prefill_ns=result.compute_ns,
-            decode_wait_ns=max(0, self.ready_wall_ns - result.finished_at_ns),
+            decode_wait_ns=self.wait_ns,
             cached_tokens=result.cached_tokens,
             prefill_worker=self.order.prefill_worker_id,
             decode_worker=decode_worker,
