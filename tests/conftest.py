@@ -26,6 +26,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+_COLLECTED = pytest.StashKey[set[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Noted before any is deselected."""
+    config.stash[_COLLECTED] = {item.nodeid.partition("[")[0] for item in items}
+
+
+@pytest.fixture(scope="session")
+def collected(request: pytest.FixtureRequest) -> set[str]:
+    """Tests that pytest found in this run, `path::name`, also those that it leaves out."""
+    return request.config.stash[_COLLECTED]
+
+
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     server = EmbeddedServer.start(tmp_path / "nats")
