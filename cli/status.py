@@ -40,10 +40,15 @@ async def run(args: argparse.Namespace) -> int:
         return 1
 
 
+def _longest(status: dict[str, Any]) -> str:
+    tokens = status.get("request_tokens_max", 0)
+    return f", for requests of up to {tokens} tokens" if tokens else ""
+
+
 def describe(status: dict[str, Any]) -> str:
     """For people."""
     lines = [
-        f"{status['model']}: {'ready' if status['ready'] else 'not ready'}",
+        f"{status['model']}: {'ready' if status['ready'] else 'not ready'}" + _longest(status),
         f"NATS {status['nats']}  HTTP {status['http'] or '-'}",
         "",
         f"{'node':<24} {'role':<9} {'state':<10} {'queued':>7} {'running':>8} {'KV used':>10} {'of':>10}",

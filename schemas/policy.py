@@ -47,6 +47,10 @@ class Policy(Part, frozen=True):
     placements_max: Annotated[int, Meta(ge=1, le=100)] = 5
     #: How long an accepted request waits for a worker when a pool is empty.
     unplaced_ns_max: Ns = 30 * SECOND_NS
+    #: How long a new request waits for one, never longer than its TTFT objective; 0: it is refused at once.
+    arrival_wait_ns_max: Ns = 0
+    #: Refuse prompts that no node's pool could hold, were it empty.
+    pools_bound: bool = False
     #: Expected of a transfer between two nodes until one was measured: bandwidth of a link, of an SSD, and latency.
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000

@@ -66,6 +66,8 @@ class ConductorStatus(Message, frozen=True):
     index_blocks: Blocks = 0
     requests_in_flight: Count = 0
     requests_parked: Count = 0
+    #: A request of so many tokens fits, prompt and answer together, however they are divided; 0: a pool has no worker.
+    request_tokens_max: Tokens = 0
     counts: RequestCounts = RequestCounts()
 
     @property

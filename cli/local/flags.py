@@ -52,6 +52,12 @@ def policy_flags(args: argparse.Namespace) -> list[str]:
         str(args.ttft_slo_ms),
         "--tbt-slo-ms",
         str(args.tbt_slo_ms),
+        "--fetch-replicas",
+        str(args.fetch_replicas),
+        "--hot-transfers",
+        str(args.hot_transfers),
+        "--worker-wait-s",
+        str(args.worker_wait_s),
     ]
 
 

@@ -42,6 +42,12 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hot-transfers", type=int, default=4, help="copy a prefix that so many read at once; 0: never"
     )
+    group.add_argument(
+        "--worker-wait-s",
+        type=float,
+        default=15.0,
+        help="how long a new request waits for a worker where a pool has none; 0: it is refused at once",
+    )
     group.add_argument("--ttft-slo-ms", type=int, default=defaults.ttft_slo_ns // 1_000_000)
     group.add_argument("--tbt-slo-ms", type=int, default=defaults.tbt_slo_ns // 1_000_000)
 
@@ -55,6 +61,8 @@ def policy_of(args: argparse.Namespace) -> Policy:
         fetch_replicas=args.fetch_replicas,
         hot_transfers=args.hot_transfers,
         clock_step_ns_max=CLOCK_STEP_NS_MAX,
+        arrival_wait_ns_max=int(args.worker_wait_s * SECOND_NS),
+        pools_bound=True,
     )
 
 

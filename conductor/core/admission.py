@@ -23,7 +23,7 @@ from __future__ import annotations
 import msgspec
 
 from halfmoon.conductor.core.best_first import earliest_first_token, shortest_step
-from halfmoon.conductor.core.candidates import candidates, decode_candidates, has_room
+from halfmoon.conductor.core.candidates import candidates, capacity, decode_candidates, has_room
 from halfmoon.conductor.core.cost import answer_class, expected_decode_ns, expected_tokens
 from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.overload import queue_allowed_ns
@@ -76,8 +76,21 @@ def limit_ns(objective_ns: int, priority: int) -> int:
     return objective_ns * (1_000 + priority // 2) // 1_000
 
 
-def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Placement | Refusal:
-    """A placement or a refusal for a request that was never placed."""
+def waits_ns(state: State, request: RequestArrived, refusal: Refusal) -> int:
+    """How long a new request waits for a worker instead of being refused; 0: it does not wait.
+
+    Not when so many wait already, nor longer than until its first token is late.
+    """
+    policy = state.policy
+    if refusal.reason != "no_worker" or len(state.parked) >= policy.queued_max_per_worker:
+        return 0
+    return min(policy.arrival_wait_ns_max, limit_ns(slo_ns(state, request)[0], request.priority))
+
+
+def decide(
+    state: State, request: RequestArrived, now_ns: int, draw: str, *, waited_ns: int = 0
+) -> Placement | Refusal:
+    """A placement or a refusal for a request that was never placed, and has waited for a worker so long."""
     matched = match_prefix(state, request, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
     best = earliest_first_token(state, request, matched, now_ns)
@@ -112,7 +125,7 @@ def decide(state: State, request: RequestArrived, now_ns: int, draw: str) -> Pla
     workers = len(state.loads.prefill.rows) if best is not None else len(prefills)
     tbt_ns_max = max(c.tbt_ns for c in decodes) if short is None else short.tbt_ns_max
     return (
-        _over_slo(state, request, matched, placement, tbt_ns_max, now_ns)
+        _over_slo(state, request, matched, placement, tbt_ns_max, now_ns, waited_ns)
         or _too_large_now(state, request, placement, workers)
         or placement
     )
@@ -170,10 +183,7 @@ def _cannot(
                 retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
             )
     if not prefills or not decodes:
-        return Refusal(
-            reason="too_long",
-            message=f"{request.prompt_tokens} prompt tokens and {request.max_tokens} more fit no worker",
-        )
+        return Refusal(reason="too_long", message=_too_long(state, request))
     if all(c.full for c in prefills):
         return Refusal(
             reason="queue_full",
@@ -189,6 +199,14 @@ def _cannot(
     return None
 
 
+def _too_long(state: State, request: RequestArrived) -> str:
+    message = f"{request.prompt_tokens} prompt tokens and {request.max_tokens} more fit no worker"
+    if state.policy.pools_bound:  # a log of before has the message of before
+        prompt_tokens, tokens = capacity(state)
+        message += f": the cluster holds prompts of up to {prompt_tokens}, {tokens} with the answer"
+    return message
+
+
 def _over_slo(
     state: State,
     request: RequestArrived,
@@ -196,11 +214,12 @@ def _over_slo(
     placement: Placement,
     tbt_ns_max: int,
     now_ns: int,
+    waited_ns: int,
 ) -> Refusal | None:
     """A refusal because the prediction is over an SLO. `tbt_ns_max`: no worker that could take it has a longer step."""
     ttft_slo, tbt_slo = slo_ns(state, request)
     ttft_limit, tbt_limit = limit_ns(ttft_slo, request.priority), limit_ns(tbt_slo, request.priority)
-    ttft_ns = placement.prefill.ttft_ns
+    ttft_ns = placement.prefill.ttft_ns + waited_ns
     if ttft_ns > ttft_limit:
         wait = ttft_ns - ttft_limit
         return Refusal(
@@ -218,7 +237,7 @@ def _over_slo(
     decodes = decode_candidates(state, request, matched, placement.answer_tokens)
     if all(c.tbt_ns <= tbt_limit for c in decodes):
         return None
-    end_ns = now_ns + ttft_ns
+    end_ns = now_ns + placement.prefill.ttft_ns
     decode = placement.decode
     worker = state.workers[decode.worker_id]
     context = request.prompt_tokens + placement.answer_tokens

@@ -20,7 +20,7 @@ from halfmoon.conductor.core.fetch_plan import (
     plan_as_printed,
     plan_from_own_ssd,
 )
-from halfmoon.conductor.core.load_index import queue_ns
+from halfmoon.conductor.core.load_index import queue_ns, tokens_max
 from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.policies import FetchRule, rules_of
 from halfmoon.conductor.core.prefix_match import PrefixMatch
@@ -44,7 +44,7 @@ def candidates(
     fitting = [
         worker
         for worker in state.workers.values()
-        if worker.role == "prefill" and state.takes_orders(worker) and prefill_fits(worker, request)
+        if worker.role == "prefill" and state.takes_orders(worker) and prefill_fits(state, worker, request)
     ]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     return [candidate_of(state, worker, request.prompt_tokens, match, now_ns) for worker in workers]
@@ -141,9 +141,9 @@ def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -
     return blocks * block_ns * reused // counters.prompt_tokens
 
 
-def prefill_fits(worker: WorkerRecord, request: RequestArrived) -> bool:
-    """True when the worker's context and cache hold the prompt."""
-    return _fits(worker, request.prompt_tokens)
+def prefill_fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:
+    """True when the worker's context and cache, and its node's pool, hold the prompt."""
+    return request.prompt_tokens <= min(tokens_max(worker), state.pool_tokens(worker))
 
 
 # --- decode -------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def decode_candidates(
     fitting = [
         worker
         for worker in state.workers.values()
-        if worker.role == "decode" and state.takes_orders(worker) and decode_fits(worker, request)
+        if worker.role == "decode" and state.takes_orders(worker) and decode_fits(state, worker, request)
     ]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     context = request.prompt_tokens + answer_tokens
@@ -187,9 +187,23 @@ def decode_candidate_of(
     )
 
 
-def decode_fits(worker: WorkerRecord, request: RequestArrived) -> bool:
-    """True when the worker's context and cache hold prompt and answer."""
-    return _fits(worker, request.prompt_tokens + request.max_tokens)
+def decode_fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:
+    """True when the worker's context and cache hold prompt and answer, and its node's pool the prompt."""
+    if request.prompt_tokens > state.pool_tokens(worker):
+        return False
+    return request.prompt_tokens + request.max_tokens <= tokens_max(worker)
+
+
+def capacity(state: State) -> tuple[int, int]:
+    """Tokens of the longest prompt, and of the longest prompt with its answer, that the workers which take orders could
+    hold, were they empty; 0 where a pool has no worker.
+    """
+    prefills, decodes = state.loads.prefill.workers, state.loads.decode.workers
+    prompts = [
+        max((min(tokens_max(worker), state.pool_tokens(worker)) for worker in workers), default=0)
+        for workers in (prefills, decodes)
+    ]
+    return min(prompts), max(map(tokens_max, decodes), default=0)
 
 
 def has_room(worker: WorkerRecord, sequences: int, reserved_blocks: int, blocks: int) -> bool:
@@ -198,9 +212,3 @@ def has_room(worker: WorkerRecord, sequences: int, reserved_blocks: int, blocks:
     if worker.block_bytes == 0:
         return True
     return sequences < worker.batch_max and reserved_blocks + blocks <= worker.kv_blocks
-
-
-def _fits(worker: WorkerRecord, tokens: int) -> bool:
-    if tokens > worker.context_tokens_max:
-        return False
-    return worker.block_bytes == 0 or -(-tokens // worker.block_tokens) <= worker.kv_blocks

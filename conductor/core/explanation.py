@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.conductor.core.admission import Placement, Refusal, limit_ns, slo_ns
+from halfmoon.conductor.core.admission import Placement, Refusal, limit_ns, slo_ns, waits_ns
 from halfmoon.conductor.core.candidates import candidates, decode_candidates
 from halfmoon.conductor.core.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
@@ -36,7 +36,7 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     #: From which prediction on the request is refused: the SLO, by its priority.
     ttft_limit_ns: int
     tbt_limit_ns: int
-    #: Why it is placed again; "" for the first time.
+    #: Why it is placed again, or waits; "" for the first time.
     lost_reason: str = ""
     #: Node that round robin chose last, by pool.
     last_chosen: dict[str, str] = {}
@@ -48,7 +48,7 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     decode: list[DecodeCandidate]
     #: Workers that could not be chosen: id to why.
     left_out: dict[str, str]
-    #: None: accepted before, and no worker could take it; it waits.
+    #: None: no worker could take it; it waits.
     verdict: Placement | Refusal | None
 
 
@@ -94,9 +94,20 @@ def explain(
     )
 
 
+def explain_arrival(
+    state: State, request: RequestArrived, at_ns: int, verdict: Placement | Refusal, *, seq: int
+) -> Explanation:
+    """The grounds of `verdict` on a request that was never placed: it may wait instead of being refused."""
+    if isinstance(verdict, Refusal) and waits_ns(state, request, verdict):
+        return explain(state, request, at_ns, None, seq=seq, lost_reason=verdict.message)
+    return explain(state, request, at_ns, verdict, seq=seq)
+
+
 def _why_not(state: State, worker: WorkerRecord, request: RequestArrived) -> str:
     if worker.draining:
         return "draining"
     if not state.takes_orders(worker):
         return "its node's store agent is away"
-    return "it failed this request before" if fits(worker, request) else "the request is too long for it"
+    return (
+        "it failed this request before" if fits(state, worker, request) else "the request is too long for it"
+    )

@@ -43,8 +43,8 @@ def _check_requests(state: State) -> None:
     for request_id, request in state.requests.items():
         assert request_id == request.event.request_id
         assert request_id not in state.finished, ("ended and alive", request_id)
-        assert request.placements >= 1, request
         parked = request_id in state.parked
+        assert request.placements >= 1 or parked, request
         assert parked == (request.order_id == ""), ("neither placed nor parked, or both", request)
         if parked:
             assert f"unplaced:{request_id}:{request.placements}" in state.timers, ("parked for ever", request)

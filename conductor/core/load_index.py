@@ -62,7 +62,12 @@ class LoadIndex(Generic[Row]):
         "workers",
     )
 
-    def __init__(self, workers: list[WorkerRecord], row: Callable[[WorkerRecord], Row]) -> None:
+    def __init__(
+        self,
+        workers: list[WorkerRecord],
+        row: Callable[[WorkerRecord], Row],
+        pool_tokens: Callable[[WorkerRecord], int],
+    ) -> None:
         self._row: Callable[[WorkerRecord], Row] = row
         self._places = {worker.worker_id: place for place, worker in enumerate(workers)}
         self.workers = workers
@@ -74,7 +79,9 @@ class LoadIndex(Generic[Row]):
         for place, worker in enumerate(workers):
             self.on_node.setdefault(worker.node_id, []).append(place)
         #: Tokens of a request that every worker takes; -1: the workers are not alike.
-        self.tokens_max = min((_tokens_max(worker) for worker in workers), default=-1)
+        self.tokens_max = min(
+            (min(tokens_max(worker), pool_tokens(worker)) for worker in workers), default=-1
+        )
         if any(worker.layout != workers[0].layout for worker in workers):
             self.tokens_max = -1
         #: Tokens of a block that may be cached; 0: there is no KV.
@@ -126,13 +133,14 @@ class LoadIndexes:
         workers: Iterable[WorkerRecord],
         stores: Iterable[StoreRecord],
         links: Mapping[str, Mapping[str, Link]],
+        pool_tokens: Callable[[WorkerRecord], int],
     ) -> None:
         every = list(workers)
         self.prefill = LoadIndex[PrefillRow](
-            [worker for worker in every if worker.role == "prefill"], prefill_row
+            [worker for worker in every if worker.role == "prefill"], prefill_row, pool_tokens
         )
         self.decode = LoadIndex[DecodeRow](
-            [worker for worker in every if worker.role == "decode"], decode_row
+            [worker for worker in every if worker.role == "decode"], decode_row, pool_tokens
         )
         #: No store agent is suspected at or after this time.
         self.suspected_until_ns = max((store.suspected_until_ns for store in stores), default=0)
@@ -203,7 +211,8 @@ def decode_row(worker: WorkerRecord) -> DecodeRow:
     return DecodeRow(worker.cost.step_ns(sequences + 1, worker.context_tokens), blocks_free)
 
 
-def _tokens_max(worker: WorkerRecord) -> int:
+def tokens_max(worker: WorkerRecord) -> int:
+    """Tokens of the longest request that the worker itself could hold, were it empty."""
     if not worker.block_bytes:
         return worker.context_tokens_max
     return min(worker.context_tokens_max, worker.kv_blocks * worker.block_tokens)

@@ -34,7 +34,7 @@ from halfmoon.conductor.core.cost import (
     refit_decode,
     refit_prefill,
 )
-from halfmoon.conductor.core.explanation import Explanation, explain
+from halfmoon.conductor.core.explanation import Explanation, explain_arrival
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.log_clock import log_time_ns
 from halfmoon.conductor.core.reconcile import reconcile_orders
@@ -134,7 +134,7 @@ class Core:
         """
         state = self.state
         verdict = decide(state, request, at_ns, f"{state.seq + 1}:0")
-        return explain(state, request, at_ns, verdict, seq=state.seq + 1)
+        return explain_arrival(state, request, at_ns, verdict, seq=state.seq + 1)
 
     def digest(self) -> str:
         """Names the whole state; equal for equal logs, whatever the process."""
@@ -241,6 +241,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             state.policy, state.code_version = event.policy, event.code_version
         case PolicyChanged():
             state.policy = event.policy
+            state.members_changed()
         case _:
             assert_never(event)
 
@@ -253,7 +254,7 @@ def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
     if kind == "lost":
         membership.loss_timer_fired(state, event.key, event.at_ns, out)
     elif kind == "unplaced":
-        orders.fail(state, state.requests[subject], "no worker came in time", out)
+        orders.end_waiting(state, state.requests[subject], out)
 
 
 def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: Half) -> Order | None:

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import msgspec
 
-from halfmoon.conductor.core.admission import Placement, Refusal, decide, place_again, slo_ns
-from halfmoon.conductor.core.explanation import explain
+from halfmoon.conductor.core.admission import (
+    Placement,
+    Refusal,
+    decide,
+    place_again,
+    slo_ns,
+    waits_ns,
+)
+from halfmoon.conductor.core.explanation import explain, explain_arrival
 from halfmoon.conductor.core.overload import learn_offered
 from halfmoon.conductor.core.records import Order, Request
 from halfmoon.conductor.core.replication import spread_hot_prefix
@@ -29,19 +36,53 @@ from halfmoon.schemas.types import INT_MAX
 
 
 def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> None:
-    """Place a request that was never seen, or refuse it with a reason."""
+    """Place a request that was never seen, let it wait for a worker, or refuse it with a reason."""
     state.counters.arrived += 1
-    verdict = decide(state, event, state.at_ns, _draw(state))
-    if verdict.predicted.prefill_ns:
-        learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
+    request = Request(event=event, arrived_ns=state.at_ns)
+    verdict = _decide(state, request)
     if out.explains(event.request_id):
-        out.notes.append(explain(state, event, state.at_ns, verdict, seq=state.seq))
-    if isinstance(verdict, Refusal):
-        reject(state, event, verdict, out)
-    else:
-        request = Request(event=event, arrived_ns=state.at_ns)
+        out.notes.append(explain_arrival(state, event, state.at_ns, verdict, seq=state.seq))
+    if not isinstance(verdict, Refusal):
         state.requests[event.request_id] = request
         _order(state, request, verdict, out)
+    elif wait_ns := waits_ns(state, event, verdict):
+        state.requests[event.request_id] = request
+        park(state, request, wait_ns, out)
+    else:
+        reject(state, event, verdict, out)
+
+
+def _decide(state: State, request: Request) -> Placement | Refusal:
+    waited_ns = state.at_ns - request.arrived_ns
+    verdict = decide(state, request.event, state.at_ns, _draw(state), waited_ns=waited_ns)
+    if verdict.predicted.prefill_ns:
+        learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
+    return verdict
+
+
+def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool) -> None:
+    """Place or refuse a request that has waited since it arrived; with `wait` it may go on waiting."""
+    event = request.event
+    verdict = _decide(state, request)
+    if wait and isinstance(verdict, Refusal) and verdict.reason == "no_worker":
+        return
+    if out.explains(event.request_id):
+        waited = "it waited for a worker"
+        out.notes.append(explain(state, event, state.at_ns, verdict, seq=state.seq, lost_reason=waited))
+    if isinstance(verdict, Refusal):
+        end(state, request)
+        reject(state, event, verdict, out)
+    else:
+        unpark(state, request)
+        _order(state, request, verdict, out)
+
+
+def end_waiting(state: State, request: Request, out: StepOutput) -> None:
+    """The time is over in which a worker might have come."""
+    if request.placements:
+        fail(state, request, "no worker came in time", out)
+    else:
+        _decide_again(state, request, out, wait=False)
 
 
 def accept_again(state: State, event: RequestArrived, out: StepOutput) -> None:
@@ -61,7 +102,7 @@ def place(state: State, request: Request, lost_reason: str, out: StepOutput) -> 
     placement = place_again(state, request, state.at_ns, _draw(state))
     _note(state, request, placement, lost_reason, out)
     if placement is None:
-        park(state, request, out)
+        park(state, request, state.policy.unplaced_ns_max, out)
     else:
         _order(state, request, placement, out)
 
@@ -76,6 +117,9 @@ def place_parked(state: State, out: StepOutput) -> None:
     """Place the requests that wait, oldest first, as far as possible. Call it when a worker starts to take orders."""
     for request_id in list(state.parked):
         request = state.requests[request_id]
+        if not request.placements:  # never accepted
+            _decide_again(state, request, out, wait=True)
+            continue
         placement = place_again(state, request, state.at_ns, _draw(state))
         if placement is not None:
             _note(state, request, placement, "it waited for a worker", out)
@@ -101,13 +145,14 @@ def _note(
         )
 
 
-def park(state: State, request: Request, out: StepOutput) -> None:
+def park(state: State, request: Request, wait_ns: int, out: StepOutput) -> None:
+    """Let it wait for a worker, for so long."""
     request_id = request.event.request_id
     state.parked[request_id] = True
     arm(
         state,
         f"unplaced:{request_id}:{request.placements}",
-        state.at_ns + state.policy.unplaced_ns_max,
+        state.at_ns + wait_ns,
         out,
     )
 

@@ -93,7 +93,10 @@ class FrontendRecord(msgspec.Struct, kw_only=True):
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """A request that was accepted and has not ended. It has an order, or it is parked (`order_id` "")."""
+    """A request that has not ended. It has an order, or it is parked (`order_id` "").
+
+    With `placements` 0 it is parked since it arrived, and not accepted yet.
+    """
 
     event: RequestArrived
     arrived_ns: int

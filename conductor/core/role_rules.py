@@ -12,6 +12,7 @@ from halfmoon.conductor.core.candidates import decode_fits, prefill_fits
 from halfmoon.conductor.core.cost import Fit, decode_fit, prefill_fit
 from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.records import Order, WorkerRecord
+from halfmoon.conductor.core.state import State
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import Policy
@@ -29,13 +30,13 @@ def first_fit(role: WorkerRole, profile: CostProfile) -> Fit:
             assert_never(role)
 
 
-def fits(worker: WorkerRecord, request: RequestArrived) -> bool:
-    """Whether the worker could hold its half of the request, were it empty."""
+def fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:
+    """Whether the worker, and its node's pool, could hold its half of the request, were they empty."""
     match worker.role:
         case "prefill":
-            return prefill_fits(worker, request)
+            return prefill_fits(state, worker, request)
         case "decode":
-            return decode_fits(worker, request)
+            return decode_fits(state, worker, request)
         case _:
             assert_never(worker.role)
 

@@ -26,6 +26,8 @@ from halfmoon.schemas.policy import Policy
 
 #: How many ended requests are remembered, so that a repeated `RequestArrived` starts nothing.
 FINISHED_MAX = 16_384
+#: Where a pool bounds no prompt.
+UNBOUND_TOKENS = 2**62
 
 
 class State(msgspec.Struct, kw_only=True, dict=True):
@@ -76,12 +78,21 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     @cached_property
     def loads(self) -> LoadIndexes:
         ready = [worker for worker in self.workers.values() if self.takes_orders(worker)]
-        return LoadIndexes(ready, self.stores.values(), self.links)
+        return LoadIndexes(ready, self.stores.values(), self.links, self.pool_tokens)
 
     def takes_orders(self, worker: WorkerRecord) -> bool:
         """True unless it drains or its node's store agent, through which all its KVCache comes and goes, is away."""
         return not worker.draining and (worker.block_bytes == 0 or worker.node_id in self.stores)
 
+    def pool_tokens(self, worker: WorkerRecord) -> int:
+        """Tokens of a prompt that the pool of the worker's node could hold, were it empty."""
+        store = self.stores.get(worker.node_id)
+        if store is None or not self.policy.pools_bound or worker.block_bytes == 0:
+            return UNBOUND_TOKENS
+        return store.slots * worker.block_tokens
+
     def members_changed(self) -> None:
-        """Call after a worker or a store agent joined, drains, is suspected or left: `loads` is built again."""
+        """Call after a worker or a store agent joined, drains, is suspected or left, and after the policy changed:
+        `loads` is built again.
+        """
         vars(self).pop("loads", None)

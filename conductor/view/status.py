@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from halfmoon.conductor.core.candidates import capacity
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.role_rules import waiting_ns
 from halfmoon.conductor.core.state import State
@@ -29,6 +30,7 @@ def conductor_status(core: Core, *, conductor_id: str, caught_up: bool) -> Condu
         index_blocks=state.index.blocks,
         requests_in_flight=len(state.requests),
         requests_parked=len(state.parked),
+        request_tokens_max=min(capacity(state)),
         counts=request_counts(state),
     )
 

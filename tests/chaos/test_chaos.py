@@ -148,7 +148,9 @@ def test_a_lease_that_is_never_given_back_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_a_full_queue_that_takes_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole_decide = machine.orders.decide
-    monkeypatch.setattr(machine.orders, "decide", lambda state, *args: whole_decide(Roomy(state), *args))
+    monkeypatch.setattr(
+        machine.orders, "decide", lambda state, *args, **more: whole_decide(Roomy(state), *args, **more)
+    )
     fails(0, "more than the queue takes")
 
 

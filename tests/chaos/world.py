@@ -53,6 +53,8 @@ class World:
         self.clock_draw = random.Random(f"clock {seed}")
         self.clock_steps = self.clock_draw.random() < 0.25
         self.draw = draw = self.net.draw
+        #: For what was added later: a seed's other draws stay what they were.
+        self.draw_late = random.Random(-seed - 1)
         if not lossy:
             self.net.loss = 0.0
         # The configuration, drawn too.
@@ -110,6 +112,8 @@ class World:
             link_bytes_s=draw.choice([20_000_000, 2_000_000_000]),
             lost_after_ns=draw.choice([2 * S, 4 * S]),
             clock_step_ns_max=60 * S,
+            arrival_wait_ns_max=self.draw_late.choice([0, 1 * S, 10 * S]),
+            pools_bound=self.draw_late.random() < 0.5,
         )
 
     @property

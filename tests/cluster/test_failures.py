@@ -110,6 +110,37 @@ async def test_a_prefill_worker_dies_while_it_computes(cluster: Cluster, nc: nat
     await nothing_held(cluster)
 
 
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+async def test_requests_wait_while_every_worker_of_a_role_is_restarted(
+    cluster: Cluster, nc: nats.NATS, half: str
+) -> None:
+    """As a rolling restart where there is one worker of a role: nothing is refused, nothing lost."""
+    undisturbed = await cluster.generate(nc, **fields(40, 4, "calm"))
+    await whole(cluster)
+    before = await last_seq(cluster)
+    asked = []
+    for number in range(12):
+        asked.append(asyncio.ensure_future(cluster.generate(nc, **fields(40, 4, f"{half} restarts"))))
+        await asyncio.sleep(0.2)
+        if number == 2:
+            for place in range(2):
+                cluster.kill(f"{half}-{place}", signal.SIGTERM)
+    for answer in await asyncio.gather(*asked):
+        same(answer, undisturbed)
+    arrived = {
+        s.event.request_id: s.seq for s in await cluster.events(before) if isinstance(s.event, RequestArrived)
+    }
+    first = [
+        o
+        for o in await cluster.decisions()
+        if isinstance(o.decision, StartDecode) and o.decision.placement == 1
+    ]
+    # Some came while there was no worker, and were placed when one joined.
+    assert [o for o in first if o.cause_seq > arrived.get(o.decision.request_id, o.cause_seq)]
+    await whole(cluster)
+    await nothing_held(cluster)
+
+
 async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster, nc: nats.NATS) -> None:
     tokens = 40
     undisturbed = await cluster.generate(nc, **fields(300, tokens, "calm"))

@@ -68,6 +68,7 @@ class Double:
         self.resend: Callable[[ResendRequest], ResendReply] = lambda _: ResendReply(known=False)
         self.resend_requests: list[ResendRequest] = []
         self.ready = True
+        self.request_tokens_max = 0
         self.failures: list[BaseException] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -116,6 +117,7 @@ class Double:
             digest="00ff",
             caught_up=True,
             policy=Policy(),
+            request_tokens_max=self.request_tokens_max,
             nodes=nodes if self.ready else [],
         )
 

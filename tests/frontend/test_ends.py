@@ -42,7 +42,61 @@ async def cancelled_soon(cluster: Any, since: float) -> RequestCancelled:
     return event
 
 
-REASONS = [("ttft_slo", 429), ("no_room", 429), ("no_worker", 503), ("too_long", 413)]
+REASONS = [("ttft_slo", 429), ("no_room", 429), ("no_worker", 503), ("decode_refused", 503)]
+
+
+def test_what_no_worker_could_hold_is_refused_by_the_name_of_the_field(run: Any) -> None:
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        decision = RejectRequest(
+            request_id=arrived.request_id,
+            frontend_id=double.frontend_id,
+            reason="too_long",
+            message="9 fit no worker",
+        )
+        await double.order(decision, seq)
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script
+        chat = {"messages": [{"role": "user", "content": "Once"}]}
+        for path, body, field in (
+            ("/v1/completions", BODY, "prompt"),
+            ("/v1/chat/completions", chat, "messages"),
+        ):
+            got, _, answer = await cluster.post(path, body)
+            error = answer["error"]
+            assert (got, error["code"], error["param"]) == (400, "too_long", field)
+            assert (error["type"], error["message"]) == ("invalid_request_error", f"{field}: 9 fit no worker")
+
+    run(scenario)
+
+
+def test_the_length_that_is_promised_is_what_the_cluster_can_hold_now(run: Any) -> None:
+    """Bounded by the model's context; without workers, the last word counts."""
+
+    async def promised(cluster: Any) -> set[int]:
+        await asyncio.sleep(0.3)  # longer than a status is kept
+        _, _, body = await cluster.http_get("/v1/models")
+        _, models = await cluster.ask("models", {})
+        _, tokenized = await cluster.ask("tokenize", {"prompt": "Once"})
+        return {
+            orjson.loads(body)["data"][0]["max_model_len"],
+            models["data"][0]["max_model_len"],
+            tokenized["max_model_len"],
+        }
+
+    async def scenario(cluster: Any) -> None:
+        for held, length in ((0, 2048), (300, 300), (40, 40), (0, 40), (1 << 20, 2048)):
+            cluster.double.request_tokens_max = held
+            assert await promised(cluster) == {length}
+        _, status = await cluster.ask("status", {})
+        assert status["request_tokens_max"] == 1 << 20
+        cluster.double.request_tokens_max = 40
+        await promised(cluster)
+        await cluster.ask("generate", {"prompt": [5] * 30})
+        (arrived,) = await cluster.double.wait_for(RequestArrived)
+        assert arrived.max_tokens == 10  # not said: as many as fit
+
+    run(scenario)
 
 
 @pytest.mark.parametrize(("reason", "status"), REASONS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,12 +27,13 @@ CACHED_S = 0.25
 
 
 class ClusterStatus:
-    """`read` asks at most every `CACHED_S`, and once for all who wait."""
+    """`read` asks at most every `CACHED_S`, and once for all who wait; the newest answer goes to `learn` too."""
 
-    def __init__(self, bus: Bus, config: FrontendConfig) -> None:
+    def __init__(self, bus: Bus, config: FrontendConfig, learn: Callable[[ConductorStatus], None]) -> None:
         self.http_url = ""
         self._bus = bus
         self._config = config
+        self._learn = learn
         self._last: dict[str, Any] | None = None
         self._read_at = 0.0
         self._lock = asyncio.Lock()
@@ -90,6 +92,8 @@ class ClusterStatus:
         if not conductors:
             return status
         newest = max(conductors, key=lambda conductor: conductor.seq)
+        self._learn(newest)
+        status["request_tokens_max"] = newest.request_tokens_max
         status["nodes"] = [
             {
                 "id": node.id,

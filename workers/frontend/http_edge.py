@@ -168,6 +168,7 @@ class HttpEdge:
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         self._authorize(request)
+        await self._status.read()  # what the cluster can hold now
         return _json(self._registry.prompts.models(self._registry.started_at_s))
 
     async def _tokenize(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -236,8 +236,12 @@ class NatsEdge:
             self.send(reply_subject(msg.reply), b"")
 
     async def _models(self, endpoint: ServiceEndpoint, msg: Msg) -> None:
-        models = self.registry.prompts.models(self.registry.started_at_s)
-        self._reply(endpoint, time.monotonic_ns(), msg, models)
+        async def answer() -> None:
+            await self._status.read()  # what the cluster can hold now
+            self._reply(endpoint, started_ns, msg, self.registry.prompts.models(self.registry.started_at_s))
+
+        started_ns = time.monotonic_ns()
+        self.registry.spawn(answer())
 
     async def _show_status(self, endpoint: ServiceEndpoint, msg: Msg) -> None:
         async def answer() -> None:

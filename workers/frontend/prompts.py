@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from halfmoon.schemas.api import ApiError, ApiRequest, TokenizeBody, plain_messages
 from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.status import ConductorStatus
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.model.tokenizer import (
     ChatTemplateError,
@@ -45,6 +46,8 @@ class PromptReader:
     def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, layout: Layout) -> None:
         self.config = config
         self.pending = 0
+        #: Of prompt and answer together: the model's context, or what the cluster can hold of it.
+        self.max_model_len = config.context_tokens
         self._tokenizer = tokenizer
         self._layout = layout
         self._models = {"", config.model, *config.model_aliases}
@@ -54,6 +57,11 @@ class PromptReader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def learn(self, status: ConductorStatus) -> None:
+        """A conductor says what the workers that are there can hold; without workers the last word counts."""
+        if status.caught_up and status.request_tokens_max:
+            self.max_model_len = min(self.config.context_tokens, status.request_tokens_max)
 
     def check_model(self, name: str) -> None:
         """ "" means the one there is. Raises ApiError 404."""
@@ -78,7 +86,7 @@ class PromptReader:
             "object": "model",
             "created": created_s,
             "owned_by": "halfmoon",
-            "max_model_len": self.config.context_tokens,
+            "max_model_len": self.max_model_len,
             "vocab_size": self._tokenizer.vocab_size,
         }
         return {"object": "list", "data": [model]}
@@ -90,7 +98,7 @@ class PromptReader:
             raise ApiError(422, "exactly one of prompt and messages", param="prompt", code="contradiction")
         messages = plain_messages(body.messages) if body.messages is not None else None
         ids = await self.encode(text=body.prompt, messages=messages) if messages or body.prompt else []
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.config.context_tokens}
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
 
     async def encode(
         self,
@@ -155,7 +163,9 @@ class PromptReader:
             param = "messages" if ask.chat else "prompt"
             raise ApiError(413, message, param=param, code="context_length_exceeded")
         if ask.max_tokens is None:
-            return min(max(default, ask.sampling.min_tokens), room)
+            # What the cluster holds changes with its members: whether the request fits is for the conductors to say.
+            held = max(1, self.max_model_len - prompt_tokens)
+            return min(max(min(default, held), ask.sampling.min_tokens), room)
         if ask.max_tokens > room:
             message = (
                 f"{prompt_tokens} prompt tokens and {ask.max_tokens} to generate are more than the context of "

@@ -95,7 +95,7 @@ class RequestRegistry:
         self.spawn(self._follow_decisions(reader))
         self.spawn(self._follow_placements(placements))
         self.spawn(self._tick())
-        self.spawn(self.metrics.slo.follow(self.bus))
+        self.spawn(self.metrics.slo.follow(self.bus, self.prompts.learn))
         self._joined = True
 
     async def stop(self) -> None:
@@ -312,7 +312,7 @@ class RequestRegistry:
                     continue
                 if isinstance(decision, RejectRequest):
                     self.metrics.rejected(decision.reason)
-                    self.fail(request, rejection(decision))
+                    self.fail(request, rejection(decision, chat=request.ask.chat))
                 else:
                     self.fail(request, ApiError(500, decision.message, code="failed"))
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from halfmoon.schemas.api import ApiError
-from halfmoon.schemas.decisions import Prediction, RejectRequest
+from halfmoon.schemas.decisions import Prediction, RejectReason, RejectRequest
 from halfmoon.schemas.numbers import MS_NS
 
-_STATUS = {"no_worker": 503, "too_long": 413}
+#: 429 says that nothing was computed. A decode worker's own refusal comes after prefill.
+_STATUS: dict[RejectReason, int] = {"no_worker": 503, "too_long": 400, "decode_refused": 503}
 
 
-def rejection(decision: RejectRequest) -> ApiError:
-    """429; 503 when a pool is empty, 413 when no worker could ever hold it. With what was predicted, and the
-    SLO.
+def rejection(decision: RejectRequest, *, chat: bool) -> ApiError:
+    """429; 503 when a pool is empty or a decode worker refused what was prefilled, 400 when no worker could ever
+    hold it. With what was predicted, and the SLO.
     """
+    param = ("messages" if chat else "prompt") if decision.reason == "too_long" else None
+    message = decision.message or decision.reason
     error = ApiError(
         _STATUS.get(decision.reason, 429),
-        decision.message or decision.reason,
+        f"{param}: {message}" if param else message,
+        param=param,
         code=decision.reason,
         retry_after_ns=decision.retry_after_ns,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
@@ -23,13 +23,14 @@ class ClusterSlo:
         self.ttft_ns = 0
         self.tbt_ns = 0
 
-    async def follow(self, bus: Bus) -> None:
-        """Ask the conductors now and then, for ever."""
+    async def follow(self, bus: Bus, learn: Callable[[ConductorStatus], None]) -> None:
+        """Ask the conductors now and then, for ever; each answer goes to `learn` too."""
         while True:
             pause_s = RETRY_S
             with contextlib.suppress(BusError):
                 subject = subjects.status(subjects.CONDUCTORS)
                 answer = await bus.request(subject, StatusRequest(), ConductorStatus, timeout_s=2.0)
+                learn(answer)
                 if answer.caught_up:
                     self.ttft_ns, self.tbt_ns = answer.policy.ttft_slo_ns, answer.policy.tbt_slo_ns
                     pause_s = ASK_S
