@@ -45,7 +45,7 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--worker-wait-s",
         type=float,
-        default=15.0,
+        default=30.0,
         help="how long a new request waits for a worker where a pool has none; 0: it is refused at once",
     )
     group.add_argument("--ttft-slo-ms", type=int, default=defaults.ttft_slo_ns // 1_000_000)
