@@ -41,7 +41,7 @@ class OutputLog:
 
 
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """What a process writes, line by line, until it ends."""
+    """The lines that a process writes, until it ends."""
     begun = b""
     while chunk := await stream.read(LINE_BYTES_MAX):
         *whole, begun = (begun + chunk).split(b"\n")

@@ -64,7 +64,13 @@ class Target(NamedTuple):
 
 
 class Found(Exception):
-    """An input did what none may; the text is for a person."""
+    """An input did what none may; the text is for a person. `content`: that input, where it is not the one being
+    played.
+    """
+
+    def __init__(self, text: str, content: bytes | None = None) -> None:
+        super().__init__(text)
+        self.content = content
 
 
 class Hung(BaseException):

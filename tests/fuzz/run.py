@@ -59,6 +59,8 @@ def play_part(name: str, seeds: range, seconds: float, at: Synchronized[int], an
             at.value = -1
     except Found as found:
         problem, end = str(found), (resident_bytes(), open_files())
+        if found.content is not None:
+            problem, at.value = f"{target.keep(found.content)}: {problem}", -1
     if not problem and all(warm):
         if end[0] - warm[0] > GROWTH_BYTES_MAX:
             problem = f"memory grew from {warm[0]} to {end[0]} bytes"
