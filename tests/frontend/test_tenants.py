@@ -88,7 +88,7 @@ def key_file(folder: Path, text: str, mode: int = 0o600) -> str:
 
 
 def test_a_line_of_the_key_file_is_a_key_or_a_tenant_and_its_key(tmp_path: Path) -> None:
-    text = "# clients\n\nplain-key-0123456789\n acme   acme-key-0123456789 \r\n* all-key-0123456789\n"
+    text = "# clients\n\nplain-key-0123456789  # of nobody\n acme   acme-key-0123456789 \r\n* all-key-0123456789\n"
     assert read_keys(key_file(tmp_path, text)) == {
         "plain-key-0123456789": "",
         "acme-key-0123456789": "acme",

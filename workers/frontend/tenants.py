@@ -84,7 +84,7 @@ class ApiKeys:
 def read_keys(file: str) -> dict[str, str]:
     """Keys and their tenants from the lines of `file`: `KEY` (of the default tenant, ""), `TENANT KEY`, `* KEY`.
 
-    Empty lines and those that begin with `#` say nothing. Raises OSError, and ValueError with the line's number
+    What follows ` #` says nothing. Raises OSError, and ValueError with the line's number
     (never its text); also when others than the owner and its group may read the file, or others than the owner may
     write it.
     """
@@ -100,8 +100,8 @@ def read_keys(file: str) -> dict[str, str]:
         lines = source.read().splitlines()
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+        words = f" {line}".partition(" #")[0].split()
+        if not words:
             continue
         tenant, key = ("", words[0]) if len(words) == 1 else (words[0], words[-1])
         where = f"{file}: line {number}"
