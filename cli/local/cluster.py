@@ -55,6 +55,7 @@ from halfmoon.store.pool.segment import remove_stale
 START_S_MAX = 300.0
 #: Between two looks at nats-server, and between two attempts to start it again.
 SERVER_PAUSE_S = 0.1
+SERVER_RETRY_S = 1.0
 #: A process that dies more often before the cluster is ready will not come up.
 START_DEATHS_MAX = 3
 
@@ -203,11 +204,12 @@ class LocalCluster:
                 self.say(
                     f"nats-server died ({how}); it is started again. Its output: {server.directory / 'nats.log'}"
                 )
-                server.launch_again()
                 try:
+                    server.launch_again()
                     await asyncio.to_thread(server.wait)
-                except BusUnreachable as problem:
+                except (BusUnreachable, OSError) as problem:  # OSError: no file descriptor, no memory for it
                     self.say(str(problem))
+                    await asyncio.sleep(SERVER_RETRY_S)
 
     def _keep_one_old_log(self) -> None:
         """The log of the last cluster stays readable until the one after the next start."""

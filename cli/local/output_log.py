@@ -31,10 +31,13 @@ class OutputLog:
             return
 
     def _begin_another(self) -> None:
-        self._output.close()
+        # The new one is there before the old one is moved: there may be no file descriptor, or no room, for it now.
+        begun = self._file.with_name(f"{self._file.name}.new")
+        another = begun.open("wb", buffering=0)
         os.replace(self._file, self._file.with_name(f"{self._file.name}.1"))
-        self._output = self._file.open("ab", buffering=0)
-        self._bytes = 0
+        os.replace(begun, self._file)
+        self._output.close()
+        self._output, self._bytes = another, 0
 
     def close(self) -> None:
         self._output.close()

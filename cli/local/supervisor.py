@@ -76,6 +76,17 @@ class Supervisor:
             start_new_session=True,
         )
 
+    async def _launch_again(self, child: Child) -> bool:
+        """Tried until there are file descriptors, memory and a process to be had. False: it is to stop meanwhile."""
+        while child.name not in self._stopping:
+            try:
+                await self._launch(child)
+                return True
+            except OSError as problem:
+                self._on_line(child, f"warning: cannot be started now: {problem}")
+                await asyncio.sleep(child.pause_s)
+        return False
+
     async def _watch(self, child: Child) -> None:
         while True:
             process = child.process
@@ -96,7 +107,8 @@ class Supervisor:
             if child.name in self._stopping:
                 return
             child.restarts += 1
-            await self._launch(child)
+            if not await self._launch_again(child):
+                return
 
     async def stop(self, names: list[str], *, within_s: float) -> None:
         """End these children together: SIGTERM, then SIGKILL when time is over."""

@@ -61,7 +61,7 @@ class DecodeSequence:
         self.tokens: list[SampledToken] = []
         self.finish_reason = ""
         self.slo_checked = False
-        #: When the first token was heard of, and when nothing was missing any more; the latter by the wall clock too.
+        #: When the first token was heard of, and when nothing was missing any more (that by the wall clock too).
         self.result_ns = self.ready_ns = self.ready_wall_ns = 0
         self.started_ns = 0
         self.last_token_ns = 0

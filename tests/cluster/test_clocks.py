@@ -1,0 +1,124 @@
+"""Clocks of the processes are set by hours, either way, while a real cluster serves; and processes stop for a minute.
+
+libfaketime sets the wall clock of every process but nats-server (it is linked statically): a file says by how much, and
+is changed under way. The server's own clock is set in the worlds of chaos and in tests/conductor/test_clock_steps.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.cluster.harness import Cluster, running
+from tests.cluster.prompts import prompt
+from tests.cluster.test_failures import nothing_held, whole
+
+LIBRARIES = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1", "/usr/lib/faketime/libfaketime.so.1")
+STEPS = ("+5h", "-7h", "+0")
+STOP_S = 60.0
+PROCESSES = ("frontend-0", "prefill-0", "decode-0", "store-prefill-0", "conductor-0")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def clock() -> Iterator[Path]:
+    """The file that sets every clock; skipped where libfaketime is not installed."""
+    library = next((path for path in LIBRARIES if Path(path).exists()), None)
+    if library is None:
+        pytest.skip("libfaketime is not installed (Debian: apt-get install libfaketime)")
+    file = Path(f"/dev/shm/halfmoon-clock-{os.getpid()}")
+    file.write_text("+0\n")
+    fields = {
+        "LD_PRELOAD": library,
+        "FAKETIME_TIMESTAMP_FILE": str(file),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        # Locks and pauses are by the monotonic clock, which is left alone.
+        "FAKETIME_FAKE_STAT": "0",
+        "NO_FAKE_STAT": "1",
+    }
+    before = {name: os.environ.get(name) for name in fields}
+    os.environ.update(fields)
+    try:
+        yield file
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        file.unlink()
+
+
+@pytest.fixture(scope="module")
+def cluster(clock: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("clocks"), "--ttft-slo-ms", "600000") as one:
+        yield one
+
+
+async def ask(cluster: Cluster, length: int, salt: str) -> dict[str, Any]:
+    body = {
+        "prompt": prompt(length),
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "cache_salt": salt,
+    }
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{cluster.http}/v1/completions", json=body) as reply,
+    ):
+        answer: dict[str, Any] = await reply.json()
+        assert reply.status == 200, answer
+        return answer
+
+
+async def test_all_clocks_are_set_by_hours_under_requests(cluster: Cluster, clock: Path) -> None:
+    calm = await ask(cluster, 600, "calm")
+    began = await cluster.events()
+    for step in STEPS:
+        asked = [asyncio.ensure_future(ask(cluster, 600, f"{step}{number}")) for number in range(2)]
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(clock.write_text, f"{step}\n")
+        for answer in await asyncio.gather(*asked):
+            assert answer["choices"][0]["text"] == calm["choices"][0]["text"]
+            assert all(0 <= spent < 600_000 for spent in answer["timing_ms"].values()), answer["timing_ms"]
+        after = await ask(cluster, 600, f"after {step}")
+        assert after["choices"][0]["text"] == calm["choices"][0]["text"]
+    await whole(cluster)
+    await nothing_held(cluster)
+    # Nobody was lost, and nothing was placed twice, for the sake of a clock.
+    kinds = {type(s.event).__name__ for s in await cluster.events(began[-1].seq)}
+    assert not kinds & {"WorkerLeft", "StoreLeft", "FrontendLeft", "PrefillFailed", "DecodeFailed"}
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+async def test_a_process_that_stands_still_for_a_minute_goes_on(cluster: Cluster, name: str) -> None:
+    """Longer than any lease and deadline: what it holds has been given away, and its late words change nothing."""
+    calm = await ask(cluster, 600, "calm")
+    asked = [asyncio.ensure_future(ask(cluster, 600, f"{name}{number}")) for number in range(2)]
+    await asyncio.sleep(0.7)
+    pid = cluster.kill(name, signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        if name != "frontend-0":
+            meanwhile = await ask(cluster, 600, f"{name} meanwhile") if name != "conductor-0" else calm
+            assert meanwhile["choices"][0]["text"] == calm["choices"][0]["text"]
+        await asyncio.sleep(max(0.0, STOP_S - time.monotonic() + stopped))
+    finally:
+        cluster.kill(name, signal.SIGCONT)
+    for answer in await asyncio.gather(*asked):
+        assert answer["choices"][0]["text"] == calm["choices"][0]["text"]
+    assert cluster.pid(name) == pid
+    await whole(cluster)
+    await nothing_held(cluster)
+    again = await ask(cluster, 600, f"{name} again")
+    assert again["choices"][0]["text"] == calm["choices"][0]["text"]
