@@ -1,14 +1,16 @@
 """Clocks of the processes are set by hours, either way, while a real cluster serves; and processes stop for a minute.
 
-libfaketime sets the wall clock of every process but nats-server (it is linked statically): a file says by how much, and
-is changed under way. The server's own clock is set in the worlds of chaos and in tests/conductor/test_clock_steps.py.
+A preloaded library sets the wall clock of every process but nats-server, which is linked statically. The server's own
+clock is set in the worlds of chaos and in tests/conductor/test_clock_steps.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import mmap
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,45 +23,43 @@ from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import prompt
 from tests.cluster.test_failures import nothing_held, whole
 
-LIBRARIES = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1", "/usr/lib/faketime/libfaketime.so.1")
-STEPS = ("+5h", "-7h", "+0")
+#: Seconds.
+STEPS = (5 * 3600, -7 * 3600, 0)
 STOP_S = 60.0
 PROCESSES = ("frontend-0", "prefill-0", "decode-0", "store-prefill-0", "conductor-0")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def clock() -> Iterator[Path]:
-    """The file that sets every clock; skipped where libfaketime is not installed."""
-    library = next((path for path in LIBRARIES if Path(path).exists()), None)
-    if library is None:
-        pytest.skip("libfaketime is not installed (Debian: apt-get install libfaketime)")
-    file = Path(f"/dev/shm/halfmoon-clock-{os.getpid()}")
-    file.write_text("+0\n")
-    fields = {
-        "LD_PRELOAD": library,
-        "FAKETIME_TIMESTAMP_FILE": str(file),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        # Locks and pauses are by the monotonic clock, which is left alone.
-        "FAKETIME_FAKE_STAT": "0",
-        "NO_FAKE_STAT": "1",
-    }
-    before = {name: os.environ.get(name) for name in fields}
-    os.environ.update(fields)
-    try:
-        yield file
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        file.unlink()
+class Clock:
+    """The wall clock of every process that is started while it is preloaded."""
+
+    def __init__(self, file: Path) -> None:
+        file.write_bytes(bytes(8))
+        with file.open("r+b") as opened:
+            self._shift = mmap.mmap(opened.fileno(), 8)
+
+    def set(self, shift_s: int) -> None:
+        self._shift[:] = shift_s.to_bytes(8, "little", signed=True)
 
 
 @pytest.fixture(scope="module")
-def cluster(clock: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clock]:
+    """Skipped where there is no C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler for the library that sets the clock")
+    directory = tmp_path_factory.mktemp("clock")
+    library, source = directory / "clock_shift.so", Path(__file__).parent / "clock_shift.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
+    clock = Clock(directory / "shift")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("LD_PRELOAD", str(library))
+        environment.setenv("CLOCK_SHIFT_FILE", str(directory / "shift"))
+        yield clock
+
+
+@pytest.fixture(scope="module")
+def cluster(clock: Clock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running(tmp_path_factory.mktemp("clocks"), "--ttft-slo-ms", "600000") as one:
         yield one
 
@@ -81,13 +81,13 @@ async def ask(cluster: Cluster, length: int, salt: str) -> dict[str, Any]:
         return answer
 
 
-async def test_all_clocks_are_set_by_hours_under_requests(cluster: Cluster, clock: Path) -> None:
+async def test_all_clocks_are_set_by_hours_under_requests(cluster: Cluster, clock: Clock) -> None:
     calm = await ask(cluster, 600, "calm")
     began = await cluster.events()
     for step in STEPS:
         asked = [asyncio.ensure_future(ask(cluster, 600, f"{step}{number}")) for number in range(2)]
         await asyncio.sleep(0.5)
-        await asyncio.to_thread(clock.write_text, f"{step}\n")
+        clock.set(step)
         for answer in await asyncio.gather(*asked):
             assert answer["choices"][0]["text"] == calm["choices"][0]["text"]
             assert all(0 <= spent < 600_000 for spent in answer["timing_ms"].values()), answer["timing_ms"]
