@@ -102,6 +102,8 @@ def frontend_flags(args: argparse.Namespace) -> list[str]:
     flags = []
     for option in (
         "open_requests_max",
+        "client_inboxes",
+        "silence_s",
         "http_connections_max",
         "http_connections_per_address_max",
         "http_head_s",

@@ -148,6 +148,12 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--http-body-s", type=float, default=30.0, help="and its body after that")
     group.add_argument("--open-requests-max", type=int, default=4096)
     group.add_argument(
+        "--silence-s",
+        type=float,
+        default=120.0,
+        help="a request that gets no token for so long fails; twice its TTFT objective, before its first one",
+    )
+    group.add_argument(
         "--client-inboxes",
         metavar="PREFIXES",
         default="_INBOX.",

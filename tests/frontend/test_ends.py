@@ -14,6 +14,7 @@ from frontend_double import LAYOUT, MODEL
 from halfmoon.schemas.api import ApiError
 from halfmoon.schemas.decisions import FailRequest, Prediction, RejectRequest
 from halfmoon.schemas.events import FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
+from halfmoon.schemas.tokens import ResendReply
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
 
@@ -325,6 +326,47 @@ def test_a_stop_string_ends_the_work_too(run: Any) -> None:
         assert event.reason == "stop"
 
     run(scenario)
+
+
+def test_a_worker_that_knows_a_request_and_never_goes_on_does_not_keep_it_open(run: Any) -> None:
+    """It answers each question; the client is told which worker was silent, and after how many tokens."""
+
+    async def stuck_at_once(double: Any, seq: int, arrived: RequestArrived) -> None:
+        double.resend = lambda _: ResendReply(known=True)
+        await double.place(arrived, f"{seq}-0")
+
+    async def stuck_later(double: Any, seq: int, arrived: RequestArrived) -> None:
+        await stuck_at_once(double, seq, arrived)
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, [5, 6]))
+
+    async def scenario(cluster: Any) -> None:
+        cases = ((stuck_at_once, "it waits for its first token"), (stuck_later, "which sent 2 tokens"))
+        for number, (script, phase) in enumerate(cases, start=1):
+            cluster.double.script = script
+            status, _, answer = await cluster.post("/v1/completions", BODY)
+            message = answer["error"]["message"]
+            assert (status, answer["error"]["code"]) == (500, "silence")
+            assert phase in message, message
+            assert "no token came for 0 s" in message, message
+            assert "decode worker d1" in message, message
+            assert "was last heard of 0 s ago" in message, message
+            assert len(cluster.double.resend_requests) >= number  # it was asked, and it answered
+            events = await cluster.double.wait_for(RequestCancelled, number)
+            assert events[-1].reason == "silence"
+
+    run(scenario, resend_after_ns=100 * MS, silence_ns_max=600 * MS)
+
+
+def test_a_request_whose_first_token_may_come_late_is_waited_for(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = never
+        asked = asyncio.ensure_future(cluster.post("/v1/completions", {**BODY, "slo": {"ttft_ms": 60_000}}))
+        await cluster.double.wait_for(RequestArrived)
+        await asyncio.sleep(1.2)
+        assert not asked.done()
+        asked.cancel()
+
+    run(scenario, resend_after_ns=100 * MS, silence_ns_max=300 * MS)
 
 
 def test_a_request_that_nothing_is_heard_of_fails(run: Any) -> None:

@@ -50,8 +50,8 @@ class FrontendConfig:
     silent_after_ns: int = 5 * SECOND_NS
     #: How often a client on NATS is made sure of.
     alive_ns: int = SECOND_NS * 2 // 5
-    #: A request that nothing was heard of for so long is failed. Longer than any SLO that is asked for.
-    silence_ns_max: int = 300 * SECOND_NS
+    #: A request that gets no token and no order for so long is failed, even if its worker knows it.
+    silence_ns_max: int = 120 * SECOND_NS
     #: When stopping: how long open requests may take to finish.
     drain_ns_max: int = 30 * SECOND_NS
 

@@ -79,6 +79,7 @@ class OpenRequest:
         "packed_prompt",
         "polled_at_ns",
         "prefill_worker",
+        "progress_at_ns",
         "resending",
         "root_key",
         "samples",
@@ -118,6 +119,8 @@ class OpenRequest:
         self.first_at_ns = 0
         self.last_at_ns = 0
         self.heard_at_ns = now_ns
+        #: When it last came on: a token, or an order.
+        self.progress_at_ns = now_ns
         self.polled_at_ns = now_ns
         #: Between tokens; of tokens that came together, equal parts.
         self.intervals_ns: list[int] = []
@@ -198,7 +201,7 @@ class OpenRequest:
             return Progress.NOTHING  # what becomes of an aborted order is for the conductors to say
         text, tokens, reason = self._read(tokens, delivery.finish_reason)
         if tokens:
-            self.last_at_ns = now_ns
+            self.last_at_ns = self.progress_at_ns = now_ns
             if not self.first_at_ns:
                 self.first_at_ns = now_ns
             if self.keep_samples:

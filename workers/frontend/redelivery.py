@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Coroutine
 from typing import Any, Protocol
@@ -24,11 +25,26 @@ from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.metrics import FrontendMetrics
 from halfmoon.workers.frontend.open_request import OpenRequest
 
+log = logging.getLogger(__name__)
+
 TIMEOUT_S = 2.0
 #: In one heartbeat.
 SILENT_MAX = 256
 #: After so many "no such order" in a row the request is told to the conductors anew.
 UNKNOWN_COUNT_MAX = 3
+
+
+def _phase(request: OpenRequest, now_ns: int) -> str:
+    """Who had the request, how far it was, and whether that process is heard of."""
+    if not request.order_id:
+        return "no conductor has named workers for it"
+    tokens = len(request.output_ids)
+    worker_id = request.decode_worker
+    heard_s = (now_ns - request.heard_at_ns) / SECOND_NS
+    knows = "does not know it" if request.unknown_count else f"was last heard of {heard_s:.0f} s ago"
+    if not tokens:
+        return f"it waits for its first token, from {request.prefill_worker}; its decode worker {worker_id} {knows}"
+    return f"its decode worker {worker_id}, which sent {tokens} tokens, {knows}"
 
 
 class OpenRequests(Protocol):
@@ -57,13 +73,19 @@ class Redelivery:
         config = self._registry.config
         if now_ns - max(request.polled_at_ns, request.heard_at_ns) < config.resend_after_ns:
             return
-        if now_ns - request.heard_at_ns > config.silence_ns_max:
-            seconds = config.silence_ns_max // SECOND_NS
-            self._registry.fail(
-                request, ApiError(500, f"nothing was heard for {seconds} s", code="silence"), "silence"
-            )
+        # A worker that still knows the order is heard of, and may be stuck all the same.
+        silent_ns = now_ns - request.progress_at_ns
+        if silent_ns > self._silence_ns_max(request):
+            message = f"no token came for {silent_ns // SECOND_NS} s: {_phase(request, now_ns)}"
+            log.warning("request %s: %s", request.request_id, message)
+            self._registry.fail(request, ApiError(500, message, code="silence"), "silence")
             return
         self.ask(request)
+
+    def _silence_ns_max(self, request: OpenRequest) -> int:
+        """Twice the time that its first token may take, if that is longer."""
+        ttft_ns = 0 if request.output_ids else request.arrived.ttft_slo_ns
+        return max(self._registry.config.silence_ns_max, 2 * ttft_ns)
 
     def silent(self, now_ns: int) -> list[str]:
         """Requests that may wait for a worker, or whose refusal was lost: a conductor knows."""

@@ -246,6 +246,7 @@ class RequestRegistry:
             return  # not wanted any more; or another conductor's copy
         resumes = bool(request.output_ids)
         request.prefill_worker = order.worker_id
+        request.progress_at_ns = time.monotonic_ns()
         ask = TakeRequest(
             request_id=order.request_id,
             order_id=order.order_id,
