@@ -12,6 +12,7 @@
 #   make chaos [SEEDS=n] [SEED=n] [ARGS=...]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed;
 #                           ARGS="--out FILE" keeps what was played, and the next run goes on from there
 #   make chaos-live [SECONDS=n] [SEED=n]   environment, then a cluster whose processes are killed and stopped (600 s)
+#   make exhaustion [ARGS=...]  environment, then a cluster that runs out of descriptors, memory, /dev/shm and disk (root)
 #   make crash-points [POINTS=n]  environment, then a store agent killed at n lines of its code (1,500: at each once)
 #   make fuzz [TARGET=names] [SECONDS=n] [INPUTS=n] [SEED=first] [OUT=file]  environment with tools, then inputs drawn from
 #                           seeds against every target of tests/fuzz (60 s each); what finds something stays in its corpus
@@ -31,7 +32,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-page test-rdma test-docker test-observability crash-points fuzz soak lint bench experiments golden docs clean clean-env
+.PHONY: help env env-dev up test test-slow test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -97,7 +98,10 @@ soak: $(RUN_STAMP)
 	$(BIN)/python tests/store/soak.py --hours $(or $(HOURS),24)
 
 chaos-live: $(DEV_STAMP)
-	$(BIN)/python tests/chaos/live.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
+	$(BIN)/python tests/chaos/live.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1) $(ARGS)
+
+exhaustion: $(DEV_STAMP)
+	$(BIN)/python tests/chaos/exhaustion.py $(ARGS)
 
 experiments: $(RUN_STAMP)
 	$(BIN)/halfmoon experiments $(ARGS)

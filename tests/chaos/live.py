@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import platform
 import random
 import subprocess
@@ -155,6 +156,7 @@ def main() -> int:
         "--keep", metavar="DIR", default="", help="where the cluster keeps its files, to look at"
     )
     args = parser.parse_args()
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # a client tells of each lost connection
     with tempfile.TemporaryDirectory() as scratch, small_disk(Path(scratch) / "state", DISK_MIB) as disk:
         state = Path(args.keep) if args.keep else Path(scratch) / "state"
         if args.no_full_disk or args.keep:

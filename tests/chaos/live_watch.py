@@ -24,7 +24,7 @@ RSS_GROWTH_MIN, FDS_GROWTH_MIN = 48 << 20, 24
 
 @dataclass
 class Sample:
-    """One process at one time."""
+    """One process at one time. `rss`: its own memory; pages of files, which it may drop, do not count."""
 
     at_s: float
     rss: int
@@ -93,10 +93,17 @@ def _sample(pid: int, at_s: float) -> Sample:
     fields = (Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]).split()
     return Sample(
         at_s=at_s,
-        rss=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+        rss=_anonymous_bytes(pid),
         fds=len(os.listdir(f"/proc/{pid}/fd")),
         threads=int(fields[17]),
     )
+
+
+def _anonymous_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise ValueError(f"process {pid} has ended")
 
 
 def kind_of(pid: int) -> str:

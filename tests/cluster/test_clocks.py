@@ -60,7 +60,9 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clock]:
 
 @pytest.fixture(scope="module")
 def cluster(clock: Clock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("clocks"), "--ttft-slo-ms", "600000") as one:
+    with running(
+        tmp_path_factory.mktemp("clocks"), "--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000"
+    ) as one:
         yield one
 
 
