@@ -2,7 +2,7 @@
 #
 #   make up [ARGS=...]      environment, then `halfmoon up ARGS`: a whole cluster on this machine
 #   make env                environment only: .venv with exact versions (requirements*.lock); a second time it does nothing
-#   make test [ARGS=...]    environment with tools, then the default tests, in two processes (pytest ARGS)
+#   make test [ARGS=...]    environment with tools, then the default tests, in PROCESSES processes (pytest ARGS)
 #   make test-slow          environment with tools, then the tests that are left out there for their length, and those
 #                           of drawn input again with all their examples
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
@@ -41,6 +41,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
+# Of `make test`, for two cores: tests of clusters, which one process runs, wait as often as they compute.
+PROCESSES ?= 3
 
 # Stamps: newer than everything that the environment was made from, so that a second `make up` starts at once.
 RUN_STAMP := $(VENV)/.run-stamp
@@ -57,7 +59,7 @@ up: $(RUN_STAMP)
 	@exec $(BIN)/halfmoon up $(ARGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
 
 test-slow: $(DEV_STAMP)
 	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis" $(ARGS)

@@ -13,8 +13,8 @@ from halfmoon.bus.embedded import EmbeddedServer
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where two processes share the tests (`make test`), a file is one's, and all clusters are one's: a cluster has
-    more processes than the machine has cores, and is killed by the clock.
+    """Where processes share the tests (`make test`), a file is one's, and all clusters are one's: a cluster has more
+    processes than the machine has cores, and is killed by the clock.
     """
     from xdist.scheduler import LoadFileScheduling
 

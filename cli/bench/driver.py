@@ -126,4 +126,7 @@ class Driver:
 
 async def _sleep_until(at_ns: int) -> None:
     """At the end of the loop's turn at least, so that answers are heard however late we are."""
-    await asyncio.sleep(max(0, at_ns - time.monotonic_ns()) / 1e9)
+    await asyncio.sleep(0)
+    # uvloop counts in whole milliseconds and rounds: a sleep may end before its time.
+    while (left_ns := at_ns - time.monotonic_ns()) > 0:
+        await asyncio.sleep(left_ns / 1e9)

@@ -8,10 +8,7 @@ from pathlib import Path
 from halfmoon.workers.model.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m-instruct"
-#: Below, at and above a block of 256 tokens, and one with two whole blocks.
-SHORT_LENGTHS = (10, 256, 257, 600)
 LENGTHS = (10, 17, 40, 100, 200, 256, 257, 400, 600, 1000, 2000, 4000)
-OUTPUT_TOKENS = 12
 
 
 @functools.cache

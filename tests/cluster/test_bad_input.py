@@ -95,7 +95,7 @@ async def send_all_that_is_wrong(client: Client) -> None:
 async def idle(cluster: Cluster) -> list[dict[str, Any]]:
     """Nodes that are not ready or not idle, once the heartbeats after the last request are in."""
     busy: list[dict[str, Any]] = []
-    for _ in range(30):
+    for _ in range(200):
         nodes = (await cluster.status())["nodes"]
         assert nodes
         busy = [
