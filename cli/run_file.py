@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from halfmoon.bus.credentials import write_private
-
 NAME = "cluster.json"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -27,6 +25,9 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     credentials: str = ""
 
     def write(self, directory: Path) -> None:
+        # Here, not above: it imports what makes keys, which no reader needs, and `halfmoon status` is one.
+        from halfmoon.bus.credentials import write_private
+
         write_private(directory / NAME, msgspec.json.encode(self))
 
     @property
