@@ -111,7 +111,7 @@ class Identity:
                     subjects.view(subjects.CONDUCTORS),
                     subjects.explain("*"),
                 ]
-                peers = [subjects.give("*"), subjects.resend("*"), *asks]
+                peers = [subjects.give("*"), subjects.resend("*", me), *asks]
                 return [*said, *peers, f"{ROOT}.cancel", *_PLACES, *_MISSED, *_ANSWERS, *_CLIENT_INBOXES]
             case "store":
                 progress = [
@@ -163,7 +163,7 @@ class Identity:
             case "prefill":
                 return [inbox, *self._worker_hears()]
             case "decode":
-                return [inbox, *self._worker_hears(), subjects.resend(me)]
+                return [inbox, *self._worker_hears(), subjects.resend(me, "*")]
             case "operator":
                 return [f"{subjects.inbox('*')}.>", *_CLIENT_INBOXES]
             case "client":

@@ -164,7 +164,7 @@ _PROCESSES: tuple[Channel, ...] = (
     ),
     Channel(
         name="resend",
-        address=subjects.resend("{worker_id}"),
+        address=subjects.resend("{worker_id}", "{frontend_id}"),
         summary="A frontend asks a decode worker for tokens that it missed.",
         action="receive",
         messages=(tokens.ResendRequest,),

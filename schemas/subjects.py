@@ -110,8 +110,9 @@ def tokens(frontend_id: str, worker_id: str) -> str:
     return f"{ROOT}.tokens.{frontend_id}.{worker_id}"
 
 
-def resend(worker_id: str) -> str:
-    return f"{ROOT}.resend.{worker_id}"
+def resend(worker_id: str, frontend_id: str) -> str:
+    """`frontend_id`: who asks."""
+    return f"{ROOT}.resend.{worker_id}.{frontend_id}"
 
 
 def store(node_id: str, verb: str) -> str:

@@ -3,7 +3,7 @@
 `halfmoon.give.<worker_id>` (publish): a frontend, which hears where its requests are placed, gives their tokens.
 `halfmoon.take.<frontend_id>.<worker_id>` (request/reply): a worker that was given none asks for them.
 `halfmoon.tokens.<frontend_id>.<worker_id>` (publish): a decode worker delivers, one message a step for all of the
-frontend's sequences. `halfmoon.resend.<worker_id>` (request/reply): the frontend missed some.
+frontend's sequences. `halfmoon.resend.<worker_id>.<frontend_id>` (request/reply): the frontend missed some.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class TokensSampled(Message, frozen=True):
 
 
 class ResendRequest(Message, frozen=True):
-    """From a frontend to a decode worker: what do you have of this request from `index` on?"""
+    """From a frontend to a decode worker: what do you have of this request of mine from `index` on?"""
 
+    frontend_id: Id
     request_id: Id
     order_id: Id
     index: Count

@@ -52,7 +52,7 @@ halfmoon.kv.*.KvLoaded                     store
 halfmoon.kv.*.PrefillResult                prefill
 
 halfmoon.give.*                            frontend
-halfmoon.resend.*                          frontend
+halfmoon.resend.*.<me>                     frontend
 halfmoon.cancel                            frontend
 halfmoon.take.*.<me>                       prefill decode
 halfmoon.tokens.*.<me>                     decode
@@ -130,7 +130,7 @@ halfmoon.decisions.<me>.>                  frontend prefill decode
 halfmoon.decisions.*.StartPrefill.<me>     frontend
 halfmoon.give.<me>                         prefill decode
 halfmoon.kv.<me>.>                         prefill decode
-halfmoon.resend.<me>                       decode
+halfmoon.resend.<me>.*                     decode
 
 halfmoon.decisions.<node>.>                store
 halfmoon.store.<node>.*                    store

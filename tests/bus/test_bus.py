@@ -203,7 +203,7 @@ async def test_what_was_not_yet_in_the_stream_after_a_reconnect_is_read_later(na
 
 async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -> None:
     asker, server = await connect(nats_url, "a"), await connect(nats_url, "b")
-    question = ResendRequest(request_id="r", order_id="1-0", index=0)
+    question = ResendRequest(frontend_id="f", request_id="r", order_id="1-0", index=0)
 
     def answer(request: ResendRequest) -> ResendReply:
         if request.index:
@@ -218,7 +218,7 @@ async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -
     with pytest.raises(PeerError, match="no_such_index"):
         await asker.request(
             "halfmoon.resend.w",
-            ResendRequest(request_id="r", order_id="1-0", index=1),
+            ResendRequest(frontend_id="f", request_id="r", order_id="1-0", index=1),
             ResendReply,
             timeout_s=2,
         )

@@ -90,9 +90,9 @@ WIDE = (
     *("halfmoon.v1.*.*", "halfmoon.v1.*.acme", "halfmoon.v1.generate.*", "_INBOX.acme.>", "_INBOX.globex.>"),
     *("halfmoon.v1.*", "halfmoon.inbox.>", "halfmoon.inbox.*.>", "halfmoon.events.*.*", "halfmoon.cancel.>"),
     *(f"halfmoon.{plane}.>" for plane in ("events", "decisions", "kv", "snapshots", "store", "status")),
-    *(f"halfmoon.{plane}.*" for plane in ("give", "resend", "view", "explain", "status")),
+    *(f"halfmoon.{plane}.*" for plane in ("give", "view", "explain", "status")),
     *(f"halfmoon.{plane}.*.>" for plane in ("events", "decisions", "kv", "store", "inbox")),
-    *(f"halfmoon.{plane}.{name}.*" for plane in ("take", "tokens") for name in ("*", *IDS)),
+    *(f"halfmoon.{plane}.{name}.*" for plane in ("take", "tokens", "resend") for name in ("*", *IDS)),
     *(f"halfmoon.{plane}.*.x" for plane in ("events", "decisions", "kv", "store", "inbox", "give", "take")),
     *(
         f"halfmoon.{plane}.{name}.>"

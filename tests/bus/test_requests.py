@@ -46,7 +46,7 @@ class Pair:
         await settled(self.server.nc)
 
     def ask(self, index: int, timeout_s: float = 20.0) -> asyncio.Task[ResendReply]:
-        question = ResendRequest(request_id="r", order_id="1-0", index=index)
+        question = ResendRequest(frontend_id="f", request_id="r", order_id="1-0", index=index)
         return asyncio.create_task(self.asker.request(SUBJECT, question, ResendReply, timeout_s=timeout_s))
 
     async def heard(self, count: int) -> None:
@@ -110,7 +110,7 @@ async def test_asking_ends_in_time_all_the_same(pair: Pair) -> None:
 
 async def test_who_is_patient_waits_for_somebody_to_serve(nats_url: str) -> None:
     asker, server = await connected(nats_url, "a"), await connected(nats_url, "s")
-    question = ResendRequest(request_id="r", order_id="1-0", index=1)
+    question = ResendRequest(frontend_id="f", request_id="r", order_id="1-0", index=1)
     with pytest.raises(PeerUnreachable, match="nobody serves"):
         await asker.request(SUBJECT, question, ResendReply, timeout_s=10)
     asking = asyncio.create_task(

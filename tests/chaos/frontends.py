@@ -170,7 +170,12 @@ class Frontend(Process):
         if worker.alive:
             if not self.net.reachable(worker):
                 return
-            question = ResendRequest(request_id=request_id, order_id=order_id, index=len(request.output))
+            question = ResendRequest(
+                frontend_id=self.process_id,
+                request_id=request_id,
+                order_id=order_id,
+                index=len(request.output),
+            )
             reply = worker.resend(question)
         self.later(self.net.lag_ns(), lambda: self.answered(request_id, order_id, reply))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from halfmoon.bus.embedded import free_port
 from tests.cluster.harness import Cluster, children, command_of, running
 
 #: In a prompt. Its tokens' text is nowhere else, so a file that holds it was told the prompt.
@@ -23,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     place = tmp_path_factory.mktemp("private")
     before = os.umask(0)
     try:
-        with running(place, *FLAGS, "--ssd", str(place / "ssd"), "--metrics-port", "21964") as one:
+        with running(place, *FLAGS, "--ssd", str(place / "ssd"), "--metrics-port", str(free_port())) as one:
             yield one
     finally:
         os.umask(before)
@@ -62,20 +64,18 @@ async def test_a_prompt_is_in_no_file_no_metric_and_no_words_of_a_process(
     cluster: Cluster,
 ) -> None:
     question = {"model": "smollm2-135m-instruct", "prompt": f"{SECRET} " * 3, "max_tokens": 2}
+    groups = json.loads((cluster.directory / "prometheus.json").read_text())
+    targets = [place for group in groups for place in group["targets"]]
     async with aiohttp.ClientSession() as http:
         async with http.post(f"{cluster.http}/v1/completions", json=question) as answer:
             assert answer.status == 200, await answer.text()
         async with http.post(f"{cluster.http}/v1/completions", json={**question, "top_p": SECRET}) as answer:
             assert answer.status == 400
         metrics = ""
-        for port in range(21964, 21970):
-            try:
-                async with http.get(f"http://127.0.0.1:{port}/metrics") as page:
-                    metrics += await page.text()
-            except aiohttp.ClientConnectionError:
-                continue
-        async with http.get(f"{cluster.http}/metrics") as page:
-            metrics += await page.text()
+        for place in targets:
+            async with http.get(f"http://{place}/metrics") as page:
+                metrics += await page.text()
+    assert len(targets) == 6
     assert "halfmoon_" in metrics
     assert SECRET not in metrics
     await asyncio.sleep(0.5)

@@ -74,8 +74,8 @@ class Double:
 
     async def start(self) -> None:
         after = await self.bus.last_seq()
-        await self.bus.serve(subjects.resend("d1"), ResendRequest, self._on_resend)
-        await self.bus.serve(subjects.resend("d2"), ResendRequest, self._on_resend)
+        await self.bus.serve(subjects.resend("d1", self.frontend_id), ResendRequest, self._on_resend)
+        await self.bus.serve(subjects.resend("d2", self.frontend_id), ResendRequest, self._on_resend)
         await self.bus.serve(subjects.status("conductors"), StatusRequest, self._on_status)
         self._spawn(self._follow(after))
 

@@ -44,7 +44,8 @@ def all_of(process_id: str) -> list[str]:
         subjects.take("other", process_id),
         subjects.tokens(process_id, "other"),
         subjects.tokens("other", process_id),
-        subjects.resend(process_id),
+        subjects.resend(process_id, "other"),
+        subjects.resend("other", process_id),
         subjects.store(process_id, "lease"),
         subjects.status(process_id),
     ]

@@ -585,8 +585,8 @@ def test_in_exact_numerics_generated_blocks_are_not_shared() -> None:
 # --- what others ask ----------------------------------------------------------------------------------------
 
 
-def asked(script: Script, index: int, order_id: str = "1-1") -> ResendReply:
-    request = ResendRequest(request_id="r1", order_id=order_id, index=index)
+def asked(script: Script, index: int, order_id: str = "1-1", frontend_id: str = "f1") -> ResendReply:
+    request = ResendRequest(frontend_id=frontend_id, request_id="r1", order_id=order_id, index=index)
     (answer,) = script.on(events.ResendRequested, request=request)
     assert isinstance(answer, AnswerResend)
     return answer.reply
@@ -602,6 +602,7 @@ def test_a_frontend_that_missed_tokens_gets_them_again_while_they_are_known() ->
     step(script, 101)
     assert asked(script, 1) == ResendReply(known=True, delivery=one.delivery(1, "d0"))
     assert asked(script, 0, "9-1") == ResendReply(known=False)
+    assert asked(script, 0, frontend_id="f2") == ResendReply(known=False), "it is another frontend's"
     for number in range(2, FINISHED_MAX + 2):
         script.give(order(number, max_tokens=1))
         script.hear(result(f"{number}-1"))

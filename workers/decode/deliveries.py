@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from halfmoon.schemas.tokens import Delivery, ResendReply, TokensSampled
+from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, TokensSampled
 from halfmoon.workers.decode.actions import Deliver
 from halfmoon.workers.decode.sequence import DecodeSequence
 
@@ -20,10 +20,11 @@ def deliveries_of(fresh: Iterable[tuple[DecodeSequence, int]], worker_id: str) -
     ]
 
 
-def resend_reply(sequence: DecodeSequence | None, index: int, worker_id: str) -> ResendReply:
-    """Tokens that the frontend missed, from `index` on; None: the worker knows no such order."""
-    if sequence is None:
-        return ResendReply(known=False)
+def resend_reply(sequence: DecodeSequence | None, request: ResendRequest, worker_id: str) -> ResendReply:
+    """Tokens that the frontend missed, from an index on; `sequence` None: the worker knows no such order."""
+    if sequence is None or sequence.order.frontend_id != request.frontend_id:
+        return ResendReply(known=False)  # what is another frontend's is unknown to this one
+    index = request.index
     if len(sequence.output) <= index and not sequence.finish_reason:
         return ResendReply(known=True)
     return ResendReply(known=True, delivery=sequence.delivery(index, worker_id))

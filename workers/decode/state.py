@@ -94,7 +94,7 @@ class DecodeState:
                 orders.shared(event.order_id)
             case ResendRequested():
                 known = orders.known(event.request.order_id)
-                orders.out.append(AnswerResend(resend_reply(known, event.request.index, self.worker_id)))
+                orders.out.append(AnswerResend(resend_reply(known, event.request, self.worker_id)))
             case MemoryLost():
                 orders.lose_memory()
             case AnnounceRequested():

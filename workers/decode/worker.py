@@ -87,7 +87,8 @@ class DecodeWorker(Worker):
             self.store.restarted.append(lambda: self._feed(events.MemoryLost(**now())))
             # Nobody else does, once the push that filled the slots is closed.
             self.store.kept_too.append(self.state.orders.leased)
-        await self.bus.serve(subjects.resend(self.config.worker_id), ResendRequest, self._resend)
+        asked = subjects.resend(self.config.worker_id, "*")
+        await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
         self.spawn(self._follow_kv(await self.bus.open_kv(self.config.worker_id)))
         self.spawn(self._compute_all())
 

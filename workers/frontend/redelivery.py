@@ -123,9 +123,12 @@ class Redelivery:
 
     async def _ask_once(self, request: OpenRequest, index: int) -> None:
         worker_id, order_id = request.decode_worker, request.order_id
-        question = ResendRequest(request_id=request.request_id, order_id=order_id, index=index)
+        me = self._registry.config.frontend_id
+        question = ResendRequest(
+            frontend_id=me, request_id=request.request_id, order_id=order_id, index=index
+        )
         reply = await self._registry.bus.request(
-            subjects.resend(worker_id), question, ResendReply, timeout_s=TIMEOUT_S
+            subjects.resend(worker_id, me), question, ResendReply, timeout_s=TIMEOUT_S
         )
         if reply.known:
             request.heard_at_ns = time.monotonic_ns()
