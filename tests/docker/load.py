@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.chaos.live import WRONG, Load
+from tests.chaos.live_load import WRONG, Load
 from tests.docker.stack import Stack
 
 CLIENTS = 3
