@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from halfmoon.schemas.store import Mark
 from halfmoon.schemas.types import BlockKeys, Blocks, Id, Message
 
 
@@ -12,8 +13,8 @@ class Replicate(Message, frozen=True):
 
     block_keys: BlockKeys
     source_node_id: Id
-    #: Of the blocks' tenant, as pools know it (`halfmoon.store.pool.slots.tenant_mark`).
-    mark: str = ""
+    #: Of the blocks' tenant.
+    mark: Mark = ""
     move: bool = False
     #: Ahead of need: the first to go until it is read.
     spare: bool = False

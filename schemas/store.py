@@ -13,11 +13,13 @@ from msgspec import Meta
 
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.types import BlockKeys, Blocks, Bytes, Count, Id, Message, Ns, Part
+from halfmoon.schemas.types import BlockKeys, Blocks, Bytes, Count, Id, Message, Ns, Part, Text
 
 Slots = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=65536)]
 Layers = Annotated[int, Meta(ge=0, le=10_000)]
 Tenant = Annotated[str, Meta(max_length=128)]
+#: A tenant as pools and their files know it (`halfmoon.store.pool.slots.tenant_mark`).
+Mark = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?$(?!\n)")]
 
 
 class Done(Message, frozen=True):
@@ -207,7 +209,7 @@ class ProbeBlocks(Message, frozen=True):
 
     block_keys: BlockKeys
     tenant: Tenant = ""
-    mark: str = ""  # in place of the tenant, from agents that know no more than its mark
+    mark: Mark = ""  # in place of the tenant, from agents that know no more than its mark
 
 
 class Probed(Message, frozen=True):
@@ -242,7 +244,7 @@ class RemoveBlocks(Message, frozen=True):
 
     block_keys: BlockKeys
     tenant: Tenant = ""
-    mark: str = ""
+    mark: Mark = ""
 
 
 class Removed(Message, frozen=True):
@@ -283,11 +285,12 @@ class Hello(Message, frozen=True):
 
     node_id: Id
     incarnation: Id
-    host: str
-    segment: str
-    slots: Blocks
+    host: Text
+    #: A name in /dev/shm, and no way out of it.
+    segment: Annotated[str, Meta(pattern=r"^halfmoon-[A-Za-z0-9_-]{1,160}$(?!\n)")]
+    slots: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     layout: Layout
-    endpoints: list[Endpoint]
+    endpoints: Annotated[list[Endpoint], Meta(max_length=64)]
     #: CURVE key (z85) under which the agent calls others.
     public_key: str = ""
     proof: str = ""
@@ -336,7 +339,7 @@ class ReserveBlocks(Message, frozen=True):
     writer_node_id: Id
     block_keys: BlockKeys
     blocks: Blocks
-    tenant: Tenant = ""
+    tenant: Mark = ""
 
 
 class Reserved(Message, frozen=True):

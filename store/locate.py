@@ -46,11 +46,12 @@ async def find_holders(
         for task in waiting:
             task.cancel()
     answers = {node_id: task.result() for node_id, task in asking.items() if task not in waiting}
+    blocks = len(block_keys) // KEY_BYTES
     holders: dict[int, list[str]] = {}
     for tier in ("dram", "ssd"):
         for node_id, answer in answers.items():
             for i in getattr(answer, tier) if answer is not None else []:
-                if node_id not in holders.setdefault(i, []):
+                if i < blocks and node_id not in holders.setdefault(i, []):
                     holders[i].append(node_id)
     return holders, [node_id for node_id in node_ids if answers.get(node_id) is None]
 
@@ -59,4 +60,4 @@ def _all_held(asking: Mapping[str, asyncio.Task[messages.Probed | None]], blocks
     """True: the nodes that have answered hold all blocks between them."""
     answers = [task.result() for task in asking.values() if task.done()]
     found = {i for answer in answers if answer is not None for i in (*answer.dram, *answer.ssd)}
-    return len(found) == blocks
+    return found >= set(range(blocks))

@@ -26,7 +26,7 @@ from halfmoon.schemas.kv import KvLoaded
 from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, Hello, LeaseBlocks, Leased
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.peers import Peers
-from halfmoon.store.errors import BytesCorrupted, OrderUnknown, StoreError
+from halfmoon.store.errors import BytesCorrupted, OrderUnknown, StoreError, TransferRefused
 from halfmoon.store.pool.slots import Hold, Owner
 from halfmoon.store.transports.base import BlockMover, Call, Cancellation, Peer, Slice, in_thread
 
@@ -63,6 +63,10 @@ async def lease_at(
     leased = await peers.ask(node_id, "lease", request, Leased)
     if leased.missing:
         return leased.held
+    if not len(leased.slots) == len(leased.checksums) == wanted.blocks:
+        raise TransferRefused(
+            f"{node_id} leases {len(leased.slots)} blocks where {wanted.blocks} were asked for"
+        )
     peer = await peers.get(node_id, incarnation=leased.incarnation)
     return Source(peer, party, leased.slots, leased.checksums)
 

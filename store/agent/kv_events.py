@@ -30,6 +30,8 @@ from halfmoon.store.pool.slots import Change
 TOPIC = b"kv@halfmoon"
 KEPT = 10_000
 UNSENT_MAX = 100_000
+#: What a subscriber or an asker may send in one frame: a topic, a sequence number.
+HEARD_BYTES_MAX = 256
 _END = (-1).to_bytes(8, "big", signed=True)
 _MEDIA = {"dram": "CPU", "ssd": "STORAGE"}
 
@@ -87,10 +89,12 @@ class KvEvents:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(UNSENT_MAX)
+        self._pub.setsockopt(zmq.MAXMSGSIZE, HEARD_BYTES_MAX)
         try:
             self._pub.bind(self._address)
             if self._replay_address:
                 self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
+                self._router.setsockopt(zmq.MAXMSGSIZE, HEARD_BYTES_MAX)
                 self._router.bind(self._replay_address)
                 self._replaying = asyncio.create_task(self._replay(self._router))
         except zmq.ZMQError as problem:

@@ -8,9 +8,12 @@ from halfmoon.schemas.keys import join_keys
 from halfmoon.schemas.store import DropBlocks, OpenPush, ReserveBlocks, Reserved
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.push import Push
-from halfmoon.store.errors import StoreError, TransferError
+from halfmoon.store.errors import StoreError, TransferError, TransferRefused
 from halfmoon.store.pool.slots import Hold, Owner
 from halfmoon.store.transports.base import BlockMover, Peer
+
+#: A reservation is renewed four times in its life: a shorter one would be renewed without end.
+LEASE_NS_MIN = 10_000_000
 
 
 class PushTarget(NamedTuple):
@@ -53,6 +56,16 @@ async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> N
     await push.start()
 
 
+def _require_whole(reserved: Reserved, blocks: int, node_id: str) -> None:
+    """Raises TransferRefused for an answer that is none to what was asked."""
+    if len(reserved.slots) != blocks or not set(reserved.present) <= set(range(blocks)):
+        raise TransferRefused(
+            f"{node_id} reserves {len(reserved.slots)} blocks where {blocks} were asked for"
+        )
+    if reserved.lease_ttl_ns < LEASE_NS_MIN:
+        raise TransferRefused(f"{node_id} reserves for {reserved.lease_ttl_ns} ns")
+
+
 async def _reserve(context: AgentContext, hold: Hold, request: OpenPush) -> PushTarget:
     """Room for the blocks at the target. When this ends otherwise, cancelled too, the target is told to drop it."""
     node_id = context.config.node_id
@@ -71,6 +84,7 @@ async def _reserve(context: AgentContext, hold: Hold, request: OpenPush) -> Push
     try:
         peer = await context.peers.get(request.target_node_id)
         reserved = await context.peers.ask(peer.node_id, "reserve", reserve, Reserved)
+        _require_whole(reserved, len(hold.slots), peer.node_id)
         # It may have restarted between its hello and this answer: the slots are those of the one that answered.
         peer = await context.peers.get(peer.node_id, incarnation=reserved.incarnation)
         return PushTarget(peer, reserved, context.transports.engine_for(peer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nats.aio.subscription import Subscription
@@ -21,50 +21,85 @@ from halfmoon.store.agent.serve_workers import WorkerService
 from halfmoon.store.agent.spans import traced
 from halfmoon.store.errors import StoreError
 
-Answer = Callable[[Any], Awaitable[Message]]
+Answer = Callable[[Any], Any]
+
+
+#: Every verb, and the message that asks it.
+VERBS: Mapping[str, type[Message]] = {
+    "attach": messages.Attach,
+    "open_put": messages.OpenPut,
+    "fetch": messages.FetchBlocks,
+    "commit": messages.CommitBlocks,
+    "open_push": messages.OpenPush,
+    "close_push": messages.ClosePush,
+    "release": messages.ReleaseBlocks,
+    "status": messages.StoreStatusRequest,
+    "replicate": copies.Replicate,
+    "drain": copies.DrainStore,
+    "probe": messages.ProbeBlocks,
+    "take": messages.TakeBlocks,
+    "remove": messages.RemoveBlocks,
+    "pin": messages.PinBlocks,
+    "hello": messages.Hello,
+    "lease": messages.LeaseBlocks,
+    "end_lease": messages.EndLease,
+    "reserve": messages.ReserveBlocks,
+    "renew": messages.RenewBlocks,
+    "settle": messages.SettleBlocks,
+    "drop": messages.DropBlocks,
+    "pair": messages.QueuePair,
+    "push": messages.PushLayers,
+    "keep": messages.KeepOrders,
+}
+
+
+def answers(context: AgentContext, processes: KnownProcesses, replicator: Replicator) -> dict[str, Answer]:
+    """By verb. A push is answered as soon as it is heard, nothing is answered to `keep`: neither waits for a slot."""
+    workers, peers = WorkerService(context, processes), PeerService(context, processes)
+    clients = ClientService(context)
+    waiting: dict[str, Answer] = {
+        "attach": workers.attach,
+        "open_put": workers.open_put,
+        "fetch": workers.fetch,
+        "commit": workers.commit,
+        "open_push": workers.open_push,
+        "close_push": workers.close_push,
+        "release": workers.release,
+        "status": workers.status,
+        "replicate": replicator.replicate,
+        "drain": replicator.drain,
+        "probe": clients.probe,
+        "take": clients.take,
+        "remove": clients.remove,
+        "pin": clients.pin,
+        "hello": peers.hello,
+        "lease": peers.lease,
+        "end_lease": peers.end_lease,
+        "reserve": peers.reserve,
+        "renew": peers.renew,
+        "settle": peers.settle,
+        "drop": peers.drop,
+        "pair": peers.pair,
+    }
+    return {
+        **{verb: _answering(context, answer) for verb, answer in waiting.items()},
+        "push": workers.push,
+        "keep": workers.keep,
+    }
 
 
 async def serve_all(
     context: AgentContext, processes: KnownProcesses, replicator: Replicator
 ) -> list[Subscription]:
     """Subscribes every verb."""
-    workers, peers = WorkerService(context, processes), PeerService(context, processes)
-    clients = ClientService(context)
-    verbs: list[tuple[str, type[Message], Answer]] = [
-        ("attach", messages.Attach, workers.attach),
-        ("open_put", messages.OpenPut, workers.open_put),
-        ("fetch", messages.FetchBlocks, workers.fetch),
-        ("commit", messages.CommitBlocks, workers.commit),
-        ("open_push", messages.OpenPush, workers.open_push),
-        ("close_push", messages.ClosePush, workers.close_push),
-        ("release", messages.ReleaseBlocks, workers.release),
-        ("status", messages.StoreStatusRequest, workers.status),
-        ("replicate", copies.Replicate, replicator.replicate),
-        ("drain", copies.DrainStore, replicator.drain),
-        ("probe", messages.ProbeBlocks, clients.probe),
-        ("take", messages.TakeBlocks, clients.take),
-        ("remove", messages.RemoveBlocks, clients.remove),
-        ("pin", messages.PinBlocks, clients.pin),
-        ("hello", messages.Hello, peers.hello),
-        ("lease", messages.LeaseBlocks, peers.lease),
-        ("end_lease", messages.EndLease, peers.end_lease),
-        ("reserve", messages.ReserveBlocks, peers.reserve),
-        ("renew", messages.RenewBlocks, peers.renew),
-        ("settle", messages.SettleBlocks, peers.settle),
-        ("drop", messages.DropBlocks, peers.drop),
-        ("pair", messages.QueuePair, peers.pair),
-    ]
     bus, node_id = context.bus, context.config.node_id
-    # A push is answered as soon as it is heard, and nothing is answered to `keep`: neither waits for the store.
-    subscriptions = [
-        await bus.serve(subjects.store(node_id, "push"), messages.PushLayers, workers.push),
-        await bus.subscribe(subjects.store(node_id, "keep"), messages.KeepOrders, workers.keep),
-    ]
-    for verb, kind, answer in verbs:
-        subscriptions.append(
-            await bus.serve(subjects.store(node_id, verb), kind, _answering(context, answer))
+    answer_of = answers(context, processes, replicator)
+    return [
+        await (bus.subscribe if verb == "keep" else bus.serve)(
+            subjects.store(node_id, verb), kind, answer_of[verb]
         )
-    return subscriptions
+        for verb, kind in VERBS.items()
+    ]
 
 
 def _answering(context: AgentContext, answer: Answer) -> Answer:
@@ -78,7 +113,8 @@ def _answering(context: AgentContext, answer: Answer) -> Answer:
                 and request.traceparent
             ):
                 return await traced(context, context.tracing, answer, request)
-            return await answer(request)
+            answered: Message = await answer(request)
+            return answered
         except StoreError as problem:
             context.counters[f"answered_{problem.code}"] += 1
             raise PeerError(problem.code, str(problem)[:500]) from None

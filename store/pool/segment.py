@@ -88,6 +88,8 @@ class PoolView:
     @classmethod
     def attach(cls, name: str, geometry: Geometry) -> PoolView:
         """Maps an agent's segment, read and write. Raises SegmentError."""
+        if Path(name).name != name:
+            raise SegmentError(f"{name} is no name of a segment")
         try:
             fd = _open_own(SHM / name)
         except OSError as problem:
@@ -97,6 +99,9 @@ class PoolView:
             if size != geometry.file_bytes:
                 raise SegmentError(f"segment {name} has {size} bytes, {geometry.file_bytes} expected")
             return cls(name, geometry, fd, mmap.mmap(fd, size))
+        except (OSError, ValueError) as problem:  # the second one: it is empty
+            os.close(fd)
+            raise SegmentError(f"cannot map segment {name}: {problem}") from None
         except BaseException:
             os.close(fd)
             raise

@@ -41,6 +41,8 @@ PAGE_BYTES = 4096
 ENTRY_BYTES = 64
 #: One system call moves about this much.
 RUN_BYTES = 4 * 1024 * 1024
+#: No file of ours counts so far; from here on there is room to count in 64 bits.
+COUNT_MAX = 2**62
 _MAGIC = b"halfmoon-ssd-1\0\0"
 _HEAD = struct.Struct("<16sQQ16s")
 _ENTRY = struct.Struct("<16sQQQ16s")
@@ -123,6 +125,8 @@ class SsdFile:
                 continue
             key, checksum, generation, hits, tenant = _ENTRY.unpack(raw[: _ENTRY.size])
             if raw[_ENTRY.size :] != xxhash.xxh3_64_digest(raw[: _ENTRY.size]):
+                continue
+            if max(generation, hits) > COUNT_MAX:
                 continue
             self._generation = max(self._generation, generation)
             if key not in found or found[key][0] < generation:
