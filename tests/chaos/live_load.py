@@ -41,7 +41,9 @@ Prompt = tuple[int, int]
 class Load:
     """Clients that ask one request after another."""
 
-    def __init__(self, cluster: Cluster, draw: random.Random, clients: int) -> None:
+    def __init__(self, cluster: Cluster, draw: random.Random, clients: int, *, steady: bool = False) -> None:
+        """`steady`: over HTTP alone, and nobody gives up; else every third asks over NATS."""
+        self._steady = steady
         self.ended: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.slowest_s = 0.0
@@ -60,14 +62,16 @@ class Load:
                 self._texts[prompt] = text
 
     async def run(self) -> None:
-        await asyncio.gather(*(self._client(number % 3 == 2) for number in range(self._clients)))
+        await asyncio.gather(
+            *(self._client(not self._steady and number % 3 == 2) for number in range(self._clients))
+        )
 
     def stop(self) -> None:
         self._stop = True
 
     def again(self) -> Load:
         """The same clients once more, with the texts that are known and nothing counted."""
-        other = Load(self._cluster, self._draw, self._clients)
+        other = Load(self._cluster, self._draw, self._clients, steady=self._steady)
         other._texts = self._texts
         return other
 
@@ -81,7 +85,8 @@ class Load:
         async with aiohttp.ClientSession() as session:
             while not self._stop:
                 prompt = LONG if draw.random() < LONG_SHARE else draw.choice(PROMPTS)
-                stream, cancelled = draw.random() < 0.5, draw.random() < CANCELLED_SHARE
+                stream = draw.random() < 0.5
+                cancelled = draw.random() < CANCELLED_SHARE and not self._steady
                 started = time.monotonic()
                 ask = (
                     self._over_nats(prompt, stream=stream)

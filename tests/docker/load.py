@@ -33,10 +33,11 @@ class RunningLoad:
     """A load in a thread of its own, so that the test may call `docker` meanwhile."""
 
     def __init__(self, stack: Stack) -> None:
-        self.load = Load(BothFrontends(stack), random.Random(1), CLIENTS)  # type: ignore[arg-type]
+        both = BothFrontends(stack)
+        self.load = Load(both, random.Random(1), CLIENTS, steady=True)  # type: ignore[arg-type]
         self.finished: list[tuple[float, float]] = []
         self._stack = stack
-        once = self.load._once
+        once = self.load._over_http
 
         async def timed(*words: object, **more: object) -> tuple[str, str]:
             started = time.monotonic()
@@ -45,7 +46,7 @@ class RunningLoad:
                 self.finished.append((started, time.monotonic()))
             return how, text
 
-        self.load._once = timed  # type: ignore[method-assign]
+        self.load._over_http = timed  # type: ignore[method-assign]
         self._thread = threading.Thread(target=lambda: asyncio.run(self.load.run()), daemon=True)
 
     def start(self) -> None:
