@@ -25,7 +25,8 @@ from halfmoon.bus.requests import Requests
 from halfmoon.bus.serving import Responder
 from halfmoon.schemas.channels import CHANNELS
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
-from halfmoon.schemas.tokens import ResendReply, ResendRequest
+from halfmoon.schemas.status import StatusRequest
+from halfmoon.schemas.tokens import ResendReply
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import json_bytes, mutated_bytes, mutated_json
 from tests.fuzz.targets.nats_clients import HEADERS, REPLIES
@@ -133,7 +134,7 @@ class _Process:
         self.client._transport = None
         self.invalid = 0
         self._publisher, self._requests = Publisher(self.client), Requests(self.client)
-        self._good = self._responder(ResendRequest)
+        self._good = self._responder(StatusRequest)
         #: As nats-py's own callbacks hear: it reads subjects and headers.
         self._library = Subscription(self.client, LIBRARY, "subject")
         self.client._subs[LIBRARY] = self._library
@@ -179,7 +180,7 @@ class _Process:
             self._library._pending_queue.get_nowait()
         self._library._pending_size = 0
         if outcome == "read" and client._ps._message_bytes < 0 and not client._ps.buf:
-            question = encode(ResendRequest(request_id="r", order_id="1-0", index=0))
+            question = encode(StatusRequest())
             await client._ps.parse(_message(GOOD, GOOD_REPLY, b"", question))
             if not any(command.startswith(b"PUB " + GOOD_REPLY) for command in self._sent()):
                 raise Found("a good request is not answered")
