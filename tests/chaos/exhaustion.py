@@ -30,8 +30,8 @@ import aiohttp
 from tests.chaos.live_load import Load
 from tests.cluster.harness import START_S, Cluster, running
 
-FLAGS = ("--pool-mib", "96", "--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
-SHM_MIB = 640
+FLAGS = ("--pool-mib", "192", "--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
+SHM_MIB = 1_000
 DRY_S = 8.0
 SERVICE_S_MAX = 10.0
 IN_NAMESPACE = "HALFMOON_EXHAUSTION"
@@ -215,12 +215,14 @@ def main() -> int:
         os.environ["XDG_STATE_HOME"] = directory
         (scratch / "ssd").mkdir()
         mount(str(scratch / "ssd"), 64)
-        found = at_start()
-        tier = ("--ssd", str(scratch / "ssd"), "--ssd-bytes", "8000000000")
-        with running(scratch, *FLAGS, *tier) as cluster:
-            found["disk of the SSD tier"] = tier_said(cluster)
-            found |= asyncio.run(all_cases(cluster, args.only))
-        subprocess.run(["umount", "-l", str(scratch / "ssd")], check=True)
+        try:
+            found = at_start()
+            tier = ("--ssd", str(scratch / "ssd"), "--ssd-bytes", "8000000000")
+            with running(scratch, *FLAGS, *tier) as cluster:
+                found["disk of the SSD tier"] = tier_said(cluster)
+                found |= asyncio.run(all_cases(cluster, args.only))
+        finally:
+            subprocess.run(["umount", "-l", str(scratch / "ssd")], check=True)
     slow = [name for name, case in found.items() if case.get("service_s", 0) > SERVICE_S_MAX]
     wrong = {name: case["wrong"] for name, case in found.items() if case["wrong"]}
     if args.out is not None:

@@ -27,7 +27,7 @@ from tests.cluster.test_failures import nothing_held, whole
 STEPS = (5 * 3600, -7 * 3600, 0)
 STOP_S = 60.0
 PROCESSES = ("frontend-0", "prefill-0", "decode-0", "store-prefill-0", "conductor-0")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Clock:
