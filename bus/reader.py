@@ -116,6 +116,7 @@ class StreamReader:
             "deliver_subject": inbox,
             "deliver_policy": "by_start_sequence",
             "opt_start_seq": self.last_seq + 1,
+            # Not acknowledged and not delivered again: a gap in the consumer's own numbers makes a new consumer.
             "ack_policy": "none",
             "max_deliver": 1,
             "filter_subjects": self._subjects,
@@ -158,6 +159,7 @@ class StreamReader:
             stalled = header(headers, "Nats-Consumer-Stalled") or reply.decode()
             if stalled:
                 self._flowing = asyncio.ensure_future(self._nc.publish(stalled, b""))
+            # A heartbeat names the last number delivered: so a lost message is noticed though none comes after it.
             last = header(headers, "Nats-Last-Consumer")
             if last and int(last) != self._expected - 1:
                 self._reset = True
@@ -167,6 +169,7 @@ class StreamReader:
         tokens = reply.split(b".")
         if len(tokens) >= 12:
             tokens = tokens[2:]
+        # The consumer's number: the stream's has gaps where subjects are filtered or messages expired.
         if int(tokens[6]) != self._expected:
             self._reset = True
         elif not self._reset:

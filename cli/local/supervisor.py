@@ -73,6 +73,7 @@ class Supervisor:
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, **child.environment, "PYTHONUNBUFFERED": "1"},
             preexec_fn=die_with_parent,
+            # Ctrl-C goes to the terminal's whole process group; children end by SIGTERM only, in a drain's order.
             start_new_session=True,
         )
 
@@ -104,6 +105,7 @@ class Supervisor:
                 child.pause_s = PAUSE_S_MIN
             await asyncio.sleep(child.pause_s)
             child.pause_s = min(PAUSE_S_MAX, child.pause_s * 2)
+            # Once more: `stop` finds no process to signal during the pause, and waits for this watcher.
             if child.name in self._stopping:
                 return
             child.restarts += 1

@@ -47,6 +47,7 @@ def lose_orders(
 
 def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat, out: StepOutput) -> None:
     """Bring the core's open orders of a worker and those that its heartbeat lists to agree."""
+    # A worker that lists nothing at all says nothing of its orders; an empty list says that it has none.
     if event.orders is None:
         worker.unlisted_ns, worker.stray_ns, worker.lacking_ns = {}, {}, {}
         return
@@ -54,8 +55,10 @@ def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat,
     unlisted = [
         order_id
         for order_id in worker.orders
+        # Newer ones the worker has not obeyed yet, so it cannot list them: their silence says nothing.
         if order_id not in listed and state.orders[order_id].placed_seq <= event.obeyed_seq
     ]
+    # An order that ended a moment ago is a stray until its worker has heard of the end: so two heartbeats must name it.
     strays = [order_id for order_id in listed if order_id not in state.orders]
     worker.unlisted_ns, lost = _confirmed_twice(state, worker.unlisted_ns, unlisted)
     worker.stray_ns, unknown = _confirmed_twice(state, worker.stray_ns, strays)
@@ -86,6 +89,7 @@ def _confirmed_twice(
     again = []
     for order_id in order_ids:
         named_ns = since_ns.get(order_id, state.at_ns)
+        # Two heartbeats may come at once after a cut connection; they say what one says.
         if state.at_ns - named_ns >= state.policy.heartbeat_ns // 2:
             again.append(order_id)
         else:
