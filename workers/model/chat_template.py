@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import jinja2
@@ -51,7 +52,10 @@ class ChatTemplate:
     def __init__(self, source: str, specials: dict[str, str]) -> None:
         self._specials = specials
         try:
-            with metered(Meter(0, SECONDS_MAX)):
+            with metered(Meter(0, SECONDS_MAX)), warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # Python's, about the code that Jinja makes of odd expressions
                 self._template = MeteredEnvironment().from_string(source)
         except (*_TEMPLATE_ERRORS, TemplateLimit) as error:
             raise ModelBroken("chat_template", f"is no template: {_words(error)}") from None
