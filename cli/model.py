@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from halfmoon.cli.options import OptionInvalid
+from halfmoon.cli.options import OptionInvalid, read_option_file
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.model.files import ModelConfig, load_config, model_fingerprint
@@ -22,8 +22,8 @@ def layout_of(args: argparse.Namespace) -> Layout:
     """The KV layout by the model's configuration (cheap: weights stay on disk)."""
     if args.layout_file:
         try:
-            return msgspec.json.decode(Path(args.layout_file).read_bytes(), type=Layout)
-        except (OSError, msgspec.DecodeError) as problem:
+            return msgspec.json.decode(read_option_file("--layout-file", args.layout_file), type=Layout)
+        except (msgspec.DecodeError, RecursionError) as problem:
             raise OptionInvalid(f"--layout-file {args.layout_file}: {problem}") from None
     if not 16 <= args.block_tokens <= 512:
         raise OptionInvalid(f"--block-tokens {args.block_tokens}: 16 to 512")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,37 @@ DEFAULT_CLUSTER = "local"
 STREAMS_WAIT_S = 2.0
 
 
+#: Files of settings and secrets are small; nothing larger is read into memory.
+OPTION_FILE_BYTES_MAX = 4 << 20
+
+
 class OptionInvalid(Exception):
     """A value that does not fit; the text names where it came from and the option."""
+
+
+def check_option_file(option: str, file: str) -> Path:
+    """A regular file of at most `OPTION_FILE_BYTES_MAX`: reading it ends. Raises OptionInvalid."""
+    path = Path(file)
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as problem:
+        raise OptionInvalid(f"{option} {file[:200]!r}: {getattr(problem, 'strerror', problem)}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise OptionInvalid(f"{option} {file}: no regular file")
+    if status.st_size > OPTION_FILE_BYTES_MAX:
+        raise OptionInvalid(f"{option} {file}: {status.st_size} bytes; at most {OPTION_FILE_BYTES_MAX}")
+    return path
+
+
+def read_option_file(option: str, file: str) -> str:
+    """The text of a small file that an option names. Raises OptionInvalid."""
+    path = check_option_file(option, file)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise OptionInvalid(f"{option} {file}: {problem.strerror}") from None
+    except UnicodeDecodeError as problem:
+        raise OptionInvalid(f"{option} {file}: no UTF-8 at byte {problem.start}") from None
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +114,11 @@ def bus_config(args: argparse.Namespace, *, name: str = "operator") -> BusConfig
             if not file.exists():
                 raise OptionInvalid(f"--nats-nkey-file: {url} has no credentials for {name}")
             key = str(file)
+    if key:
+        _check_nkey(key)
+    for option in ("nats_credentials", "nats_ca", "nats_cert", "nats_key"):
+        if named := getattr(args, option):
+            check_option_file(f"--{option.replace('_', '-')}", named)
     return BusConfig(
         url=url or DEFAULT_NATS,
         user=args.nats_user,
@@ -118,6 +153,17 @@ def existing_streams() -> StreamLimits:
     from halfmoon.bus.streams import StreamLimits
 
     return StreamLimits(replicas=0, wait_s=STREAMS_WAIT_S)
+
+
+def _check_nkey(file: str) -> None:
+    """Raises OptionInvalid. Else nats-py would end in an exception of another library's."""
+    import nkeys
+
+    seed = read_option_file("--nats-nkey-file", file).strip()
+    try:
+        nkeys.from_seed(bytearray(seed.encode())).wipe()
+    except (nkeys.NkeysError, ValueError) as problem:
+        raise OptionInvalid(f"--nats-nkey-file {file}: no seed of an nkey: {problem}") from None
 
 
 def stream_limits(args: argparse.Namespace) -> StreamLimits:
@@ -165,10 +211,7 @@ def secret(args: argparse.Namespace) -> str:
     """The cluster's secret. Raises OptionInvalid when the file is missing or too short."""
     if not args.secret_file:
         return f"insecure-{args.cluster}"
-    try:
-        text = Path(args.secret_file).read_text().strip()
-    except OSError as problem:
-        raise OptionInvalid(f"--secret-file: {problem}") from None
+    text = read_option_file("--secret-file", args.secret_file).strip()
     if len(text) < 16:
         raise OptionInvalid(f"--secret-file {args.secret_file}: at least 16 characters")
     return text
@@ -223,8 +266,10 @@ def _from_toml(file: str, command: str, commands: Mapping[str, argparse.Argument
     import tomllib
 
     try:
-        content = tomllib.loads(Path(file).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        content = tomllib.loads(read_option_file("--config", file))
+    except RecursionError:
+        raise OptionInvalid(f"--config {file}: nested too deep") from None
+    except ValueError as problem:  # of TOML, or a number of thousands of digits
         raise OptionInvalid(f"--config {file}: {problem}") from None
     known = {name: {action.dest for action in parser._actions} for name, parser in commands.items()}
     top: dict[str, Any] = {}

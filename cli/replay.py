@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from halfmoon.cli.options import OptionInvalid, add_config
+from halfmoon.cli.options import OptionInvalid, add_config, read_option_file
 from halfmoon.cli.policy import changed
 from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay import state_text, whatif
@@ -116,10 +116,11 @@ def _what_if(args: argparse.Namespace, log: LogFile) -> int:
 def _policy(file: str, policy: Policy) -> Policy:
     """`policy` with the keys that the file has, as `halfmoon policy set` takes them."""
     try:
-        values = tomllib.loads(Path(file).read_text())
+        values = tomllib.loads(read_option_file("--what-if", file))
         return changed(policy, [f"{key}={value}" for key, value in values.items()])
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, OptionInvalid) as problem:
-        raise OptionInvalid(f"--what-if {file}: {str(problem).removeprefix('policy set ')}") from None
+    except (ValueError, RecursionError, OptionInvalid) as problem:
+        text = str(problem).removeprefix("policy set ").removeprefix(f"--what-if {file}: ")
+        raise OptionInvalid(f"--what-if {file}: {text}") from None
 
 
 def _draw(args: argparse.Namespace, log: LogFile) -> int:
