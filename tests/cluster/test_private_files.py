@@ -25,7 +25,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     place = tmp_path_factory.mktemp("private")
     before = os.umask(0)
     try:
-        with running(place, *FLAGS, "--ssd", str(place / "ssd"), "--metrics-port", str(free_port())) as one:
+        with running(
+            place,
+            *FLAGS,
+            "--ssd",
+            str(place / "ssd"),
+            "--ssd-bytes",
+            str(64 << 20),
+            "--metrics-port",
+            str(free_port()),
+        ) as one:
             yield one
     finally:
         os.umask(before)
