@@ -22,13 +22,13 @@ from nkeys import NkeysError
 
 from halfmoon.bus.client import DirectClient
 from halfmoon.bus.config import BusConfig
-from halfmoon.bus.errors import BusError, BusUnreachable, PeerError, PeerUnreachable
+from halfmoon.bus.errors import BusError, BusUnreachable, NotStored, PeerError, PeerUnreachable
 from halfmoon.bus.jetstream import JetStream
 from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.reader import StreamMessage, StreamReader
 from halfmoon.bus.requests import Requests
 from halfmoon.bus.serving import Answerer, Responder
-from halfmoon.bus.streams import StreamLimits, ensure_streams
+from halfmoon.bus.streams import StreamKeeper, StreamLimits
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks, within
 from halfmoon.schemas import subjects
@@ -65,6 +65,7 @@ class Bus:
         self.jetstream = JetStream(nc)
         self.name = name
         self._limits = limits
+        self._keeper = StreamKeeper(nc, limits)
         self.invalid = 0
         self._publisher = Publisher(nc)
         self._requests = Requests(nc)
@@ -77,6 +78,11 @@ class Bus:
     @property
     def unacknowledged(self) -> int:
         return self._publisher.unacked
+
+    @property
+    def unstored_s(self) -> float:
+        """How long the oldest of our facts and orders waits to be stored: the server is away, or its disk is full."""
+        return self._publisher.oldest_s
 
     # --- connection -----------------------------------------------------------------------------------------
 
@@ -119,7 +125,7 @@ class Bus:
         bus = cls(nc, name, limits or StreamLimits())
         box.append(bus)
         try:
-            await ensure_streams(nc, bus._limits)
+            await bus._keeper.ensure()
         except PeerUnreachable as problem:
             await nc.close()
             reason = str(problem.__cause__) or type(problem.__cause__).__name__
@@ -129,6 +135,8 @@ class Bus:
             raise
         await bus._publisher.start()
         await bus._requests.start()
+        if bus._limits.replicas:
+            bus._spawn(bus._keeper.keep())
         return bus
 
     async def close(self, *, flush_s: float = 2.0) -> None:
@@ -160,7 +168,7 @@ class Bus:
         """A server that was started again has lost the stream that it kept in memory."""
         while self.nc.is_connected:
             with contextlib.suppress(BusError):
-                await ensure_streams(self.nc, self._limits)
+                await self._keeper.ensure()
                 return
             await asyncio.sleep(0.1)
 
@@ -171,10 +179,16 @@ class Bus:
         return f"{self._stamp}-{self._count}"
 
     async def append(
-        self, event: Event, *, source_id: str, message_id: str = "", expected_last_seq: int | None = None
+        self,
+        event: Event,
+        *,
+        source_id: str,
+        message_id: str = "",
+        expected_last_seq: int | None = None,
+        within_s: float | None = None,
     ) -> int:
         """Store `event`; its sequence in the log. Raises LogMoved when `expected_last_seq` is not the log's
-        last.
+        last, NotStored after `within_s`.
         """
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._publisher.submit(
@@ -184,7 +198,12 @@ class Bus:
             expected_last_seq=expected_last_seq,
             done=done,
         )
-        return await done
+        try:
+            async with asyncio.timeout(within_s):
+                return await done
+        except TimeoutError:
+            problem = f"the event log did not take {type(event).__name__} within {within_s:g} s"
+            raise NotStored(problem) from None
 
     def append_soon(self, event: Event, *, source_id: str, message_id: str = "") -> None:
         """Store `event` in its turn; sent again until it is stored."""

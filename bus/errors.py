@@ -5,6 +5,7 @@ BusError
 ├── PeerUnreachable     nobody answers on a subject
 ├── PeerError           the peer answered: it could not (has `code` for programs, `message` for people)
 ├── SubjectInvalid      nothing can be published on such a subject
+├── NotStored           a message was not stored in time; it may be later
 ├── LogMoved            a conditional append came too late
 ├── StreamRefused       JetStream answered with an error (has its `code`)
 ├── StreamRecreated     the stream that was being read is gone; another of its name counts from 1
@@ -38,6 +39,10 @@ class PeerError(BusError):
 
 class SubjectInvalid(BusError):
     """Nothing can be published on such a subject: it is empty, or holds a blank, a control character or a wildcard."""
+
+
+class NotStored(BusError):
+    """The server did not say in time that the message is stored. It is sent again until it is."""
 
 
 class LogMoved(BusError):

@@ -133,7 +133,7 @@ class Identity:
             case "tenant":
                 return [subjects.api("*", self.tenant)]
             case "supervisor":
-                gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_EVENTS, _SNAPSHOTS)]
+                gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_EVENTS, _DECISIONS, _SNAPSHOTS)]
                 makes = [f"{_JS}.STREAM.CREATE.{stream}" for stream in subjects.STREAMS]
                 asks = [subjects.status(subjects.CONDUCTORS)]
                 return [*said, *asks, *_PLACES, *gets, *makes, *_reading([_EVENTS])]

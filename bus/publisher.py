@@ -50,7 +50,7 @@ _decode_ack = msgspec.json.Decoder(_Ack).decode
 
 
 class _Outgoing:
-    __slots__ = ("done", "headers", "payload", "reply", "sent_at", "subject")
+    __slots__ = ("done", "headers", "payload", "reply", "sent_at", "subject", "submitted_at")
 
     def __init__(
         self, subject: str, payload: bytes, reply: str, headers: bytes, done: asyncio.Future[int] | None
@@ -60,6 +60,7 @@ class _Outgoing:
         self.reply = reply
         self.headers = headers
         self.done = done
+        self.submitted_at = time.monotonic()
         self.sent_at = 0.0
 
 
@@ -95,6 +96,12 @@ class Publisher:
     @property
     def unacked(self) -> int:
         return len(self._pending)
+
+    @property
+    def oldest_s(self) -> float:
+        """How long the oldest message that is not stored has waited for it; 0 when all are stored."""
+        oldest = next(iter(self._pending.values()), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest.submitted_at
 
     def submit(
         self,

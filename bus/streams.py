@@ -1,8 +1,10 @@
-"""The four streams, made or brought up to date by the process that connects first."""
+"""The four streams: made by the process that connects first, and made anew where one is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +14,16 @@ from nats.aio.client import Client
 from halfmoon.bus.errors import BusError, PeerUnreachable, StreamRefused
 from halfmoon.bus.jetstream import NO_PEERS, NO_STREAM, STREAM_NAME_IN_USE, JetStream
 from halfmoon.schemas import subjects
+from halfmoon.schemas.codec import MessageInvalid, decode
+from halfmoon.schemas.decisions import Ordered
 from halfmoon.schemas.numbers import SECOND_NS
 
+log = logging.getLogger(__name__)
+
+#: Between two looks at whether the streams are there.
+KEEP_S = 1.0
+#: More events than a log may have had since it was last looked at.
+LOG_GAP = 1_000_000_000
 #: Servers that find each other, and elect who leads, take a while.
 CLUSTER_S = 30.0
 
@@ -38,72 +48,135 @@ class StreamLimits:
     duplicate_window_ns: int = 120 * SECOND_NS
 
 
-async def ensure_streams(nc: Client, limits: StreamLimits) -> None:
-    """Create EVENTS, DECISIONS, KV and SNAPSHOTS where they are missing; leave existing ones as the operator
-    set them.
+class StreamKeeper:
+    """Makes the streams EVENTS, DECISIONS, KV and SNAPSHOTS where they are missing, now (`ensure`) and for as long
+    as it is asked to (`keep`); existing ones stay as the operator set them.
 
-    Raises BusError when JetStream refuses (not enabled, no permission, too few servers for the replicas). A
-    cluster of servers that is not ready yet is waited for.
+    An event log that is made anew goes on counting far beyond the old one: a decision's identity begins with the
+    sequence of its cause, and who remembers those of the old log would take new ones for repeats.
     """
-    jetstream = JetStream(nc)
-    until = time.monotonic() + (0 if limits.replicas == 1 else limits.wait_s)
-    for name, subject, storage, bytes_max, age_ns_max in (
-        (subjects.EVENTS_STREAM, subjects.EVENTS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
-        (
-            subjects.DECISIONS_STREAM,
+
+    def __init__(self, nc: Client, limits: StreamLimits) -> None:
+        self._nc = nc
+        self._limits = limits
+        self._jetstream = JetStream(nc)
+        #: Last sequence of the event log when it was last looked at; -1: there was none.
+        self._events_seq = -1
+
+    async def ensure(self) -> None:
+        """Raises BusError when JetStream refuses (not enabled, no permission, too few servers for the replicas). A
+        cluster of servers that is not ready yet is waited for.
+        """
+        limits = self._limits
+        until = time.monotonic() + (0 if limits.replicas == 1 else limits.wait_s)
+        for name in subjects.STREAMS:
+            while (refused := await self._ensure(name, until)) is not None:
+                if time.monotonic() > until or not _may_pass(refused):
+                    raise BusError(f"stream {refused}")
+                await asyncio.sleep(0.1)
+
+    async def keep(self) -> None:
+        """Endless: looks every `KEEP_S`, and makes anew what somebody has deleted."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            if self._nc.is_connected:
+                with contextlib.suppress(BusError):  # not to be asked now: at the next look
+                    await self._look()
+
+    async def _look(self) -> None:
+        missing = []
+        for name in subjects.STREAMS:
+            try:
+                last_seq = (await self._jetstream.info(name)).last_seq
+            except StreamRefused as refused:
+                if refused.code != NO_STREAM:
+                    raise
+                missing.append(name)
+            else:
+                if name == subjects.EVENTS_STREAM:
+                    self._events_seq = last_seq
+        if missing:
+            log.error("gone, and made anew: the stream %s", ", ".join(missing))
+            await self.ensure()
+
+    async def _ensure(self, name: str, until: float) -> StreamRefused | None:
+        """JetStream's refusal, None when the stream is there. Raises PeerUnreachable after `until`."""
+        replicas = self._limits.replicas
+        timeout_s = 10.0 if replicas == 1 else 2.0
+        try:
+            if not replicas:
+                await self._jetstream.ask(f"STREAM.INFO.{name}", timeout_s=timeout_s)
+                return None
+            config = stream_config(name, self._limits)
+            if name == subjects.EVENTS_STREAM and (first_seq := await self._first_seq()):
+                config["first_seq"] = first_seq
+            await self._jetstream.ask(f"STREAM.CREATE.{name}", config, timeout_s=timeout_s)
+            if name == subjects.EVENTS_STREAM:
+                self._events_seq = max(self._events_seq, 0)
+        except PeerUnreachable:
+            if time.monotonic() > until:
+                raise
+            return StreamRefused(f"{name}: no answer", status=503)
+        except StreamRefused as refused:
+            return None if refused.code == STREAM_NAME_IN_USE else refused
+        return None
+
+    async def _first_seq(self) -> int:
+        """Where an event log that is missing is to begin; 0: where it likes, there was none before or it is there."""
+        known = self._events_seq
+        try:
+            self._events_seq = (await self._jetstream.info(subjects.EVENTS_STREAM)).last_seq
+            return 0
+        except StreamRefused as refused:
+            if refused.code != NO_STREAM:
+                raise
+        with contextlib.suppress(StreamRefused, MessageInvalid):
+            last = await self._jetstream.message(
+                subjects.DECISIONS_STREAM, last_by_subj=subjects.DECISIONS_ALL
+            )
+            if last is not None:
+                ordered: Ordered = decode(last.payload, Ordered)
+                known = max(known, ordered.cause_seq)
+        return known + LOG_GAP if known >= 0 else 0
+
+
+def stream_config(name: str, limits: StreamLimits) -> dict[str, Any]:
+    """As JetStream wants it."""
+    subject, storage, bytes_max, age_ns_max = {
+        subjects.EVENTS_STREAM: (subjects.EVENTS_ALL, "file", limits.log_bytes_max, limits.log_age_ns_max),
+        subjects.DECISIONS_STREAM: (
             subjects.DECISIONS_ALL,
             "file",
             limits.log_bytes_max,
             limits.log_age_ns_max,
         ),
-        (subjects.KV_STREAM, subjects.KV_ALL, "memory", limits.kv_bytes_max, limits.kv_age_ns_max),
-        (
-            subjects.SNAPSHOTS_STREAM,
+        subjects.KV_STREAM: (subjects.KV_ALL, "memory", limits.kv_bytes_max, limits.kv_age_ns_max),
+        subjects.SNAPSHOTS_STREAM: (
             subjects.SNAPSHOTS_ALL,
             "file",
             limits.snapshot_bytes_max,
             limits.log_age_ns_max,
         ),
-    ):
-        config = {
-            "name": name,
-            "subjects": [subject],
-            "storage": storage,
-            "retention": "limits",
-            "discard": "old",
-            "num_replicas": limits.replicas,
-            "max_bytes": bytes_max,
-            "max_age": age_ns_max,
-            "max_msgs": -1,
-            # Conductors that write the same snapshot write the same parts: one of each stays.
-            "max_msgs_per_subject": 1 if name == subjects.SNAPSHOTS_STREAM else -1,
-            "max_consumers": -1,
-            "duplicate_window": min(limits.duplicate_window_ns, age_ns_max),
-        }
-        while (refused := await _ensure(jetstream, name, config, until)) is not None:
-            if time.monotonic() > until or not _may_pass(refused):
-                raise BusError(f"stream {refused}")
-            await asyncio.sleep(0.1)
-
-
-async def _ensure(
-    jetstream: JetStream, name: str, config: dict[str, Any], until: float
-) -> StreamRefused | None:
-    """JetStream's refusal, None when the stream is there. Raises PeerUnreachable after `until`."""
-    waiting = not config["num_replicas"]
-    timeout_s = 10.0 if config["num_replicas"] == 1 else 2.0
-    try:
-        if waiting:
-            await jetstream.ask(f"STREAM.INFO.{name}", timeout_s=timeout_s)
-        else:
-            await jetstream.ask(f"STREAM.CREATE.{name}", config, timeout_s=timeout_s)
-    except PeerUnreachable:
-        if time.monotonic() > until:
-            raise
-        return StreamRefused(f"{name}: no answer", status=503)
-    except StreamRefused as refused:
-        return None if refused.code == STREAM_NAME_IN_USE else refused
-    return None
+    }[name]
+    snapshots = name == subjects.SNAPSHOTS_STREAM
+    return {
+        "name": name,
+        "subjects": [subject],
+        "storage": storage,
+        "retention": "limits",
+        "discard": "old",
+        "num_replicas": limits.replicas,
+        "max_bytes": bytes_max,
+        "max_age": age_ns_max,
+        "max_msgs": -1,
+        # Conductors that write the same snapshot write the same parts: one of each stays.
+        "max_msgs_per_subject": 1 if snapshots else -1,
+        "max_consumers": -1,
+        "duplicate_window": min(limits.duplicate_window_ns, age_ns_max),
+        # What is said is said; only age and size end it. Old snapshots are purged by the conductors.
+        "deny_delete": True,
+        "deny_purge": not snapshots,
+    }
 
 
 def _may_pass(refused: StreamRefused) -> bool:

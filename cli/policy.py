@@ -23,6 +23,8 @@ from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
 ANSWER_S = 2.0
+#: For the log to take the change.
+STORED_S = 10.0
 IN_FORCE_S = 5.0
 _UNITS_NS = {"ns": 1, "us": 1_000, "ms": MS_NS, "s": SECOND_NS}
 
@@ -98,7 +100,7 @@ def _for_people(name: str, value: object) -> str:
 
 
 async def _put_in_force(bus: Bus, policy: Policy) -> None:
-    seq = await bus.append(PolicyChanged(policy=policy), source_id=subjects.OPERATOR)
+    seq = await bus.append(PolicyChanged(policy=policy), source_id=subjects.OPERATOR, within_s=STORED_S)
     try:
         async with asyncio.timeout(IN_FORCE_S):
             while (await _status(bus)).seq < seq:

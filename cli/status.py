@@ -48,7 +48,9 @@ def _longest(status: dict[str, Any]) -> str:
 def describe(status: dict[str, Any]) -> str:
     """For people."""
     lines = [
-        f"{status['model']}: {'ready' if status['ready'] else 'not ready'}" + _longest(status),
+        f"{status['model']}: {'ready' if status['ready'] else 'not ready'}"
+        + (f" ({problem})" if (problem := status.get("problem")) else "")
+        + _longest(status),
         f"NATS {status['nats']}  HTTP {status['http'] or '-'}",
         "",
         f"{'node':<24} {'role':<9} {'state':<10} {'queued':>7} {'running':>8} {'KV used':>10} {'of':>10}",

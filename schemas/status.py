@@ -69,6 +69,8 @@ class ConductorStatus(Message, frozen=True):
     #: A request of so many tokens fits, prompt and answer together, however they are divided; 0: a pool has no worker.
     request_tokens_max: Tokens = 0
     counts: RequestCounts = RequestCounts()
+    #: How long the oldest of its orders and events waits to be stored.
+    unstored_ns: Ns = 0
 
     @property
     def ready(self) -> bool:

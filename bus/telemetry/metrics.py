@@ -130,6 +130,8 @@ class ProcessMetrics(Collector):
         stats = bus.nc.stats
         yield gauge("halfmoon_bus_connected", "1 while NATS is there.", (), {(): bus.nc.is_connected})
         yield gauge("halfmoon_bus_unacknowledged", "Messages not stored yet.", (), {(): bus.unacknowledged})
+        waits = {(): bus.unstored_s}
+        yield gauge("halfmoon_bus_unstored_seconds", "How long the oldest of them waits.", (), waits)
         yield counter(
             "halfmoon_bus_reconnects", "Times that NATS was lost and found.", (), {(): stats["reconnects"]}
         )

@@ -14,7 +14,7 @@ from typing import assert_never
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.credentials import key_file, write_private
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.bus.errors import BusUnreachable
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.cli import model as models
 from halfmoon.cli.local.credentials import credentials_of, make_credentials
 from halfmoon.cli.local.flags import (
@@ -26,6 +26,7 @@ from halfmoon.cli.local.flags import (
     store_flags,
     worker_flags,
 )
+from halfmoon.cli.local.log_server import LogServer
 from halfmoon.cli.local.ports import port_or_free, wanted_port
 from halfmoon.cli.local.supervisor import Child, Supervisor
 from halfmoon.cli.metrics import Targets
@@ -53,9 +54,6 @@ from halfmoon.schemas.roles import ROLES, WORKER_ROLES
 from halfmoon.store.pool.segment import remove_stale
 
 START_S_MAX = 300.0
-#: Between two looks at nats-server, and between two attempts to start it again.
-SERVER_PAUSE_S = 0.1
-SERVER_RETRY_S = 1.0
 #: A process that dies more often before the cluster is ready will not come up.
 START_DEATHS_MAX = 3
 
@@ -67,6 +65,7 @@ class LocalCluster:
         self.args = args
         self.directory = directory
         self.server: EmbeddedServer | None = None
+        self.log_server: LogServer | None = None
         self.server_watcher: asyncio.Task[None] | None = None
         self.bus: Bus | None = None
         self.supervisor = Supervisor(self._on_death, self._on_line)
@@ -111,7 +110,7 @@ class LocalCluster:
             port = wanted_port("--nats-port", args.nats_port, "127.0.0.1") or port_or_free(4222)
             permissions = make_credentials(args, self.directory)
             self.server = EmbeddedServer.start(self.directory / "nats", port=port, extra_config=permissions)
-            self.server_watcher = asyncio.create_task(self._keep_server(self.server))
+            self.log_server = LogServer(self.server, self.say, free_bytes_min=args.log_free_mib_min << 20)
             args.nats = self.server.url
             self.say(f"nats-server at {self.server.url}")
         if not args.secret_file:
@@ -120,6 +119,8 @@ class LocalCluster:
         self.bus = await Bus.connect(
             bus_config(self._as(subjects.SUPERVISOR)), name=subjects.SUPERVISOR, limits=stream_limits(args)
         )
+        if self.log_server is not None:
+            self.server_watcher = asyncio.create_task(self.log_server.run(self.bus))
         after = await self.bus.last_seq()
         watcher = asyncio.create_task(self._watch(after))
         try:  # before anybody joins: conductors read the log from its ClusterConfigured on
@@ -137,6 +138,8 @@ class LocalCluster:
                     if child.restarts > START_DEATHS_MAX:
                         raise OptionInvalid(f"{child.name} dies again and again; see {child.log}")
         self.ready = True
+        if self.log_server is not None:
+            self.log_server.expects_events = True
 
     async def _start_children(self, layout: Layout) -> set[str]:
         args = self.args
@@ -157,6 +160,8 @@ class LocalCluster:
         self.http = f"http://{args.http_host}:{http_port}"
         flags = ["--id", "frontend-0", "--http-host", args.http_host, "--http-port", str(http_port)]
         flags += frontend_flags(args)
+        if self.server is not None:
+            flags += ["--log-dir", str(self.server.directory)]
         self.targets.add("frontend", self.http.removeprefix("http://"))
         await self._child("frontend-0", "frontend", flags)
         return names
@@ -195,22 +200,6 @@ class LocalCluster:
                 case _:
                     pass
 
-    async def _keep_server(self, server: EmbeddedServer) -> None:
-        """nats-server dies: it is started again at the same address, and every process reconnects by itself."""
-        while True:
-            await asyncio.sleep(SERVER_PAUSE_S)
-            if (status := server.process.poll()) is not None:
-                how = signal.Signals(-status).name if status < 0 else f"status {status}"
-                self.say(
-                    f"nats-server died ({how}); it is started again. Its output: {server.directory / 'nats.log'}"
-                )
-                try:
-                    server.launch_again()
-                    await asyncio.to_thread(server.wait)
-                except (BusUnreachable, OSError) as problem:  # OSError: no file descriptor, no memory for it
-                    self.say(str(problem))
-                    await asyncio.sleep(SERVER_RETRY_S)
-
     def _keep_one_old_log(self) -> None:
         """The log of the last cluster stays readable until the one after the next start."""
         current, previous = self.directory / "nats", self.directory / "nats-previous"
@@ -222,14 +211,15 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """Drains rank after rank of `ROLES`."""
+        if self.log_server is not None:
+            self.log_server.expects_events = False
         ranks = {name: ROLES[child.role].drain_rank for name, child in self.supervisor.children.items()}
         for rank in sorted(set(ranks.values())):
             await self.supervisor.stop([name for name in ranks if ranks[name] == rank], within_s=DRAIN_S + 2)
         if self.bus is not None:
             await self.bus.close()
         if self.server_watcher is not None:
-            self.server_watcher.cancel()
-            await asyncio.wait([self.server_watcher])
+            await end_tasks([self.server_watcher])
 
     def kill(self) -> None:
         self.supervisor.kill()

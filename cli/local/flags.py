@@ -108,6 +108,7 @@ def frontend_flags(args: argparse.Namespace) -> list[str]:
         "http_connections_per_address_max",
         "http_head_s",
         "http_body_s",
+        "log_free_mib_min",
     ):
         flags += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     for option in ("api_keys_file", "http_allowed_hosts"):

@@ -12,7 +12,7 @@ from halfmoon.cli.metrics import shown
 from halfmoon.cli.options import OptionInvalid, add_model, secret
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
-from halfmoon.cli.processes.options import add_frontend, add_process
+from halfmoon.cli.processes.options import add_frontend, add_log_dir, add_process
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.numbers import SECOND_NS
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--id", default=f"frontend-{socket.gethostname()}")
     add_frontend(parser)
+    add_log_dir(parser)
     add_model(parser)
     add_process(parser)
 
@@ -56,6 +57,8 @@ async def run(args: argparse.Namespace) -> int:
         cluster_secret=secret(args),
         context_tokens=models.context_tokens_max(args),
         open_requests_max=args.open_requests_max,
+        log_directory=args.log_dir,
+        log_free_bytes_min=args.log_free_mib_min << 20,
         drain_ns_max=int(args.drain_s * SECOND_NS),
     )
     frontend = Frontend(bus, config, tokenizer, layout)

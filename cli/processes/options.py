@@ -31,6 +31,12 @@ def add_process(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_log_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-dir", metavar="DIR", default="", help="where nats-server keeps the log, if on this machine"
+    )
+
+
 def add_policy(parser: argparse.ArgumentParser) -> None:
     defaults = Policy()
     group = parser.add_argument_group("policy (of a log that is empty; else the log's own is in force)")
@@ -152,6 +158,9 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=120.0,
         help="a request that gets no token for so long fails; twice its TTFT objective, before its first one",
+    )
+    group.add_argument(
+        "--log-free-mib-min", type=int, default=64, help="less disk free for the log: no new requests"
     )
     group.add_argument(
         "--client-inboxes",

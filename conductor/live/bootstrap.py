@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 #: How long a running conductor has to say that it is there.
 OTHERS_S = 1.0
+#: For the event that begins a log: a server that does not store it in this time is not worth waiting for.
+BEGIN_S = 30.0
 
 
 async def bootstrap_core(
@@ -49,7 +51,8 @@ async def bootstrap_core(
             )
         event = ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=policy)
         # The message id lets only one of several conductors append it.
-        await bus.append(event, source_id=conductor_id, message_id=f"begin-{first}")
+        message_id = f"begin-{first}"
+        await bus.append(event, source_id=conductor_id, message_id=message_id, within_s=BEGIN_S)
 
 
 async def _others(bus: Bus) -> bool:

@@ -52,6 +52,7 @@ from halfmoon.schemas.decisions import (
     StartPrefill,
 )
 from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested, TimerFired
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
@@ -214,7 +215,12 @@ class Shell:
                 await asyncio.sleep(TIMER_RETRY_S)
 
     def _status(self, _: StatusRequest) -> ConductorStatus:
-        return conductor_status(self.core, conductor_id=self._conductor_id, caught_up=self.caught_up.is_set())
+        return conductor_status(
+            self.core,
+            conductor_id=self._conductor_id,
+            caught_up=self.caught_up.is_set(),
+            unstored_ns=int(self._bus.unstored_s * SECOND_NS),
+        )
 
 
 async def run(

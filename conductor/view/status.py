@@ -14,7 +14,9 @@ from halfmoon.conductor.core.state import State
 from halfmoon.schemas.status import ConductorStatus, NodeStatus, RequestCounts
 
 
-def conductor_status(core: Core, *, conductor_id: str, caught_up: bool) -> ConductorStatus:
+def conductor_status(
+    core: Core, *, conductor_id: str, caught_up: bool, unstored_ns: int = 0
+) -> ConductorStatus:
     """The status of `core`, as of its last event."""
     state = core.state
     layout = next((worker.layout for worker in state.workers.values()), None)
@@ -32,6 +34,7 @@ def conductor_status(core: Core, *, conductor_id: str, caught_up: bool) -> Condu
         requests_parked=len(state.parked),
         request_tokens_max=min(capacity(state)),
         counts=request_counts(state),
+        unstored_ns=unstored_ns,
     )
 
 

@@ -45,6 +45,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.policy import Policy
 from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.log_health import LogHealth
 from halfmoon.workers.frontend.nats_service import settled
 from halfmoon.workers.frontend.page.feed import PageFeed
 from halfmoon.workers.frontend.registry import new_request_id
@@ -332,7 +333,8 @@ async def test_what_three_conductors_say_at_once_is_stored_once(
 async def test_a_frontend_is_told_what_its_page_shows(servers: ServerCluster, conductor: Bus) -> None:
     """By a conductor: the view, and a request looked up in the log."""
     frontend = await servers.connect("frontend-0")
-    feed = PageFeed(frontend, FrontendConfig(frontend_id="frontend-0", model="m"))
+    config = FrontendConfig(frontend_id="frontend-0", model="m")
+    feed = PageFeed(frontend, config, LogHealth(frontend, config))
     task = asyncio.create_task(shell.run(conductor, conductor_id="conductor-0", policy=Policy()))
     request_id = new_request_id()
     arrived = RequestArrived(

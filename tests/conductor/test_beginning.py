@@ -21,6 +21,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself
 from halfmoon.schemas.events import ClusterConfigured, WorkerHeartbeat
 from halfmoon.schemas.policy import Policy
+from tests.bus.expiry import expire
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -37,12 +38,6 @@ async def core_at(bus: Bus, seq: int) -> Core:
 
 async def save(bus: Bus, core: Core, *, version: int = SNAPSHOT_VERSION) -> snapshots.SnapshotHead:
     return await snapshots.save(bus, core.seq, core.snapshot(), version=version, code_version="7")
-
-
-async def expire(bus: Bus, up_to: int) -> None:
-    """The log loses its head, as by size or age."""
-    answer = await bus.jetstream.ask(f"STREAM.PURGE.{subjects.EVENTS_STREAM}", {"seq": up_to + 1})
-    assert answer["success"]
 
 
 async def first_step(url: str, conductor_id: str = "late") -> int:
@@ -97,7 +92,7 @@ async def test_a_log_whose_head_is_gone_is_read_from_the_snapshot_that_leads_int
             expected = await reach(bus, last)
         await save(bus, await core_at(bus, 4))
         await save(bus, await core_at(bus, 6))
-        await expire(bus, 6)
+        await expire(bus, subjects.EVENTS_STREAM, before=7)
         assert await first_step(nats_url) == 7
         async with conductor(nats_url, "c2"):
             assert (await reach(bus, last, "c2")).digest == expected.digest
@@ -126,7 +121,7 @@ async def test_without_head_and_snapshot_a_conductor_that_is_alone_begins_the_lo
             last = await say(bus, *CLUSTER)
             await reach(bus, last)
         await save(bus, await core_at(bus, 3))
-        await expire(bus, 4)  # what leads from event 3 on is gone
+        await expire(bus, subjects.EVENTS_STREAM, before=5)  # what leads from event 3 on is gone
         other = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S, seed=5)
         async with conductor(nats_url, "c2", policy=other), conductor(nats_url, "c3", policy=other):
             begun = [s for s in await log_of(bus) if isinstance(s.event, ClusterConfigured)]
@@ -148,7 +143,7 @@ async def test_without_head_and_snapshot_a_conductor_does_not_disturb_one_that_r
         last = await say(bus, *CLUSTER)
         await reach(bus, last)
         core = await core_at(bus, last)
-        await expire(bus, 3)
+        await expire(bus, subjects.EVENTS_STREAM, before=4)
         with pytest.raises(
             LogUnreadable, match="the log before event 4 is gone, and other conductors have saved no"
         ):
@@ -166,7 +161,7 @@ async def test_events_that_expired_unread_are_told_from_bytes_that_are_no_event(
         await bus.nc.request(subjects.event("x", "WorkerHeartbeat"), b"no event", timeout=5)
         last = await say(bus, *CLUSTER[2:])
         assert len((await reach(bus, last)).nodes) == 5
-        await expire(bus, 4)
+        await expire(bus, subjects.EVENTS_STREAM, before=5)
         await check_gap(bus, 4)
         with pytest.raises(LogUnreadable, match="events 3 to 4 expired before they were read"):
             await check_gap(bus, 2)

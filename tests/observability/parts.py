@@ -26,7 +26,9 @@ from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.agent.metrics import StoreMetrics
 from halfmoon.store.config import StoreConfig
 from halfmoon.workers.decode.worker import DecodeWorker
-from halfmoon.workers.frontend.metrics import FrontendMetrics
+from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.log_health import LogHealth
+from halfmoon.workers.frontend.metrics import FrontendMetrics, LogDisk
 from halfmoon.workers.model.files import load_config
 from halfmoon.workers.model.null_engine import NullEngine
 from halfmoon.workers.prefill.worker import PrefillWorker
@@ -123,8 +125,10 @@ async def processes(url: str, scratch: Path) -> AsyncIterator[dict[str, Collecto
             stack.push_async_callback(worker.stop)
             registries[kind.role] = process_registry(one, role=kind.role, process_id=kind.role, node_id="n")
             registries[kind.role].register(worker.metrics)
-        of_frontend = process_registry(await bus("f"), role="frontend", process_id="f")
+        of_frontend = process_registry(one := await bus("f"), role="frontend", process_id="f")
         registries["frontend"] = FrontendMetrics(MODEL, of_frontend).registry
+        seeing = FrontendConfig(frontend_id="f", model=MODEL, log_directory=str(scratch))
+        of_frontend.register(LogDisk(LogHealth(one, seeing), seeing))
         yield registries
 
 

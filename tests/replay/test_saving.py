@@ -36,6 +36,7 @@ from halfmoon.schemas.events import ClusterConfigured, FrontendJoined
 from halfmoon.schemas.kv import KvReady, PrefillResult
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.sampling import SampledToken
+from tests.bus.expiry import expire
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -157,7 +158,7 @@ async def test_where_the_head_has_expired_a_snapshot_begins_the_file(nats_url: s
         replay = Replay(whole, until=seq)
         assert list(replay)
         await snapshots.save(bus, seq, replay.core.snapshot(), version=SNAPSHOT_VERSION, code_version="t")
-        await bus.jetstream.ask(f"STREAM.PURGE.{subjects.EVENTS_STREAM}", {"seq": seq})
+        await expire(bus, subjects.EVENTS_STREAM, before=seq)
         assert await save_from(nats_url, tmp_path / "rest.jsonl") == left
         rest = LogFile(tmp_path / "rest.jsonl")
         assert isinstance(next(rest.lines()), SnapshotLine)
@@ -172,7 +173,7 @@ async def test_decisions_that_have_expired_are_counted_and_no_others_may_be_miss
 ) -> None:
     await conducted(nats_url)
     bus = await connect(nats_url)
-    await bus.jetstream.ask(f"STREAM.PURGE.{subjects.DECISIONS_STREAM}", {"seq": 2})
+    await expire(bus, subjects.DECISIONS_STREAM, before=2)
     await bus.close()
     assert await save_from(nats_url, tmp_path / "log.jsonl") == (11, 1)
     log = LogFile(tmp_path / "log.jsonl")
@@ -202,8 +203,9 @@ async def test_a_tail_shows_what_is_new(nats_url: str) -> None:
     await bus.append(EVENTS[0], source_id="up")
     tail = follow(bus)
     first = asyncio.ensure_future(anext(tail))
-    while bus.nc.stats["in_msgs"] < 6:  # until both readers are there
-        await asyncio.sleep(0.01)
+    for stream in (subjects.EVENTS_STREAM, subjects.DECISIONS_STREAM):  # until both readers are there
+        while not (await bus.jetstream.ask(f"STREAM.INFO.{stream}"))["state"]["consumer_count"]:
+            await asyncio.sleep(0.01)
     await bus.append(EVENTS[1], source_id="up")
     line = await asyncio.wait_for(first, 10)
     assert isinstance(line, EventLine)

@@ -19,6 +19,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.log_health import LogHealth
 
 #: After the first answer the others have this long.
 GATHER_S = 0.05
@@ -29,8 +30,15 @@ CACHED_S = 0.25
 class ClusterStatus:
     """`read` asks at most every `CACHED_S`, and once for all who wait; the newest answer goes to `learn` too."""
 
-    def __init__(self, bus: Bus, config: FrontendConfig, learn: Callable[[ConductorStatus], None]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        config: FrontendConfig,
+        health: LogHealth,
+        learn: Callable[[ConductorStatus], None],
+    ) -> None:
         self.http_url = ""
+        self._health = health
         self._bus = bus
         self._config = config
         self._learn = learn
@@ -78,8 +86,10 @@ class ClusterStatus:
         return [answers[name] for name in sorted(answers)]
 
     def _describe(self, conductors: list[ConductorStatus]) -> dict[str, Any]:
+        refusal = self._health.refusal()
         status: dict[str, Any] = {
-            "ready": any(conductor.ready for conductor in conductors),
+            "ready": refusal is None and any(conductor.ready for conductor in conductors),
+            "problem": "" if refusal is None else refusal.message,
             "nats": self._nats_url(),
             "http": self.http_url,
             "model": self._config.model,

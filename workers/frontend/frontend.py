@@ -19,7 +19,8 @@ class Frontend:
         self.bus = bus
         self.config = config
         self.registry = RequestRegistry(bus, config, tokenizer, layout)
-        self._status = ClusterStatus(bus, config, self.registry.prompts.learn)
+        registry = self.registry
+        self._status = ClusterStatus(bus, config, registry.log_health, registry.prompts.learn)
         self._nats = NatsEdge(self.registry, self._status) if config.nats_api else None
         self._http = HttpEdge(self.registry, self._status) if config.http_port >= 0 else None
 

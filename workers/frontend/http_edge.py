@@ -67,7 +67,7 @@ class HttpEdge:
             "/page/stream": ("GET", self._page_stream),
             "/page/explain": ("GET", self._page_explain),
         }
-        self._feed = PageFeed(registry.bus, registry.config)
+        self._feed = PageFeed(registry.bus, registry.config, registry.log_health)
         assets = Assets()
         self._handlers.update(dict.fromkeys(assets.paths, ("GET", assets.answer)))
 
@@ -181,9 +181,11 @@ class HttpEdge:
         return _json({"status": "ok"})
 
     async def _ready(self, _: web.BaseRequest) -> web.StreamResponse:
-        """200 when a request would be served: not stopping, NATS connected, workers of both pools seen."""
+        """200 when a request would be served: not stopping, the log takes facts, workers of both pools seen."""
         if self._registry.draining:
             raise ApiError(503, "this frontend is stopping", code="stopping")
+        if (refusal := self._registry.log_health.refusal()) is not None:
+            raise refusal
         status = await self._status.read()
         if not status["ready"]:
             raise ApiError(

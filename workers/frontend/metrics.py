@@ -10,16 +10,36 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
-from halfmoon.bus.telemetry.metrics import INTERVAL_S, LATENCY_S
+from halfmoon.bus.telemetry.metrics import INTERVAL_S, LATENCY_S, Values, gauge
 from halfmoon.schemas.decisions import RejectReason
 from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.log_health import LogHealth
 from halfmoon.workers.frontend.slo import ClusterSlo
 
 if TYPE_CHECKING:
     from halfmoon.workers.frontend.open_request import OpenRequest
 
 _TOKENS = tuple(2**power for power in range(0, 18))
+
+
+class LogDisk(Collector):
+    """The disk of the event log, where the frontend sees it."""
+
+    def __init__(self, health: LogHealth, config: FrontendConfig) -> None:
+        self._health = health
+        self._config = config
+
+    def collect(self) -> Iterable[Metric]:
+        free = self._health.free_bytes
+        free_values: Values = {} if free is None else {(): free}
+        least_values: Values = {} if free is None else {(): self._config.log_free_bytes_min}
+        yield gauge("halfmoon_log_disk_free_bytes", "Free where the event log is.", (), free_values)
+        least = "With less than this new requests are refused."
+        yield gauge("halfmoon_log_disk_free_bytes_min", least, (), least_values)
 
 
 class FrontendMetrics:

@@ -39,7 +39,8 @@ from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers.frontend.config import FrontendConfig
-from halfmoon.workers.frontend.metrics import FrontendMetrics
+from halfmoon.workers.frontend.log_health import LogHealth
+from halfmoon.workers.frontend.metrics import FrontendMetrics, LogDisk
 from halfmoon.workers.frontend.open_request import Listener, OpenRequest, Progress, order_rank
 from halfmoon.workers.frontend.prompts import PromptReader
 from halfmoon.workers.frontend.redelivery import Redelivery
@@ -63,6 +64,8 @@ class RequestRegistry:
         self.tokenizer = tokenizer
         of_process = process_registry(bus, role="frontend", process_id=config.frontend_id)
         self.metrics = FrontendMetrics(config.model, of_process)
+        self.log_health = LogHealth(bus, config)
+        of_process.register(LogDisk(self.log_health, config))
         self.prompts = PromptReader(config, tokenizer, layout)
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
@@ -132,6 +135,8 @@ class RequestRegistry:
         if self.draining or not self._joined:
             doing = "stopping" if self.draining else "starting"
             raise ApiError(503, f"this frontend is {doing}", code=doing, retry_after_ns=SECOND_NS)
+        if (refusal := self.log_health.refusal()) is not None:
+            raise refusal
         if self.open_requests >= self.config.open_requests_max:
             self.metrics.rejected("queue_full")
             message = f"{self.open_requests} requests are open here already"

@@ -28,6 +28,7 @@ from halfmoon.schemas.codec import encode
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, ViewRequest
 from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.log_health import LogHealth
 
 EVERY_S = 0.5
 #: A conductor that has not answered for so long is silent.
@@ -43,8 +44,9 @@ _STATUS = {"not_found": 404, "too_old": 410, "busy": 503}
 class PageFeed:
     """`watch` for each who looks; `explain` for one request. `close` ends all."""
 
-    def __init__(self, bus: Bus, config: FrontendConfig) -> None:
+    def __init__(self, bus: Bus, config: FrontendConfig, health: LogHealth) -> None:
         self._bus = bus
+        self._health = health
         self._config = config
         self._watchers: set[asyncio.Event] = set()
         self._asking: asyncio.Task[None] | None = None
@@ -159,7 +161,9 @@ class PageFeed:
         plain = msgspec.to_builtins(view)
         for event in plain.pop("events", []):
             self._events.append({**event, "number": self._number + 1})
-        self._tell({**plain, "state": "live", "conductors": self._conductors()})
+        refusal = self._health.refusal()
+        problem = "" if refusal is None else refusal.message
+        self._tell({**plain, "state": "live", "problem": problem, "conductors": self._conductors()})
 
     def _conductors(self) -> list[dict[str, Any]]:
         return [{"id": name, "seq": seq} for name, (_, seq) in sorted(self._heard.items())]

@@ -7,6 +7,7 @@ export function verdict(view) {
   const found = [], nodes = view.nodes || [], recent = view.recent || {}, arrived = recent.arrived || 0;
   const bad = (text) => found.push([2, text]), warn = (text) => found.push([1, text]);
   const ready = (role) => nodes.filter((node) => node.role === role && node.state === "ready").length;
+  if (view.problem) bad("New requests are refused: " + view.problem);
   if (!view.caught_up) bad("The conductor is still reading the log");
   for (const role of ["prefill", "decode"]) if (!ready(role)) bad("Not serving: no " + role + " worker is ready");
   const rejected = Object.values(recent.rejected || {}).reduce((sum, n) => sum + n, 0);

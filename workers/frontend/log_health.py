@@ -1,0 +1,44 @@
+"""Whether the event log takes what a request needs stored, and its disk has room for more.
+
+A server that accepts and does not store (its disk is full, its stream is gone) answers nothing at all. What it was
+told is sent again until it is stored, so requests that were accepted only wait; new ones are better off elsewhere.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+from halfmoon.bus.connection import Bus
+from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.workers.frontend.config import FrontendConfig
+
+
+class LogHealth:
+    """`refusal` is asked for each new request: it looks at a clock and at the disk, and waits for nobody."""
+
+    def __init__(self, bus: Bus, config: FrontendConfig) -> None:
+        self._bus = bus
+        self._config = config
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Free where the log is; None: not known, or not to be seen from here."""
+        if not self._config.log_directory:
+            return None
+        try:
+            return shutil.disk_usage(self._config.log_directory).free
+        except OSError:
+            return None
+
+    def refusal(self) -> ApiError | None:
+        """503, and the reason; None when all is well."""
+        unstored_s = self._bus.unstored_s
+        if unstored_s * SECOND_NS > self._config.unstored_ns_max:
+            message = f"the event log has stored nothing for {unstored_s:.0f} s"
+            return ApiError(503, message, code="log_not_stored", retry_after_ns=SECOND_NS)
+        free_bytes = self.free_bytes
+        if free_bytes is not None and free_bytes < self._config.log_free_bytes_min:
+            message = f"the disk of the event log has {free_bytes >> 20} MiB left"
+            return ApiError(503, message, code="log_disk_full", retry_after_ns=SECOND_NS)
+        return None
