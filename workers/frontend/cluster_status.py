@@ -52,7 +52,10 @@ class ClusterStatus:
             if self._last is None or time.monotonic() - self._read_at > CACHED_S:
                 self._last = self._describe(await self._gather())
                 self._read_at = time.monotonic()
-            return self._last
+            refusal = self._health.refusal()
+            return (
+                self._last if refusal is None else {**self._last, "ready": False, "problem": refusal.message}
+            )
 
     async def _gather(self) -> list[ConductorStatus]:
         answers: dict[str, ConductorStatus] = {}
@@ -86,10 +89,9 @@ class ClusterStatus:
         return [answers[name] for name in sorted(answers)]
 
     def _describe(self, conductors: list[ConductorStatus]) -> dict[str, Any]:
-        refusal = self._health.refusal()
         status: dict[str, Any] = {
-            "ready": refusal is None and any(conductor.ready for conductor in conductors),
-            "problem": "" if refusal is None else refusal.message,
+            "ready": any(conductor.ready for conductor in conductors),
+            "problem": "",
             "nats": self._nats_url(),
             "http": self.http_url,
             "model": self._config.model,
