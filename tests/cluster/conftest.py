@@ -12,6 +12,6 @@ from tests.cluster.harness import Cluster
 
 @pytest.fixture
 async def nc(cluster: Cluster) -> AsyncIterator[nats.NATS]:
-    connection = await cluster.connect()
+    connection = await cluster.connect("client")
     yield connection
     await connection.close()

@@ -69,7 +69,10 @@ class Cluster:
 
     async def generate(self, nc: nats.NATS, timeout: float = 120, **fields: Any) -> dict[str, Any]:
         """One request over NATS, not streamed; raises AssertionError with the body of an error."""
-        reply = await nc.request(f"{subjects.API}.generate", orjson.dumps(fields), timeout=timeout)
+        inbox = f"_INBOX.{uuid.uuid4().hex}"  # a client's, whoever asks: frontends answer at no other
+        answers = await nc.subscribe(inbox, max_msgs=1)
+        await nc.publish(f"{subjects.API}.generate", orjson.dumps(fields), reply=inbox)
+        reply = await answers.next_msg(timeout=timeout)
         body: dict[str, Any] = orjson.loads(reply.data)
         assert "error" not in body, body
         return body
