@@ -44,11 +44,7 @@ DISK_MIB = 1024
 
 async def at_rest(cluster: Cluster) -> str:
     """What is still missing or held; "" when all is well."""
-    nc = await cluster.connect()
-    try:
-        conductors = await cluster.conductors(nc)
-    finally:
-        await nc.close()
+    conductors = await cluster.conductors()
     if len(conductors) < 3:
         return f"{len(conductors)} conductors answer"
     if len({(state.seq, state.digest) for state in conductors}) > 1:

@@ -59,7 +59,7 @@ class Cluster:
         """As the process `name`; the streams are there."""
         return await Bus.connect(self.config(name), name=name, limits=StreamLimits(replicas=0))
 
-    async def connect(self, name: str = subjects.OPERATOR) -> nats.NATS:
+    async def connect(self, name: str = "client") -> nats.NATS:
         """A plain client's connection, with the credentials of `name`."""
         # Processes may answer into the inboxes of `name`, and frontends alone into those of clients.
         inbox = b"_INBOX" if name == "client" else subjects.inbox(name).encode()
@@ -133,8 +133,9 @@ class Cluster:
         finally:
             await bus.close()
 
-    async def conductors(self, nc: nats.NATS) -> list[ConductorStatus]:
+    async def conductors(self) -> list[ConductorStatus]:
         """The status of every conductor that answers within 0.2 s."""
+        nc = await self.connect(subjects.OPERATOR)
         inbox = await nc.subscribe(nc.new_inbox())
         await nc.publish(subjects.status(subjects.CONDUCTORS), encode(StatusRequest()), reply=inbox.subject)
         found = []
@@ -143,7 +144,7 @@ class Cluster:
                 async for message in inbox.messages:
                     if message.data:
                         found.append(decode(message.data, ConductorStatus))
-        await inbox.unsubscribe()
+        await nc.close()
         return [state for state in found if state.caught_up]
 
     async def stores(self) -> dict[str, StoreStatus]:

@@ -32,13 +32,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 async def conductors(cluster: Cluster, count: int) -> None:
     """Waits until so many answer."""
-    nc = await cluster.connect()
-    try:
-        async with asyncio.timeout(30):
-            while len(await cluster.conductors(nc)) < count:
-                await asyncio.sleep(0.05)
-    finally:
-        await nc.close()
+    async with asyncio.timeout(30):
+        while len(await cluster.conductors()) < count:
+            await asyncio.sleep(0.05)
 
 
 class Load:
@@ -148,7 +144,7 @@ async def test_a_conductor_that_was_stopped_for_a_while_disturbs_nobody(cluster:
     # All conductors are at the same place with the same state.
     async with asyncio.timeout(20):
         while True:
-            states = await cluster.conductors(nc)
+            states = await cluster.conductors()
             if len(states) == 3 and len({(state.seq, state.digest) for state in states}) == 1:
                 break
             await asyncio.sleep(0.05)
