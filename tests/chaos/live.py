@@ -46,7 +46,8 @@ async def at_rest(cluster: Cluster) -> str:
     """What is still missing or held; "" when all is well."""
     conductors = await cluster.conductors()
     if len(conductors) < 3:
-        return f"{len(conductors)} conductors answer"
+        last = {name: cluster.output(name)[-500:] for name in cluster.names("conductor-")}
+        return f"{[state.conductor_id for state in conductors]} answer; conductors say {last}"
     if len({(state.seq, state.digest) for state in conductors}) > 1:
         return f"conductors differ: {[(state.conductor_id, state.seq, state.digest) for state in conductors]}"
     state = conductors[0]
