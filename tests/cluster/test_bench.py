@@ -52,7 +52,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "--admission",
         "none",
     )
-    with running(tmp_path_factory.mktemp("bench"), *flags) as cluster:
+    state = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch, running(state, *flags) as cluster:
+        patch.setenv("XDG_STATE_HOME", str(state))  # there the command finds the client's key
         yield cluster
 
 

@@ -29,7 +29,7 @@ from tests.cluster.steering import prefill_of
 from tests.lengths import sizes
 
 LAYERS, BLOCK_TOKENS, KV_BYTES_A_TOKEN = 30, 256, 46_080
-#: In the first bytes of messages that come however long a request takes: heartbeats, and what nats-server says of streams.
+#: In messages that come however long a request takes: heartbeats, and what nats-server says of streams.
 BY_THE_CLOCK = (b'Heartbeat"', b'"io.nats.jetstream.')
 
 
