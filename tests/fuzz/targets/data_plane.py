@@ -36,11 +36,11 @@ ORDER, PARTY = "o", "w"
 
 #: What is in an input: before the session ("b"), within it with a genuine mac ("s"), with any bytes as its mac ("f").
 Messages = list[tuple[str, list[bytes]]]
-_messages = msgspec.msgpack.Decoder(Messages)
+messages = msgspec.msgpack.Decoder(Messages)
 
 
 def make(draw: random.Random) -> bytes:
-    messages: Messages = []
+    said: Messages = []
     for _ in range(draw.randint(1, 5)):
         where = draw.choice("bssssssf")
         if where == "s" and draw.random() < 0.5:
@@ -48,8 +48,8 @@ def make(draw: random.Random) -> bytes:
         else:
             header, payload = _strange(draw)
         raw = _encoded(draw, header)
-        messages.append((where, [raw, *payload] if draw.random() < 0.97 else []))
-    return msgspec.msgpack.encode(messages)
+        said.append((where, [raw, *payload] if draw.random() < 0.97 else []))
+    return msgspec.msgpack.encode(said)
 
 
 def _honest(draw: random.Random) -> tuple[dict[str, Any], list[bytes]]:
@@ -169,7 +169,7 @@ class Port:
     def play(self, content: bytes) -> str:
         caller, key = Caller(), b""
         outcomes: Counter[str] = Counter()
-        for where, frames in _messages.decode(content):
+        for where, frames in messages.decode(content):
             if where != "b" and caller.session is None:
                 key = self._enter(caller)
             mac = b""

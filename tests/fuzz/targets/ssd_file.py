@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from halfmoon.schemas.policy import Layout
+from halfmoon.store.pool.segment import SHM
 from halfmoon.store.tiers.base import Entry
 from halfmoon.store.tiers.ssd_file import _ENTRY, ENTRY_BYTES, PAGE_BYTES, SsdFile
 from tests.fuzz.frame import Found, Play
@@ -100,5 +101,6 @@ class Disk:
 
 @contextlib.contextmanager
 def playing() -> Iterator[Play]:
-    with tempfile.TemporaryDirectory() as directory:
+    # In memory: a busy disk would make a sync take minutes, which says nothing of an input.
+    with tempfile.TemporaryDirectory(dir=SHM) as directory:
         yield Disk(Path(directory)).play
