@@ -152,7 +152,8 @@ class Core:
         try:
             restored = _decoder.decode(snapshot)
         except (msgspec.DecodeError, ValueError, RecursionError) as problem:
-            raise SnapshotInvalid(str(problem)) from None
+            # The text repeats what it found, which may be anything.
+            raise SnapshotInvalid(str(problem).encode("unicode_escape").decode()[:300]) from None
         if restored.version != SNAPSHOT_VERSION:
             raise SnapshotInvalid(f"version {restored.version}, not {SNAPSHOT_VERSION}")
         core = cls(checked=checked)

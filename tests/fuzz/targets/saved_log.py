@@ -64,7 +64,9 @@ def _lines(draw: random.Random) -> list[bytes]:
             case 4 | 5 | 6 | 7:
                 lines[place] = json.dumps(plausible(draw, log, _value(lines[place]))).encode()
             case _:
-                lines[place] = json.dumps(mutated_json(draw, _value(lines[place]), times=1)).encode()
+                lines[place] = json.dumps(
+                    mutated_json(draw, _value(lines[place]), times=1), default=str
+                ).encode()
     if draw.random() < 0.9:
         counted = [_line_kind(line) for line in lines]
         end = {"line": "end", "events": sum(kind in ("event", "invalid") for kind in counted),
