@@ -99,7 +99,7 @@ $JS.API.STREAM.CREATE.KV                   conductor supervisor
 $JS.API.STREAM.CREATE.SNAPSHOTS            conductor supervisor
 $JS.API.STREAM.PURGE.SNAPSHOTS             conductor
 $JS.API.STREAM.MSG.GET.EVENTS              conductor operator supervisor
-$JS.API.STREAM.MSG.GET.DECISIONS           conductor operator frontend store prefill decode
+$JS.API.STREAM.MSG.GET.DECISIONS           conductor operator frontend store prefill decode supervisor
 $JS.API.STREAM.MSG.GET.KV                  operator frontend store prefill decode
 $JS.API.STREAM.MSG.GET.SNAPSHOTS           conductor operator supervisor
 $JS.API.CONSUMER.CREATE.EVENTS             conductor operator supervisor
