@@ -68,11 +68,15 @@ class Cluster:
         )
 
     async def generate(self, nc: nats.NATS, timeout: float = 120, **fields: Any) -> dict[str, Any]:
-        """One request over NATS, not streamed; raises AssertionError with the body of an error."""
+        """One request over NATS, not streamed; raises AssertionError with the body of an error,
+        NoRespondersError where no frontend listens.
+        """
         inbox = f"_INBOX.{uuid.uuid4().hex}"  # a client's, whoever asks: frontends answer at no other
         answers = await nc.subscribe(inbox, max_msgs=1)
         await nc.publish(f"{subjects.API}.generate", orjson.dumps(fields), reply=inbox)
         reply = await answers.next_msg(timeout=timeout)
+        if (reply.headers or {}).get("Status") == "503":
+            raise nats.errors.NoRespondersError
         body: dict[str, Any] = orjson.loads(reply.data)
         assert "error" not in body, body
         return body

@@ -481,10 +481,15 @@ def test_an_agent_that_cannot_start_says_why_in_a_line(nats_url: str) -> None:
             ("--pool-mib", "64", "--data-port", port, "--bind", "127.0.0.1"): port,
             ("--data-port", "70000"): "data_port: 70000",
         }
-        command = [sys.executable, "-m", "halfmoon.cli.main", "store", "--node", "n1", "--nats", nats_url]
+        command = [sys.executable, "-m", "halfmoon.cli.main", "store", "--nats", nats_url]
         started = [
-            subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            for flags in tries
+            subprocess.Popen(
+                [*command, "--node", f"n{number}", *flags],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number, flags in enumerate(tries)
         ]
         for process, why in zip(started, tries.values(), strict=True):
             _, said = process.communicate(timeout=60)
