@@ -106,7 +106,14 @@ class Replay:
             elif isinstance(line, SnapshotLine):
                 self._restore(line)
             self.compared.see(line, decisions)
-            yield line, decisions
+            yield self._in_log_time(line), decisions
+
+    def _in_log_time(self, line: Line) -> Line:
+        """The line at its time by the log's own clock: what a server's clock was set by lasts no time at all."""
+        lead_ns = self.core.state.clock_lead_ns
+        if not lead_ns or isinstance(line, SnapshotLine):
+            return line
+        return msgspec.structs.replace(line, at_ns=line.at_ns + lead_ns)
 
     def _step(self, line: EventLine) -> list[Decision]:
         try:

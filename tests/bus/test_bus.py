@@ -225,7 +225,7 @@ async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -
     with pytest.raises(PeerUnreachable, match="nobody"):
         await asker.request("halfmoon.resend.nobody", question, ResendReply, timeout_s=2)
     reply = await asker.nc.request(
-        "halfmoon.resend.w", b'{"type":"ResendRequest","request_id":"r"}', timeout=2
+        "halfmoon.resend.w", b'{"type":"ResendRequest","frontend_id":"f","request_id":"r"}', timeout=2
     )
     assert b"invalid_request" in reply.data
     assert b"order_id" in reply.data

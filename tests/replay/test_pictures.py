@@ -9,6 +9,7 @@ import gzip
 import itertools
 import re
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -24,9 +25,11 @@ from halfmoon.conductor.replay.verify import Replay
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import PrefillFinished
 from halfmoon.schemas.kv import KvLoaded, KvReady
+from halfmoon.schemas.numbers import SECOND_NS
 
-#: Seeds whose clusters lose workers, refuse requests and have real blocks.
-SEEDS = (1, 5, 7)
+#: Seeds whose clusters lose workers, refuse requests and have real blocks, and whose server's clock nobody sets: the
+#: KV progress that is made up here follows the stamps.
+SEEDS = (1, 2, 10)
 
 
 def with_progress(lines: list[Line]) -> list[Line]:
@@ -73,6 +76,19 @@ def test_every_placement_has_its_bars_and_no_two_of_a_row_meet(run: Timeline) ->
         rows[bar.lane, bar.row].append(bar.parts)
     for parts in rows.values():
         assert all(one[-1] <= other[0] for one, other in itertools.pairwise(sorted(parts)))
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_a_clock_that_is_set_by_hours_takes_no_time_in_the_pictures(seed: int, tmp_path: Path) -> None:
+    log = saved(tmp_path / "log.jsonl", lines_of(seed, chaos_s=40))
+    stamps = [line.at_ns for line in log.lines() if isinstance(line, EventLine)]
+    hour_ns = 3600 * SECOND_NS
+    assert max(abs(b - a) for a, b in itertools.pairwise(stamps)) > hour_ns, "a clock was set"
+    run = timeline(Replay(log, explain_requests=explain_all))
+    assert 0 < run.end_ns - run.start_ns < hour_ns
+    for bar in [*run.prefill, *run.decode]:
+        assert bar.parts == sorted(bar.parts), bar
+        assert 0 <= bar.parts[0] <= bar.parts[-1] <= run.end_ns - run.start_ns
 
 
 def test_bars_say_what_the_workers_said(run: Timeline) -> None:

@@ -81,7 +81,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
             made.results.append(message.order_id)
 
     await bus.subscribe(subjects.kv_for("d1"), KvMessage, note)
-    await bus.serve(subjects.take("silent"), object, lambda _: asyncio.sleep(30))
+    await bus.serve(subjects.take("silent", "p1"), object, lambda _: asyncio.sleep(30))
     await worker.start()
     yield made
     await worker.stop()
