@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import PeerUnreachable
+from halfmoon.bus.errors import PeerUnreachable, StreamRefused
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, existing_streams
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged
@@ -23,6 +23,7 @@ from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
 ANSWER_S = 2.0
+NO_CONDUCTOR = "no conductor answers"
 #: For the log to take the change.
 STORED_S = 10.0
 IN_FORCE_S = 5.0
@@ -45,7 +46,10 @@ async def run(args: argparse.Namespace) -> int:
         raise OptionInvalid(
             "policy set: KEY=VALUE is missing" if args.action == "set" else "policy show takes no KEY"
         )
-    bus = await Bus.connect(bus_config(args), name="policy", limits=existing_streams())
+    try:
+        bus = await Bus.connect(bus_config(args), name="policy", limits=existing_streams())
+    except StreamRefused:  # no conductor has ever been there
+        raise OptionInvalid(NO_CONDUCTOR) from None
     try:
         policy = (await _status(bus)).policy
         if args.changes:
@@ -115,4 +119,4 @@ async def _status(bus: Bus) -> ConductorStatus:
             subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=ANSWER_S
         )
     except PeerUnreachable:
-        raise OptionInvalid("no conductor answers") from None
+        raise OptionInvalid(NO_CONDUCTOR) from None
