@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import PeerUnreachable, StreamRefused
+from halfmoon.bus.errors import BusError, BusUnreachable, PeerUnreachable
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, existing_streams
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged
@@ -48,7 +48,9 @@ async def run(args: argparse.Namespace) -> int:
         )
     try:
         bus = await Bus.connect(bus_config(args), name="policy", limits=existing_streams())
-    except StreamRefused:  # no conductor has ever been there
+    except BusUnreachable:
+        raise
+    except BusError:  # no streams: no conductor has ever been there
         raise OptionInvalid(NO_CONDUCTOR) from None
     try:
         policy = (await _status(bus)).policy
