@@ -5,6 +5,8 @@
 #   make test [ARGS=...]    environment with tools, then the default tests, in PROCESSES processes (pytest ARGS)
 #   make test-slow          environment with tools, then the tests that are left out there for their length, and those
 #                           of drawn input again with all their examples
+#   make test-clocks        environment with tools, then a real cluster whose clocks are set by hours and whose processes stop
+#                           for a minute each (needs a C compiler)
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
@@ -34,7 +36,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-clocks test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -64,7 +66,10 @@ test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
 
 test-slow: $(DEV_STAMP)
-	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis" $(ARGS)
+	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -n 2 -m "slow or hypothesis" $(ARGS)
+
+test-clocks: $(DEV_STAMP)
+	HALFMOON_TEST_CLOCKS=1 $(BIN)/python -m pytest -m slow tests/cluster/test_clocks.py $(ARGS)
 
 test-page: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/page $(ARGS)

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import DecodeFailed, DecodeRefused, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
-from halfmoon.schemas.kv import TransferFailed
+from halfmoon.schemas.kv import TransferFailed, TransferOpened
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers import machines
 from halfmoon.workers.decode import events
@@ -254,6 +254,11 @@ class DecodeCluster(RuleBasedStateMachine):
         match draw:
             case 0:
                 self.on(events.MemoryLost)
+                # What was opened there for an order that is still on its way is gone, and its writer finds out.
+                for order_id in self.placed.keys() - self.begun:
+                    if any(isinstance(m, TransferOpened) and m.order_id == order_id for m in self.told):
+                        lost = TransferFailed(order_id=order_id, request_id="r", reason="no such slots")
+                        self.untold[order_id] = [lost]
             case 1:
                 self.ends.update(orders.open.keys())
                 self.on(machines.AnnounceRequested)
