@@ -48,7 +48,8 @@ async def test_a_long_prompt_moves_its_kv_beside_nats(
         server = EmbeddedServer.start(place / "nats")
         stack.callback(server.stop)
         flags = ("--prefill", "1", "--decode", "1", "--dtype", "float32", "--nats", server.url)
-        cluster = stack.enter_context(running(place, *flags))
+        slow_machine = ("--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
+        cluster = stack.enter_context(running(place, *flags, *slow_machine))
         nc = await cluster.connect()
         on_nats = 0
 
