@@ -66,7 +66,7 @@ test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
 
 test-slow: $(DEV_STAMP)
-	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -n 2 -m "slow or hypothesis" $(ARGS)
+	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -n 2 -o faulthandler_timeout=1000 -m "slow or hypothesis" $(ARGS)
 
 test-clocks: $(DEV_STAMP)
 	HALFMOON_TEST_CLOCKS=1 $(BIN)/python -m pytest -m slow tests/cluster/test_clocks.py $(ARGS)
