@@ -8,6 +8,7 @@ Whatever the files hold, the answer is a model or a `ModelError` of one line tha
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -142,11 +143,8 @@ def load_config(name_or_path: str) -> ModelConfig:
 
 def _config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
-        file = GgufFile(source.path)
-        try:
+        with contextlib.closing(GgufFile(source.path)) as file:
             return file.config()
-        finally:
-            file.close()
     path = source.path / "config.json"
     generation = read_optional_json(source.path / "generation_config.json")
     config = read_json(path)
@@ -154,16 +152,19 @@ def _config(source: ModelSource) -> ModelConfig:
         return from_huggingface(config, generation)
 
 
-def _check_weights(source: ModelSource, config: ModelConfig) -> None:
-    """Reads headers only: every tensor that the engine needs is there, with its shape. Raises `ModelError`."""
+def _checked_config(source: ModelSource) -> ModelConfig:
+    """Reads headers only, each once: all tensors that the engine needs are there, with their shapes.
+
+    Raises `ModelError`.
+    """
     if source.kind == "huggingface":
+        config = _config(source)
         check_huggingface(source.files, config)
-        return
-    file = GgufFile(source.path)
-    try:
+        return config
+    with contextlib.closing(GgufFile(source.path)) as file:
+        config = file.config()
         check_gguf(file, config)
-    finally:
-        file.close()
+        return config
 
 
 def model_fingerprint(name_or_path: str) -> str:
@@ -171,8 +172,7 @@ def model_fingerprint(name_or_path: str) -> str:
     models).
     """
     source = find_model(name_or_path)
-    config = _config(source)
-    _check_weights(source, config)
+    config = _checked_config(source)
     with in_file(source.path):
         return _fingerprint(source, config)
 
@@ -211,8 +211,7 @@ def load_model(name_or_path: str, *, dtype: torch.dtype, device: torch.device | 
     from halfmoon.workers.model.weights import parse_gguf, parse_huggingface
 
     source = find_model(name_or_path)
-    config = _config(source)
-    _check_weights(source, config)
+    config = _checked_config(source)
     with in_file(source.path):
         fingerprint = _fingerprint(source, config)
         if source.kind == "gguf":

@@ -6,6 +6,7 @@ one for templates, which does, and one for what users write, which does not.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,10 @@ class TokenizerFiles:
 def read_tokenizer(name_or_path: str) -> TokenizerFiles:
     """Raises `ModelError`, in one line that names file and field."""
     source = find_model(name_or_path)
-    config = load_config(name_or_path)
     if source.kind == "gguf":
         with in_file(source.path):
-            return _from_gguf(source.path, config)
-    return _from_huggingface(source.path, config)
+            return _from_gguf(source.path)
+    return _from_huggingface(source.path, load_config(name_or_path))
 
 
 def _built(field: str, build: Callable[[], T]) -> T:
@@ -104,10 +104,9 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
     ])  # fmt: skip
 
 
-def _from_gguf(path: Path, config: ModelConfig) -> TokenizerFiles:
-    file = GgufFile(path)
-    fields = Fields(file.metadata)
-    file.close()
+def _from_gguf(path: Path) -> TokenizerFiles:
+    with contextlib.closing(GgufFile(path)) as file:
+        config, fields = file.config(), Fields(file.metadata)
     model = fields.text("tokenizer.ggml.model")
     if model != "gpt2":
         raise ModelUnsupported("tokenizer.ggml.model", model, "gpt2 (byte-level BPE)")
