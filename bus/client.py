@@ -59,10 +59,10 @@ class DirectClient(Client):
             check_subject(reply)
         if not self.is_connected:
             return False
-        if len(payload) + envelope_bytes(headers) > self._max_payload:
+        size = envelope_bytes(headers)
+        if len(payload) + size > self._max_payload:
             raise MaxPayloadError
         if headers:
-            size = envelope_bytes(headers)
             command = b"HPUB %b %b %d %d\r\n%b%b\r\n%b\r\n" % (
                 subject.encode(), reply.encode(), size, size + len(payload), _HEADERS_START, headers, payload
             )  # fmt: skip

@@ -118,16 +118,17 @@ class Publisher:
         it, SubjectInvalid.
         """
         check_subject(subject)
-        headers = f"Nats-Msg-Id: {message_id}\r\n"
+        lines = f"Nats-Msg-Id: {message_id}\r\n"
         if expected_last_seq is not None:
-            headers += f"Nats-Expected-Last-Sequence: {expected_last_seq}\r\n"
-        if len(payload) + envelope_bytes(headers.encode()) > self._nc.max_payload:
+            lines += f"Nats-Expected-Last-Sequence: {expected_last_seq}\r\n"
+        headers = lines.encode()
+        if len(payload) + envelope_bytes(headers) > self._nc.max_payload:
             raise MaxPayloadError
         if len(self._pending) >= UNACKED_MAX:
             raise BusOverloaded(f"{UNACKED_MAX} messages wait for their acknowledgement")
         number = self._next
         self._next += 1
-        item = _Outgoing(subject, payload, f"{self._prefix}.{number}", headers.encode(), done)
+        item = _Outgoing(subject, payload, f"{self._prefix}.{number}", headers, done)
         self._pending[number] = item
         self._empty.clear()
         if not self._held and self._nc.stats["reconnects"] == self._reconnects:

@@ -64,7 +64,7 @@ class StreamKeeper:
         self._events_seq = -1
 
     async def ensure(self) -> None:
-        """Raises BusError when JetStream refuses (not enabled, no permission, too few servers for the replicas). A
+        """Raises StreamRefused when JetStream refuses (not enabled, no permission, too few servers for the replicas). A
         cluster of servers that is not ready yet is waited for.
         """
         limits = self._limits
@@ -72,7 +72,7 @@ class StreamKeeper:
         for name in subjects.STREAMS:
             while (refused := await self._ensure(name, until)) is not None:
                 if time.monotonic() > until or not _may_pass(refused):
-                    raise BusError(f"stream {refused}")
+                    raise StreamRefused(f"stream {refused}", code=refused.code, status=refused.status)
                 await asyncio.sleep(0.1)
 
     async def keep(self) -> None:

@@ -14,7 +14,8 @@ import msgspec
 import orjson
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import BusError, BusUnreachable, PeerUnreachable
+from halfmoon.bus.errors import PeerUnreachable, StreamRefused
+from halfmoon.bus.jetstream import NO_STREAM
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, existing_streams
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged
@@ -48,10 +49,10 @@ async def run(args: argparse.Namespace) -> int:
         )
     try:
         bus = await Bus.connect(bus_config(args), name="policy", limits=existing_streams())
-    except BusUnreachable:
-        raise
-    except BusError:  # no streams: no conductor has ever been there
-        raise OptionInvalid(NO_CONDUCTOR) from None
+    except StreamRefused as refused:
+        if refused.code != NO_STREAM:
+            raise
+        raise OptionInvalid(NO_CONDUCTOR) from None  # none has ever been there
     try:
         policy = (await _status(bus)).policy
         if args.changes:

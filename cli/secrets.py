@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import re
 import secrets as random_bytes
 import shutil
@@ -22,6 +21,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from halfmoon.bus.addresses import is_address
 from halfmoon.bus.credentials import CredentialsBroken, key_file, make_key, public_key, write_private
 from halfmoon.bus.permissions import Identity, authorization, cluster_identities
 from halfmoon.cli.options import OptionInvalid, add_config
@@ -166,7 +166,7 @@ def _with_key(folder: Path, identity: Identity, made: _Made) -> Identity:
 def _certificate(here: Path, name: str, authority: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         request, names = Path(scratch) / "request", Path(scratch) / "names"
-        own = f"IP:{name}" if _is_address(name) else f"DNS:{name}"
+        own = f"IP:{name}" if is_address(name) else f"DNS:{name}"
         names.write_text(f"subjectAltName={own},DNS:localhost,IP:127.0.0.1\n")
         _openssl(
             "req", *_CURVE, "-subj", f"/CN={name}", "-keyout", str(here / "server.key"), "-out", str(request)
@@ -190,14 +190,6 @@ def _certificate(here: Path, name: str, authority: Path) -> None:
             "-out",
             str(here / "server.pem"),
         )
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _configuration(args: argparse.Namespace, servers: list[str], name: str) -> str:

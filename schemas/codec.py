@@ -72,6 +72,11 @@ def decode(payload: bytes, kind: type[M] | Any) -> M:
         raise MessageInvalid(f"{_name(kind)}: {problem}") from None
 
 
+def one_line(problem: Exception) -> str:
+    """The text of an error, short and on one line: it repeats what it found, which may be anything."""
+    return str(problem).encode("unicode_escape").decode()[:300]
+
+
 def digest(payload: bytes) -> str:
     """A short name for bytes, stable between processes and versions."""
     return hashlib.blake2b(payload, digest_size=16).hexdigest()

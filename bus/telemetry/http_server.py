@@ -152,7 +152,9 @@ class HttpServer:
             return response
         except ConnectionError:
             raise  # the client is gone
-        except Exception:
+        except (
+            Exception
+        ):  # whatever it is, it is ours and is logged: the client hears 500 and nothing of its words
             log.exception("a request could not be answered")
             self._on_refusal(500)
             return refusal(ApiError(500, "internal error", code="internal"))
@@ -168,8 +170,7 @@ class HttpServer:
                 431,
                 f"a line or field of the request's head is longer than {LINE_BYTES_MAX} bytes",
             )
-        # the parser's text shows the client's bytes after its first line
-        told = re.sub(r"[^\x20-\x7e]", "?", (message or "").strip().partition("\n")[0])[:200].rstrip(": ")
+        told = _first_line(message or "").rstrip(": ")
         log.warning("%s sent no valid HTTP: %s", remote, told)
         self._on_refusal(status)
         return refusal(ApiError(status, told or "no valid HTTP", code="bad_request"))
@@ -203,7 +204,8 @@ async def read_body(request: web.BaseRequest, limits: HttpLimits) -> bytes:
         raise ApiError(400, message, code="bad_body") from None
 
 
-def _first_line(problem: BaseException) -> str:
+def _first_line(problem: BaseException | str) -> str:
+    """Short and printable. What a parser says shows the client's bytes after its first line."""
     return re.sub(r"[^\x20-\x7e]", "?", str(problem).strip().partition("\n")[0])[:200]
 
 

@@ -13,7 +13,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
@@ -53,10 +52,6 @@ class LogServer:
         self._told_unstored = False
         #: Processes have joined: their heartbeats are to be stored.
         self.expects_events = False
-
-    @property
-    def log_directory(self) -> Path:
-        return self.server.directory
 
     async def run(self, bus: Bus) -> None:
         """Endless."""
@@ -107,7 +102,7 @@ class LogServer:
     def _look_at_disk(self) -> int:
         """Bytes free where the log is; 0 where that is not to be seen."""
         try:
-            free_bytes = shutil.disk_usage(self.log_directory).free
+            free_bytes = shutil.disk_usage(self.server.directory).free
         except OSError:
             return 0
         self._was_full = self._was_full or free_bytes < FULL_BYTES

@@ -11,7 +11,7 @@ from halfmoon.conductor.core.state import State
 
 def log_time_ns(state: State, stamped_ns: int) -> int:
     """The time of the log at an event that the server stamped so; the state notes the step, if there is one."""
-    at_ns = stamped_ns + state.clock_lead_ns
+    at_ns = state.log_ns(stamped_ns)
     limit_ns = state.policy.clock_step_ns_max
     if not limit_ns or state.seq == 0:
         return at_ns

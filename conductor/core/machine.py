@@ -41,7 +41,7 @@ from halfmoon.conductor.core.reconcile import reconcile_orders
 from halfmoon.conductor.core.records import Half, Order
 from halfmoon.conductor.core.state import State
 from halfmoon.conductor.core.step_output import Explains, StepOutput, explain_none
-from halfmoon.schemas.codec import digest
+from halfmoon.schemas.codec import digest, one_line
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import (
     BlocksEvicted,
@@ -152,8 +152,7 @@ class Core:
         try:
             restored = _decoder.decode(snapshot)
         except (msgspec.DecodeError, ValueError, RecursionError) as problem:
-            # The text repeats what it found, which may be anything.
-            raise SnapshotInvalid(str(problem).encode("unicode_escape").decode()[:300]) from None
+            raise SnapshotInvalid(one_line(problem)) from None
         if restored.version != SNAPSHOT_VERSION:
             raise SnapshotInvalid(f"version {restored.version}, not {SNAPSHOT_VERSION}")
         core = cls(checked=checked)

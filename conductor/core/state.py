@@ -75,6 +75,10 @@ class State(msgspec.Struct, kw_only=True, dict=True):
         """The server's clock at the newest event, as people read it."""
         return self.at_ns - self.clock_lead_ns
 
+    def log_ns(self, stamped_ns: int) -> int:
+        """The log's time of what the server stamped since its clock was last set."""
+        return stamped_ns + self.clock_lead_ns
+
     @cached_property
     def loads(self) -> LoadIndexes:
         ready = [worker for worker in self.workers.values() if self.takes_orders(worker)]

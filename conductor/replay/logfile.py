@@ -19,6 +19,7 @@ import msgspec
 import zstandard
 from msgspec import Meta
 
+from halfmoon.schemas.codec import one_line
 from halfmoon.schemas.decisions import Decision, SetTimer
 from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferFailed
@@ -231,6 +232,4 @@ class LogFile:
         try:
             return _decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            # The text repeats what it found in the line, which may be anything.
-            told = str(problem).encode("unicode_escape").decode()[:300]
-            raise LogFileInvalid(f"{self.path}: line {number}: {told}") from None
+            raise LogFileInvalid(f"{self.path}: line {number}: {one_line(problem)}") from None

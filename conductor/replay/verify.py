@@ -110,10 +110,10 @@ class Replay:
 
     def _in_log_time(self, line: Line) -> Line:
         """The line at its time by the log's own clock: what a server's clock was set by lasts no time at all."""
-        lead_ns = self.core.state.clock_lead_ns
-        if not lead_ns or isinstance(line, SnapshotLine):
+        state = self.core.state
+        if not state.clock_lead_ns or isinstance(line, SnapshotLine):
             return line
-        return msgspec.structs.replace(line, at_ns=line.at_ns + lead_ns)
+        return msgspec.structs.replace(line, at_ns=state.log_ns(line.at_ns))
 
     def _step(self, line: EventLine) -> list[Decision]:
         try:

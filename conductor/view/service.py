@@ -74,13 +74,13 @@ class ViewService:
     def before(self, stamped: Stamped) -> None:
         try:
             self._before(stamped)
-        except Exception:
+        except Exception:  # `_start_again` logs it
             self._start_again()
 
     def after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
         try:
             self._after(stamped, decisions)
-        except Exception:
+        except Exception:  # `_start_again` logs it
             self._start_again()
 
     def _start_again(self) -> None:

@@ -12,6 +12,7 @@ import ipaddress
 
 from aiohttp import web
 
+from halfmoon.bus.addresses import is_address
 from halfmoon.schemas.api import ApiError
 
 OPTION = "--http-allowed-hosts"
@@ -50,7 +51,7 @@ class Origins:
         name = _name(host)
         if name in self._allowed or host in self._allowed or _is_loopback(name):
             return True
-        return not self._local and _is_address(name)  # an address cannot be made to point elsewhere
+        return not self._local and is_address(name)  # an address cannot be made to point elsewhere
 
     def _is_same(self, origin: str, host: str) -> bool:
         scheme, _, place = origin.partition("://")
@@ -81,11 +82,3 @@ def _is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
