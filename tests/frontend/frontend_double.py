@@ -19,7 +19,7 @@ import orjson
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import Decision, Ordered, StartPrefill
+from halfmoon.schemas.decisions import Decision, Ordered, RejectRequest, StartPrefill
 from halfmoon.schemas.events import Event, RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.policy import Layout, Policy
@@ -173,6 +173,11 @@ class Double:
         await self.bus.order(
             Ordered(cause_seq=seq, position=position, decision=decision), target_id=self.frontend_id
         )
+
+    async def reject(self, arrived: RequestArrived, seq: int, **fields: Any) -> None:
+        """What the conductors say of a request that they do not take: `fields` of RejectRequest."""
+        decision = RejectRequest(request_id=arrived.request_id, frontend_id=self.frontend_id, **fields)
+        await self.order(decision, seq)
 
     def output(self, arrived: RequestArrived) -> tuple[list[int], str]:
         """The tokens that any worker would generate, and how they end."""

@@ -12,7 +12,7 @@ import pytest
 from frontend_double import LAYOUT, MODEL
 
 from halfmoon.schemas.api import ApiError
-from halfmoon.schemas.decisions import FailRequest, Prediction, RejectRequest
+from halfmoon.schemas.decisions import FailRequest, Prediction
 from halfmoon.schemas.events import FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
 from halfmoon.schemas.tokens import ResendReply
 from halfmoon.workers.frontend.config import FrontendConfig
@@ -48,13 +48,7 @@ REASONS = [("ttft_slo", 429), ("no_room", 429), ("no_worker", 503), ("decode_ref
 
 def test_what_no_worker_could_hold_is_refused_by_the_name_of_the_field(run: Any) -> None:
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
-        decision = RejectRequest(
-            request_id=arrived.request_id,
-            frontend_id=double.frontend_id,
-            reason="too_long",
-            message="9 fit no worker",
-        )
-        await double.order(decision, seq)
+        await double.reject(arrived, seq, reason="too_long", message="9 fit no worker")
 
     async def scenario(cluster: Any) -> None:
         cluster.double.script = script
@@ -103,16 +97,15 @@ def test_the_length_that_is_promised_is_what_the_cluster_can_hold_now(run: Any) 
 @pytest.mark.parametrize(("reason", "status"), REASONS)
 def test_a_rejection_says_why_and_when_to_try_again(run: Any, reason: Any, status: int) -> None:
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
-        decision = RejectRequest(
-            request_id=arrived.request_id,
-            frontend_id=double.frontend_id,
+        await double.reject(
+            arrived,
+            seq,
             reason=reason,
             message="predicted 900 ms",
             predicted=Prediction(ttft_ns=900 * MS),
             ttft_slo_ns=arrived.ttft_slo_ns,
             retry_after_ns=1_200 * MS,
         )
-        await double.order(decision, seq)
 
     async def scenario(cluster: Any) -> None:
         cluster.double.script = script

@@ -121,6 +121,14 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(r
     run(scenario)
 
 
+async def is_answered(cluster: Any, script: Any) -> None:
+    """A request gets the first five tokens of the double's answer."""
+    cluster.double.script = script
+    status, _, answer = await cluster.post("/v1/completions", BODY)
+    assert status == 200
+    assert answer["choices"][0]["text"] == cluster.double.tokenizer.decode(cluster.double.answer_ids[:5])
+
+
 def test_a_worker_that_no_conductor_named_is_told_nothing(run: Any) -> None:
     """A stolen credential of a worker knows request ids: they are in the orders that every worker may read."""
     refused: list[str] = []
@@ -145,10 +153,7 @@ def test_a_worker_that_no_conductor_named_is_told_nothing(run: Any) -> None:
         await double.deliver(double.delivery(arrived, order_id, 0, double.answer_ids[:5], "length"))
 
     async def scenario(cluster: Any) -> None:
-        cluster.double.script = script
-        status, _, answer = await cluster.post("/v1/completions", BODY)
-        assert status == 200
-        assert answer["choices"][0]["text"] == cluster.double.tokenizer.decode(cluster.double.answer_ids[:5])
+        await is_answered(cluster, script)
         assert refused == ["not_placed"] * 3 + ["order_unknown"] * 2
 
     run(scenario)
@@ -172,10 +177,7 @@ def test_a_worker_speaks_under_its_own_name_only(run: Any) -> None:
         await double.deliver(double.delivery(arrived, order_id, 0, double.answer_ids[:5], "length"))
 
     async def scenario(cluster: Any) -> None:
-        cluster.double.script = script
-        status, _, answer = await cluster.post("/v1/completions", BODY)
-        assert status == 200
-        assert answer["choices"][0]["text"] == cluster.double.tokenizer.decode(cluster.double.answer_ids[:5])
+        await is_answered(cluster, script)
         assert cluster.frontend.registry.bus.invalid == 2
 
     run(scenario)

@@ -12,7 +12,6 @@ import pytest
 from frontend_double import ANSWER, MODEL
 from prometheus_client.parser import text_string_to_metric_families
 
-from halfmoon.schemas.decisions import RejectRequest
 from halfmoon.schemas.events import RequestArrived
 
 CHAT = [
@@ -84,14 +83,7 @@ def test_openais_client_gets_chats_completions_and_streams(run: Any) -> None:
 
 def test_openais_client_raises_its_own_errors(run: Any) -> None:
     async def reject(double: Any, seq: int, arrived: RequestArrived) -> None:
-        decision = RejectRequest(
-            request_id=arrived.request_id,
-            frontend_id=double.frontend_id,
-            reason="ttft_slo",
-            message="too slow",
-            retry_after_ns=1_000_000,
-        )
-        await double.order(decision, seq)
+        await double.reject(arrived, seq, reason="ttft_slo", message="too slow", retry_after_ns=1_000_000)
 
     def work(url: str) -> None:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)

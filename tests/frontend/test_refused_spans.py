@@ -13,7 +13,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from halfmoon.bus.telemetry.tracing import Tracing
-from halfmoon.schemas.decisions import RejectRequest
 from halfmoon.schemas.events import RequestArrived
 
 CLIENT_TRACE, CLIENT_SPAN = 0xA1, 0xB2
@@ -119,13 +118,7 @@ def test_one_too_many_and_what_the_conductors_refuse(run: Any, spans: Spans) -> 
 
     async def reject_later(double: Any, seq: int, arrived: RequestArrived) -> None:
         await held.wait()
-        decision = RejectRequest(
-            request_id=arrived.request_id,
-            frontend_id=double.frontend_id,
-            reason="ttft_slo",
-            message="too slow",
-        )
-        await double.order(decision, seq)
+        await double.reject(arrived, seq, reason="ttft_slo", message="too slow")
 
     async def scenario(cluster: Any) -> None:
         cluster.double.script = reject_later

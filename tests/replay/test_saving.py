@@ -42,6 +42,8 @@ pytestmark = pytest.mark.timeout(60)
 
 FRONTEND = FrontendJoined(frontend_id="f1", incarnation="i1")
 EVENTS = [prefill(), store("p0"), decode(), store("d0"), FRONTEND, arrived("r1", tokens=300)]
+#: Not to be met in a time or a digest by chance.
+FIRST_TOKEN = 4_711_471_147_114_711
 ORDER = "7-1"
 ANSWERS = [prefilled(ORDER), stored("p0", keys(3)), finished(ORDER)]
 READY = KvReady(order_id=ORDER, request_id="r1", layer=1, first_block=0, blocks=3, moved_bytes=5)
@@ -67,7 +69,7 @@ async def conducted(url: str) -> None:
     first = PrefillResult(
         order_id=ORDER,
         request_id="r1",
-        first=SampledToken(token_id=4711),
+        first=SampledToken(token_id=FIRST_TOKEN),
         queue_ns=0,
         transfer_ns=0,
         compute_ns=1,
@@ -126,7 +128,7 @@ async def test_events_decisions_and_kv_progress_are_saved_in_the_order_of_the_lo
         (7, 1, StartDecode),
     ]
     assert [line.progress for line in lines if isinstance(line, ProgressLine)] == [READY]
-    assert b"4711" not in path.read_bytes()
+    assert str(FIRST_TOKEN).encode() not in path.read_bytes()
     assert b"secret" not in path.read_bytes()
     verdict = verify(log, checked=True)
     assert (verdict.identical, verdict.events, verdict.decisions) == (True, 11, 2)

@@ -10,7 +10,6 @@ kernels' own rounding and speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -21,12 +20,11 @@ PAGE_TOKENS_MULTIPLE = 256
 HEAD_DIM_MAX = 256
 
 
-def install(setitem: Callable[[str, ModuleType], None]) -> ModuleType:
-    """Makes the stand-in and hands it to `setitem` under the name that importers ask for."""
+def stand_in() -> ModuleType:
+    """The module for `sys.modules["flash_attn"]`."""
     module = ModuleType("flash_attn")
     module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
     module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
-    setitem("flash_attn", module)
     return module
 
 

@@ -24,7 +24,7 @@ SHAPES = {
     "blk.0.ffn_gate": (12, 8), "blk.0.ffn_up": (12, 8), "blk.0.ffn_down": (8, 12),
 }  # fmt: skip
 U8, I32, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 5, 4, 6, 7, 8, 9, 10
-_FORMS = {
+FORMS = {
     0: "<B",
     1: "<b",
     2: "<H",
@@ -96,7 +96,7 @@ def _value(kind: int, value: Any) -> bytes:
     if kind == ARRAY:
         item_kind, items = value
         return struct.pack("<IQ", item_kind, len(items)) + b"".join(_value(item_kind, item) for item in items)
-    return struct.pack(_FORMS[kind], value)
+    return struct.pack(FORMS[kind], value)
 
 
 def gguf(architecture: str = "llama") -> Gguf:

@@ -30,7 +30,7 @@ def model(model_bf16: LoadedModel) -> LoadedModel:
 @pytest.fixture(params=[256, pytest.param(768, marks=pytest.mark.slow)])
 def flash(request: pytest.FixtureRequest, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine on the CPU that takes flash-attn for there."""
-    flash_attn_reference.install(lambda name, module: monkeypatch.setitem(sys.modules, name, module))
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_reference.stand_in())
     monkeypatch.setattr(attention_choice, "flash_unavailable", lambda *_: [])
     engine = Engine(model, num_blocks=32, block_tokens=request.param, exact=True, attention="flash")
     assert engine.attention_name == "flash"

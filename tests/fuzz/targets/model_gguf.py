@@ -14,23 +14,11 @@ from typing import Any
 from tests.fuzz.frame import Play
 from tests.fuzz.mutate import VALUES, mutated_bytes
 from tests.fuzz.targets._models import playing_models
-from tests.workers.made_models import ARRAY, STRING, Gguf, Tensor, gguf
+from tests.workers.made_models import ARRAY, BOOL, FORMS, STRING, Gguf, Tensor, gguf
 
 TEST_INPUTS = 120
 DEADLINE_S = 20.0
-_KINDS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<B",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+_KINDS = {**FORMS, BOOL: "<B"}  # a truth value of any byte
 _SIZES = [0, 1, 2, 3, 7, 8, 16, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
 _TEXTS = [value for value in VALUES if isinstance(value, str)]
 
