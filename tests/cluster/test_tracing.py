@@ -313,7 +313,9 @@ async def test_the_log_of_a_traced_cluster_replays_identically(cluster: Cluster,
     file = tmp_path / "log.jsonl"
     for words in (("events", "save", str(file), "--nats", cluster.nats), ("replay", str(file), "--json")):
         command = [sys.executable, "-m", "halfmoon.cli.main", *words]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=cluster.environment, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr
     assert '"traceparent"' in file.read_text()
     assert json.loads(done.stdout)["identical"] is True

@@ -269,6 +269,6 @@ def use(path: Path) -> str:
         return f"refused: {error}"
     assert all(0 <= each < model.config.vocab for each in ids), ids
     tokenizer.decode(range(model.config.vocab))
-    if ids and len(ids) <= 16:
+    if ids and len(ids) <= min(16, model.config.context_tokens_max):
         assert engine.prefill_chunk(ids, 0, engine.allocator.allocate(1), want_logits=True) is not None
     return "served"

@@ -124,11 +124,18 @@ def _message(sid: int, reply: bytes, headers: bytes, payload: bytes) -> bytes:
     return b"MSG %b%d\r\n%b\r\n" % (where, size, payload)
 
 
+class _Client(DirectClient):
+    """Connected, to nobody: what it sends stays in `_pending`."""
+
+    async def _flush_pending(self, force_flush: bool = False) -> None:
+        return
+
+
 class _Process:
     """One process of ours as it is to NATS, without a connection."""
 
     def __init__(self) -> None:
-        self.client = DirectClient()
+        self.client = _Client()
         self.client._status = DirectClient.CONNECTED
         self.client._max_payload = 1 << 20
         self.client._transport = None
@@ -192,6 +199,8 @@ class _Process:
 
     def _check(self, sent: list[bytes]) -> None:
         for command in sent:
+            if command == b"PONG\r\n":  # a line that was made wrong can be the server's PING
+                continue
             words = command.split(b"\r\n", 1)[0].split(b" ")
             if words[0] not in (b"PUB", b"HPUB") or not words[1].startswith(INBOXES):
                 raise Found(f"this leaves: {command[:200]!r}")
