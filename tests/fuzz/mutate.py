@@ -107,8 +107,8 @@ def nested(draw: random.Random) -> Any:
 
 
 def json_bytes(draw: random.Random, value: Any) -> bytes:
-    """As JSON: sometimes with white space, escapes, a name twice, deep nesting, or broken. What JSON does not have, such
-    as the bytes of a line that is broken already, is in it as its text.
+    """As JSON: sometimes with white space, escapes, a name twice, deep nesting, or broken. What JSON does not have, as
+    the bytes of a line that is broken already, is in it as its text.
     """
     text = json.dumps(value, ensure_ascii=draw.random() < 0.5, default=str)
     content = text.encode(errors="surrogatepass")
