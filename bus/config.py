@@ -8,6 +8,9 @@ from typing import Any
 
 from halfmoon.bus.errors import BusUnreachable
 
+#: A server that carries less in one message is refused: parts of snapshots and of answers are cut to fit this.
+PAYLOAD_BYTES_MIN = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class BusConfig:

@@ -21,7 +21,7 @@ from nats.errors import Error as NatsError
 from nkeys import NkeysError
 
 from halfmoon.bus.client import DirectClient
-from halfmoon.bus.config import BusConfig
+from halfmoon.bus.config import PAYLOAD_BYTES_MIN, BusConfig
 from halfmoon.bus.errors import BusError, BusUnreachable, NotStored, PeerError, PeerUnreachable
 from halfmoon.bus.jetstream import JetStream
 from halfmoon.bus.publisher import Publisher
@@ -122,6 +122,10 @@ class Bus:
                     await within(CLOSE_S, nc.close())  # after a TLS handshake that failed it never returns
             reason = str(cause) or type(cause).__name__
             raise BusUnreachable(f"no NATS server takes us at {config.url}: {reason}") from None
+        if nc.max_payload < PAYLOAD_BYTES_MIN:
+            await nc.close()
+            carries = f"max_payload is {nc.max_payload} bytes; it must be at least {PAYLOAD_BYTES_MIN}"
+            raise BusUnreachable(f"the NATS server at {config.url}: {carries}")
         bus = cls(nc, name, limits or StreamLimits())
         box.append(bus)
         try:

@@ -116,6 +116,9 @@ class Responder:
     def _answer(self, inbox: str, answer: Message) -> None:
         """Not sent while the connection is away: then the question comes again."""
         payload = encode(answer)
+        if len(payload) > self._nc.max_payload:
+            message = f"the answer is {len(payload)} bytes, more than the server's max_payload"
+            payload = encode(ProcessError(code="answer_too_large", message=message))
         self._replies.end(inbox, payload)
         self._nc.send(inbox, payload)
 

@@ -13,9 +13,9 @@ from msgspec import Meta
 
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.types import BlockKeys, Blocks, Bytes, Count, Id, Message, Ns, Part, Text
+from halfmoon.schemas.types import BLOCKS_MAX, BlockKeys, Blocks, Bytes, Count, Id, Message, Ns, Part, Text
 
-Slots = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=65536)]
+Slots = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=BLOCKS_MAX)]
 Layers = Annotated[int, Meta(ge=0, le=10_000)]
 Tenant = Annotated[str, Meta(max_length=128)]
 #: A tenant as pools and their files know it (`halfmoon.store.pool.slots.tenant_mark`).

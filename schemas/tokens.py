@@ -13,6 +13,8 @@ from typing import Literal
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.types import (
+    BLOCKS_MAX,
+    PACKED_TOKENS_MAX,
     BlockKeys,
     Count,
     Id,
@@ -107,10 +109,27 @@ class ResendRequest(Message, frozen=True):
 
 
 class ResendReply(Message, frozen=True):
-    """`known` False: the worker has no such order (any more)."""
+    """`known` False: the worker has no such order (any more). `more`: the rest is to be asked for, from there on."""
 
     known: bool
     delivery: Delivery | None = None
+    more: bool = False
+
+
+#: Of a message about a request: what neither its tokens nor its blocks take (sampling, names, headers), at most.
+_AROUND_BYTES = 64 << 10
+#: Base64 of one token id; slot, checksum and key of one block, as the longest of the store's messages has them.
+_TOKEN_BYTES, _BLOCK_BYTES = 16 / 3, 36
+
+
+def carried_tokens(payload_bytes_max: int, block_tokens: int) -> int:
+    """The most tokens, prompt and answer together, whose every message fits in `payload_bytes_max` and its own fields.
+
+    The longest are `TokensGiven`, which has all tokens and block keys, and, where blocks are short, the store's lists.
+    """
+    token_bytes = _TOKEN_BYTES + _BLOCK_BYTES / block_tokens
+    fitting = int((payload_bytes_max - _AROUND_BYTES) / token_bytes)
+    return max(0, min(fitting, BLOCKS_MAX * block_tokens, PACKED_TOKENS_MAX))
 
 
 class ProcessError(Message, frozen=True):

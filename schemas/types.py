@@ -26,12 +26,16 @@ Count = Annotated[int, Meta(ge=0, le=INT_MAX)]
 Seq = Annotated[int, Meta(ge=0, le=INT_MAX, description="sequence number in the EVENTS stream")]
 
 KEY_BYTES = 16
+#: Of one request.
+BLOCKS_MAX, PACKED_TOKENS_MAX = 65_536, 4_194_304
 #: Block keys one after another, 16 bytes each (base64 in JSON). See `halfmoon.schemas.keys`.
 BlockKeys = Annotated[
-    bytes, Meta(max_length=KEY_BYTES * 65536, description="16-byte block keys, concatenated")
+    bytes, Meta(max_length=KEY_BYTES * BLOCKS_MAX, description="16-byte block keys, concatenated")
 ]
 #: Token ids one after another, little-endian u32 (base64 in JSON).
-PackedTokens = Annotated[bytes, Meta(max_length=4 * 4_194_304, description="token ids, little-endian u32")]
+PackedTokens = Annotated[
+    bytes, Meta(max_length=4 * PACKED_TOKENS_MAX, description="token ids, little-endian u32")
+]
 
 
 def check_whole_keys(block_keys: bytes) -> None:

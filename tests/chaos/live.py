@@ -16,6 +16,7 @@ import json
 import logging
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -149,17 +150,19 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=20.0, help="mean seconds between two faults")
     parser.add_argument("--no-full-disk", action="store_true", help="the disk never runs full")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
-    parser.add_argument(
-        "--keep", metavar="DIR", default="", help="where the cluster keeps its files, to look at"
-    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="what the processes wrote is copied there")
     args = parser.parse_args()
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # a client tells of each lost connection
     with tempfile.TemporaryDirectory() as scratch, small_disk(Path(scratch) / "state", DISK_MIB) as disk:
-        state = Path(args.keep) if args.keep else Path(scratch) / "state"
-        if args.no_full_disk or args.keep:
+        if args.no_full_disk:
             disk = None
-        with running(state, *FLAGS, *PATIENCE) as cluster:
-            figures = asyncio.run(play(cluster, args, disk, Path(scratch)))
+        state = Path(scratch) / "state"
+        try:
+            with running(state, *FLAGS, *PATIENCE) as cluster:
+                figures = asyncio.run(play(cluster, args, disk, Path(scratch)))
+        finally:
+            if args.keep is not None:
+                shutil.copytree(state, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.blk"))
         if args.out is not None:
             args.out.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures, indent=1))

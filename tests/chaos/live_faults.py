@@ -94,7 +94,8 @@ class Faults:
     async def _fill(self, _: str) -> asyncio.Task[None]:
         """The disk of log, streams and output is full to the last byte."""
         assert self.disk is not None
-        ballast = self.disk / "ballast"
+        # Of its own: the disk may be struck again before this is undone.
+        ballast = self.disk / f"ballast-{self.counts['disk full: nats-server']}"
         with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
             while file.write(bytes(1 << 20)):
                 pass

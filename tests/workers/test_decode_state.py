@@ -19,13 +19,14 @@ from decode_script import (
     result,
 )
 
+from halfmoon.schemas.codec import encode
 from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import TransferFailed
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, ResendReply, ResendRequest, Timing, TokensSampled
 from halfmoon.workers import machines
-from halfmoon.workers.decode import events
+from halfmoon.workers.decode import deliveries, events
 from halfmoon.workers.decode.actions import (
     Action,
     AnswerResend,
@@ -41,6 +42,7 @@ from halfmoon.workers.decode.actions import (
     Wake,
 )
 from halfmoon.workers.decode.orders import EARLY_ORDERS_MAX, FINISHED_MAX, LAST_LAYERS_NS
+from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Announce, Report, TakeTokens
 
 
@@ -607,6 +609,47 @@ def test_a_frontend_that_missed_tokens_gets_them_again_while_they_are_known() ->
         script.give(order(number, max_tokens=1))
         script.hear(result(f"{number}-1"))
     assert asked(script, 1) == ResendReply(known=False)
+
+
+def test_what_is_asked_for_again_comes_in_parts_that_fit_in_a_message() -> None:
+    script = Script()
+    sampling = Sampling(temperature=0.0, ignore_eos=True, logprobs=20)
+    script.give(order(max_tokens=4_000), reply(sampling=sampling))
+    script.hear(*filled(1, LAYOUT.blocks(6)), result("1-1"))
+    sequence = script.sequence()
+    top = [(49_000 + n, -12.345678901234567) for n in range(20)]
+    large = SampledToken(
+        token_id=49_000, logprob=-12.345678901234567, top_logprobs=top, logits_digest="f" * 16
+    )
+    for _ in range(3_000):
+        sequence.add(large, 1)
+    index, answers = 0, []
+    while True:
+        answers.append(asked(script, index))
+        delivery = answers[-1].delivery
+        assert delivery is not None
+        assert delivery.index == index
+        assert len(encode(answers[-1])) <= deliveries.MESSAGE_BYTES_MAX + 1024
+        index += len(delivery.tokens)
+        if not answers[-1].more:
+            break
+    assert index == len(sequence.tokens)
+    assert len(answers) > 10
+
+
+def test_a_step_of_many_sequences_is_told_in_messages_that_fit() -> None:
+    sequences = []
+    for number in range(1, 2_001):
+        sequence = DecodeSequence(order(number), 2, 0)
+        sequence.tokens.append(SampledToken(token_id=1))
+        sequence.result = result(f"{number}-1")
+        sequences.append((sequence, 0))
+    told = deliveries.deliveries_of(sequences, "d0")
+    assert len(told) > 10
+    assert all(len(encode(one.message)) <= deliveries.MESSAGE_BYTES_MAX for one in told)
+    assert [d.request_id for one in told for d in one.message.deliveries] == [
+        f"r{n}" for n in range(1, 2_001)
+    ]
 
 
 def test_a_heartbeat_says_how_the_worker_is_and_what_it_lacks() -> None:

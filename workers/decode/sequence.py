@@ -133,13 +133,15 @@ class DecodeSequence:
             decode_worker=decode_worker,
         )
 
-    def delivery(self, first: int, decode_worker: str) -> Delivery:
-        """Output tokens from index `first` on."""
+    def delivery(self, first: int, decode_worker: str, *, count: int | None = None) -> Delivery:
+        """Output tokens from index `first` on, at most `count`; how it ended is told with the last."""
+        tokens = self.tokens[first:] if count is None else self.tokens[first : first + count]
+        finish_reason = self.finish_reason if first + len(tokens) >= len(self.tokens) else ""
         return Delivery(
             request_id=self.order.request_id,
             order_id=self.order_id,
             index=first,
-            tokens=self.tokens[first:],
-            finish_reason=self.finish_reason,  # type: ignore[arg-type]
-            timing=self.timing(decode_worker) if first == 0 or self.finish_reason else None,
+            tokens=tokens,
+            finish_reason=finish_reason,  # type: ignore[arg-type]
+            timing=self.timing(decode_worker) if first == 0 or finish_reason else None,
         )

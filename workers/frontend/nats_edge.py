@@ -37,7 +37,7 @@ from halfmoon.schemas.api import (
     parse_completion,
 )
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
-from halfmoon.workers.frontend.nats_request import NatsListener, client_traceparent
+from halfmoon.workers.frontend.nats_request import NatsListener, answer_too_large, client_traceparent
 from halfmoon.workers.frontend.nats_service import MicroService, ServiceEndpoint, settled
 from halfmoon.workers.frontend.open_request import OpenRequest
 from halfmoon.workers.frontend.prompts import INLINE_CHARACTERS_MAX
@@ -262,5 +262,9 @@ class NatsEdge:
         self.registry.spawn(answer())
 
     def _reply(self, endpoint: ServiceEndpoint, started_ns: int, msg: Msg, content: dict[str, Any]) -> None:
+        answer = orjson.dumps(content)
+        if len(answer) > self.payload_bytes_max:
+            self.refuse(endpoint, started_ns, msg.reply, answer_too_large(answer, "over HTTP"))
+            return
         endpoint.finished(started_ns)
-        self.send(msg.reply, orjson.dumps(content))
+        self.send(msg.reply, answer)

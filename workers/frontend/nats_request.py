@@ -29,6 +29,12 @@ def client_traceparent(msg: Msg) -> str:
     return checked_traceparent((msg.headers or {}).get("traceparent", ""))
 
 
+def answer_too_large(answer: bytes, ask: str) -> ApiError:
+    """`ask`: how the client gets it all the same."""
+    message = f"the answer is {len(answer)} bytes, more than the NATS server's max_payload: ask {ask}"
+    return ApiError(413, message, code="answer_too_large")
+
+
 class Edge(Protocol):
     """The part of the edge that a request needs."""
 
@@ -119,8 +125,5 @@ class NatsListener:
         if len(answer) > limit and self._stream:  # the chunks had them
             answer = generate_answer(request, tokenizer, model, with_logprobs=False)
         if len(answer) > limit:
-            message = (
-                f"the answer is {len(answer)} bytes, more than the NATS server's max_payload: ask with stream"
-            )
-            raise ApiError(413, message, code="answer_too_large")
+            raise answer_too_large(answer, "with stream")
         return answer

@@ -13,6 +13,7 @@ from halfmoon.schemas.api import ApiError, ApiRequest, TokenizeBody, plain_messa
 from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.status import ConductorStatus
+from halfmoon.schemas.tokens import carried_tokens
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.model.tokenizer import (
     ChatTemplateError,
@@ -43,11 +44,17 @@ class TokenizedPrompt(NamedTuple):
 class PromptReader:
     """`read` and `encode` raise ApiError; `pending` counts the prompts being tokenized in the thread."""
 
-    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, layout: Layout) -> None:
+    def __init__(
+        self, config: FrontendConfig, tokenizer: Tokenizer, layout: Layout, *, payload_bytes_max: int
+    ) -> None:
+        """`payload_bytes_max`: of one message between the processes."""
         self.config = config
         self.pending = 0
-        #: Of prompt and answer together: the model's context, or what the cluster can hold of it.
-        self.max_model_len = config.context_tokens
+        #: Of prompt and answer together: the model's context, or what messages have room for, if that is less.
+        self._context = min(config.context_tokens, carried_tokens(payload_bytes_max, layout.block_tokens))
+        self._payload_bytes_max = payload_bytes_max
+        #: The same, or what the cluster can hold of it.
+        self.max_model_len = self._context
         self._tokenizer = tokenizer
         self._layout = layout
         self._models = {"", config.model, *config.model_aliases}
@@ -61,7 +68,7 @@ class PromptReader:
     def learn(self, status: ConductorStatus) -> None:
         """A conductor says what the workers that are there can hold; without workers the last word counts."""
         if status.caught_up and status.request_tokens_max:
-            self.max_model_len = min(self.config.context_tokens, status.request_tokens_max)
+            self.max_model_len = min(self._context, status.request_tokens_max)
 
     def check_model(self, name: str) -> None:
         """ "" means the one there is. Raises ApiError 404."""
@@ -156,10 +163,15 @@ class PromptReader:
 
     def _max_tokens(self, ask: ApiRequest, prompt_tokens: int, default: int) -> int:
         """The `max_tokens` asked for, or the default; fits in the context. Raises ApiError 413."""
-        context = self.config.context_tokens
+        context = self._context
         room = context - prompt_tokens
+        bound = f"the context of {context} tokens"
+        if context < self.config.context_tokens:
+            bound = (
+                f"the {context} tokens that messages of {self._payload_bytes_max} bytes (max_payload) hold"
+            )
         if room < 1:
-            message = f"the prompt's {prompt_tokens} tokens leave no room in the context of {context} tokens"
+            message = f"the prompt's {prompt_tokens} tokens leave no room in {bound}"
             param = "messages" if ask.chat else "prompt"
             raise ApiError(413, message, param=param, code="context_length_exceeded")
         if ask.max_tokens is None:
@@ -167,10 +179,7 @@ class PromptReader:
             held = max(1, self.max_model_len - prompt_tokens)
             return min(max(min(default, held), ask.sampling.min_tokens), room)
         if ask.max_tokens > room:
-            message = (
-                f"{prompt_tokens} prompt tokens and {ask.max_tokens} to generate are more than the context of "
-                f"{context} tokens"
-            )
+            message = f"{prompt_tokens} prompt tokens and {ask.max_tokens} to generate are more than {bound}"
             raise ApiError(413, message, param="max_tokens", code="context_length_exceeded")
         return ask.max_tokens
 

@@ -111,8 +111,8 @@ class Redelivery:
             had = -1
             while self._is_open(request) and len(request.output_ids) > had:
                 had = len(request.output_ids)
-                await self._ask_once(request, had)
-                if request.seen_tokens <= len(request.output_ids):
+                more = await self._ask_once(request, had)
+                if not more and request.seen_tokens <= len(request.output_ids):
                     return
         except PeerUnreachable:
             self._unknown(request)
@@ -121,7 +121,8 @@ class Redelivery:
         finally:
             request.resending = False
 
-    async def _ask_once(self, request: OpenRequest, index: int) -> None:
+    async def _ask_once(self, request: OpenRequest, index: int) -> bool:
+        """True: the worker has more than its answer had room for."""
         worker_id, order_id = request.decode_worker, request.order_id
         me = self._registry.config.frontend_id
         question = ResendRequest(
@@ -136,6 +137,7 @@ class Redelivery:
                 self._registry.on_tokens(TokensSampled(worker_id=worker_id, deliveries=[reply.delivery]))
         elif self._is_open(request) and request.order_id == order_id:
             self._unknown(request)
+        return reply.more
 
     def _unknown(self, request: OpenRequest) -> None:
         """The worker is gone, or restarted: the conductors place the request again, unless it had told them

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import PeerError
+from halfmoon.bus.errors import BusOverloaded, PeerError
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.metrics import process_registry
@@ -66,7 +66,7 @@ class RequestRegistry:
         self.metrics = FrontendMetrics(config.model, of_process)
         self.log_health = LogHealth(bus, config)
         of_process.register(LogDisk(self.log_health, config))
-        self.prompts = PromptReader(config, tokenizer, layout)
+        self.prompts = PromptReader(config, tokenizer, layout, payload_bytes_max=bus.nc.max_payload)
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
         #: OpenTelemetry, where it is switched on.
@@ -182,11 +182,14 @@ class RequestRegistry:
             traceparent=traceparent,
             span=span,
         )
+        try:  # before anything knows it: what the log cannot take was never accepted
+            self.bus.append_soon(arrived, source_id=self.config.frontend_id)
+        except BusOverloaded as problem:
+            raise ApiError(503, str(problem), code="log_not_stored", retry_after_ns=SECOND_NS) from None
         self.requests[arrived.request_id] = request
         self._empty.clear()
         if request.alias:
             self._aliases[ask.tenant, request.alias] = request
-        self.bus.append_soon(arrived, source_id=self.config.frontend_id)
         return request
 
     def refused(self, error: ApiError, began_ns: int, *, chat: bool, traceparent: str) -> None:
