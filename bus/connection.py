@@ -32,7 +32,7 @@ from halfmoon.bus.streams import StreamKeeper, StreamLimits
 from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks, within
 from halfmoon.schemas import subjects
-from halfmoon.schemas.authors import names_itself, said_by
+from halfmoon.schemas.authors import kv_author, names_itself, said_by
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.decisions import Ordered, StartPrefill
 from halfmoon.schemas.events import EVENT_TYPES, Event, Stamped
@@ -304,7 +304,7 @@ class Bus:
         seen: dict[tuple[int, int], None] = {}
         forgotten = (0, -1)
         try:
-            async for payload in tail:
+            async for _, payload in tail:
                 try:
                     ordered: Ordered = decode(payload, Ordered)
                 except MessageInvalid:
@@ -338,13 +338,19 @@ class Bus:
         """For `follow_kv`: no KV progress published after this returns is missed."""
         return await self._open_tail(subjects.KV_STREAM, subjects.kv_for(worker_id))
 
-    async def follow_kv(self, tail: StreamTail) -> AsyncIterator[KvMessage]:
-        """The KV progress that `tail` was opened for; after a reconnect some of it may come again."""
+    async def follow_kv(self, tail: StreamTail) -> AsyncIterator[tuple[str, KvMessage]]:
+        """The KV progress that `tail` was opened for, each with its author; after a reconnect some of it may come
+        again."""
         try:
-            async for payload in tail:
+            async for subject, payload in tail:
                 try:
-                    yield decode(payload, KvMessage)
+                    message: KvMessage = decode(payload, KvMessage)
                 except MessageInvalid:
+                    self.invalid += 1
+                    continue
+                if author_id := kv_author(subject, message):
+                    yield author_id, message
+                else:
                     self.invalid += 1
         finally:
             self._readers.discard(tail)

@@ -39,6 +39,7 @@ class StoredMessage(NamedTuple):
     seq: int
     time: str
     payload: bytes
+    subject: str
 
 
 class JetStream:
@@ -94,4 +95,9 @@ class JetStream:
             raise
         message = answer["message"]
         payload = base64.b64decode(message.get("data", ""))
-        return StoredMessage(seq=int(message["seq"]), time=str(message["time"]), payload=payload)
+        return StoredMessage(
+            seq=int(message["seq"]),
+            time=str(message["time"]),
+            payload=payload,
+            subject=str(message["subject"]),
+        )

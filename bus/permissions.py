@@ -1,6 +1,6 @@
 """Permissions of each role on NATS, to publish and to hear: the text of `authorization` in a server's configuration.
 
-Every process has a name and an nkey of its own. It speaks under its own name only (events), hears only what
+Every process has a name and an nkey of its own. It speaks under its own name only, hears only what
 is for it (orders, KV progress, tokens, answers), and calls only whom its role has to do with: a worker its
 own node's store agent, a frontend workers. Orders come from conductors alone. Streams are made by conductors;
 consumers, which can have the server send stored messages to any subject, by conductors and the operator. `halfmoon
@@ -111,16 +111,15 @@ class Identity:
                     subjects.view(subjects.CONDUCTORS),
                     subjects.explain("*"),
                 ]
-                peers = [subjects.give("*"), subjects.resend("*", me), *asks]
+                peers = [subjects.give("*", me), subjects.resend("*", me), *asks]
                 return [*said, *peers, f"{ROOT}.cancel", *_PLACES, *_MISSED, *_ANSWERS, *_CLIENT_INBOXES]
             case "store":
-                progress = [
-                    subjects.kv("*", k) for k in ("TransferOpened", "TransferFailed", "KvReady", "KvLoaded")
-                ]
+                kinds = ("TransferOpened", "TransferFailed", "KvReady", "KvLoaded")
+                progress = [subjects.kv("*", kind, self.node_id) for kind in kinds]
                 peers = [subjects.store("*", verb) for verb in _ASKED_BY_STORES]
                 return [*said, *progress, *peers, *_PLACES, *_MISSED, *_ANSWERS]
             case "prefill":
-                return [*said, subjects.kv("*", "PrefillResult"), *self._worker()]
+                return [*said, subjects.kv("*", "PrefillResult", me), *self._worker()]
             case "decode":
                 return [*said, subjects.tokens("*", me), *self._worker(), *_ANSWERS]
             case "operator":
@@ -177,7 +176,7 @@ class Identity:
 
     def _worker_hears(self) -> list[str]:
         me = self.name
-        return [subjects.decisions_for(me), subjects.give(me), subjects.kv_for(me)]
+        return [subjects.decisions_for(me), subjects.give(me, "*"), subjects.kv_for(me)]
 
     def _worker(self) -> list[str]:
         verbs = (*_ASKED_BY_WORKERS, "push", "keep")

@@ -31,7 +31,7 @@ SETTLE_S = 0.5
 
 
 class StreamTail:
-    """`open`, then iterate over payloads; endless. `lost_connection` is called by the bus after each
+    """`open`, then iterate over (subject, payload); endless. `lost_connection` is called by the bus after each
     reconnect.
     """
 
@@ -42,8 +42,8 @@ class StreamTail:
         self._subject = subject
         self._mark = 0
         self._created = ""
-        self._received: deque[bytes] = deque()
-        self._held: deque[bytes] | None = None
+        self._received: deque[tuple[str, bytes]] = deque()
+        self._held: deque[tuple[str, bytes]] | None = None
         self._wake = asyncio.Event()
         self._losses = 0
         self._sub: Subscription | None = None
@@ -73,7 +73,7 @@ class StreamTail:
             self._held = deque()
             self._tasks.append(asyncio.create_task(self._catch_up()))
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[tuple[str, bytes]]:
         while not self._closed:
             while self._received:
                 yield self._received.popleft()
@@ -81,8 +81,8 @@ class StreamTail:
             if not self._received:
                 await self._wake.wait()
 
-    def _on_message(self, _: bytes, __: bytes, payload: bytes, ___: bytes | None) -> None:
-        (self._received if self._held is None else self._held).append(payload)
+    def _on_message(self, subject: bytes, _: bytes, payload: bytes, __: bytes | None) -> None:
+        (self._received if self._held is None else self._held).append((subject.decode(), payload))
         self._wake.set()
 
     async def _catch_up(self) -> None:
@@ -114,7 +114,7 @@ class StreamTail:
             if message is None:
                 self._mark = last
                 return
-            self._received.append(message.payload)
+            self._received.append((message.subject, message.payload))
             self._wake.set()
             self._mark = message.seq
 

@@ -1,14 +1,16 @@
-"""Whose word an event is."""
+"""Whose word an event is, and a message of KV progress."""
 
 from __future__ import annotations
 
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import EVENT_TYPES, Event
+from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.types import Message
 
 #: The field of each event that names the process whose word it is; "" where any that may send it may say it.
 _AUTHORS = ("reporter_id", "worker_id", "frontend_id", "conductor_id", "node_id")
 _EVENTS = subjects.EVENTS_ALL.removesuffix(">")
+_KV_PARTS = subjects.kv("", "", "").count(".") + 1
 _AUTHOR_FIELD: dict[type[Message], str] = {
     kind: next((name for name in _AUTHORS if name in kind.__struct_fields__), "") for kind in EVENT_TYPES
 }
@@ -30,3 +32,10 @@ def said_by(subject: str, event: Event) -> bool:
         return False
     field = _AUTHOR_FIELD[type(event)]
     return not field or source_id == subjects.SUPERVISOR or getattr(event, field) == source_id
+
+
+def kv_author(subject: str, message: KvMessage) -> str:
+    """Who sent KV progress, as NATS checked it; "" where the message is not of the kind that its subject says."""
+    parts = subject.split(".")
+    kind, author_id = parts[-2:] if len(parts) == _KV_PARTS else ("", "")
+    return author_id if kind == type(message).__name__ else ""

@@ -121,7 +121,7 @@ _PROCESSES: tuple[Channel, ...] = (
     ),
     Channel(
         name="kv",
-        address=subjects.kv("{worker_id}", "{type}"),
+        address=subjects.kv("{worker_id}", "{type}", "{author_id}"),
         summary=f"Progress of a transfer, for the worker that waits, in the {subjects.KV_STREAM} stream.",
         action="send",
         messages=kv.KV_TYPES,
@@ -135,7 +135,7 @@ _PROCESSES: tuple[Channel, ...] = (
     ),
     Channel(
         name="give",
-        address=subjects.give("{worker_id}"),
+        address=subjects.give("{worker_id}", "{frontend_id}"),
         summary="A frontend gives both workers of a placement the request's tokens.",
         action="send",
         messages=(tokens.TokensGiven,),

@@ -88,6 +88,8 @@ class StartDecode(Message, frozen=True):
     #: 1 for the first placement of the request.
     placement: Count = 1
     predicted: Prediction = Prediction()
+    #: The node whose store agent tells of the KV; "", as in older logs: any is believed.
+    prefill_node_id: str = ""
 
 
 class CancelOrder(Message, frozen=True):

@@ -2,8 +2,8 @@
 
 KV stream, short retention, ≤ 4 KiB each (a `TransferOpened` is longer for long prompts).
 
-Subject: `halfmoon.kv.<worker that waits>.<type>`. Store agents send all but `PrefillResult`, because they know
-first when a write has become readable.
+Subject: `halfmoon.kv.<worker that waits>.<type>.<author>`. Store agents send all but `PrefillResult`, because they know
+first when a write has become readable: `author` is their node, or the prefill worker.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ class Policy(Part, frozen=True):
     #: The log's time is its server's clock, which may be set. A step back by more than a heartbeat, or forward by more
     #: than this, is not time that passed. 0, as in older logs: it is, and after a step back time stands still.
     clock_step_ns_max: Ns = 0
+    #: Tell decode workers from which node KV comes, so that they believe no other; as in older logs: they are not told.
+    sources_named: bool = False
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 

@@ -78,8 +78,9 @@ def placements_for(frontend_id: str) -> str:
     return f"{ROOT}.decisions.*.StartPrefill.{frontend_id}"
 
 
-def kv(worker_id: str, kind: str) -> str:
-    return f"{ROOT}.kv.{worker_id}.{kind}"
+def kv(worker_id: str, kind: str, author_id: str) -> str:
+    """`author_id`: who sends it, the prefill worker (PrefillResult) or the node of a store agent (all else)."""
+    return f"{ROOT}.kv.{worker_id}.{kind}.{author_id}"
 
 
 def kv_for(worker_id: str) -> str:
@@ -101,8 +102,9 @@ def take(frontend_id: str, worker_id: str) -> str:
     return f"{ROOT}.take.{frontend_id}.{worker_id}"
 
 
-def give(worker_id: str) -> str:
-    return f"{ROOT}.give.{worker_id}"
+def give(worker_id: str, frontend_id: str) -> str:
+    """`frontend_id`: who gives."""
+    return f"{ROOT}.give.{worker_id}.{frontend_id}"
 
 
 def tokens(frontend_id: str, worker_id: str) -> str:

@@ -1,7 +1,7 @@
 """Between frontend and workers, beside the log: token ids and sampled tokens. Core NATS, never stored.
 
-`halfmoon.give.<worker_id>` (publish): a frontend, which hears where its requests are placed, gives their tokens.
-`halfmoon.take.<frontend_id>.<worker_id>` (request/reply): a worker that was given none asks for them.
+`halfmoon.give.<worker_id>.<frontend_id>` (publish): a frontend, which hears where its requests are placed, gives their
+tokens. `halfmoon.take.<frontend_id>.<worker_id>` (request/reply): a worker that was given none asks for them.
 `halfmoon.tokens.<frontend_id>.<worker_id>` (publish): a decode worker delivers, one message a step for all of the
 frontend's sequences. `halfmoon.resend.<worker_id>.<frontend_id>` (request/reply): the frontend missed some.
 """
@@ -65,6 +65,7 @@ class TakeReply(Message, frozen=True):
 class TokensGiven(Message, frozen=True):
     """What the worker of an order would have asked for."""
 
+    frontend_id: Id
     order_id: Id
     taken: TakeReply
 

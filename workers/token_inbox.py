@@ -26,17 +26,20 @@ class TokenInbox:
     def __init__(self, bus: Bus, worker_id: str) -> None:
         self._bus = bus
         self._worker_id = worker_id
-        self._early: OrderedDict[str, TakeReply] = OrderedDict()
-        self._awaited: dict[str, asyncio.Future[TakeReply | None]] = {}
+        #: By frontend and order: what another frontend gives is not for the order.
+        self._early: OrderedDict[tuple[str, str], TakeReply] = OrderedDict()
+        self._awaited: dict[tuple[str, str], asyncio.Future[TakeReply | None]] = {}
 
     async def open(self) -> None:
-        await self._bus.subscribe(subjects.give(self._worker_id), TokensGiven, self._on_given)
+        subject = subjects.give(self._worker_id, "*")
+        await self._bus.subscribe(subject, TokensGiven, self._on_given, author="frontend_id")
 
     async def take(
         self, frontend_id: str, request_id: str, order_id: str, role: Literal["prefill", "decode"]
     ) -> TakeReply | None:
         """The request's tokens; None: its frontend does not answer."""
-        given = self._early.pop(order_id, None) or await self._wait(order_id)
+        mark = frontend_id, order_id
+        given = self._early.pop(mark, None) or await self._wait(mark)
         if given is not None:
             return given
         ask = TakeRequest(request_id=request_id, order_id=order_id, worker_id=self._worker_id, role=role)
@@ -52,23 +55,24 @@ class TokenInbox:
                 await asyncio.sleep(TAKE_PAUSE_S)
         return None
 
-    async def _wait(self, order_id: str) -> TakeReply | None:
+    async def _wait(self, mark: tuple[str, str]) -> TakeReply | None:
         loop = asyncio.get_running_loop()
         awaited: asyncio.Future[TakeReply | None] = loop.create_future()
-        self._awaited[order_id] = awaited
+        self._awaited[mark] = awaited
         timer = loop.call_later(GIVE_S, _settle, awaited, None)
         try:
             return await awaited
         finally:
             timer.cancel()
-            del self._awaited[order_id]
+            del self._awaited[mark]
 
     def _on_given(self, message: TokensGiven) -> None:
-        awaited = self._awaited.get(message.order_id)
+        mark = message.frontend_id, message.order_id
+        awaited = self._awaited.get(mark)
         if awaited is not None:
             _settle(awaited, message.taken)
             return
-        self._early[message.order_id] = message.taken
+        self._early[mark] = message.taken
         while len(self._early) > EARLY_ORDERS_MAX:
             self._early.popitem(last=False)
 

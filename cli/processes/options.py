@@ -69,6 +69,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
         clock_step_ns_max=CLOCK_STEP_NS_MAX,
         arrival_wait_ns_max=int(args.worker_wait_s * SECOND_NS),
         pools_bound=True,
+        sources_named=True,
     )
 
 

@@ -347,6 +347,7 @@ def _order(state: State, request: Request, placement: Placement, out: StepOutput
             tbt_slo_ns=0 if state.policy.admission == "none" else slo_ns(state, event)[1],
             placement=request.placements,
             predicted=predicted,
+            prefill_node_id=prefill.node_id if state.policy.sources_named else "",
         )
     )
     spread_hot_prefix(state, event, prefill, out)

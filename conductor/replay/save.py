@@ -29,7 +29,7 @@ from halfmoon.conductor.replay.logfile import (
     SnapshotLine,
 )
 from halfmoon.schemas import subjects
-from halfmoon.schemas.authors import said_by
+from halfmoon.schemas.authors import kv_author, said_by
 from halfmoon.schemas.codec import MessageInvalid, decode
 from halfmoon.schemas.decisions import Ordered
 from halfmoon.schemas.events import ClusterConfigured, Event
@@ -153,10 +153,11 @@ async def _next_decision(messages: AsyncIterator[StreamMessage]) -> DecisionLine
 
 async def _next_progress(messages: AsyncIterator[StreamMessage]) -> ProgressLine | None:
     async for message in messages:
-        if message.subject.endswith(_PROGRESS):
+        if any(f".{kind}." in message.subject for kind in _PROGRESS):
             with contextlib.suppress(MessageInvalid):
                 progress: Progress = decode(message.payload, Progress)
-                return ProgressLine(at_ns=message.at_ns, progress=progress)
+                if kv_author(message.subject, progress):
+                    return ProgressLine(at_ns=message.at_ns, progress=progress)
     return None
 
 

@@ -224,7 +224,8 @@ async def tell_loaded(context: AgentContext, request: FetchBlocks, layer: int) -
     loaded = KvLoaded(
         order_id=request.order_id, layer=layer, first_block=request.first_block, blocks=request.blocks
     )
-    await context.bus.publish(subjects.kv(request.worker_id, "KvLoaded"), loaded)
+    subject = subjects.kv(request.worker_id, "KvLoaded", context.config.node_id)
+    await context.bus.publish(subject, loaded)
 
 
 def check_sums(source: Source, sums: dict[int, int], wanted: Sequence[int], request: FetchBlocks) -> None:

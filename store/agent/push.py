@@ -93,7 +93,7 @@ class Push:
         message = TransferOpened(
             order_id=self.opened.order_id, request_id=self.opened.request_id, slots=slots, present=present
         )
-        await self._bus.publish(subjects.kv(self.opened.decode_worker_id, "TransferOpened"), message)
+        await self._bus.publish(self._subject("TransferOpened"), message)
         self._tasks.append(asyncio.create_task(self._run()))
         if self._reserved is not None:
             self._tasks.append(asyncio.create_task(self._renew(self._reserved.lease_ttl_ns)))
@@ -162,7 +162,7 @@ class Push:
             order_id=self.opened.order_id, request_id=self.opened.request_id, reason=str(self.failure)[:500]
         )
         with contextlib.suppress(BusError):
-            await self._bus.publish(subjects.kv(self.opened.decode_worker_id, "TransferFailed"), failed)
+            await self._bus.publish(self._subject("TransferFailed"), failed)
         if self._peer is not None:
             drop = DropBlocks(
                 order_id=self.opened.order_id,
@@ -171,6 +171,9 @@ class Push:
             )
             with contextlib.suppress(StoreError):  # it is dead, or its lease ends by itself
                 await self._peers.ask(self._peer.node_id, "drop", drop, Done)
+
+    def _subject(self, kind: str) -> str:
+        return subjects.kv(self.opened.decode_worker_id, kind, self._node_id)
 
     async def _end_tasks(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -230,7 +233,7 @@ class Push:
                 blocks=push.blocks,
                 moved_bytes=moved,
             )
-            await self._bus.publish(subjects.kv(self.opened.decode_worker_id, "KvReady"), ready)
+            await self._bus.publish(self._subject("KvReady"), ready)
             self._bytes += moved
             self._done += 1
         self._progress.set()

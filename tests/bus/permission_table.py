@@ -45,13 +45,13 @@ halfmoon.events.<node>.StoreSuspected      store
 
 halfmoon.decisions.>                       conductor
 halfmoon.snapshots.>                       conductor
-halfmoon.kv.*.TransferOpened               store
-halfmoon.kv.*.TransferFailed               store
-halfmoon.kv.*.KvReady                      store
-halfmoon.kv.*.KvLoaded                     store
-halfmoon.kv.*.PrefillResult                prefill
+halfmoon.kv.*.TransferOpened.<node>        store
+halfmoon.kv.*.TransferFailed.<node>        store
+halfmoon.kv.*.KvReady.<node>               store
+halfmoon.kv.*.KvLoaded.<node>              store
+halfmoon.kv.*.PrefillResult.<me>           prefill
 
-halfmoon.give.*                            frontend
+halfmoon.give.*.<me>                       frontend
 halfmoon.resend.*.<me>                     frontend
 halfmoon.cancel                            frontend
 halfmoon.take.*.<me>                       prefill decode
@@ -128,7 +128,7 @@ halfmoon.take.<me>.*                       frontend
 halfmoon.tokens.<me>.*                     frontend
 halfmoon.decisions.<me>.>                  frontend prefill decode
 halfmoon.decisions.*.StartPrefill.<me>     frontend
-halfmoon.give.<me>                         prefill decode
+halfmoon.give.<me>.*                       prefill decode
 halfmoon.kv.<me>.>                         prefill decode
 halfmoon.resend.<me>.*                     decode
 

@@ -164,10 +164,28 @@ async def test_kv_messages_follow_their_worker(nats_url: str) -> None:
     ready = [KvReady(order_id="1-0", request_id="r", layer=n, first_block=0, blocks=1) for n in range(30)]
     source = bus.follow_kv(await bus.open_kv("d0"))
     for message in ready:
-        await bus.publish(subjects.kv("d0", "KvReady"), message)
-        await bus.publish(subjects.kv("d1", "KvReady"), message)
+        await bus.publish(subjects.kv("d0", "KvReady", "n1"), message)
+        await bus.publish(subjects.kv("d1", "KvReady", "n1"), message)
     got = [await anext(source) for _ in range(30)]
-    assert got == ready
+    assert got == [("n1", message) for message in ready]
+    await bus.close()
+
+
+async def test_kv_progress_of_another_kind_than_its_subject_says_is_dropped(nats_url: str) -> None:
+    """A store agent may tell of blocks, and of no first token."""
+    bus = await connect(nats_url)
+    ready = KvReady(order_id="1-0", request_id="r", layer=0, first_block=0, blocks=1)
+    source = bus.follow_kv(await bus.open_kv("d0"))
+    for subject in (
+        subjects.kv("d0", "PrefillResult", "n1"),
+        "halfmoon.kv.d0.KvReady",
+        "halfmoon.kv.d0.x.KvReady.n1",
+    ):
+        await bus.publish(subject, ready)
+    await bus.publish(subjects.kv("d0", "KvReady", "n2"), ready)
+    async with asyncio.timeout(10):
+        assert await anext(source) == ("n2", ready)
+    assert bus.invalid == 3
     await bus.close()
 
 
@@ -190,11 +208,11 @@ async def test_what_was_not_yet_in_the_stream_after_a_reconnect_is_read_later(na
     while worker.nc.is_connected:
         await asyncio.sleep(0.01)
     ready = KvReady(order_id="1-0", request_id="r", layer=3, first_block=0, blocks=1)
-    await conductor.publish(subjects.kv("w1", "KvReady"), ready)
+    await conductor.publish(subjects.kv("w1", "KvReady", "n1"), ready)
     await conductor.nc.flush()
     proxy.cut = False
     async with asyncio.timeout(20):
-        assert await anext(worker.follow_kv(tail)) == ready
+        assert await anext(worker.follow_kv(tail)) == ("n1", ready)
     assert asked > 1
     await worker.close()
     await conductor.close()
@@ -327,7 +345,7 @@ async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(nat
             got.append(ordered.cause_seq)
 
     async def follow_kv() -> None:
-        async for message in worker.follow_kv(kv):
+        async for _, message in worker.follow_kv(kv):
             assert isinstance(message, KvReady)
             layers.append(message.layer)
 
@@ -345,7 +363,7 @@ async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(nat
             order = CancelOrder(order_id=f"{sent}-0", request_id="r", worker_id="w1")
             await conductor.order(Ordered(cause_seq=sent, position=0, decision=order), target_id="w1")
             ready = KvReady(order_id="1-0", request_id="r", layer=sent, first_block=0, blocks=1)
-            await conductor.publish(subjects.kv("w1", "KvReady"), ready)
+            await conductor.publish(subjects.kv("w1", "KvReady", "n1"), ready)
     async with asyncio.timeout(20):
         while len(got) < sent or len(set(layers)) < sent:
             await asyncio.sleep(0.05)

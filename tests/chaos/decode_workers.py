@@ -71,8 +71,8 @@ class DecodeWorker(Worker):
             case _:
                 raise AssertionError(decision)
 
-    def hear_kv(self, message: KvMessage) -> None:
-        self.hear(decode_events.KvHeard, message=message)
+    def hear_kv(self, author_id: str, message: KvMessage) -> None:
+        self.hear(decode_events.KvHeard, author_id=author_id, message=message)
 
     def on(self, kind: type[Any], **fields: Any) -> list[decode_actions.Action]:
         now_ns = self.net.now_ns

@@ -115,7 +115,7 @@ class PrefillWorker(Worker):
                 self.soon(self.net.draw.randrange(20 * MS), kind, order_id=action.order_id, first=token)
             case act.SendResult():
                 decode, result = self.world.worker(action.decode_worker_id), action.result
-                self.net.send(decode, lambda: decode.hear_kv(result), repeats=True)
+                self.net.send(decode, lambda: decode.hear_kv(self.process_id, result), repeats=True)
             case act.EndPush():
                 self.close_push(action.order_id)
             case act.Report():

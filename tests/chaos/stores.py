@@ -238,8 +238,8 @@ class Push:
         agent.later(LEASE_NS // 4, self._renew)
 
     def _tell(self, message: TransferOpened | KvReady | TransferFailed) -> None:
-        net, decode = self.agent.net, self.decode
-        net.send(decode, lambda: decode.hear_kv(message), repeats=True)
+        net, decode, node_id = self.agent.net, self.decode, self.agent.process_id
+        net.send(decode, lambda: decode.hear_kv(node_id, message), repeats=True)
 
     def push(self, layer: int, first: int, blocks: int) -> None:
         if not self.failure and not self.finished:

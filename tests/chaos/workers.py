@@ -195,7 +195,7 @@ class Worker(Process):
         self.kept.pop(order_id, None)
         self.ask(lambda: self.store.release(Owner(order_id, self.process_id)), lambda _: None)
 
-    def hear_kv(self, message: KvMessage) -> None:
+    def hear_kv(self, author_id: str, message: KvMessage) -> None:
         """KV progress; for decode workers alone."""
         raise AssertionError(f"{self.process_id} is told of KV: {message}")
 

@@ -114,6 +114,7 @@ class World:
             clock_step_ns_max=60 * S,
             arrival_wait_ns_max=self.draw_late.choice([0, 1 * S, 10 * S]),
             pools_bound=self.draw_late.random() < 0.5,
+            sources_named=True,
         )
 
     @property

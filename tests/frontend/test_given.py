@@ -41,7 +41,9 @@ def test_both_workers_of_a_placement_are_given_the_tokens_once(run: Any) -> None
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         for worker_id in ("p1", "d1"):
             await double.bus.subscribe(
-                subjects.give(worker_id), TokensGiven, lambda m, w=worker_id: given.append((w, m))
+                subjects.give(worker_id, arrived.frontend_id),
+                TokensGiven,
+                lambda m, w=worker_id: given.append((w, m)),
             )
         await double.bus.last_seq()  # an answered request: the server has the subscriptions
         await place(double, arrived, seq)
@@ -69,7 +71,7 @@ def test_after_a_second_placement_the_first_is_given_nothing_more(run: Any) -> N
     given: list[TokensGiven] = []
 
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
-        await double.bus.subscribe(subjects.give("p1"), TokensGiven, given.append)
+        await double.bus.subscribe(subjects.give("p1", arrived.frontend_id), TokensGiven, given.append)
         await double.bus.last_seq()
         await place(double, arrived, seq + 7)
         while not given:
@@ -100,14 +102,27 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(r
         await bus.last_seq()
         early = TakeReply(token_ids=b"\1\0\0\0", max_tokens=1)
         late = TakeReply(token_ids=b"\2\0\0\0", max_tokens=2)
-        await cluster.client.publish(subjects.give("p9"), TokensGiven(order_id="1-0", taken=early))
+
+        async def give(order_id: str, taken: TakeReply, frontend_id: str, as_id: str) -> None:
+            given = TokensGiven(frontend_id=frontend_id, order_id=order_id, taken=taken)
+            await cluster.client.publish(subjects.give("p9", as_id), given)
+
+        await give("1-0", early, "nobody", "nobody")
+        # Another frontend's credentials: it may say what it likes, in its own name.
+        forged = TakeReply(token_ids=b"\4\0\0\0", max_tokens=4)
+        for order_id in ("1-0", "2-0"):
+            await give(order_id, forged, "f8", "f8")
+            await give(order_id, forged, "nobody", "f8")
         async with asyncio.timeout(10):
-            while "1-0" not in inbox._early:
+            while len(inbox._early) < 3:
                 await asyncio.sleep(0.005)
         assert await inbox.take("nobody", "r1", "1-0", "prefill") == early
         taking = asyncio.create_task(inbox.take("nobody", "r2", "2-0", "prefill"))
         await asyncio.sleep(0.05)
-        await cluster.client.publish(subjects.give("p9"), TokensGiven(order_id="2-0", taken=late))
+        await give("2-0", forged, "f8", "f8")
+        assert bus.invalid == 2
+        bus.invalid = 0
+        await give("2-0", late, "nobody", "nobody")
         assert await taking == late
 
         asked = TakeReply(token_ids=b"\3\0\0\0", max_tokens=3)

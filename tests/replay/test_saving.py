@@ -77,7 +77,7 @@ async def conducted(url: str) -> None:
         finished_at_ns=1,
     )
     for message in (READY, first):
-        await bus.publish(subjects.kv("d0", type(message).__name__), message)
+        await bus.publish(subjects.kv("d0", type(message).__name__, "p0"), message)
     while await bus.last_seq(subjects.KV_STREAM) < 2:
         await asyncio.sleep(0.01)
     for event in ANSWERS:

@@ -39,7 +39,10 @@ def all_of(process_id: str) -> list[str]:
     return [
         *(subjects.event(process_id, name) for name in EVENT_NAMES),
         *(subjects.decision(process_id, name) for name in DECISION_NAMES),
-        *(subjects.kv(process_id, name) for name in KV_NAMES),
+        *(subjects.kv(process_id, name, "other") for name in KV_NAMES),
+        *(subjects.kv("other", name, process_id) for name in KV_NAMES),
+        subjects.give(process_id, "other"),
+        subjects.give("other", process_id),
         subjects.take(process_id, "other"),
         subjects.take("other", process_id),
         subjects.tokens(process_id, "other"),
@@ -84,7 +87,7 @@ def test_the_streams_take_what_is_theirs_and_nothing_else(process_id: str) -> No
 def test_a_filter_for_one_process_matches_only_its_subjects(process_id: str, other_id: str) -> None:
     for one, everything, names in (
         (subjects.decision, subjects.decisions_for, DECISION_NAMES),
-        (subjects.kv, subjects.kv_for, KV_NAMES),
+        (lambda one, name: subjects.kv(one, name, "n1"), subjects.kv_for, KV_NAMES),
     ):
         for name in names:
             assert matches(everything(process_id), one(process_id, name))

@@ -52,7 +52,8 @@ def test_kv_that_waits_for_room_longer_than_a_lease_is_still_there(nats_url: str
             await worker.prepare()
             try:
                 taken = TakeReply(token_ids=pack_tokens([1] * ORDER.prompt_tokens))
-                await bus.publish(give("d1"), TokensGiven(order_id="5-1", taken=taken))
+                given = TokensGiven(frontend_id=ORDER.frontend_id, order_id="5-1", taken=taken)
+                await bus.publish(give("d1", ORDER.frontend_id), given)
                 worker.obey(ORDER)
                 await prefill.open_put("5-1", keys(1, 2, 3), blocks=BLOCKS)
                 await prefill.open_push("5-1", "r1", target_node_id="n-d", decode_worker_id="d1")

@@ -39,6 +39,7 @@ def order(number: int = 1, placement: int = 1, **fields: Any) -> StartDecode:
         "frontend_id": "f1",
         "worker_id": "d0",
         "prefill_worker_id": "p0",
+        "prefill_node_id": "p0",
         "prompt_tokens": 6,
         "max_tokens": 3,
         "tbt_slo_ns": 0,
@@ -92,9 +93,13 @@ class Script:
         self.state.validate()
         return actions
 
-    def hear(self, *messages: Any) -> list[Action]:
-        """KV messages, one after the other."""
-        return [action for message in messages for action in self.on(KvHeard, message=message)]
+    def hear(self, *messages: Any, author_id: str = "p0") -> list[Action]:
+        """KV messages, one after the other; of the prefill worker and its node, which have one name."""
+        return [
+            action
+            for message in messages
+            for action in self.on(KvHeard, author_id=author_id, message=message)
+        ]
 
     def give(self, given: StartDecode | None = None, taken: TakeReply | None = None) -> list[Action]:
         """An order and its tokens."""

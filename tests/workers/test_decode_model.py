@@ -162,12 +162,12 @@ class DecodeCluster(RuleBasedStateMachine):
         for place in places[: len(messages)]:
             message = messages.pop(place % len(messages))
             self.told.append(message)
-            self.on(events.KvHeard, message=message)
+            self.on(events.KvHeard, author_id="p0", message=message)
 
     @precondition(lambda self: self.told)
     @rule(pick=st.integers(0, 99))
     def kv_is_told_again(self, pick: int) -> None:
-        self.on(events.KvHeard, message=self.pick(self.told, pick))
+        self.on(events.KvHeard, author_id="p0", message=self.pick(self.told, pick))
 
     @precondition(lambda self: self.takes)
     @rule(pick=st.integers(0, 99), how=st.integers(0, 30))
@@ -286,7 +286,7 @@ class DecodeCluster(RuleBasedStateMachine):
                 self.compute_once()
             elif waits := [key for key in orders.open if self.untold[key]]:
                 message = self.untold[waits[0]].pop(0)
-                self.on(events.KvHeard, message=message)
+                self.on(events.KvHeard, author_id="p0", message=message)
             else:
                 break
         assert not orders.open, ("never ended", list(orders.open))

@@ -272,6 +272,33 @@ def test_kv_that_comes_before_its_order_is_kept_for_it() -> None:
     ]
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["before the order", "after it"])
+def test_kv_and_first_token_are_believed_of_the_orders_own_prefill_node_only(early: bool) -> None:
+    """Every store agent and every prefill worker may write to every decode worker, under its own name."""
+    script = Script()
+    forged = (opened("1-1", 90, 91), ready("1-1", 0), ready("1-1", 1), result("1-1", first=666))
+    forged += (TransferFailed(order_id="1-1", request_id="r1", reason="a lie"),)
+    one = order(prefill_node_id="n0")
+    if not early:
+        script.give(one)
+    said = script.hear(*forged, author_id="thief") + script.hear(*forged[:3], author_id="p0")
+    said += script.hear(result("1-1", first=667), author_id="n0")
+    if early:
+        said += script.give(one)[1:]  # after the question for its tokens
+    assert said == []
+    script.hear(opened("1-1", 10, 11), author_id="n0")
+    assert script.hear(ready("1-1", 0), author_id="n0") == [CopyLayers(1, ((0, 10, 0), (0, 11, 1)))]
+    assert script.hear(result("1-1"), author_id="p0") == [deliver(delivered(0, 100, timing=True))]
+
+
+def test_where_the_prefill_node_is_not_named_any_store_agent_is_believed() -> None:
+    """As orders of older logs are."""
+    script = Script()
+    script.give(order(prefill_node_id=""))
+    script.hear(opened("1-1", 10, 11), author_id="n7")
+    assert script.hear(ready("1-1", 0), author_id="n7") == [CopyLayers(1, ((0, 10, 0), (0, 11, 1)))]
+
+
 def test_early_kv_of_many_orders_is_kept_and_no_more() -> None:
     script = Script()
     for number in range(EARLY_ORDERS_MAX + 1):

@@ -52,7 +52,8 @@ class Bench:
 
     async def give(self, number: int) -> None:
         taken = TakeReply(token_ids=pack_tokens(TOKENS), max_tokens=1)
-        await self.bus.publish(subjects.give("p1"), TokensGiven(order_id=f"{number}-0", taken=taken))
+        given = TokensGiven(frontend_id="silent", order_id=f"{number}-0", taken=taken)
+        await self.bus.publish(subjects.give("p1", "silent"), given)
 
     async def result_of(self, number: int) -> None:
         async with asyncio.timeout(2):

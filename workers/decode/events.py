@@ -46,8 +46,12 @@ class ResendRequested(WorkerEvent, frozen=True, kw_only=True):
 
 
 class KvHeard(WorkerEvent, frozen=True, kw_only=True):
-    """KV progress. The bus may repeat it, and it may come before its order."""
+    """KV progress. The bus may repeat it, and it may come before its order.
 
+    `author_id`: who said it, by its credentials: a prefill worker, or the node of a store agent.
+    """
+
+    author_id: str
     message: KvMessage
 
 

@@ -69,7 +69,8 @@ class Orders:
         self.copies: dict[int, tuple[DecodeSequence, int]] = {}
         self.sharing: dict[str, DecodeSequence] = {}
         self.finished: OrderedDict[str, DecodeSequence] = OrderedDict()
-        self.early: OrderedDict[str, list[KvMessage]] = OrderedDict()
+        #: By order, each with its author.
+        self.early: OrderedDict[str, list[tuple[str, KvMessage]]] = OrderedDict()
         #: The compute thread waits for Wake.
         self.asleep = True
         self.stopped = False
@@ -112,8 +113,8 @@ class Orders:
         sequence = DecodeSequence(order, self.layout.layers, self.now_ns)
         self.open[order.order_id] = self.waiting[order.order_id] = sequence
         self.out.append(TakeTokens(order.frontend_id, order.request_id, order.order_id))
-        for message in self.early.pop(order.order_id, ()):
-            self._on_kv(sequence, message)
+        for author_id, message in self.early.pop(order.order_id, ()):
+            self._on_kv(sequence, author_id, message)
 
     def take(self, order_id: str, reply: TakeReply | None) -> None:
         """The frontend's answer; None: it does not answer."""
@@ -126,20 +127,25 @@ class Orders:
         sequence.take(reply, self._eos_ids)
         self._advance(sequence)
 
-    def hear(self, message: KvMessage) -> None:
+    def hear(self, author_id: str, message: KvMessage) -> None:
         """KV progress of an order that is open, or yet to come."""
         sequence = self.open.get(message.order_id)
         if sequence is not None:
-            self._on_kv(sequence, message)
+            self._on_kv(sequence, author_id, message)
         elif message.order_id not in self.finished:
-            self._keep_early(message)
+            self._keep_early(author_id, message)
 
-    def _keep_early(self, message: KvMessage) -> None:
-        self.early.setdefault(message.order_id, []).append(message)
+    def _keep_early(self, author_id: str, message: KvMessage) -> None:
+        self.early.setdefault(message.order_id, []).append((author_id, message))
         while len(self.early) > EARLY_ORDERS_MAX:
             self.early.popitem(last=False)
 
-    def _on_kv(self, sequence: DecodeSequence, message: KvMessage) -> None:
+    def _on_kv(self, sequence: DecodeSequence, author_id: str, message: KvMessage) -> None:
+        order = sequence.order
+        told_by = order.prefill_worker_id if isinstance(message, PrefillResult) else order.prefill_node_id
+        # Every store agent and every prefill worker may write to this worker, and knows its orders.
+        if told_by not in ("", author_id):
+            return
         match message:
             case TransferOpened() | KvReady():
                 if self.has_store:
@@ -244,7 +250,8 @@ class Orders:
                 self._fail(sequence, "the node's store agent restarted", retryable=True)
         # KV that overtook its order: its slots are now somebody else's.
         for order_id, messages in self.early.items():
-            self.early[order_id] = [m for m in messages if not isinstance(m, TransferOpened | KvReady)]
+            kept = [each for each in messages if not isinstance(each[1], TransferOpened | KvReady)]
+            self.early[order_id] = kept
 
     # --- the end of an order --------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class DecodeState:
             case StepEnded():
                 batch.after_step(event.tokens, event.step_ns)
             case KvHeard():
-                orders.hear(event.message)
+                orders.hear(event.author_id, event.message)
             case LayersCopied():
                 orders.copied(event.copy_id)
             case DecodeOrdered():

@@ -161,8 +161,8 @@ class DecodeWorker(Worker):
     # --- the bus --------------------------------------------------------------------------------------------
 
     async def _follow_kv(self, reader: StreamTail) -> None:
-        async for message in self.bus.follow_kv(reader):
-            self._feed(events.KvHeard(message=message, **now()))
+        async for author_id, message in self.bus.follow_kv(reader):
+            self._feed(events.KvHeard(author_id=author_id, message=message, **now()))
 
     async def _take(self, ask: TakeTokens) -> None:
         reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, "decode")

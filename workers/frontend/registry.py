@@ -261,9 +261,10 @@ class RequestRegistry:
             worker_id=order.decode_worker_id,
             role="decode",
         )
-        given = encode(TokensGiven(order_id=order.order_id, taken=request.take(ask)))
+        me = self.config.frontend_id
+        given = encode(TokensGiven(frontend_id=me, order_id=order.order_id, taken=request.take(ask)))
         for worker_id in (order.worker_id, order.decode_worker_id):
-            self.bus.nc.send(subjects.give(worker_id), given)
+            self.bus.nc.send(subjects.give(worker_id, me), given)
         if resumes:
             self.metrics.resumed.inc()
 

@@ -107,7 +107,7 @@ class PrefillWorker(Worker):
         self._pool = await self.store.attach() if self.store else None
         if self.store:
             await self.bus.subscribe(
-                subjects.kv(config.worker_id, KvLoaded.__name__), KvLoaded, self._on_loaded
+                subjects.kv(config.worker_id, KvLoaded.__name__, config.node_id), KvLoaded, self._on_loaded
             )
 
     def obey(self, decision: Decision) -> None:
@@ -352,7 +352,7 @@ class PrefillWorker(Worker):
     # --- ending ---------------------------------------------------------------------------------------------
 
     def _send_result(self, action: SendResult) -> None:
-        subject = subjects.kv(action.decode_worker_id, PrefillResult.__name__)
+        subject = subjects.kv(action.decode_worker_id, PrefillResult.__name__, self.config.worker_id)
         self.bus.publish_soon(subject, action.result, message_id=f"{action.result.order_id}-result")
 
     async def _close_push(self, action: EndPush) -> None:
