@@ -17,7 +17,8 @@
 #   make exhaustion [ARGS=...]  environment, then a cluster that runs out of descriptors, memory, /dev/shm and disk (root)
 #   make crash-points [POINTS=n]  environment, then a store agent killed at n lines of its code (1,500: at each once)
 #   make fuzz [TARGET=names] [SECONDS=n] [INPUTS=n] [SEED=first] [OUT=file]  environment with tools, then inputs drawn from
-#                           seeds against every target of tests/fuzz (60 s each); what finds something stays in its corpus
+#                           seeds against every target of tests/fuzz (60 s each); what finds something stays in its corpus;
+#                           OUT keeps figures and goes on from them, with ARGS=--whole until ten million are played
 #   make soak [HOURS=n]     environment, then n hours of the trace against one store agent (24)
 #   make test-rdma          environment with tools, then RDMA for real, in a guest with soft-RoCE under QEMU (needs root,
 #                           Debian; says why where it skips), with the bandwidth into results/rdma.json
@@ -100,8 +101,8 @@ crash-points: $(DEV_STAMP)
 	$(BIN)/python tests/store/crash_points.py --points $(or $(POINTS),1500)
 
 fuzz: $(DEV_STAMP)
-	$(BIN)/python tests/fuzz/run.py $(TARGET) --seconds $(or $(SECONDS),60) --first $(or $(SEED),0) \
-	  $(if $(INPUTS),--inputs $(INPUTS)) $(if $(OUT),--out $(OUT))
+	$(BIN)/python tests/fuzz/run.py $(TARGET) --seconds $(or $(SECONDS),60) $(if $(SEED),--first $(SEED)) \
+	  $(if $(INPUTS),--inputs $(INPUTS)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 soak: $(RUN_STAMP)
 	$(BIN)/python tests/store/soak.py --hours $(or $(HOURS),24)

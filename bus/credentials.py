@@ -53,7 +53,7 @@ def public_key(file: Path) -> str:
     """The half that a server knows of the key in `file` (`U…`). Raises CredentialsBroken, OSError."""
     try:
         pair = nkeys.from_seed(bytearray(file.read_bytes().strip()))
-    except nkeys.NkeysError as problem:
+    except (nkeys.NkeysError, ValueError) as problem:  # ValueError: a seed of another length
         raise CredentialsBroken(f"{file}: {problem}") from None
     return bytes(pair.public_key).decode()
 

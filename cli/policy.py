@@ -18,6 +18,7 @@ from halfmoon.bus.errors import PeerUnreachable, StreamRefused
 from halfmoon.bus.jetstream import NO_STREAM
 from halfmoon.cli.options import OptionInvalid, add_bus, add_config, bus_config, existing_streams
 from halfmoon.schemas import subjects
+from halfmoon.schemas.codec import one_line
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.numbers import MS_NS, SECOND_NS
 from halfmoon.schemas.policy import Policy
@@ -71,20 +72,23 @@ async def run(args: argparse.Namespace) -> int:
 
 def changed(policy: Policy, changes: list[str]) -> Policy:
     """`policy` with each KEY=VALUE. Raises OptionInvalid, naming the key."""
-    values = msgspec.structs.asdict(policy)
+    values, new = msgspec.structs.asdict(policy), policy
     for change in changes:
         key, equals, text = change.partition("=")
+        shown = one_line(change)
         if not equals:
-            raise OptionInvalid(f"policy set {change}: not of the form KEY=VALUE")
+            raise OptionInvalid(f"policy set {shown}: not of the form KEY=VALUE")
         if key not in values:
-            raise OptionInvalid(f"policy set {key}: there is no such key; the keys are {', '.join(values)}")
+            raise OptionInvalid(
+                f"policy set {one_line(key)}: there is no such key; the keys are {', '.join(values)}"
+            )
         if key == "heartbeat_ns":
             raise OptionInvalid("policy set heartbeat_ns: it is the processes' own, and stays as it is")
         try:
             values[key] = _read(key, text) if isinstance(values[key], int) else text
             new = msgspec.convert(values, Policy)
         except ValueError as problem:
-            raise OptionInvalid(f"policy set {change}: {str(problem).partition(' - at ')[0]}") from None
+            raise OptionInvalid(f"policy set {shown}: {str(problem).partition(' - at ')[0]}") from None
     if new.lost_after_ns < 2 * new.heartbeat_ns:
         raise OptionInvalid("policy set lost_after_ns: less than two heartbeats would lose healthy processes")
     return new

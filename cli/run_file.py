@@ -6,6 +6,7 @@ the cluster and are let in without an option, and nobody else's are.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 NAME = "cluster.json"
+#: Of a process, as Linux counts them at most; 0 and less would mean groups of processes.
+PID_MAX = 1 << 22
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -33,6 +36,8 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def runs(self) -> bool:
         """False for what a cluster that was killed has left: its port may be anybody's by now."""
+        if not 0 < self.pid <= PID_MAX:
+            return False
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, PermissionError):
@@ -44,7 +49,7 @@ def read(directory: Path) -> RunFile | None:
     """The run file in this state directory; None where no cluster runs."""
     try:
         found = msgspec.json.decode((directory / NAME).read_bytes(), type=RunFile)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return found if found.runs else None
 
@@ -54,8 +59,10 @@ def at(base: Path, url: str) -> RunFile | None:
     wanted = {_place(each) for each in url.split(",")}
     for file in sorted(base.glob(f"*/{NAME}")):
         found = read(file.parent)
-        if found is not None and wanted & {_place(each) for each in found.nats.split(",")}:
-            return found
+        # One whose addresses are none is passed over: the file may be of another version.
+        with contextlib.suppress(ValueError):
+            if found is not None and wanted & {_place(each) for each in found.nats.split(",")}:
+                return found
     return None
 
 

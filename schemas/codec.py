@@ -72,8 +72,8 @@ def decode(payload: bytes, kind: type[M] | Any) -> M:
         raise MessageInvalid(f"{_name(kind)}: {problem}") from None
 
 
-def one_line(problem: Exception) -> str:
-    """The text of an error, short and on one line: it repeats what it found, which may be anything."""
+def one_line(problem: Exception | str) -> str:
+    """The text of an error, or what it repeats, short and on one line: that may be anything."""
     return str(problem).encode("unicode_escape").decode()[:300]
 
 

@@ -145,7 +145,7 @@ def _read(path: Path) -> CostProfile | None:
     try:
         fields = json.loads(path.read_text())
         profile = msgspec.convert(fields, CostProfile)
-    except (OSError, ValueError, msgspec.ValidationError):
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
         return None
     # A field that is missing would count as 0.
     return profile if fields.keys() == set(CostProfile.__struct_fields__) else None

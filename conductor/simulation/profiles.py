@@ -193,7 +193,7 @@ def load_profile(name: str) -> Profile:
         raise ProfileInvalid(f"profile {name}: there is {', '.join(PROFILES)}, or a .json file of one's own")
     try:
         profile = msgspec.json.decode(Path(name).read_bytes(), type=Profile)
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise ProfileInvalid(f"profile {name}: {problem}") from None
     for field in ("layers", "kv_heads", "head_dim", "kv_bytes", "pool_bytes", "link_bytes_s", "load_bytes_s"):
         if getattr(profile, field) <= 0:

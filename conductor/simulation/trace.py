@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ def parse(lines: Iterable[bytes], name: str, block_tokens: int) -> Iterator[Arri
     while True:
         try:
             number, line = next(numbered, (0, b""))
-        except (OSError, EOFError, zstandard.ZstdError) as problem:
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as problem:
             raise TraceInvalid(f"{name}: after line {number}: {problem}") from None
         if not number:
             break
@@ -122,7 +123,7 @@ def parse(lines: Iterable[bytes], name: str, block_tokens: int) -> Iterator[Arri
 def _row(line: bytes, name: str, number: int) -> _Row:
     try:
         row = _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise TraceInvalid(f"{name}:{number}: {problem}") from None
     for field, value, least, most in (
         ("timestamp", row.timestamp, 0, 10**14),
@@ -131,7 +132,8 @@ def _row(line: bytes, name: str, number: int) -> _Row:
         ("priority", row.priority, -1_000, 1_000),
     ):
         if not least <= value <= most:
-            raise TraceInvalid(f"{name}:{number}: {field} {value:g} is not within {least} to {most}")
+            found = f"{value:g}" if abs(value) < 10**300 else "beyond all numbers"
+            raise TraceInvalid(f"{name}:{number}: {field} {found} is not within {least} to {most}")
     if row.hash_ids is not None:
         needed = -(-row.input_length // TRACE_BLOCK_TOKENS)
         if len(row.hash_ids) != needed:

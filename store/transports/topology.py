@@ -15,6 +15,7 @@ The file is TOML, and what it names is taken from it::
 from __future__ import annotations
 
 import fcntl
+import re
 import socket
 import struct
 import tomllib
@@ -25,6 +26,7 @@ from typing import Any
 from halfmoon.store.transports.base import NEAR
 
 SYSFS = Path("/sys")
+_PAIR = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 
 
 class TopologyInvalid(ValueError):
@@ -67,7 +69,11 @@ def read_topology(override: str = "", *, sysfs: Path = SYSFS) -> Topology:
         return Topology(nics=nics, distances=distances)
     try:
         given = tomllib.loads(Path(override).read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as problem:  # ValueError: of TOML, bytes, digits
         raise TopologyInvalid(f"{override}: {problem}") from None
     memory_node = _checked(given.pop("memory_node", 0), f"{override}: memory_node")
     for name, nic in _table(given, "nics", override).items():
@@ -75,10 +81,9 @@ def read_topology(override: str = "", *, sysfs: Path = SYSFS) -> Topology:
             nic.get("numa_node") if isinstance(nic, dict) else None, f"{override}: nics.{name}"
         )
     for pair, distance in _table(given, "distances", override).items():
-        near, _, far = pair.partition("-")
-        if not (near.isdigit() and far.isdigit()):
+        if (named := _PAIR.fullmatch(pair)) is None:
             raise TopologyInvalid(f"{override}: distances.{pair}: must be named like 0-1")
-        distances[int(near), int(far)] = _checked(distance, f"{override}: distances.{pair}")
+        distances[int(named[1]), int(named[2])] = _checked(distance, f"{override}: distances.{pair}")
     if given:
         raise TopologyInvalid(f"{override}: {next(iter(given))}: unknown field")
     return Topology(memory_node=memory_node, nics=nics, distances=distances)

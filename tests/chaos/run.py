@@ -11,7 +11,6 @@ import argparse
 import gc
 import multiprocessing
 import os
-import platform
 import re
 import sys
 import time
@@ -19,7 +18,6 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +25,16 @@ import orjson
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from halfmoon.conductor.code_version import code_version
 from tests.chaos.world import World
+from tests.kept_results import keep, versions_of
 
-ROOT = Path(__file__).parents[2]
 #: Seeds that one process plays before it tells.
 PART = 20
 PRINT_SEEDS = 500
 #: Between two collections of what earlier worlds left.
 COLLECT_SEEDS = 5
 FAILURES_MAX = 20
-#: What a world is made of.
+#: What a world is made of; a run is not continued by other code.
 PLAYED = ("conductor/core", "conductor/live", "schemas", "store", "workers", "tests/chaos")
 
 
@@ -106,20 +103,12 @@ def play_all(seeds: range, processes: int) -> Iterator[Played]:
         yield from pool.imap(play, parts)
 
 
-def versions() -> dict[str, str]:
-    """What the worlds were made of; a run is not continued by other code."""
-    sources = blake2b(digest_size=8)
-    for path in sorted(path for folder in PLAYED for path in (ROOT / folder).rglob("*.py")):
-        sources.update(path.read_bytes())
-    return {"core": code_version(), "played": sources.hexdigest(), "python": platform.python_version()}
-
-
 class Result:
     """What `--out` holds."""
 
     def __init__(self, path: Path | None, first: int) -> None:
         self.path, self.first, self.played, self.elapsed_s = path, max(0, first), Played(), 0.0
-        self.versions = versions()
+        self.versions = versions_of(PLAYED)
         if path is not None and path.exists() and first < 0:
             self._go_on(orjson.loads(path.read_bytes()))
 
@@ -155,9 +144,7 @@ class Result:
             "failures": played.failures,
             "counts": dict(sorted(played.counts.items())),
         }
-        unfinished = self.path.with_suffix(".part")
-        unfinished.write_bytes(orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-        unfinished.replace(self.path)
+        keep(self.path, body)
 
 
 def play_range(seeds: range, processes: int, result: Result) -> int:

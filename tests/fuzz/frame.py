@@ -5,7 +5,8 @@ A target is a module in `tests/fuzz/targets` with
     make(draw)      the input that this `random.Random` draws, as bytes: the same for the same seed, always
     playing()       a context manager whose value plays one input and returns the name of what came of it
 
-and, where the defaults do not fit, `DEADLINE_S` (of one input) and `TEST_INPUTS` (of the default suite).
+and, where the defaults do not fit, `DEADLINE_S` (of one input), `TEST_INPUTS` (of the default suite) and `INPUTS_MEANT`
+(its part of ten million).
 
 `play` raises for whatever must not happen; refusals that are documented it catches, and returns by name. Leaving the
 context checks what must be so afterwards (nothing left behind, health still answers). Beside that every target is held
@@ -46,6 +47,7 @@ class Target(NamedTuple):
     playing: Callable[[], AbstractContextManager[Play]]
     deadline_s: float
     test_inputs: int
+    inputs_meant: int
 
     def input_of(self, seed: int) -> bytes:
         return self.make(random.Random(f"{self.name} {seed}"))
@@ -90,6 +92,7 @@ def load(name: str) -> Target:
         playing=module.playing,
         deadline_s=getattr(module, "DEADLINE_S", 5.0),
         test_inputs=getattr(module, "TEST_INPUTS", 300),
+        inputs_meant=getattr(module, "INPUTS_MEANT", 300_000),
     )
 
 

@@ -42,7 +42,7 @@ def finding(play: Play) -> Target:
     def playing() -> Iterator[Play]:
         yield play
 
-    return Target("sample", lambda draw: draw.randbytes(4), playing, 0.2, 1)
+    return Target("sample", lambda draw: draw.randbytes(4), playing, 0.2, 1, 1)
 
 
 def raises(_: bytes) -> str:

@@ -89,7 +89,7 @@ def read_keys(file: str) -> dict[str, str]:
     write it.
     """
     path = Path(file)
-    with path.open() as source:
+    with path.open("rb") as source:
         status = os.fstat(source.fileno())
         if status.st_mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
             raise ValueError(
@@ -97,7 +97,11 @@ def read_keys(file: str) -> dict[str, str]:
             )
         if status.st_uid not in (0, os.geteuid()):
             raise ValueError(f"{file}: belongs to another user")
-        lines = source.read().splitlines()
+        content = source.read()
+    try:
+        lines = content.decode().splitlines()
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{file}: no UTF-8 at byte {problem.start}") from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = f" {line}".partition(" #")[0].split()

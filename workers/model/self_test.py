@@ -76,7 +76,7 @@ def known_differing_ways(engine: Engine, key: str) -> list[str] | None:
 def _read(path: Path) -> list[str] | None:
     try:
         found = json.loads(path.read_text())["differing"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
         return None
     return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else None
 

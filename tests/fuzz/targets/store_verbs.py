@@ -73,7 +73,7 @@ def make(draw: random.Random) -> bytes:
 
 def _json(draw: random.Random, message: dict[str, Any]) -> bytes:
     changed = mutated_json(draw, message) if not draw.randrange(6) else message
-    return json.dumps(changed).encode(errors="surrogatepass")
+    return json.dumps(changed, default=str).encode(errors="surrogatepass")
 
 
 def _message(draw: random.Random, kind: type[Any]) -> dict[str, Any]:
@@ -271,12 +271,13 @@ class Agent:
 def playing() -> Iterator[Play]:
     with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
         agent = Agent(Path(directory))
-        runner.run(agent.start())
+        run = runner.get_loop().run_until_complete
+        run(agent.start())
         problems: list[dict[str, Any]] = []
         runner.get_loop().set_exception_handler(lambda _, context: problems.append(context))
 
         def play(content: bytes) -> str:
-            outcome = runner.run(agent.play(content))
+            outcome = run(agent.play(content))
             if problems:
                 told = problems.pop(0)
                 problems.clear()
@@ -286,4 +287,4 @@ def playing() -> Iterator[Play]:
         try:
             yield play
         finally:
-            runner.run(agent.stop())
+            run(agent.stop())
