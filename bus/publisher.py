@@ -188,7 +188,7 @@ class Publisher:
             return
         try:
             ack = _decode_ack(payload)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return
         if ack.error is not None:
             if (

@@ -136,7 +136,7 @@ class RdmaConnection:
                 raise ValueError(f"cell {cell}, {size} bytes")
             self._verdicts[cell] = wire.verdict_decoder.decode(self.heard(cell, size))
             self._end(cell)
-        except ValueError as problem:  # msgspec's errors among them
+        except (ValueError, RecursionError) as problem:  # msgspec's errors among them
             self.fail(TransferRefused(f"{self.node_id} answers what cannot be read: {problem}"))
 
     def _receive(self) -> None:

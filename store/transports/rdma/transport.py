@@ -388,7 +388,7 @@ class RdmaTransport:
         """In a thread: were they allowed, and are they what was sent?"""
         try:
             arrived = wire.arrived_decoder.decode(raw)
-        except msgspec.DecodeError as problem:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
             return wire.WriteVerdict("malformed", f"malformed: {problem}")
         at = self._view.geometry
         for run in arrived.runs:

@@ -205,7 +205,8 @@ class QueuePairHandle:
             attr.max_rd_atomic = self._reads
             ready_to_send = e.IBV_QP_STATE | e.IBV_QP_SQ_PSN | e.IBV_QP_TIMEOUT | e.IBV_QP_RETRY_CNT
             self._qp.modify(attr, ready_to_send | e.IBV_QP_RNR_RETRY | e.IBV_QP_MAX_QP_RD_ATOMIC)
-        except (pv.Error, ValueError) as problem:
+        # OverflowError: a number of the other end is wider than the hardware's.
+        except (pv.Error, ValueError, OverflowError) as problem:
             raise TransferError(f"cannot connect a queue pair of {port.device} to {gid}: {problem}") from None
 
     def read(
@@ -262,10 +263,10 @@ class QueuePairHandle:
             wr_id=wr_id, opcode=opcode, num_sge=1, imm_data=immediate, sg=[piece], send_flags=flags
         )
         address, rkey = remote
-        request.set_wr_rdma(rkey, address)
         try:
+            request.set_wr_rdma(rkey, address)
             self._qp.post_send(request)
-        except pv.Error as problem:
+        except (pv.Error, OverflowError) as problem:
             raise TransferError(f"cannot post a work request: {problem}") from None
 
 

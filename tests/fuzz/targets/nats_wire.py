@@ -20,8 +20,8 @@ from nats.aio.subscription import Subscription
 
 from halfmoon.bus.client import DirectClient
 from halfmoon.bus.errors import PeerError
-from halfmoon.bus.publisher import Publisher
-from halfmoon.bus.requests import Requests
+from halfmoon.bus.publisher import Publisher, _Outgoing
+from halfmoon.bus.requests import Requests, _Question
 from halfmoon.bus.serving import Responder
 from halfmoon.schemas.channels import CHANNELS
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
@@ -97,6 +97,9 @@ def make(draw: random.Random) -> bytes:
     payload = json_bytes(draw, mutated_json(draw, value) if draw.random() < 0.7 else value)
     if draw.random() < 0.05:
         payload = draw.randbytes(draw.randint(0, 40))
+    if draw.random() < 0.1:
+        ack = {"stream": "EVENTS", "seq": 5, "error": {"code": 503, "err_code": 10071, "description": "x"}}
+        payload = json_bytes(draw, mutated_json(draw, ack))
     good = draw.random() < 0.5
     reply = b"%b%d" % (draw.choice(INBOXES), draw.randrange(1000)) if good else draw.choice(REPLIES)
     if draw.random() < 0.1:
@@ -139,7 +142,7 @@ class _Process:
         self.client._status = DirectClient.CONNECTED
         self.client._max_payload = 1 << 20
         self.client._transport = None
-        self.invalid = 0
+        self.invalid = self._number = 0
         self._publisher, self._requests = Publisher(self.client), Requests(self.client)
         self._good = self._responder(StatusRequest)
         #: As nats-py's own callbacks hear: it reads subjects and headers.
@@ -165,11 +168,12 @@ class _Process:
         """The outcome, by name. Raises Found."""
         client = self.client
         client._ps.reset()
+        acknowledged = self._something_waits()
         client._raw_handlers = {
             SERVED: self._responder(kind).receive,
             HEARD: lambda _, __, payload, ___: self._read(payload, kind),
             ACKS: lambda _, reply, payload, headers: self._publisher._on_ack(
-                b"inbox.1", reply, payload, headers
+                acknowledged, reply, payload, headers
             ),
             ANSWERS: self._requests._receive,
             GOOD: self._good.receive,
@@ -192,6 +196,15 @@ class _Process:
             if not any(command.startswith(b"PUB " + GOOD_REPLY) for command in self._sent()):
                 raise Found("a good request is not answered")
         return outcome if self.invalid == before else f"{outcome}, refused"
+
+    def _something_waits(self) -> bytes:
+        """A message for its acknowledgement, and a question for its answer; where the acknowledgement comes."""
+        self._number += 1
+        item = _Outgoing("halfmoon.events.p0.Any", b"", "", b"", None)
+        self._publisher._pending = {self._number: item}
+        answer = asyncio.get_running_loop().create_future()
+        self._requests._waiting = {b"inbox.2": _Question("subject", b"", answer, 0.0, False)}
+        return f"{self._publisher._prefix}.{self._number}".encode()
 
     def _sent(self) -> list[bytes]:
         sent, self.client._pending, self.client._pending_data_size = self.client._pending, [], 0
