@@ -26,6 +26,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -35,6 +36,8 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
+#: An input that waits, and computes nothing, has so many of its deadlines.
+TIMES_WAITED = 10
 
 Play = Callable[[bytes], str]
 
@@ -134,19 +137,40 @@ class Watch(logging.Handler):
             threading.excepthook, sys.unraisablehook = thread_hook, destructor_hook
 
 
-@contextlib.contextmanager
-def alarm() -> Iterator[None]:
-    """Within it `signal.setitimer(ITIMER_REAL, ...)` ends in Hung. Another's alarm is set again afterwards."""
+class Deadline:
+    """Of one input. On a machine that is busy with other things a process may wait for long: the deadline counts once
+    it has had so much of a processor, or TIMES_WAITED times as long has passed.
+    """
 
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise Hung
+    def __init__(self) -> None:
+        self._seconds = self._until_s = self._until_cpu_s = 0.0
 
-    remaining_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)
-    handler = signal.signal(signal.SIGALRM, ring)
-    try:
-        yield
-    finally:
+    def begin(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until_s = time.monotonic() + TIMES_WAITED * seconds
+        self._until_cpu_s = time.process_time() + seconds
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def end(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def ring(self, number: int, frame: FrameType | None) -> None:
+        """Raises Hung."""
+        if time.monotonic() > self._until_s or time.process_time() > self._until_cpu_s:
+            raise Hung
+        signal.setitimer(signal.ITIMER_REAL, self._seconds / 4)
+
+
+@contextlib.contextmanager
+def alarm() -> Iterator[Deadline]:
+    """Within it a deadline ends in Hung. Another's alarm is set again afterwards."""
+    deadline = Deadline()
+    remaining_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    handler = signal.signal(signal.SIGALRM, deadline.ring)
+    try:
+        yield deadline
+    finally:
+        deadline.end()
         signal.signal(signal.SIGALRM, handler)
         if remaining_s:
             signal.setitimer(signal.ITIMER_REAL, remaining_s)
@@ -155,10 +179,10 @@ def alarm() -> Iterator[None]:
 @contextlib.contextmanager
 def played(target: Target) -> Iterator[Play]:
     """Plays inputs of `target` as the frame does. Raises Found."""
-    with Watch().watching() as watch, alarm(), target.playing() as play:
+    with Watch().watching() as watch, alarm() as deadline, target.playing() as play:
 
         def play_one(content: bytes) -> str:
-            signal.setitimer(signal.ITIMER_REAL, target.deadline_s)
+            deadline.begin(target.deadline_s)
             try:
                 outcome = play(content)
             except Hung:
@@ -168,7 +192,7 @@ def played(target: Target) -> Iterator[Play]:
             except Exception:  # whatever leaves a target is what fuzzing looks for
                 raise Found(traceback.format_exc()) from None
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                deadline.end()
             watch.check()
             return outcome
 

@@ -29,7 +29,7 @@ from halfmoon.workers.model.tokenizer import Tokenizer
 from tests.fuzz.frame import Found, Play
 
 UNDER_WAY = 32
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 LAST = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 #: Endless streams are left after their first bytes.
 PAGE_STREAM = b"event: view"

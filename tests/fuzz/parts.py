@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tests.fuzz.frame import Found, Target, load, played
+from tests.fuzz.frame import TIMES_WAITED, Found, Target, load, played
 
 #: What a process holds is first counted after so many inputs, or half of its time: caches have filled by then.
 WARM_INPUTS = 2000
@@ -123,7 +123,7 @@ class _Process:
 
     def __init__(self, target: Target, seeds: range, seconds: float, stop: Event) -> None:
         context = multiprocessing.get_context("spawn")
-        self._stuck_s = target.deadline_s + STUCK_S
+        self._stuck_s = TIMES_WAITED * target.deadline_s + STUCK_S
         self._at: Any = context.Value("q", seeds.start)
         self._here, there = context.Pipe(duplex=False)
         self._process = context.Process(

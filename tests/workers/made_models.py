@@ -6,6 +6,7 @@ import copy
 import json
 import struct
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ def gguf(architecture: str = "llama") -> Gguf:
     return Gguf(fields, tensors)
 
 
+@cache
 def values(name: str, shape: tuple[int, ...]) -> bytes:
     """f32, small, the same for the same name."""
     seed = sum(name.encode())

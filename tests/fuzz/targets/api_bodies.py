@@ -15,6 +15,7 @@ from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import json_bytes, mutated_json
 
 TEST_INPUTS = 3000
+INPUTS_MEANT = 1_500_000
 _MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Hello"}]},

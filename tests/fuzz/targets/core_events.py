@@ -22,6 +22,7 @@ from tests.fuzz.frame import Found, Play
 from tests.fuzz.targets._golden import LOGS, plausible, values_of
 
 TEST_INPUTS = 400
+INPUTS_MEANT = 400_000
 DEADLINE_S = 20.0
 #: Events that are played as they were, before the changed ones.
 BEFORE = (0, 5, 20, 60, 120)

@@ -29,6 +29,7 @@ from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import VALUES, mutated_bytes, mutated_json
 
 TEST_INPUTS = 3000
+INPUTS_MEANT = 900_000
 SECRET = "the cluster's secret"
 SLOTS, LAYERS, LAYER_BYTES = 6, 3, 256
 #: The caller's order has reserved the first two slots, and leases the third one.

@@ -19,6 +19,7 @@ from tests.fuzz.mutate import mutated_bytes
 from tests.fuzz.targets import data_plane
 
 TEST_INPUTS = 150
+INPUTS_MEANT = 400_000
 DEADLINE_S = 20.0
 
 

@@ -16,6 +16,7 @@ __all__ = ["DEADLINE_S", "TEST_INPUTS", "make", "playing"]
 
 DEADLINE_S = 60.0
 TEST_INPUTS = 150
+INPUTS_MEANT = 200_000
 _POSTED = ("/v1/completions", "/v1/chat/completions", "/tokenize")
 _GOT = ("/v1/models", "/health", "/ready", "/metrics", "/version", "/status", "/", "/page/app.js", "/page/stream",
         "/page/explain?request=01a1fd24449f555d5bf1f4718d", "/page/explain", "/nothing")  # fmt: skip

@@ -12,6 +12,7 @@ __all__ = ["DEADLINE_S", "TEST_INPUTS", "make", "playing"]
 
 DEADLINE_S = 60.0
 TEST_INPUTS = 150
+INPUTS_MEANT = 200_000
 _PIECES = [
     b"GET ", b"POST ", b"/", b" HTTP/1.1\r\n", b" HTTP/1.0\r\n", b"\r\n", b"\r\n\r\n", b"\n", b"\n\n", b"\r", b": ",
     b":", b" ", b"\t", b"host: localhost\r\n", b"content-length: 5\r\n", b"transfer-encoding: chunked\r\n", b"5\r\n",

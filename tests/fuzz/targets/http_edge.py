@@ -39,7 +39,7 @@ from tests.fuzz.targets import http, http_bytes
 from tests.fuzz.targets.nats_wire import sample
 
 TEST_INPUTS = 300
-INPUTS_MEANT = 1_500_000
+INPUTS_MEANT = 1_200_000
 DEADLINE_S = 20.0
 FRONTEND = "f1"
 #: What a worker does with a request, by the input's first byte.

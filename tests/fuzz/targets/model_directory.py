@@ -21,6 +21,7 @@ from tests.fuzz.targets._models import playing_models
 from tests.workers.made_models import directory, safetensors, safetensors_header, sharded
 
 TEST_INPUTS = 60
+INPUTS_MEANT = 60_000
 DEADLINE_S = 30.0
 _WEIGHTS = "model.safetensors"
 #: The tokenizer's expression that is let pass untried: trying any other takes most of an input's time.

@@ -17,6 +17,7 @@ from tests.fuzz.targets._models import playing_models
 from tests.workers.made_models import ARRAY, BOOL, FORMS, STRING, Gguf, Tensor, gguf
 
 TEST_INPUTS = 120
+INPUTS_MEANT = 120_000
 DEADLINE_S = 20.0
 _KINDS = {**FORMS, BOOL: "<B"}  # a truth value of any byte
 _SIZES = [0, 1, 2, 3, 7, 8, 16, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1]

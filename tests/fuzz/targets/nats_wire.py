@@ -32,6 +32,7 @@ from tests.fuzz.mutate import json_bytes, mutated_bytes, mutated_json
 from tests.fuzz.targets.nats_clients import HEADERS, REPLIES
 
 TEST_INPUTS = 600
+INPUTS_MEANT = 1_500_000
 #: Subscriptions of the client that is played to, by number.
 SERVED, HEARD, LIBRARY, ACKS, ANSWERS = range(1, 6)
 GOOD = 9

@@ -38,7 +38,7 @@ from tests.fuzz.targets import data_plane
 from tests.fuzz.targets.data_plane import LAYERS, ORDER, PARTY, SECRET, SLOTS
 
 TEST_INPUTS = 400
-INPUTS_MEANT = 600_000
+INPUTS_MEANT = 500_000
 DEADLINE_S = 20.0
 PORT = Port("mlx", 1, True, 0, 3, "::ffff:10.77.0.1", "eth0", 4096)
 ENUMS = [
@@ -252,8 +252,7 @@ class Side:
         )
         with (
             mock.patch.object(verbs, "load", device),
-            mock.patch.object(transport, "choose", lambda wanted: PORT),
-            mock.patch.object(transport, "why_down", lambda device, port: ""),
+            mock.patch.object(transport, "choose", return_value=PORT),
             channel,
         ):
             options = RdmaOptions(node_id="n", cluster_secret=SECRET)
@@ -368,7 +367,8 @@ class Side:
 
 @contextlib.contextmanager
 def playing() -> Iterator[Play]:
-    with ThreadPoolExecutor(1) as executor, asyncio.Runner() as runner:
+    up = mock.patch.object(transport, "why_down", return_value="")
+    with up, ThreadPoolExecutor(1) as executor, asyncio.Runner() as runner:
 
         async def made() -> Side:
             return Side(executor)

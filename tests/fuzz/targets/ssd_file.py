@@ -21,6 +21,7 @@ from halfmoon.store.tiers.ssd_file import _ENTRY, ENTRY_BYTES, PAGE_BYTES, SsdFi
 from tests.fuzz.frame import Found, Play
 
 TEST_INPUTS = 300
+INPUTS_MEANT = 800_000
 LAYOUT = Layout(
     model="m", model_fingerprint="f", layers=2, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32"
 )
