@@ -76,7 +76,9 @@ class ClusterStatus:
         inbox = nc.new_inbox()
         subscription = await nc.subscribe(inbox, cb=receive)
         try:
-            await nc.publish(subjects.status(subjects.CONDUCTORS), encode(StatusRequest()), reply=inbox)
+            await nc.publish(
+                subjects.status(subjects.CONDUCTORS), encode(StatusRequest(digest=True)), reply=inbox
+            )
             async with asyncio.timeout(ANSWER_S):
                 await first.wait()
             if answers:

@@ -37,6 +37,7 @@ from halfmoon.schemas.api import (
     parse_completion,
 )
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
+from halfmoon.workers.frontend.last_words import LastWords
 from halfmoon.workers.frontend.nats_request import NatsListener, answer_too_large, client_traceparent
 from halfmoon.workers.frontend.nats_service import MicroService, ServiceEndpoint, settled
 from halfmoon.workers.frontend.open_request import OpenRequest
@@ -74,6 +75,7 @@ class NatsEdge:
             inboxes=registry.config.client_inboxes,
         )
         self._probe_prefix = self._nc.new_inbox()
+        self._last_words = LastWords(self.send, probe=self._probe_prefix)
         self._listeners: dict[str, NatsListener] = {}
         self._others: list[Subscription] = []
         self.payload_bytes_max = self._nc.max_payload
@@ -81,6 +83,7 @@ class NatsEdge:
 
     async def start(self) -> None:
         self._watching = asyncio.create_task(self._watch())
+        self.registry.bus.on_reconnect.append(self._last_words.reconnected)
         self._others.append(await self._nc.subscribe(f"{self._probe_prefix}.*", cb=self._on_probe))
         self._others.append(await self._nc.subscribe(CANCEL_ALL, cb=self._cancel_for_another))
         await self._service.add("generate", subjects.api("generate"), self._generate)
@@ -151,6 +154,11 @@ class NatsEdge:
         if subject:
             self._nc.send(subject, payload, reply, header_lines(headers))
 
+    def send_last(self, subject: str, payload: bytes, headers: Headers | None = None) -> None:
+        """The end of a request: told again where a lost connection may have swallowed it."""
+        if subject:
+            self._last_words.say(subject, payload, headers)
+
     def probe(self, request: OpenRequest) -> str:
         """The reply subject that tells us when nobody listens."""
         return f"{self._probe_prefix}.{request.request_id}"
@@ -165,15 +173,18 @@ class NatsEdge:
         )  # any client may ask for it: nobody's words
         message = re.sub(r"[^\x20-\x7e]", "?", error.message)[:512]
         headers = {ERROR_CODE_HEADER: str(error.status), ERROR_HEADER: message, **error.retry_headers()}
-        self.send(reply, error.body(), headers=headers)
+        self.send_last(reply, error.body(), headers)
 
     # --- is anybody there? ----------------------------------------------------------------------------------
 
     async def _on_probe(self, msg: Msg) -> None:
         if (msg.headers or {}).get("Status") != "503":
             return
-        listener = self._listeners.get(msg.subject.rpartition(".")[2])
-        if listener is not None and listener.request is not None:
+        name = msg.subject.rpartition(".")[2]
+        self._last_words.unheard(name)
+        listener = self._listeners.get(name)
+        # In the moments after a lost connection a client may not be back yet: it is asked again soon.
+        if listener is not None and listener.request is not None and not self._last_words.in_grace:
             self._end(listener, "client gone")
 
     def _end(self, listener: NatsListener, reason: str) -> bool:
@@ -267,4 +278,4 @@ class NatsEdge:
             self.refuse(endpoint, started_ns, msg.reply, answer_too_large(answer, "over HTTP"))
             return
         endpoint.finished(started_ns)
-        self.send(msg.reply, answer)
+        self.send_last(msg.reply, answer)

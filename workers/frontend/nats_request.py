@@ -45,6 +45,8 @@ class Edge(Protocol):
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
     ) -> None: ...
 
+    def send_last(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> None: ...
+
     def probe(self, request: OpenRequest) -> str: ...
 
     def closed(self, request: OpenRequest) -> None: ...
@@ -102,7 +104,7 @@ class NatsListener:
             edge.answer_error(self.endpoint, self.started_ns, self.reply, error)
             return
         self.endpoint.finished(self.started_ns)
-        edge.send(self.reply, answer, headers=self._headers)
+        edge.send_last(self.reply, answer, self._headers)
 
     def on_error(self, request: OpenRequest, error: ApiError) -> None:
         self._edge.closed(request)
