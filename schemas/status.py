@@ -12,7 +12,9 @@ from halfmoon.schemas.types import Blocks, Count, Id, Message, Ns, Part, Seq, To
 
 
 class StatusRequest(Message, frozen=True):
-    """To any process: how are you?"""
+    """To any process: how are you? `digest`: with that of a conductor's state, for which it looks at all of it."""
+
+    digest: bool = False
 
 
 class NodeStatus(Part, frozen=True):
@@ -50,7 +52,10 @@ class RequestCounts(Part, frozen=True):
 
 
 class ConductorStatus(Message, frozen=True):
-    """A conductor's view of the cluster at `seq`. Two conductors at the same `seq` have the same `digest`."""
+    """A conductor's view of the cluster at `seq`. Two conductors at the same `seq` have the same `digest`.
+
+    `digest` is "" where it was not asked for.
+    """
 
     conductor_id: Id
     seq: Seq

@@ -214,12 +214,13 @@ class Shell:
                 log.warning("timer %s is not stored yet: %s", key, problem)
                 await asyncio.sleep(TIMER_RETRY_S)
 
-    def _status(self, _: StatusRequest) -> ConductorStatus:
+    def _status(self, request: StatusRequest) -> ConductorStatus:
         return conductor_status(
             self.core,
             conductor_id=self._conductor_id,
             caught_up=self.caught_up.is_set(),
             unstored_ns=int(self._bus.unstored_s * SECOND_NS),
+            with_digest=request.digest,
         )
 
 

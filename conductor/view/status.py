@@ -15,15 +15,15 @@ from halfmoon.schemas.status import ConductorStatus, NodeStatus, RequestCounts
 
 
 def conductor_status(
-    core: Core, *, conductor_id: str, caught_up: bool, unstored_ns: int = 0
+    core: Core, *, conductor_id: str, caught_up: bool, unstored_ns: int = 0, with_digest: bool = False
 ) -> ConductorStatus:
-    """The status of `core`, as of its last event."""
+    """The status of `core`, as of its last event. `with_digest`: which costs as much as the state is large."""
     state = core.state
     layout = next((worker.layout for worker in state.workers.values()), None)
     return ConductorStatus(
         conductor_id=conductor_id,
         seq=core.seq,
-        digest=core.digest(),
+        digest=core.digest() if with_digest else "",
         caught_up=caught_up,
         policy=state.policy,
         model=layout.model if layout is not None else "",

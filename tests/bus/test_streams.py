@@ -10,6 +10,7 @@ from nats.aio.msg import Msg
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import NotStored, StreamRefused
+from halfmoon.bus.jetstream import StreamInfo
 from halfmoon.bus.streams import LOG_GAP, StreamLimits
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CancelOrder, Ordered
@@ -43,6 +44,27 @@ async def test_deleted_streams_are_made_anew_and_the_log_counts_on(nats_url: str
         await bus.jetstream.ask(f"STREAM.DELETE.{stream}")
     assert await bus.append(EVENT, source_id="f", within_s=10) >= LOG_GAP
     await until_there(bus, *subjects.STREAMS)
+    await bus.close()
+
+
+async def test_each_stream_is_looked_at_every_second_time(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked costs the server as much as it costs us."""
+    monkeypatch.setattr("halfmoon.bus.streams.KEEP_S", 0.05)
+    bus = await connect(nats_url)
+    asked: list[str] = []
+    info = bus._keeper._jetstream.info
+
+    async def counted(stream: str) -> StreamInfo:
+        asked.append(stream)
+        return await info(stream)
+
+    monkeypatch.setattr(bus._keeper._jetstream, "info", counted)
+    async with asyncio.timeout(10):
+        while len(asked) < 8:
+            await asyncio.sleep(0.01)
+    assert sorted(asked[:4]) == sorted(asked[4:8]) == sorted(subjects.STREAMS)
     await bus.close()
 
 

@@ -75,7 +75,9 @@ async def say(bus: Bus, *events: Event) -> int:
 
 
 async def status(bus: Bus, conductor_id: str = "c1") -> ConductorStatus:
-    return await bus.request(subjects.status(conductor_id), StatusRequest(), ConductorStatus, timeout_s=2)
+    return await bus.request(
+        subjects.status(conductor_id), StatusRequest(digest=True), ConductorStatus, timeout_s=2
+    )
 
 
 async def reach(bus: Bus, seq: int, conductor_id: str = "c1") -> ConductorStatus:

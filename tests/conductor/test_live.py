@@ -23,6 +23,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.conductor import log_reading
 from halfmoon.conductor.code_version import LOG_VERSION, code_version
 from halfmoon.conductor.core.machine import Core
+from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import (
     ClusterConfigured,
@@ -31,6 +32,7 @@ from halfmoon.schemas.events import (
     WorkerHeartbeat,
 )
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.status import ConductorStatus, StatusRequest
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -115,6 +117,28 @@ async def test_a_conductor_that_starts_decides_what_was_left_undecided(nats_url:
         async with conductor(nats_url, "c2"):
             assert await decisions_of(bus, 6) == expected
             assert expected[3].cause_seq == seq
+
+
+async def test_the_state_is_digested_for_those_alone_that_ask_for_it(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others ask every second, and a large state would cost them and the log."""
+    snapshots: list[int] = []
+    plain = Core.snapshot
+
+    def counted(core: Core) -> bytes:
+        snapshots.append(core.seq)
+        return plain(core)
+
+    async with client(nats_url) as bus, conductor(nats_url):
+        seq = await say(bus, *CLUSTER)
+        assert len((await reach(bus, seq)).digest) == 32
+        monkeypatch.setattr(Core, "snapshot", counted)
+        subject = subjects.status("c1")
+        plainly = await bus.request(subject, StatusRequest(), ConductorStatus, timeout_s=2)
+        assert (plainly.digest, plainly.seq, snapshots) == ("", seq, [])
+        assert (await status(bus)).digest
+        assert snapshots == [seq]
 
 
 async def test_a_worker_that_falls_silent_is_lost_once_whatever_the_number_of_conductors(
