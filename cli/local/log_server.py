@@ -25,7 +25,7 @@ from halfmoon.schemas.status import ConductorStatus, StatusRequest
 #: Between two looks at nats-server.
 LOOK_S = 0.1
 #: Between two attempts to start it, when it does not stay.
-PAUSE_S_MAX = 5.0
+PAUSE_S_MAX = 1.0
 #: Between two looks at whether it stores, and for an answer to that.
 ASK_S = 1.0
 #: Heartbeats are stored every second: nothing new for so long, and it does not store.
@@ -77,7 +77,12 @@ class LogServer:
         try:
             self.server.launch_again()
             await asyncio.to_thread(self.server.wait)
-        except (BusUnreachable, OSError) as problem:  # OSError: no file descriptor, no memory for it
+        except (
+            BusUnreachable,
+            OSError,
+            RuntimeError,
+            MemoryError,
+        ) as problem:  # no file, thread or memory for it
             self._say(str(problem))
             self._pause_s = min(PAUSE_S_MAX, self._pause_s * 2)
 

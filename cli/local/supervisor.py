@@ -22,7 +22,9 @@ from halfmoon.cli.local.output_log import OutputLog, lines_of
 from halfmoon.schemas.roles import ProcessRole
 
 PAUSE_S_MIN = 0.2
-PAUSE_S_MAX = 5.0
+PAUSE_S_MAX = 2.0
+#: Between two attempts where no process can be had: each costs next to nothing.
+LAUNCH_PAUSE_S = 0.5
 STEADY_S = 30.0
 
 
@@ -79,13 +81,18 @@ class Supervisor:
 
     async def _launch_again(self, child: Child) -> bool:
         """Tried until there are file descriptors, memory and a process to be had. False: it is to stop meanwhile."""
+        said = ""
         while child.name not in self._stopping:
             try:
                 await self._launch(child)
+                _kill_unknown(child)
                 return True
-            except OSError as problem:
-                self._on_line(child, f"warning: cannot be started now: {problem}")
-                await asyncio.sleep(child.pause_s)
+            except (OSError, RuntimeError, MemoryError) as problem:  # RuntimeError: no thread can be started
+                _kill_unknown(child)
+                if (why := str(problem) or type(problem).__name__) != said:
+                    said = why
+                    self._on_line(child, f"warning: cannot be started now: {why}")
+                await asyncio.sleep(LAUNCH_PAUSE_S)
         return False
 
     async def _watch(self, child: Child) -> None:
@@ -133,6 +140,18 @@ class Supervisor:
             self._stopping.add(name)
             if name in self.children:
                 _signal(self.children[name], signal.SIGKILL)
+
+
+def _kill_unknown(child: Child) -> None:
+    """Ends processes that began as this child and are not watched: there was no thread or descriptor left for that."""
+    known = child.process.pid if child.process is not None else 0
+    with contextlib.suppress(OSError):  # no descriptor to look with: at the next attempt
+        for task in Path("/proc/self/task").iterdir():
+            for pid in map(int, (task / "children").read_text().split()):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                if pid != known and words[3 : 3 + len(child.command)] == child.command:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
 
 
 def _signal(child: Child, number: signal.Signals) -> None:

@@ -35,7 +35,7 @@ from halfmoon.store.pool.segment import PoolView
 from halfmoon.store.pool.slots import Change, Idle
 from halfmoon.store.tiers.base import Entry, Lent, Move
 from halfmoon.store.tiers.options import SsdOptions
-from halfmoon.store.tiers.ssd_file import SsdFile, TierError, runs_of
+from halfmoon.store.tiers.ssd_file import NoRoomForTier, SsdFile, TierError, runs_of
 from halfmoon.store.transports.base import Call, Cancellation, in_thread
 
 #: One batch of the write-back; a read waits behind no more than this.
@@ -46,7 +46,7 @@ LOOK_S = 1.0
 #: Write-back gives way to reads, but not for ever.
 GIVE_WAY_S = 1.0
 FAILURES_MAX = 3
-REOPEN_S, REOPEN_S_MAX = 5.0, 300.0
+REOPEN_S, REOPEN_S_MAX = 3.0, 300.0
 T = TypeVar("T")
 
 
@@ -89,6 +89,8 @@ class SsdTier:
         self._saving: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._reopen_s = REOPEN_S
+        #: Why it could not be opened when it was last tried, and whether for want of room alone.
+        self._why, self._no_room = "", False
         self._ahead = math.ceil(options.slots * options.ahead_percent / 100)
         self._batch = max(1, BATCH_BYTES // options.layout.block_bytes)
 
@@ -134,8 +136,12 @@ class SsdTier:
         try:
             opened = await self._in_thread(functools.partial(SsdFile.open, path, self._options.layout, size))
         except TierError as problem:
-            self._lost(str(problem))
+            self._no_room = isinstance(problem, NoRoomForTier)
+            if str(problem) != self._why:  # said once, however often it is tried
+                self._why = str(problem)
+                self._lost(self._why)
             return
+        self._why, self._no_room = "", False
         self._file, entries = opened
         self._free = [record for record in range(self._file.records - 1, -1, -1) if record not in entries]
         for record, entry in entries.items():
@@ -303,7 +309,7 @@ class SsdTier:
         while not self._stopping.is_set():
             if self._file is None:
                 await self._pause(self._reopen_s)
-                self._reopen_s = min(REOPEN_S_MAX, 2 * self._reopen_s)
+                self._reopen_s = REOPEN_S if self._no_room else min(REOPEN_S_MAX, 2 * self._reopen_s)
                 await self._open()
                 self._announce(self._all("stored"))
             elif time.monotonic() - looked_s > LOOK_S:

@@ -53,6 +53,10 @@ class TierError(Exception):
     """The tier's file cannot be used; one line for people."""
 
 
+class NoRoomForTier(TierError):
+    """Its disk is too full for the file, which costs nothing to ask again."""
+
+
 class SsdFile:
     """See the module. `read` and `write` from any thread; the table from one at a time."""
 
@@ -96,7 +100,9 @@ class SsdFile:
             if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 with contextlib.suppress(OSError):
                     os.truncate(path, 0)
-                raise TierError(f"{path}: no room for {file_bytes >> 20} MiB ({problem.strerror})") from None
+                raise NoRoomForTier(
+                    f"{path}: no room for {file_bytes >> 20} MiB ({problem.strerror})"
+                ) from None
             raise TierError(f"{path}: {problem.strerror}") from None
 
     def _take_up(self, head: bytes) -> dict[int, Entry]:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from halfmoon.cli.local.output_log import FILE_BYTES_MAX, OutputLog
 from halfmoon.cli.local.supervisor import Child, Supervisor
 
@@ -44,6 +46,35 @@ async def test_a_child_that_cannot_be_started_now_is_started_when_there_are_desc
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     await until(lambda: len(deaths) > known)
+    await supervisor.stop(["child"], within_s=5)
+
+
+async def test_a_child_that_nobody_could_watch_is_ended_and_started_when_there_are_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is there before the thread that waits for its end."""
+    lines: list[str] = []
+    deaths: list[int] = []
+    supervisor = Supervisor(lambda _, status: deaths.append(status), lambda _, line: lines.append(line))
+    log = tmp_path / "child.log"
+    log.write_text("")
+    child = Child("child", ["no-such-command", "of-this-test"], log)
+    await supervisor.start(child)
+    begun: list[int] = []
+
+    def no_thread(_: object, pid: int, *__: object) -> None:
+        begun.append(pid)
+        raise RuntimeError("can't start new thread")
+
+    watcher = type(asyncio.get_child_watcher())
+    monkeypatch.setattr(watcher, "add_child_handler", no_thread)
+    await until(lambda: len(begun) > 1)
+    await until(lambda: not Path(f"/proc/{begun[0]}").exists())
+    assert lines.count("warning: cannot be started now: can't start new thread") == 1, "said once"
+    known = len(deaths)
+    monkeypatch.undo()
+    await until(lambda: len(deaths) > known)
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in begun))
     await supervisor.stop(["child"], within_s=5)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.errors import BlockMissing, WrongTenant
 from halfmoon.store.tiers.ssd import SsdTier
-from halfmoon.store.tiers.ssd_file import ENTRY_BYTES, PAGE_BYTES, Entry, SsdFile, TierError
+from halfmoon.store.tiers.ssd_file import ENTRY_BYTES, PAGE_BYTES, Entry, NoRoomForTier, SsdFile, TierError
 
 BLOCK = 4 * 8192
 MIB = 1 << 20
@@ -363,6 +364,34 @@ def test_a_lost_file_is_opened_anew(nats_url: str, tmp_path: Path, monkeypatch: 
         await put_through(agent, client, range(20, 40))
         assert await is_right(client, 20)
         tier(agent).check()
+
+    tell(nats_url, story)
+
+
+def test_a_disk_that_was_full_is_tried_soon_however_long_it_was(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfmoon.store.tiers.ssd.REOPEN_S", 0.05)
+
+    async def story(here: Cluster) -> None:
+        opened = SsdFile.open
+        tries: list[float] = []
+
+        def full(path: Path, *rest: Any) -> Any:
+            tries.append(time.monotonic())
+            raise NoRoomForTier(f"{path}: no room for 64 MiB (No space left on device)")
+
+        monkeypatch.setattr(SsdFile, "open", full)
+        agent, client = await start(here, tmp_path / "tier")
+        await until(lambda: len(tries) > 8)
+        await asyncio.sleep(0.1)
+        lost = [event for event in await here.log() if isinstance(event, TierLost)]
+        assert len(lost) == 1, "said once, however often it is tried"
+        assert tier(agent)._reopen_s == 0.05
+        monkeypatch.setattr(SsdFile, "open", opened)
+        await until(lambda: tier(agent).open)
+        await put_through(agent, client, range(20))
+        assert await is_right(client, 0)
 
     tell(nats_url, story)
 
