@@ -13,8 +13,10 @@
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make chaos [SEEDS=n] [SEED=n] [ARGS=...]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed;
 #                           ARGS="--out FILE" keeps what was played, and the next run goes on from there
-#   make chaos-live [SECONDS=n] [SEED=n]   environment, then a cluster whose processes are killed and stopped (600 s)
-#   make exhaustion [ARGS=...]  environment, then a cluster that runs out of descriptors, memory, /dev/shm and disk (root)
+#   make chaos-live [SECONDS=n] [SEED=n] [OUT=file]   environment, then a cluster whose processes are killed, stopped and cut
+#                           off, and whose disk runs full (600 s; the disk as root only)
+#   make exhaustion [OUT=file] [ARGS=...]  environment, then a cluster that runs out of descriptors, memory, /dev/shm, disks,
+#                           threads, and what NATS carries (root)
 #   make crash-points [POINTS=n]  environment, then a store agent killed at n lines of its code (1,500: at each once)
 #   make fuzz [TARGET=names] [SECONDS=n] [INPUTS=n] [SEED=first] [OUT=file]  environment with tools, then inputs drawn from
 #                           seeds against every target of tests/fuzz (60 s each); what finds something stays in its corpus;
@@ -108,10 +110,10 @@ soak: $(RUN_STAMP)
 	$(BIN)/python tests/store/soak.py --hours $(or $(HOURS),24)
 
 chaos-live: $(DEV_STAMP)
-	$(BIN)/python tests/chaos/live.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1) $(ARGS)
+	$(BIN)/python tests/chaos/live.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 exhaustion: $(DEV_STAMP)
-	$(BIN)/python tests/chaos/exhaustion.py $(ARGS)
+	$(BIN)/python tests/chaos/exhaustion.py $(if $(OUT),--out $(OUT)) $(ARGS)
 
 experiments: $(RUN_STAMP)
 	$(BIN)/halfmoon experiments $(ARGS)

