@@ -6,13 +6,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.fuzz.accumulated import Accumulated
 from tests.fuzz.frame import Found, Play, Target, load, played, target_names
+from tests.fuzz.parts import Turn, grown
 
 
 @pytest.mark.parametrize("name", target_names())
@@ -35,6 +41,49 @@ def test_a_seed_is_one_input(name: str) -> None:
     inputs = [target.input_of(seed) for seed in range(20)]
     assert inputs == [target.input_of(seed) for seed in range(20)]
     assert len(set(inputs)) > 10
+
+
+def test_the_page_names_every_target() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fuzzing.md").read_text()
+    assert set(re.findall(r"`([a-z_]+)`", page.partition("| --- |")[2].partition("\n\n")[0])) == set(
+        target_names()
+    )
+
+
+def sample_turn(found: list[dict[str, Any]]) -> Turn:
+    held = [{"rss_bytes": [5, 9]}]
+    return Turn("sample", 0, 7, 1.0, 0.5, Counter({"fine": 8}), held=held, found=found)
+
+
+def test_figures_add_up_over_runs(tmp_path: Path) -> None:
+    target = finding(hangs)
+    for _ in range(2):
+        kept = Accumulated(tmp_path / "fuzz.json")
+        kept.add(target, sample_turn([]))
+    figures = Accumulated(tmp_path / "fuzz.json").of(target)
+    assert (figures.inputs, figures.next_seed, figures.turns, figures.outcomes) == (16, 8, 2, {"fine": 16})
+    assert figures.grown_most == {"rss_bytes": 4}
+    assert list(figures.inputs_by_code.values()) == [16]
+
+
+def test_the_whole_goes_to_what_lacks_most_and_past_what_has_found_too_much(tmp_path: Path) -> None:
+    kept = Accumulated(tmp_path / "fuzz.json")
+    bad, good, done = (
+        finding(hangs)._replace(name=name, inputs_meant=8 if name == "done" else 90)
+        for name in ("bad", "good", "done")
+    )
+    kept.add(bad, sample_turn([{"problem": "x"}] * 5))
+    kept.add(done, sample_turn([]))
+    assert kept.next_of([bad, done, good]) == good
+    assert kept.next_of([bad, done]) is None
+
+
+def test_what_grows_is_named() -> None:
+    warm = {"rss_bytes": 0, "files": 3, "threads": 1}
+    assert grown(warm, {"rss_bytes": 1 << 20, "files": 9, "threads": 2}) == ""
+    assert grown(warm, {"rss_bytes": 1 << 30, "files": 30, "threads": 1}) == (
+        f"rss_bytes grew from 0 to {1 << 30}, files grew from 3 to 30"
+    )
 
 
 def finding(play: Play) -> Target:

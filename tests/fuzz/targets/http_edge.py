@@ -66,6 +66,7 @@ class ScriptedBus:
         self.stats = {"reconnects": 0, "in_msgs": 0, "out_msgs": 0, "in_bytes": 0, "out_bytes": 0}
         self.unacknowledged = self.invalid = 0
         self.unstored_s = 0.0
+        self.max_payload = 8 << 20
         self._heard: dict[str, Callable[[Any], Any]] = {}
         self._orders: asyncio.Queue[Ordered] = asyncio.Queue()
         self._seq = 0
