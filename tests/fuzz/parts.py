@@ -98,10 +98,12 @@ def play_part(
     end: dict[str, int] = {}
     try:
         with played(target) as play:
+            # A cluster may take longer to start than its inputs have.
+            playing_since = time.monotonic()
             for count, seed in enumerate(seeds, start=1):
                 at.value = seed
                 counts[play(target.input_of(seed))] += 1
-                passed_s = time.monotonic() - began
+                passed_s = time.monotonic() - playing_since
                 if not warm and (count == min(WARM_INPUTS, len(seeds) // 2) or passed_s > seconds / 2):
                     warm = held()
                 if passed_s > seconds or stop.is_set():

@@ -29,7 +29,7 @@ from tests.fuzz.targets._golden import LOGS, lines_of, plausible, values_of
 from tests.fuzz.targets.core_events import BEFORE, snapshot_after
 from tests.fuzz.targets.snapshot import changed_snapshot
 
-TEST_INPUTS = 150
+TEST_INPUTS = 100
 INPUTS_MEANT = 100_000
 DEADLINE_S = 20.0
 #: Lines of one input: enough for requests that are placed, prefilled, decoded and finished.
