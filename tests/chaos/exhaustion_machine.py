@@ -54,15 +54,13 @@ class Machine:
 
     @contextlib.contextmanager
     def memory(self, name: str) -> Iterator[Left]:
-        """No page of memory is left to the process: the kernel kills it when it wants one that it must have."""
+        """No page of memory is left to the process but those that it has; the kernel kills it when it must have one."""
         group = _new_group("memory", "memory.limit_in_bytes") or _new_group("memory", "memory.max")
         assert group is not None, "no control group of memory can be made here"
         old = (group / "memory.limit_in_bytes").exists()
         used = group / ("memory.usage_in_bytes" if old else "memory.current")
         most = group / ("memory.limit_in_bytes" if old else "memory.max")
         try:
-            if old:  # what the process has already counts
-                (group / "memory.move_charge_at_immigrate").write_text("3")
             (group / "cgroup.procs").write_text(str(self.pid(name)))
 
             def tighten() -> None:
