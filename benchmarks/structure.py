@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import statistics
 import tokenize
@@ -32,12 +33,17 @@ class Module:
     path: Path
     tree: ast.Module
     lines: int
-    comment_lines: int
     imports: set[str] = field(default_factory=set)
 
     @property
     def folder(self) -> str:
         return self.name.rpartition(".")[0]
+
+    @functools.cached_property
+    def comment_lines(self) -> int:
+        with self.path.open("rb") as file:
+            tokens = tokenize.tokenize(file.readline)
+            return len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         for node in ast.walk(self.tree):
@@ -54,13 +60,7 @@ def read_modules(root: Path) -> dict[str, Module]:
                 continue
             source = path.read_text(encoding="utf-8")
             name = ".".join(path.relative_to(root).with_suffix("").parts)
-            with path.open("rb") as file:
-                comments = {
-                    token.start[0]
-                    for token in tokenize.tokenize(file.readline)
-                    if token.type == tokenize.COMMENT
-                }
-            modules[name] = Module(name, path, ast.parse(source), source.count("\n"), len(comments))
+            modules[name] = Module(name, path, ast.parse(source), source.count("\n"))
     for module in modules.values():
         module.imports = {name for name in _imported(module.tree) if name in modules and name != module.name}
     return modules

@@ -6,6 +6,7 @@ that its store agent or worker is of, <tenant> the tenant whose client it is. Wh
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 #: Published.
@@ -155,21 +156,29 @@ class Process:
 
     def may(self, table: str, subject: str) -> bool:
         """Whether a row of `table` lets this process use `subject`, which may hold wildcards itself."""
-        return any(self.role in roles and self._covers(row, subject) for row, roles in _rows(table))
-
-    def _covers(self, row: str, subject: str) -> bool:
-        for name, value in (("<me>", self.name), ("<node>", self.node), ("<tenant>", self.tenant)):
-            row = row.replace(name, value)
-        wanted = row.split(".")
         given = subject.split(".")
-        for at, token in enumerate(wanted):
-            if token == ">":
-                return len(given) > at
-            # nats-server takes a subscription to `a.>` for `a.*`: nothing may lie deeper than a row that ends in `*`.
-            if at == len(given) or token not in (given[at], "*"):
-                return False
-        return len(given) == len(wanted)
+        return any(_covers(row, given) for row in _rows(self, table))
 
 
-def _rows(table: str) -> list[tuple[str, list[str]]]:
-    return [(words[0], words[1:]) for line in table.splitlines() if (words := line.split())]
+def _covers(row: list[str], given: list[str]) -> bool:
+    for at, token in enumerate(row):
+        if token == ">":
+            return len(given) > at
+        # nats-server takes a subscription to `a.>` for `a.*`: nothing may lie deeper than a row that ends in `*`.
+        if at == len(given) or token not in (given[at], "*"):
+            return False
+    return len(given) == len(row)
+
+
+@functools.cache
+def _rows(process: Process, table: str) -> list[list[str]]:
+    """The tokens of each row that speaks of the process's role, with the process's own names."""
+    named = (("<me>", process.name), ("<node>", process.node), ("<tenant>", process.tenant))
+    found = []
+    for line in filter(None, table.splitlines()):
+        row, *roles = line.split()
+        for name, value in named:
+            row = row.replace(name, value)
+        if process.role in roles:
+            found.append(row.split("."))
+    return found

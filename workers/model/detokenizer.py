@@ -29,16 +29,16 @@ def token_bytes(tokenizer: tokenizers.Tokenizer, control_ids: frozenset[int]) ->
     table = [b""] * (max(vocab.values()) + 1)
     byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
     alphabet = _byte_of_character()
+    # Both walk a name in C: a vocabulary has a hundred thousand names, and a frontend waits for it.
+    written, bytes_of = frozenset(alphabet), str.maketrans({c: chr(byte) for c, byte in alphabet.items()})
     for name, i in vocab.items():
         if i in control_ids:
             continue
         if i in added:
             table[i] = added[i].encode()
         elif byte_level:
-            if all(character in alphabet for character in name):
-                table[i] = bytes(alphabet[character] for character in name)
-            else:
-                table[i] = name.encode()
+            known = written.issuperset(name)
+            table[i] = name.translate(bytes_of).encode("latin-1") if known else name.encode()
         elif match := _BYTE_TOKEN.fullmatch(name):
             table[i] = bytes([int(match[1], 16)])
         else:
