@@ -131,6 +131,7 @@ class Publisher:
         item = _Outgoing(subject, payload, f"{self._prefix}.{number}", headers, done)
         self._pending[number] = item
         self._empty.clear()
+        # After a reconnect that `resend_all` has not seen, it would overtake older ones: it goes with them.
         if not self._held and self._nc.stats["reconnects"] == self._reconnects:
             self._send(item)
 
@@ -174,6 +175,7 @@ class Publisher:
                 self.resend_all()
             elif self._pending and self._nc.is_connected:
                 oldest = next(iter(self._pending.values()))
+                # All, not the overdue one alone, which newer ones would overtake; the stream drops second copies.
                 if oldest.sent_at < time.monotonic() - RESEND_AFTER_S:
                     self.resend_all()
 
@@ -189,6 +191,7 @@ class Publisher:
         try:
             ack = _decode_ack(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            # No stream's answer. The message stays pending, and `_watch` sends it again.
             return
         if ack.error is not None:
             if (
@@ -196,6 +199,7 @@ class Publisher:
             ):  # soon it is there, and we are told so; or not, and ours is taken
                 asyncio.get_running_loop().call_later(IN_PROCESS_S, self._again, number, item)
             elif ack.error.err_code != WRONG_LAST_SEQUENCE:
+                # A fact that nobody waits for is never given up: there is nobody to tell.
                 if item.done is None or ack.error.code >= 500:
                     self._held = True  # the stream is not able to just now; _watch sends it again
                     return

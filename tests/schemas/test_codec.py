@@ -78,6 +78,12 @@ def _struct(described: shape.StructType) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries(required, optional=optional).map(lambda fields: described.cls(**fields))
 
 
+@functools.cache
+def _texts(pattern: str) -> st.SearchStrategy[str]:
+    # One of each: a pattern takes longer to become a strategy than a message to be drawn.
+    return st.from_regex(pattern)
+
+
 def values(kind: shape.Type) -> st.SearchStrategy[Any]:
     """Any valid value of a field."""
     match kind:
@@ -93,7 +99,7 @@ def values(kind: shape.Type) -> st.SearchStrategy[Any]:
         case shape.FloatType():
             return st.floats(kind.ge, kind.le, allow_nan=False, allow_infinity=False)
         case shape.StrType(pattern=pattern) if pattern is not None:
-            return st.from_regex(pattern)
+            return _texts(pattern)
         case shape.StrType():
             return st.text(
                 st.characters(codec="utf-8"), min_size=kind.min_length or 0, max_size=kind.max_length or 40

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from halfmoon.cli.main import main
+
 KEYS = {
     "requests",
     "completed",
@@ -97,12 +99,16 @@ def test_experiments_are_the_same_again_and_what_is_missing_is_said(trace_file: 
         (["experiments", "nonsense"], "there is no nonsense"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], message: str, trace_file: Path) -> None:
+def test_bad_input_is_one_line(
+    words: list[str], message: str, trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with_trace = [] if "--trace" in words else ["--trace", str(trace_file)]
-    run = halfmoon(*words, *with_trace)
-    assert run.returncode == 1
-    assert message in run.stderr
-    assert run.stderr.count("\n") == 1
+    with pytest.raises(SystemExit) as end:
+        main([*words, *with_trace])
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
 
 
 def test_an_interrupted_simulation_marks_its_report(trace_file: Path, tmp_path: Path) -> None:

@@ -60,16 +60,17 @@ def test_the_whole_conversation_trace_takes_seconds(conversation: list[Arrival])
     assert report.effective_capacity > 0.98
 
 
+@pytest.mark.parametrize("requests", sizes(150, 300))
 @pytest.mark.parametrize("admission", get_args(AdmissionName))
 @pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_every_request_ends_under_every_policy(
-    conversation: list[Arrival], policy: PolicyName, admission: AdmissionName
+    conversation: list[Arrival], policy: PolicyName, admission: AdmissionName, requests: int
 ) -> None:
     outcomes: dict[str, Outcome] = {}
     chosen = Policy(name=policy, admission=admission, ttft_slo_ns=5 * S, tbt_slo_ns=20 * MS)
-    report = simulate(conversation[:300], TWO, chosen, LLAMA3_A800, outcomes=outcomes, seed=3)
-    assert report.requests == len(outcomes) == 300
-    assert report.completed + sum(report.rejected.values()) == 300
+    report = simulate(conversation[:requests], TWO, chosen, LLAMA3_A800, outcomes=outcomes, seed=3)
+    assert report.requests == len(outcomes) == requests
+    assert report.completed + sum(report.rejected.values()) == requests
     assert (sum(report.rejected.values()) > 0) == (admission != "none")
     for outcome in outcomes.values():
         if outcome.end == "finished":

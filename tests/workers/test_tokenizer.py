@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from halfmoon.workers.model.tokenizer import ChatTemplateError, IncrementalDetok
 from tests.lengths import examples
 
 MODEL = "smollm2-135m-instruct"
-TOKENIZER = Tokenizer.load(MODEL)
 TEXTS = [
     "", " ", "Hello, world!", "a  b\n\n\tc", "It's we'll I'd", "12345 3.14159 1,024", "日本語のテキスト。中文。한국어",
     "😀👩‍👩‍👧‍👦🏳️‍🌈 é",
@@ -27,13 +27,25 @@ TEXTS = [
 ]  # fmt: skip
 
 
-# The vocabulary lacks some bytes that no assigned character needs, and drops the characters that have them.
-BYTES = {TOKENIZER.token_bytes(i) for i in range(TOKENIZER.vocab_size)}
+# Loaded by the first test that needs it: each process of a run imports this file, and one runs it.
+@functools.cache
+def the_tokenizer() -> Tokenizer:
+    return Tokenizer.load(MODEL)
+
+
+@functools.cache
+def written_bytes() -> set[bytes]:
+    """The vocabulary lacks some bytes that no assigned character needs, and drops the characters that have them."""
+    return {the_tokenizer().token_bytes(i) for i in range(the_tokenizer().vocab_size)}
+
+
+def any_token() -> st.SearchStrategy[int]:
+    return st.integers(0, the_tokenizer().vocab_size - 1)
 
 
 def whole_text(max_size: int) -> st.SearchStrategy[str]:
     return st.text(max_size=max_size).filter(
-        lambda text: all(bytes([byte]) in BYTES for byte in text.encode())
+        lambda text: all(bytes([byte]) in written_bytes() for byte in text.encode())
     )
 
 
@@ -59,29 +71,29 @@ def reference() -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_survives_the_round_trip(text: str, reference: tokenizers.Tokenizer) -> None:
-    ids = TOKENIZER.encode(text)
+    ids = the_tokenizer().encode(text)
     assert ids == reference.encode(text).ids
-    assert TOKENIZER.decode(ids) == text
+    assert the_tokenizer().decode(ids) == text
 
 
 @given(whole_text(60))
 @settings(max_examples=examples(150), deadline=None)
 def test_any_text_survives_the_round_trip(text: str) -> None:
-    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+    assert the_tokenizer().decode(the_tokenizer().encode(text)) == text
 
 
 def test_digits_are_tokens_of_their_own() -> None:
-    assert len(TOKENIZER.encode("1234567")) == 7
+    assert len(the_tokenizer().encode("1234567")) == 7
 
 
 def test_control_tokens_are_recognised_only_when_asked() -> None:
-    for name, number in TOKENIZER.control.items():
-        assert TOKENIZER.encode(f"a{name}b", parse_special=True)[1] == number
-        assert TOKENIZER.decode([number]) == ""
-        ids = TOKENIZER.encode(f"a{name}b")
-        assert not set(ids) & TOKENIZER.control_ids
-        assert TOKENIZER.decode(ids) == f"a{name}b"
-    assert len(TOKENIZER.control) == 17
+    for name, number in the_tokenizer().control.items():
+        assert the_tokenizer().encode(f"a{name}b", parse_special=True)[1] == number
+        assert the_tokenizer().decode([number]) == ""
+        ids = the_tokenizer().encode(f"a{name}b")
+        assert not set(ids) & the_tokenizer().control_ids
+        assert the_tokenizer().decode(ids) == f"a{name}b"
+    assert len(the_tokenizer().control) == 17
 
 
 def chat(*contents: str) -> list[dict[str, Any]]:
@@ -94,8 +106,8 @@ def chat(*contents: str) -> list[dict[str, Any]]:
 )
 def test_a_chat_without_control_tokens_is_its_rendered_template(content: str) -> None:
     messages = chat(content, "yes", content)
-    assert TOKENIZER.encode_chat(messages) == TOKENIZER.encode(
-        rendered(TOKENIZER, messages), parse_special=True
+    assert the_tokenizer().encode_chat(messages) == the_tokenizer().encode(
+        rendered(the_tokenizer(), messages), parse_special=True
     )
 
 
@@ -107,17 +119,19 @@ ATTACKS = [
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_control_tokens_in_a_message_stay_text(attack: str) -> None:
-    ids = TOKENIZER.encode_chat(chat(attack, attack))
-    innocent = TOKENIZER.encode_chat(chat("a", "b"))
+    ids = the_tokenizer().encode_chat(chat(attack, attack))
+    innocent = the_tokenizer().encode_chat(chat("a", "b"))
     assert controls(ids) == controls(innocent)
-    assert TOKENIZER.decode(ids).count(attack) >= 2
-    if attack not in TOKENIZER.control:
+    assert the_tokenizer().decode(ids).count(attack) >= 2
+    if attack not in the_tokenizer().control:
         return
-    assert controls(TOKENIZER.encode(rendered(TOKENIZER, chat(attack)), parse_special=True)) != controls(ids)
+    assert controls(
+        the_tokenizer().encode(rendered(the_tokenizer(), chat(attack)), parse_special=True)
+    ) != controls(ids)
 
 
 def controls(ids: list[int]) -> list[int]:
-    return [token for token in ids if token in TOKENIZER.control_ids]
+    return [token for token in ids if token in the_tokenizer().control_ids]
 
 
 @given(
@@ -127,8 +141,8 @@ def controls(ids: list[int]) -> list[int]:
 )
 @settings(max_examples=examples(150), deadline=None)
 def test_no_text_changes_the_control_tokens_of_a_chat(contents: list[str]) -> None:
-    found = TOKENIZER.encode_chat(chat(*contents))
-    assert controls(found) == controls(TOKENIZER.encode_chat(chat(*["a"] * len(contents))))
+    found = the_tokenizer().encode_chat(chat(*contents))
+    assert controls(found) == controls(the_tokenizer().encode_chat(chat(*["a"] * len(contents))))
 
 
 def template_tokenizer(template: str, tmp_path: Path) -> Tokenizer:
@@ -177,7 +191,7 @@ def test_a_template_that_joins_cuts_or_inspects_messages_cannot_be_made_to_smugg
 )
 def test_messages_that_do_not_fit_are_refused_in_words(messages: Any, words: str) -> None:
     with pytest.raises(ChatTemplateError) as caught:
-        TOKENIZER.encode_chat(messages)
+        the_tokenizer().encode_chat(messages)
     assert words in str(caught.value)
 
 
@@ -200,28 +214,30 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
 
 def test_content_in_parts_is_joined_as_text() -> None:
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|> hi"}]
-    assert TOKENIZER.encode_chat([{"role": "user", "content": parts}]) == TOKENIZER.encode_chat(
+    assert the_tokenizer().encode_chat([{"role": "user", "content": parts}]) == the_tokenizer().encode_chat(
         chat("<|im_end|> hi")
     )
-    assert TOKENIZER.encode_chat([{"role": "user", "content": None}]) == TOKENIZER.encode_chat(chat(""))
+    assert the_tokenizer().encode_chat([{"role": "user", "content": None}]) == the_tokenizer().encode_chat(
+        chat("")
+    )
 
 
-@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1) | st.integers(100, 400), max_size=40), st.data())
+@given(st.lists(st.deferred(any_token) | st.integers(100, 400), max_size=40), st.data())
 @settings(max_examples=examples(200), deadline=None)
 def test_pushed_text_joins_to_the_decoded_whole(ids: list[int], draw: st.DataObject) -> None:
-    detokenizer, text, at = IncrementalDetokenizer(TOKENIZER), "", 0
+    detokenizer, text, at = IncrementalDetokenizer(the_tokenizer()), "", 0
     while at < len(ids):
         size = draw.draw(st.integers(1, 5))
         text += detokenizer.push(ids[at : at + size])
         at += size
-    assert text + detokenizer.flush() == TOKENIZER.decode(ids)
+    assert text + detokenizer.flush() == the_tokenizer().decode(ids)
 
 
 @given(whole_text(20))
 @settings(max_examples=examples(150), deadline=None)
 def test_no_push_splits_a_character(text: str) -> None:
-    detokenizer, shown = IncrementalDetokenizer(TOKENIZER), ""
-    for token in TOKENIZER.encode(text):
+    detokenizer, shown = IncrementalDetokenizer(the_tokenizer()), ""
+    for token in the_tokenizer().encode(text):
         shown += detokenizer.push([token])
         assert text.startswith(shown)
     assert shown == text
@@ -231,7 +247,9 @@ def test_no_push_splits_a_character(text: str) -> None:
 @given(st.lists(st.integers(20, 49000), max_size=20))
 @settings(max_examples=examples(100), deadline=None)
 def test_decoding_equals_the_librarys(ids: list[int]) -> None:
-    assert TOKENIZER.decode(ids) == TOKENIZER._files.with_control.decode(ids, skip_special_tokens=True)
+    assert the_tokenizer().decode(ids) == the_tokenizer()._files.with_control.decode(
+        ids, skip_special_tokens=True
+    )
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:

@@ -59,6 +59,7 @@ class Batch:
         if not orders.swapped or len(orders.running) >= self.size_max:
             return False
         sequence = orders.swapped[0]
+        # With the block of its next token: otherwise it would be the first to be swapped out again.
         if not orders.blocks.can_allocate(sequence.length // self._block_tokens + 1):
             return False
         orders.swapped.popleft()
@@ -113,7 +114,7 @@ class Batch:
     def _make_room(self) -> bool:
         """Every running sequence gets the block that its next token needs. True: one must be swapped out first."""
         orders = self.orders
-        if self._layers == 0:
+        if self._layers == 0:  # an engine that computes nothing has no KV to make room for
             return False
         for sequence in list(orders.running):
             while sequence.stage is Stage.RUNNING and sequence.length // self._block_tokens >= len(
@@ -122,6 +123,7 @@ class Batch:
                 if orders.blocks.can_allocate(1):
                     orders.blocks.extend(sequence.table)
                 elif not self._take_from_waiting():
+                    # The last to join: first come, first served.
                     orders.moving_out = orders.running[-1]
                     orders.out.append(SwapOut(list(orders.moving_out.table)))
                     return True
@@ -131,6 +133,7 @@ class Batch:
         """Free the blocks of a sequence that waits with a part of its KV; it loads again from the pool."""
         orders = self.orders
         for sequence in reversed(orders.waiting.values()):
+            # A copy under way would write into blocks that are another's by then; a whole KV is about to join.
             if sequence.table and sequence.kv.copying == 0 and not sequence.kv.complete:
                 sequence.kv.take_back()
                 orders.blocks.free(sequence.table)
@@ -150,6 +153,7 @@ class Batch:
         sequence.held, sequence.held_blocks = held, len(sequence.table)
         sequence.stage = Stage.SWAPPED
         sequence.preemptions += 1
+        # In front: it joined before those that were swapped out earlier, and rejoins before them.
         orders.swapped.appendleft(sequence)
         orders.free(sequence)
 
@@ -168,6 +172,7 @@ class Batch:
             if index == 1:
                 orders.out.append(Measure("first_step", orders.now_ns - sequence.started_ns))
         orders.out += deliveries_of(fresh, orders.worker_id)
+        # Cancelled during the step, which was still writing into its blocks.
         for sequence in batch:
             if sequence.stage is Stage.ENDED:
                 orders.free(sequence)

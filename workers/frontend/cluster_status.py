@@ -22,7 +22,7 @@ from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.log_health import LogHealth
 
 #: After the first answer the others have this long.
-GATHER_S = 0.05
+GATHER_S = 0.03
 ANSWER_S = 0.5
 CACHED_S = 0.25
 

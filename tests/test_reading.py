@@ -1,0 +1,108 @@
+"""What README, ARCHITECTURE and the pages name is there: files, folders, links, and the newcomer's way to the choice of
+a prefill worker.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from tests.test_tidy import FILES
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    str(path)
+    for path in FILES
+    if path.suffix == ".md" and path.parts[0] in ("ARCHITECTURE.md", "README.md", "SECURITY.md", "docs")
+)
+NAMED = re.compile(r"`([\w./-]+\.(?:py|md|toml|lock|sh|yaml|zst)|[\w/]+/)`")
+LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
+#: Files that a cluster writes or a user has.
+NOT_OURS = {"policy.toml", "halfmoon.toml"}
+FOLDERS = {parent for path in FILES for parent in path.parents}
+
+
+def is_there(name: str) -> bool:
+    """Whether a file or folder of ours has this name or path, or one that ends with it."""
+    parts = PurePosixPath(name).parts
+    return (ROOT / name).exists() or any(
+        path.parts[-len(parts) :] == parts for path in (FOLDERS if name.endswith("/") else FILES)
+    )
+
+
+def missing(page: str) -> list[str]:
+    """Names in a page's prose of files and folders that are not there. What is fenced is a user's."""
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.S | re.M)
+    return [name for name in NAMED.findall(prose) if name not in NOT_OURS and not is_there(name)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_a_page_names_and_links_to_are_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert missing(text) == []
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    links = [link for link in LINK.findall(prose) if not (ROOT / page).parent.joinpath(link).exists()]
+    assert links == []
+
+
+def test_a_file_that_is_gone_is_found() -> None:
+    assert missing("See `core/gone.py`, `gone/` and `core/machine.py`.") == ["core/gone.py", "gone/"]
+
+
+# --- the newcomer's way: from README to the line that chooses ------------------------------------------------
+
+
+@functools.cache
+def tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def defines(path: str, name: str) -> bool:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return any(isinstance(node, kinds) and node.name == name for node in ast.walk(tree(path)))
+
+
+def imports(path: str) -> set[str]:
+    """Names of the modules of its own folder that a file imports."""
+    package = "halfmoon." + ".".join(Path(path).parent.parts)
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+            found.add(str(node.module).removeprefix(f"{package}.") + ".py")
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
+            found |= {f"{alias.name}.py" for alias in node.names}
+    return found
+
+
+def reading_order() -> list[str]:
+    """The numbered steps of ARCHITECTURE."""
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    section = page.split("### Reading the code, in this order")[1].split("\n[docs/adding.md]")[0]
+    return [" ".join(step.split()) for step in re.split(r"^\d+\. ", section, flags=re.M)[1:]]
+
+
+def test_readme_names_the_function_where_the_choice_begins() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    begins = re.search(r"begins at `(\w+)` in `([\w/]+\.py)`", text)
+    assert begins is not None
+    assert defines(begins[2], begins[1])
+
+
+def test_one_reads_from_the_order_of_a_request_to_the_rule_that_chooses_by_names_alone() -> None:
+    """Each file of the step imports the next one, or one that was read before it does."""
+    (step,) = [step for step in reading_order() if step.startswith("How one request finds its workers")]
+    folder = re.search(r"in `([\w/]+)/`", step)
+    assert folder is not None
+    for name, function in re.findall(r"`(\w+\.py)` \(`(\w+)`\)", step):
+        assert defines(f"{folder[1]}/{name}", function), (name, function)
+    way = step.split("The formulas")[0]
+    read: list[str] = []
+    for name in re.findall(r"`(\w+\.py)`", way):
+        assert not read or any(name in imports(f"{folder[1]}/{before}") for before in read), name
+        read.append(name)
+    assert {"orders.py", "admission.py", "policies.py", "fetch_plan.py"} <= set(read)
+    assert defines(f"{folder[1]}/policies.py", "choose_prefill")
