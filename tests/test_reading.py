@@ -1,16 +1,19 @@
-"""What README, ARCHITECTURE and the pages name is there: files, folders, links, and the newcomer's way to the choice of
-a prefill worker.
+"""What README, ARCHITECTURE and the pages name is there: files, folders, links, commands, options, and the newcomer's
+way to the choice of a prefill worker.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
+import importlib
 import re
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+from halfmoon.cli.commands import COMMANDS
 from tests.test_tidy import FILES
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +54,46 @@ def test_the_files_that_a_page_names_and_links_to_are_there(page: str) -> None:
 
 def test_a_file_that_is_gone_is_found() -> None:
     assert missing("See `core/gone.py`, `gone/` and `core/machine.py`.") == ["core/gone.py", "gone/"]
+
+
+# --- commands as the pages write them ------------------------------------------------------------------------
+
+COMMAND_LINE = re.compile(r"(?:^\$ |^    |`|\| )halfmoon ([a-z]+)\b([^`\n#]*)", re.M)
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+MODULES = {command.name: command.module for command in COMMANDS}
+
+
+@functools.cache
+def options_of(command: str) -> set[str]:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(MODULES[command]).add(parser)
+    parsers, found = [parser], set[str]()
+    while parsers:
+        for action in parsers.pop()._actions:
+            found.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    return found
+
+
+def unknown(page: str) -> list[str]:
+    """Commands and options of ours that a page writes and the program does not have."""
+    found = []
+    for command, words in COMMAND_LINE.findall(page.replace("\\\n", " ")):
+        known = options_of(command) if command in MODULES else set()
+        found += [f"{command} {option}" for option in OPTION.findall(words) if option not in known]
+        found += [] if command in MODULES else [command]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_and_options_that_a_page_writes_exist(page: str) -> None:
+    assert unknown((ROOT / page).read_text()) == []
+
+
+def test_an_option_that_is_gone_is_found() -> None:
+    page = "\n$ halfmoon up --gone 3 --prefill 2\n\nand `halfmoon fly`\n"
+    assert unknown(page) == ["up --gone", "fly"]
 
 
 # --- the newcomer's way: from README to the line that chooses ------------------------------------------------
