@@ -17,6 +17,7 @@ A batch gives one answer a key: the error itself, not raised, where one key fail
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -213,7 +214,11 @@ class StoreClient:
             )
             try:
                 todo = [i for i in range(len(keys)) if i not in set(opened.present)]
-                await self._copy([(self._slot(opened.slots[i]), buffers[i]) for i in todo])
+                await self._copy(
+                    [(self._slot(opened.slots[i]), buffers[i]) for i in todo],
+                    into=[opened.slots[i] for i in todo],
+                    order_id=order_id,
+                )
                 await self._door.commit(order_id, first_block=0, blocks=len(keys))
             finally:
                 await self._door.release(order_id)
@@ -276,12 +281,15 @@ class StoreClient:
         layers = block.reshape(self._door.view.geometry.layers, -1)
         return block_sum(np.array([xxhash.xxh3_64_intdigest(layer.data) for layer in layers], np.uint64))
 
-    async def _copy(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """(to, from)."""
+    async def _copy(
+        self, pairs: Sequence[tuple[Array, Array]], *, into: Sequence[int] = (), order_id: str = ""
+    ) -> None:
+        """(to, from). `into`: the slots that are written, which are reserved for `order_id`."""
 
         def copy() -> None:
-            for to, source in pairs:
-                np.copyto(to, source)
+            for i, (to, source) in enumerate(pairs):
+                with self._door.view.writing(into[i], order_id) if into else contextlib.nullcontext():
+                    np.copyto(to, source)
 
         if sum(to.nbytes for to, _ in pairs) <= INLINE_BYTES:
             copy()

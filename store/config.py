@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,9 @@ class StoreConfig:
     #: not.
     kv_events: str = ""
     kv_events_replay: str = ""
+    #: They name every block and have no authentication, so both are on loopback or are no sockets of a network, unless
+    #: this says that whoever reaches them may read them.
+    kv_events_public: bool = False
     #: Address that the TCP data plane listens on; with several NICs all of theirs, separated by commas. Never
     #: all interfaces unless it says so.
     bind: str = "127.0.0.1"
@@ -105,6 +109,12 @@ class StoreConfig:
             raise ValueError(
                 "layout: a block has no bytes, so there is nothing to store: run without a store agent"
             )
+        for name in ("kv_events", "kv_events_replay"):
+            address = getattr(self, name)
+            if not self.kv_events_public and not is_local(address):
+                raise ValueError(
+                    f"{name}: {address} asks for no key: --kv-events-public where other hosts may read it"
+                )
         if not self.cluster_secret:
             raise ValueError("cluster_secret: must not be empty")
         if self.slot_count < 1:
@@ -189,3 +199,15 @@ class StoreConfig:
             stop_s=self.ssd_stop_s,
             threads=self.ssd_threads,
         )
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host reaches a ZMQ address; "" is none."""
+    transport, _, place = address.partition("://")
+    host = place.rpartition(":")[0].strip("[]")
+    if not address or transport in ("ipc", "inproc") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -95,6 +95,11 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--kv-events-replay", default="", metavar="ADDRESS", help="answer who asks for past ones"
     )
     group.add_argument(
+        "--kv-events-public",
+        action="store_true",
+        help="let KV events, which ask for no key, be read from other hosts",
+    )
+    group.add_argument(
         "--quota", action="append", default=[], metavar="TENANT=BYTES", help="of a pool; repeatable"
     )
     group.add_argument(

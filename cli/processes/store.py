@@ -43,6 +43,7 @@ async def run(args: argparse.Namespace) -> int:
         eviction=args.eviction,
         kv_events=args.kv_events,
         kv_events_replay=args.kv_events_replay,
+        kv_events_public=args.kv_events_public,
         ssd_path=_ssd_path(args),
         ssd_bytes=args.ssd_bytes,
         ssd_hits_min=args.ssd_hits,

@@ -27,6 +27,7 @@ from halfmoon.store.agent.release import sweep
 from halfmoon.store.agent.replicas import Replicator
 from halfmoon.store.agent.serve import serve_all
 from halfmoon.store.config import StoreConfig
+from halfmoon.store.pool.fence import SegmentFence
 from halfmoon.store.pool.segment import Segment, segment_name
 
 
@@ -51,6 +52,7 @@ class StoreAgent:
         context, config = self.context, self.context.config
         name = segment_name(config.cluster, config.node_id)
         context.segment = await asyncio.to_thread(Segment.create, name, config.geometry)
+        context.guard.fence_by(SegmentFence(context.view))
         try:
             # The kernel clears the pages now, and not under the first transfer.
             await asyncio.to_thread(context.view.touch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from halfmoon.store.pool.idle_queues import IdleQueues
@@ -35,6 +35,7 @@ def check_slots(
     writers: Mapping[Any, Writer],
     free_slots: Sequence[int],
     queues: IdleQueues,
+    lingering: Set[int],
 ) -> None:
     """Raises AssertionError with the values in it."""
     holders = [0] * len(slots)
@@ -64,7 +65,8 @@ def check_slots(
         elif state is SlotState.RESERVED:
             assert held, (number, slot)
         else:
-            assert written > held == 0, (number, slot)
+            assert held == 0, (number, slot)
+            assert (number in lingering) == (written == 0), (number, slot)
     assert len(queues) == len(idle), "an idle slot is in two orders"
     for number in idle:
         assert number in queues, ("in the order of idle slots and not idle", number)

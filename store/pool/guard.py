@@ -17,6 +17,7 @@ import xxhash
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.store.errors import OrderUnknown
 from halfmoon.store.pool.eviction import EvictionName, make_eviction
+from halfmoon.store.pool.fence import Fence
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.slots import Change, Counts, Hold, Idle, Owner
 
@@ -24,6 +25,8 @@ WORKER = "worker"
 #: The holder of a hold that is ended from outside hears of it by another way (the bus), a moment later. Until then it
 #: may copy from the slots, and bytes of another order there would become wrong KV: so they are not given away.
 READER_GRACE_NS = 5 * SECOND_NS
+#: After a longer pause between two sweeps this process stood still (stopped, or its machine was): no time passed.
+STOOD_NS_MIN = 2 * SECOND_NS
 
 
 def peer_writer(node_id: str) -> str:
@@ -49,6 +52,11 @@ class PoolGuard:
         self._announce = announce
         self._gone: dict[Owner, int] = {}
         self._receiving: Counter[Owner] = Counter()
+        self._swept_ns = time.monotonic_ns()
+
+    def fence_by(self, fence: Fence) -> None:
+        """The pool's slots have memory from now on: `fence` keeps late writers out of it."""
+        self._pool.fence = fence
 
     def _expiry(self) -> int:
         return time.monotonic_ns() + self._ttl_ns
@@ -246,6 +254,11 @@ class PoolGuard:
     def sweep(self) -> list[Owner]:
         """Collects what has expired; the owners of the holds."""
         now_ns = time.monotonic_ns()
+        stood_ns, self._swept_ns = now_ns - self._swept_ns, now_ns
+        if stood_ns > STOOD_NS_MIN:
+            # Nobody could renew anything, and a thread of ours may be in the middle of a copy into a slot.
+            with self._lock:
+                self._pool.postpone(stood_ns)
         for owner in [owner for owner, until_ns in self._gone.items() if until_ns <= now_ns]:
             del self._gone[owner]
         with self._lock:

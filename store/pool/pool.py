@@ -8,6 +8,8 @@ A slot is in one of four states::
 
 Rules.
 
+- A slot is given away only when nobody copies into it any more: `fence`. A condemned slot may have to wait for that.
+
 - A put has two phases. Reserved slots belong to their holders alone; a key is found only after `commit`.
 - A *hold* is what one party of one order has: reserved slots, and leases on committed ones. It expires.
   Leased blocks are never evicted. Looking whether a key exists (`probe`) changes nothing.
@@ -37,6 +39,7 @@ from halfmoon.store.errors import (
 )
 from halfmoon.store.pool import audit
 from halfmoon.store.pool.eviction import Eviction, LeastRecentlyUsed
+from halfmoon.store.pool.fence import Fence, NoFence
 from halfmoon.store.pool.idle_queues import IdleQueues
 from halfmoon.store.pool.slots import Change, Counts, Hold, Idle, Owner, Slot, SlotState, Writer
 
@@ -67,6 +70,10 @@ class Pool:
         self._used: Counter[str] = Counter()
         self._pinned: set[int] = set()
         self._changes: list[Change] = []
+        #: Set by whoever has the memory of the slots.
+        self.fence: Fence = NoFence()
+        #: Condemned slots without a writer, into which a copy is still under way.
+        self._lingering: set[int] = set()
 
     # --- put ------------------------------------------------------------------------------------------------
 
@@ -109,6 +116,7 @@ class Pool:
                     SlotState.RESERVED, keys[i] if i < len(keys) else b"", holders=1, tenant=tenant
                 )
                 self._used[tenant] += 1
+                self.fence.admit(slot, owner.order_id)
             taken.append(slot)
         self.holds[owner] = Hold(
             taken, [*keys, *([b""] * (blocks - len(keys)))], expires_ns, present, tenant=tenant
@@ -146,6 +154,8 @@ class Pool:
                 # else, or one key would have two slots.
                 slot.key = b""
                 continue
+            # Others may read it from now on, so nobody writes.
+            self.fence.withdraw(hold.slots[i])
             slot.state = SlotState.COMMITTED
             slot.checksum = checksums[i]
             self._by_key[slot.key] = hold.slots[i]
@@ -351,7 +361,16 @@ class Pool:
             self.close_writer(owner, name)
         for number in [number for number in self._pinned if self.slots[number].pinned_until_ns <= now_ns]:
             self._unpin(number)
+        for number in sorted(self._lingering):
+            self._settle(number)
         return expired
+
+    def postpone(self, by_ns: int) -> None:
+        """Every hold, and every writer's deadline, ends so much later."""
+        for hold in self.holds.values():
+            hold.expires_ns += by_ns
+        for writer in self.writers.values():
+            writer.deadline_ns += by_ns
 
     def take_changes(self) -> list[Change]:
         """Blocks that became readable or were evicted since the last call, in order."""
@@ -369,7 +388,7 @@ class Pool:
         """The invariant: every slot is accounted for exactly once. Raises AssertionError with the values in
         it.
         """
-        audit.check_slots(self.slots, self.holds, self.writers, self._free, self._idle)
+        audit.check_slots(self.slots, self.holds, self.writers, self._free, self._idle, self._lingering)
         free, committed = SlotState.FREE, SlotState.COMMITTED
         used = Counter([slot.tenant for slot in self.slots if slot.state is not free])
         assert used == +self._used, (used, self._used)
@@ -420,11 +439,16 @@ class Pool:
                 self._idle.add(
                     number, slot.key, pinned=number in self._pinned, spare=slot.spare and not slot.hits
                 )
-        elif slot.writers:
-            # A write may still arrive: given to another order, the slot would take bytes of this one.
-            slot.state, slot.key = SlotState.CONDEMNED, b""
         elif slot.state is not SlotState.FREE:
-            self._free_slot(number)
+            # A write may still arrive: given to another order, the slot would take bytes of this one.
+            unwritten = self.fence.withdraw(number)
+            self._lingering.discard(number)
+            if unwritten and not slot.writers:
+                self._free_slot(number)
+                return
+            slot.state, slot.key = SlotState.CONDEMNED, b""
+            if not slot.writers:
+                self._lingering.add(number)
 
     def _take_free(self) -> int:
         if not self._free:

@@ -1,6 +1,6 @@
-"""The node's shared memory segment: `[slots, layers, layer_block_bytes]` bytes, and behind them a table of
-checksums
-`[slots, layers]` (u64), both mapped by the agent, by the node's workers, and by peers on the same host.
+"""The node's shared memory segment: `[slots, layers, layer_block_bytes]` bytes, behind them a table of checksums
+`[slots, layers]` (u64) and one of marks `[slots]` (u64), all mapped by the agent, by the node's workers, and by peers
+on the same host. A mark says which order may write into the slot (`halfmoon.store.pool.fence`).
 
 It is a file in /dev/shm, `halfmoon-<cluster>-<node_id>`, mode 0600. Its creator holds a flock on it while it
 lives, so that anybody can tell a stale one: the kernel drops the lock of a process that dies, however it
@@ -20,16 +20,25 @@ import hashlib
 import mmap
 import os
 import stat
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from halfmoon.schemas.policy import Layout
+from halfmoon.store.errors import OrderUnknown
 
 SHM = Path("/dev/shm")  # noqa: S108 (made nameless and for its owner only, opened without following links)
 PAGE_BYTES = 4096
+#: Locks of an opening of a file, not of a process: fcntl(2). `struct flock`: type, whence, start, length, pid.
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+_FLOCK = "hhqqi4x"
 
 
 class SegmentError(Exception):
@@ -57,17 +66,21 @@ class Geometry:
         return -(-self.slots * self.block_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
-    def file_bytes(self) -> int:
+    def marks_offset(self) -> int:
         return self.table_offset + self.slots * self.layers * 8
+
+    @property
+    def file_bytes(self) -> int:
+        return self.marks_offset + self.slots * 8
 
 
 class PoolView:
     """A mapping of a node's pool.
 
     `blocks`: u8 `[slots, layers, layer_block_bytes]`; `sums`: u64 `[slots, layers]`, the xxh3_64 of every layer of
-    every committed block, written by the agent. Valid until `close`, or until the agent restarts (see
-    `alive`); a view that was handed out keeps its memory alive, so that a late reader sees old bytes and
-    never a fault.
+    every committed block, and `marks`: u64 `[slots]`, both written by the agent.
+    Valid until `close`, or until the agent restarts (see `alive`); a view that was handed out keeps its memory alive,
+    so that a late reader sees old bytes and never a fault.
     """
 
     def __init__(self, name: str, geometry: Geometry, fd: int, memory: mmap.mmap) -> None:
@@ -75,6 +88,9 @@ class PoolView:
         self.geometry = geometry
         self._fd = fd
         self._memory = memory
+        #: Copies under way by slot: all of a process's share one lock.
+        self._writing: Counter[int] = Counter()
+        self._lock = threading.Lock()
         self._map()
 
     def _map(self) -> None:
@@ -84,6 +100,7 @@ class PoolView:
         self.blocks: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, size).reshape(shape)
         table = np.frombuffer(self._memory, np.uint64, at.slots * at.layers, at.table_offset)
         self.sums: npt.NDArray[np.uint64] = table.reshape(at.slots, at.layers)
+        self.marks: npt.NDArray[np.uint64] = np.frombuffer(self._memory, np.uint64, at.slots, at.marks_offset)
 
     @classmethod
     def attach(cls, name: str, geometry: Geometry) -> PoolView:
@@ -131,6 +148,33 @@ class PoolView:
         block: npt.NDArray[np.uint8] = self.blocks[slot, layer]
         return block
 
+    @contextlib.contextmanager
+    def writing(self, slot: int, order_id: str) -> Iterator[None]:
+        """Within, bytes of the order may be copied into the slot. Keep it short: until then nobody else gets the slot.
+
+        Raises OrderUnknown: the slot is not the order's any more, however long ago this process was told that it is.
+        """
+        with self._lock:
+            self._writing[slot] += 1
+            if self._writing[slot] == 1:
+                _lock_byte(self._fd, slot, fcntl.F_RDLCK)
+        try:
+            if int(self.marks[slot]) != order_mark(order_id):
+                raise OrderUnknown(f"slot {slot} is not order {order_id}'s any more")
+            yield
+        finally:
+            with self._lock:
+                self._writing[slot] -= 1
+                if not self._writing[slot]:
+                    del self._writing[slot]
+                    _lock_byte(self._fd, slot, fcntl.F_UNLCK)
+
+    def written_by_others(self, slot: int) -> bool:
+        """True: through another mapping a copy into the slot is under way (`writing`)."""
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
+        answer = fcntl.fcntl(self._fd, _F_OFD_GETLK, asked)
+        return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+
     def alive(self) -> bool:
         """True: the agent that made the segment still lives."""
         return self._fd >= 0 and _locked(self._fd)
@@ -143,6 +187,7 @@ class PoolView:
         )
         self.blocks = np.empty((0, empty.layers, empty.layer_block_bytes), np.uint8)
         self.sums = np.empty((0, empty.layers), np.uint64)
+        self.marks = np.empty(0, np.uint64)
 
     def _drop(self) -> None:
         if self._fd >= 0:
@@ -252,6 +297,16 @@ def _open_own(path: Path) -> int:
         os.close(fd)
         raise PermissionError(errno.EPERM, "it is no plain file of this user")
     return fd
+
+
+def order_mark(order_id: str) -> int:
+    """The mark of a slot that the order may write into; never 0."""
+    return xxhash.xxh3_64_intdigest(order_id.encode()) or 1
+
+
+def _lock_byte(fd: int, at: int, kind: int) -> None:
+    if fd >= 0:  # closed: the kernel has dropped the lock
+        fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, at, 1, 0))
 
 
 def _locked(fd: int) -> bool:

@@ -1,9 +1,10 @@
 """The same-host transport: maps the peer's segment and copies, once. No system call a copy, no message to the
 peer.
 
-The peer cannot check a write, so that its rules are kept here: no byte after the deadline, nothing to a peer
-that is dead (its lock on the segment is gone). A copy of up to 256 KiB (some 20 µs) is made at once on the
-event loop, anything longer in a thread; numpy lets go of the interpreter lock while it copies.
+The peer cannot check a write, so that its rules are kept here: no byte after the deadline, none into a slot that is
+not the order's any more, nothing to a peer that is dead (its lock on the segment is gone). A copy of up to 256 KiB
+(some 20 µs) is made at once on the event loop, anything longer in a thread; numpy lets go of the interpreter lock while
+it copies.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ class ShmTransport:
                 if reading:
                     np.copyto(mine[item.local_slot, run], theirs[item.remote_slot, run])
                 else:
-                    np.copyto(theirs[item.remote_slot, run], mine[item.local_slot, run])
+                    with remote.writing(item.remote_slot, call.order_id):
+                        np.copyto(theirs[item.remote_slot, run], mine[item.local_slot, run])
             if call.verify and reading:
                 self._verify(remote, item)
         if not remote.alive():

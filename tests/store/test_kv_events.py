@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
-from store_harness import cluster, until
+from store_harness import cluster, layout, until
 
 from halfmoon.store.client import StoreClient, key_of
+from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import TransferError
 
 BLOCK = 4 * 8192
@@ -107,3 +108,25 @@ def test_a_subscriber_knows_what_the_node_holds_and_a_late_one_asks_for_the_rest
                 await here.agent("n2", kv_events=events_at)
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "tcp://10.1.2.3:5557", "tcp://eth0:5557"],
+)
+def test_kv_events_ask_for_no_key_and_so_are_read_on_this_host_only_unless_told_otherwise(
+    address: str,
+) -> None:
+    for field in ("kv_events", "kv_events_replay"):
+        fields: dict[str, Any] = {"node_id": "n1", "layout": layout(), "slots": 3, "cluster_secret": "s"}
+        with pytest.raises(ValueError, match=f"^{field}: "):
+            StoreConfig(**fields, **{field: address})
+        StoreConfig(**fields, **{field: address}, kv_events_public=True)
+        for local in (
+            "",
+            "ipc:///run/events",
+            "tcp://127.0.0.1:5557",
+            "tcp://[::1]:5557",
+            "tcp://localhost:5557",
+        ):
+            StoreConfig(**fields, **{field: local})

@@ -23,6 +23,7 @@ from halfmoon.store.agent.open_transports import OPENERS, TransportSite
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import HolderUnreachable
 from halfmoon.store.pool.checksums import block_sum, layer_sums
+from halfmoon.store.pool.fence import SegmentFence
 from halfmoon.store.pool.guard import PoolGuard, peer_writer
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Geometry, Segment, host_id, segment_name
@@ -65,6 +66,7 @@ class Side:
         self.guard = PoolGuard(Pool(slots), ttl_ns=60 * 10**9, grace_ns=10**9, announce=lambda changes: None)
         self.segment = Segment.create(segment_name(self.config.cluster, node_id), self.config.geometry)
         self.view = self.segment.view
+        self.guard.fence_by(SegmentFence(self.view))
         self.executor = ThreadPoolExecutor(2)
         self.others: dict[str, Side] = {}
         self.site = TransportSite(

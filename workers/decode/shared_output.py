@@ -45,7 +45,8 @@ async def share_output(
                 for index, slot in enumerate(put.slots):
                     if index not in put.present:
                         for layer in range(layout.layers):
-                            cache.read_block(layer, table[known + index], pool.layer_block(slot, layer))
+                            with pool.writing(slot, order_id):
+                                cache.read_block(layer, table[known + index], pool.layer_block(slot, layer))
 
             await on_thread(copy)
             await store.commit(order_id, first_block=0, blocks=len(put.slots))

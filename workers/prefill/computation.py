@@ -55,7 +55,8 @@ class PromptComputation:
     def run(self, table: list[int]) -> object:
         """On the compute thread: the logits of the last token. `table`: the engine's blocks, by prompt block.
 
-        Raises LayersMissing when cached layers do not come, OrderAborted when it was stopped.
+        Raises LayersMissing when cached layers do not come, OrderAborted when it was stopped, OrderUnknown when its
+        slots were given away meanwhile.
         """
         prompt, block_tokens = self._prompt, self._layout.block_tokens
         loader = before_layer = None
@@ -114,8 +115,10 @@ class PromptComputation:
         def store(layer: int) -> None:
             for block in blocks:
                 if block not in self._present:
-                    slot = self._pool.layer_block(self._prompt.slots[block], layer)
-                    self._engine.cache.read_block(layer, table[block], slot)
+                    number = self._prompt.slots[block]
+                    with self._pool.writing(number, self.order_id):
+                        slot = self._pool.layer_block(number, layer)
+                        self._engine.cache.read_block(layer, table[block], slot)
             self._tell(
                 LayerStored(
                     at_ns=time.monotonic_ns(),

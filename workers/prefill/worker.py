@@ -22,7 +22,7 @@ from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, 
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.kv import KvLoaded, PrefillResult
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.store.errors import StoreError, StoreFull
+from halfmoon.store.errors import OrderUnknown, StoreError, StoreFull
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
@@ -308,7 +308,7 @@ class PrefillWorker(Worker):
             event = PromptComputed(
                 at_ns=time.monotonic_ns(), order_id=order_id, finished_at_ns=finished_at_ns
             )
-        except LayersMissing as problem:
+        except (LayersMissing, OrderUnknown) as problem:
             event = LoadFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
         except OrderAborted:
             event = ComputingStopped(at_ns=time.monotonic_ns(), order_id=order_id)
