@@ -13,6 +13,7 @@ import msgspec
 from halfmoon.cli.options import OptionInvalid, read_option_file
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.types import ExactNumerics
 from halfmoon.workers.model.files import ModelConfig, load_config, model_fingerprint
 
 NULL_CONTEXT_TOKENS = 131_072
@@ -136,17 +137,22 @@ def measure_profile(engine: Any, layout: Layout) -> CostProfile:
     return measured_profile(engine)
 
 
-def numerics_warning(engine: Any, layout: Layout) -> str:
-    """One line that says what does not hold of exact numerics on this CPU; "" where all holds, or none is claimed."""
+def exact_numerics(engine: Any, layout: Layout) -> tuple[ExactNumerics, str]:
+    """Whether exact numerics hold on this CPU, and one line that says what does not.
+
+    ("", "") where none are claimed, or the cache is too small to try.
+    """
     if layout.layers == 0 or layout.numerics != "exact":
-        return ""
+        return "", ""
     from halfmoon.workers.model.self_test import known_differing_ways
     from halfmoon.workers.profiler import profile_key
 
     differing = known_differing_ways(engine, profile_key(engine))
+    if differing is None:
+        return "", ""
     if not differing:
-        return ""
-    return (
+        return "held", ""
+    return "not_held", (
         f"warning: {' and '.join(differing)} gave other bits than a request alone and cold: "
         f"--numerics exact is not to be trusted on this CPU"
     )
@@ -157,7 +163,7 @@ __all__ = [
     "build_engine",
     "context_tokens_max",
     "device_of",
+    "exact_numerics",
     "layout_of",
     "measure_profile",
-    "numerics_warning",
 ]

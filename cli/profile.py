@@ -28,10 +28,15 @@ async def run(args: argparse.Namespace) -> int:
     layout = models.layout_of(args)
     engine = models.build_engine(args, layout, kv_blocks=layout.blocks(models.context_tokens_max(args)))
     profile = measure(engine, budget_s=args.budget_s)
-    warning = models.numerics_warning(engine, layout)
+    held, warning = models.exact_numerics(engine, layout)
     fields = msgspec.structs.asdict(profile)
     if args.json:
-        described = {"model": layout.model, "dtype": layout.dtype, "numerics_warning": warning}
+        described = {
+            "model": layout.model,
+            "dtype": layout.dtype,
+            "exact_numerics": held,
+            "numerics_warning": warning,
+        }
         print(orjson.dumps({**described, **fields}).decode())
         return 0
     print(f"{layout.model}, {layout.dtype}, {layout.numerics} numerics, {args.threads} thread(s)")
@@ -43,7 +48,7 @@ async def run(args: argparse.Namespace) -> int:
         f"  decode step: {profile.decode_base_ns / 1e6:.2f} ms + {profile.decode_per_sequence_ns / 1e6:.3f} ms·batch"
         f" + {profile.decode_per_context_token_ps / 1e9:.3e} ms·context tokens"
     )
-    if layout.numerics == "exact":
+    if held:
         print(
             f"  {warning or 'exact numerics hold: again, from a cache and in a batch the same bits as alone'}"
         )

@@ -18,6 +18,7 @@ from halfmoon.schemas.types import (
     Blocks,
     Bytes,
     Count,
+    ExactNumerics,
     Id,
     Message,
     Ns,
@@ -86,6 +87,8 @@ class WorkerJoined(Message, frozen=True):
     context_tokens_max: Tokens
     batch_max: Annotated[int, Meta(ge=1, le=1_000_000)]
     profile: CostProfile
+    #: Whether exact numerics hold on its CPU, by its own test; "", as in older logs: it did not try, or claims none.
+    exact_numerics: ExactNumerics = ""
 
 
 class WorkerHeartbeat(Message, frozen=True):

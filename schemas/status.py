@@ -8,7 +8,7 @@ import msgspec
 
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import MemberRole
-from halfmoon.schemas.types import Blocks, Count, Id, Message, Ns, Part, Seq, Tokens
+from halfmoon.schemas.types import Blocks, Count, ExactNumerics, Id, Message, Ns, Part, Seq, Tokens
 
 
 class StatusRequest(Message, frozen=True):
@@ -34,6 +34,8 @@ class NodeStatus(Part, frozen=True):
     #: Reserved by the conductor: orders, and (prefill) the predicted time until the queue is empty.
     orders: Count = 0
     queue_ns: Ns = 0
+    #: Workers: whether exact numerics hold on its CPU; "": not known, or not claimed.
+    exact_numerics: ExactNumerics = ""
 
 
 class RequestCounts(Part, frozen=True):

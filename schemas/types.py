@@ -6,7 +6,7 @@ typed so that the decoder refuses it; nothing is validated twice.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,8 @@ INT_MAX = 2**63 - 1
 #: Name of a process, node, request or order: one token of a NATS subject.
 Id = Annotated[str, Meta(pattern=ID_PATTERN, description="letters, digits, - and _; at most 80")]
 Text = Annotated[str, Meta(max_length=512)]
+#: Whether exact numerics hold on a worker's CPU, by its own test; "": not tried, not told, or not claimed.
+ExactNumerics = Literal["", "held", "not_held"]
 Ns = Annotated[int, Meta(ge=0, le=INT_MAX, description="nanoseconds")]
 Bytes = Annotated[int, Meta(ge=0, le=INT_MAX, description="bytes")]
 Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="tokens")]

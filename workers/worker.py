@@ -23,7 +23,7 @@ from halfmoon.schemas.events import WorkerDraining, WorkerHeartbeat, WorkerJoine
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
-from halfmoon.schemas.types import Message
+from halfmoon.schemas.types import ExactNumerics, Message
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
@@ -51,6 +51,8 @@ class WorkerConfig:
     prepared_max: int = 3
     #: Tokens of one prefill chunk in fast numerics; exact numerics take one block at a time.
     chunk_tokens: int = 1024
+    #: Whether exact numerics hold on this CPU; "": not tried, or not claimed.
+    exact_numerics: ExactNumerics = ""
 
 
 class Worker(ABC):
@@ -129,6 +131,7 @@ class Worker(ABC):
                 context_tokens_max=config.context_tokens_max,
                 batch_max=config.batch_max,
                 profile=config.profile,
+                exact_numerics=config.exact_numerics,
             ),
             source_id=config.worker_id,
         )

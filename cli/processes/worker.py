@@ -50,7 +50,8 @@ async def run(args: argparse.Namespace) -> int:
     engine = models.build_engine(args, layout, kv_blocks=kv_blocks)
     loaded = loop.time()
     profile = models.measure_profile(engine, layout)
-    if warning := models.numerics_warning(engine, layout):
+    held, warning = models.exact_numerics(engine, layout)
+    if warning:
         say(f"{role} worker {worker_id}: {warning}")
     took = f"loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s"
     say(f"{role} worker {worker_id}: {took}")
@@ -79,6 +80,7 @@ async def run(args: argparse.Namespace) -> int:
             batch_max=args.batch_max if layout.layers else 1024,
             stream_layers=not args.no_stream_layers,
             chunk_tokens=args.chunk_tokens,
+            exact_numerics=held,
         ),
     )
     worker.tracing = tracing

@@ -80,6 +80,7 @@ def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
         layer_block_bytes=layout.layer_block_bytes,
+        exact_numerics=event.exact_numerics,
     )
 
 

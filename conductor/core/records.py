@@ -16,6 +16,7 @@ from halfmoon.schemas.decisions import Prediction
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.types import ExactNumerics
 
 #: The halves of a request's work. Every order has both, whatever roles there are.
 Half = Literal["prefill", "decode"]
@@ -67,6 +68,8 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     stray_ns: dict[str, int] = {}
     #: Orders whose prefill has ended and whose KV or first token it lacks, by its last heartbeat: since when.
     lacking_ns: dict[str, int] = {}
+    #: As joined, for people.
+    exact_numerics: ExactNumerics = ""
 
 
 class StoreRecord(msgspec.Struct, kw_only=True):

@@ -68,6 +68,7 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 kv_total=worker.kv_blocks,
                 orders=len(worker.orders),
                 queue_ns=waiting_ns(worker, state.at_ns),
+                exact_numerics=worker.exact_numerics,
             )
         )
     for node_id, store in sorted(state.stores.items()):

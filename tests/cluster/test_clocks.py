@@ -133,7 +133,7 @@ async def test_all_clocks_are_set_by_hours_under_requests(cluster: Cluster, cloc
     assert not kinds & {"WorkerLeft", "StoreLeft", "FrontendLeft", "PrefillFailed", "DecodeFailed"}
 
 
-@pytest.mark.parametrize(("names", "serves"), STOPPED, ids=lambda value: "+".join(value) if value else "")
+@pytest.mark.parametrize(("names", "serves"), STOPPED, ids=["+".join(names) for names, _ in STOPPED])
 async def test_processes_that_stand_still_for_a_minute_go_on(
     cluster: Cluster, names: tuple[str, ...], serves: bool
 ) -> None:

@@ -19,6 +19,7 @@ from halfmoon.conductor.replay.histories import RequestHistories
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.view import recent_window, request_tracker, service
 from halfmoon.conductor.view.service import ViewService
+from halfmoon.conductor.view.status import node_statuses
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.events import (
@@ -96,6 +97,15 @@ class Watched:
 
     def view(self, after_seq: int = 0) -> ClusterView:
         return self.viewing.view(ViewRequest(conductor_id="c1", after_seq=after_seq))
+
+
+def test_what_a_worker_found_of_its_cpu_is_shown_and_nothing_where_it_did_not_say() -> None:
+    watched = Watched()
+    watched.see(decode(1, exact_numerics="not_held"), prefill(1, exact_numerics="held"))
+    found = {node.id: node.exact_numerics for node in node_statuses(watched.core.state)}
+    found = {name: said for name, said in found.items() if name in ("p0", "p1", "d0", "d1")}
+    assert found == {"p0": "", "p1": "held", "d0": "", "d1": "not_held"}
+    assert node_statuses(Core.restore(watched.core.snapshot()).state) == node_statuses(watched.core.state)
 
 
 def test_a_request_moves_through_its_stages() -> None:

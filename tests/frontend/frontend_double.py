@@ -34,6 +34,7 @@ from halfmoon.schemas.tokens import (
     Timing,
     TokensSampled,
 )
+from halfmoon.schemas.types import ExactNumerics
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
 from halfmoon.workers.model.tokenizer import Tokenizer
@@ -68,6 +69,7 @@ class Double:
         self.resend: Callable[[ResendRequest], ResendReply] = lambda _: ResendReply(known=False)
         self.resend_requests: list[ResendRequest] = []
         self.ready = True
+        self.exact_numerics: ExactNumerics = ""
         self.request_tokens_max = 0
         self.failures: list[BaseException] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,7 +110,14 @@ class Double:
     def _on_status(self, _: StatusRequest) -> ConductorStatus:
         nodes = [
             NodeStatus(id="p1", role="prefill", state="ready", node_id="n1", kv_used=1, kv_total=8),
-            NodeStatus(id="d1", role="decode", state="ready", node_id="n2", running=2),
+            NodeStatus(
+                id="d1",
+                role="decode",
+                state="ready",
+                node_id="n2",
+                running=2,
+                exact_numerics=self.exact_numerics,
+            ),
             NodeStatus(id=self.frontend_id, role="frontend", state="ready"),
         ]
         return ConductorStatus(

@@ -12,6 +12,7 @@ import pytest
 from frontend_double import ANSWER, MODEL
 from prometheus_client.parser import text_string_to_metric_families
 
+from halfmoon.cli.status import describe
 from halfmoon.schemas.events import RequestArrived
 
 CHAT = [
@@ -106,6 +107,20 @@ def test_openais_client_raises_its_own_errors(run: Any) -> None:
         await in_thread(lambda: work(cluster.url))
 
     run(scenario, api_keys={"k1": ""})
+
+
+def test_a_cpu_on_which_exact_numerics_do_not_hold_is_told(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.exact_numerics = "not_held"
+        async with asyncio.timeout(10):
+            while len(version := json.loads((await cluster.http_get("/version"))[2])) == 1:
+                await asyncio.sleep(0.05)
+        assert version["exact_numerics_not_held"] == ["d1"]
+        told = json.loads((await cluster.http_get("/status"))[2])
+        assert [node["exact_numerics"] for node in told["nodes"]] == ["", "not_held", ""]
+        assert "\nexact numerics: not held on the CPU of d1\n" in describe(told)
+
+    run(scenario)
 
 
 def test_what_operators_look_at(run: Any) -> None:

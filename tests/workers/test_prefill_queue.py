@@ -15,6 +15,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas import subjects
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import CancelOrder, StartPrefill
+from halfmoon.schemas.events import WorkerJoined
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import KvMessage, PrefillResult
 from halfmoon.schemas.policy import Layout
@@ -73,6 +74,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         profile=CostProfile(),
         kv_blocks=64,
         context_tokens_max=8192,
+        exact_numerics="not_held",
     )
     worker = PrefillWorker(bus, engine, None, config)
     made = Bench(bus, worker)
@@ -118,3 +120,11 @@ async def test_the_first_of_the_queue_is_cancelled_while_it_waits_for_its_tokens
     assert bench.results == ["2-0"]
     assert worker.orders_open() == 0
     assert not worker.failed.done()
+
+
+async def test_a_worker_tells_the_log_what_it_found_of_its_cpu(bench: Bench) -> None:
+    async with asyncio.timeout(10):
+        async for stamped in bench.bus.events(after=0):
+            if isinstance(stamped.event, WorkerJoined):
+                assert stamped.event.exact_numerics == "not_held"
+                return

@@ -115,9 +115,11 @@ def test_what_does_not_hold_is_said_in_one_line(
         block_tokens=32, numerics="exact",
     )  # fmt: skip
     layout: Layout = models.layout_of(args)
-    assert models.numerics_warning(engine_of(_BatchMatters, model), layout) == (
+    ill = engine_of(_BatchMatters, model)
+    assert models.exact_numerics(ill, layout) == (
+        "not_held",
         "warning: a batch gave other bits than a request alone and cold: "
-        "--numerics exact is not to be trusted on this CPU"
+        "--numerics exact is not to be trusted on this CPU",
     )
     args.numerics = "fast"
-    assert models.numerics_warning(engine_of(_BatchMatters, model), models.layout_of(args)) == ""
+    assert models.exact_numerics(ill, models.layout_of(args)) == ("", "")

@@ -57,6 +57,11 @@ class ClusterStatus:
                 self._last if refusal is None else {**self._last, "ready": False, "problem": refusal.message}
             )
 
+    def inexact(self) -> list[str]:
+        """Workers on whose CPU exact numerics do not hold, as far as was read."""
+        nodes = self._last["nodes"] if self._last is not None else []
+        return [node["id"] for node in nodes if node["exact_numerics"] == "not_held"]
+
     async def _gather(self) -> list[ConductorStatus]:
         answers: dict[str, ConductorStatus] = {}
         first = asyncio.Event()
@@ -117,6 +122,7 @@ class ClusterStatus:
                 "running": node.running,
                 "kv_used": node.kv_used,
                 "kv_total": node.kv_total,
+                "exact_numerics": node.exact_numerics,
             }
             for node in newest.nodes
         ]

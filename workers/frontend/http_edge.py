@@ -200,7 +200,10 @@ class HttpEdge:
         )
 
     async def _version(self, _: web.BaseRequest) -> web.StreamResponse:
-        return _json({"version": VERSION})
+        await self._status.read()
+        # Only what was found out: no conductor may answer, and the version is known all the same.
+        inexact = self._status.inexact()
+        return _json({"version": VERSION, **({"exact_numerics_not_held": inexact} if inexact else {})})
 
     async def _show_status(self, _: web.BaseRequest) -> web.StreamResponse:
         return _json(await self._status.read())

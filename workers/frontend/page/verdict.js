@@ -22,6 +22,7 @@ export function verdict(view) {
   }
   for (const node of nodes) {
     if (node.state === "suspected") warn(node.id + "'s store is suspected");
+    if (node.exact_numerics === "not_held") warn("Exact numerics: not held on " + node.id + "'s CPU");
     if (node.state === "draining") warn(node.id + " is draining");
   }
   for (const lost of (view.happened || []).filter((h) => h.kind === "lost" && view.at_ns - h.at_ns < LOST_S * 1e9)) {
