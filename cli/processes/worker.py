@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from typing import assert_never
+from typing import Any, assert_never
 
 from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
@@ -15,7 +15,9 @@ from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
 from halfmoon.cli.processes.options import add_process, add_worker
 from halfmoon.cli.tracing import start_tracing, stop_tracing
+from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import ROLES, WorkerRole
+from halfmoon.schemas.types import ExactNumerics
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +52,7 @@ async def run(args: argparse.Namespace) -> int:
     engine = models.build_engine(args, layout, kv_blocks=kv_blocks)
     loaded = loop.time()
     profile = models.measure_profile(engine, layout)
-    held, warning = models.exact_numerics(engine, layout)
-    if warning:
-        say(f"{role} worker {worker_id}: {warning}")
+    held = _tried(engine, layout, f"{role} worker {worker_id}")
     took = f"loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s"
     say(f"{role} worker {worker_id}: {took}")
     tracing = start_tracing(args, role, worker_id)
@@ -98,3 +98,11 @@ async def run(args: argparse.Namespace) -> int:
         await bus.close()
         stop_tracing(tracing)
     return 0
+
+
+def _tried(engine: Any, layout: Layout, who: str) -> ExactNumerics:
+    """Whether exact numerics hold here; where they do not, it is said."""
+    held, warning = models.exact_numerics(engine, layout)
+    if warning:
+        say(f"{who}: {warning}")
+    return held
