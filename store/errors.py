@@ -10,11 +10,16 @@
     ├── NotAttached          the worker has not mapped the memory of this incarnation of its agent
     ├── LayoutMismatch       the two sides do not agree on what a block is
     ├── AgentUnreachable     the node's own store agent does not answer
-    └── TransferError        bytes did not arrive
-        ├── HolderUnreachable  no answer: dead, cut off, or never joined
-        ├── TransferRefused    the other side refused, with a reason
-        ├── TransferTimeout    the deadline passed, or nothing moved for too long
-        └── BytesCorrupted     they arrived, but are not what was committed
+    ├── TransferError        bytes did not arrive
+    │   ├── HolderUnreachable  no answer: dead, cut off, or never joined
+    │   ├── TransferRefused    the other side refused, with a reason
+    │   ├── TransferTimeout    the deadline passed, or nothing moved for too long
+    │   └── BytesCorrupted     they arrived, but are not what was committed
+    └── ChannelError         a channel between two workers
+        ├── ChannelRefused     the ends do not fit, or one does not let the other in
+        ├── ChannelFull        both ends have sent all they may, and must receive first
+        └── ChannelLost        the other end is gone, or silent for too long
+            └── ProtocolBroken   it sent what it must not
 
 A miss, a failed transfer and an unreachable holder are three different answers: on a miss the index is stale,
 on a failed transfer another try may do, on an unreachable holder every block of that node is out of reach.
@@ -118,6 +123,41 @@ class BytesCorrupted(TransferError):
     """They arrived, but are not what was committed."""
 
     code = "corrupted"
+
+
+class ChannelError(StoreError):
+    """A channel between two workers. None of these travels in a `ProcessError`."""
+
+    code = "channel_error"
+
+
+class ChannelRefused(ChannelError):
+    """The ends do not fit, by the name of the field; or one does not let the other in."""
+
+    code = "channel_refused"
+
+
+class ChannelFull(ChannelError):
+    """Both ends have sent all that the other stores. Nothing was sent: receive first."""
+
+    code = "channel_full"
+
+
+class ChannelLost(ChannelError):
+    """The other end is gone, or silent for too long."""
+
+    code = "channel_lost"
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"{peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+class ProtocolBroken(ChannelLost):
+    """The other end sent what it must not."""
+
+    code = "protocol_broken"
 
 
 _BY_CODE: dict[str, type[StoreError]] = {

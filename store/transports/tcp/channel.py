@@ -135,6 +135,12 @@ class PlainChannel:
             raise ConnectionBroken(str(problem)) from None
         return cls(connection, frame_bytes_max=frame_bytes_max)
 
+    def detach(self) -> socket.socket:
+        """The socket, for another protocol from here on. Raises ConnectionBroken: the other end did not wait."""
+        if self._sizes or self._start != self._end:
+            raise ConnectionBroken("it said more than was asked for", "malformed")
+        return self.socket
+
     def trust(self, trusted: bool) -> None:
         """The other end has proved itself; or it has not kept to the protocol, and is a stranger again."""
         self._stranger = not trusted

@@ -43,17 +43,17 @@ class TcpLink:
 
     def authenticate(self, node_id: str, secret: str, timer: StallTimer) -> None:
         """Both ends prove that they know the secret. Raises TransferRefused when either does not."""
-        nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        self._channel.send([b"", wire.encode(wire.Greeting(nonce=nonce))], timer)
+        greeting = wire.Greeting(nonce=secrets.token_bytes(wire.NONCE_BYTES))
+        self._channel.send([b"", wire.encode(greeting)], timer)
         challenge = self._answer(timer)
         if not isinstance(challenge, wire.Challenge):
             raise TransferRefused(f"{self.peer.node_id} answers a greeting with {type(challenge).__name__}")
-        nonces = nonce + challenge.nonce
-        if not secrets.compare_digest(challenge.proof, wire.proof(secret, "server", nonces)):
+        proved = wire.answer(secret, greeting, challenge, node_id)
+        if proved is None:
             raise TransferRefused(f"{self.peer.node_id} does not know the cluster's secret")
-        answer = wire.Answer(node_id=node_id, proof=wire.proof(secret, "client", nonces, node_id))
+        key, answer = proved
         self._channel.send([b"", wire.encode(answer)], timer)
-        self._session = wire.Session(wire.proof(secret, "session", nonces), "client")
+        self._session = wire.Session(key, "client")
         welcome = self._answer(timer)
         if not isinstance(welcome, wire.Welcome) or welcome.incarnation != self.peer.incarnation:
             raise HolderUnreachable(f"{self.peer.node_id} was restarted")

@@ -7,7 +7,6 @@ with a reason and counted (`refused_…`).
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -86,15 +85,15 @@ class TcpService:
 
     def _admit(self, caller: Caller, header: wire.AnyFrame, reply: Reply) -> None:
         match header:
-            case wire.Greeting(nonce=nonce) if len(nonce) == wire.NONCE_BYTES:
-                caller.nonces = nonce + secrets.token_bytes(wire.NONCE_BYTES)
-                mine = wire.proof(self._secret, "server", caller.nonces)
-                reply((b"", wire.encode(wire.Challenge(nonce=caller.nonces[wire.NONCE_BYTES :], proof=mine))))
-            case wire.Answer(node_id=node_id, proof=theirs) if caller.nonces:
+            case wire.Greeting() if len(header.nonce) == wire.NONCE_BYTES:
+                caller.nonces, challenge = wire.challenge(self._secret, header)
+                reply((b"", wire.encode(challenge)))
+            case wire.Answer() if caller.nonces:
                 nonces, caller.nonces = caller.nonces, b""
-                if not secrets.compare_digest(theirs, wire.proof(self._secret, "client", nonces, node_id)):
+                key = wire.admitted(self._secret, nonces, header)
+                if key is None:
                     raise RequestRefused("wrong_secret", "the cluster's secret is another")
-                caller.session = wire.Session(wire.proof(self._secret, "session", nonces), "server")
+                caller.session = wire.Session(key, "server")
                 reply(caller.session.seal(wire.Welcome(incarnation=self._incarnation)))
             case _:
                 raise RequestRefused("unauthenticated", "authenticate first")

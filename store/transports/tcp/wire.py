@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -136,6 +137,34 @@ def proof(
     return hmac.digest(
         secret.encode(), b"halfmoon tcp\0" + who.encode() + b"\0" + nonces + node_id.encode(), "sha256"
     )
+
+
+def challenge(secret: str, greeting: Greeting) -> tuple[bytes, Challenge]:
+    """The server's answer to a greeting, and both nonces. Raises FrameInvalid."""
+    if len(greeting.nonce) != NONCE_BYTES:
+        raise FrameInvalid(f"a nonce of {len(greeting.nonce)} bytes")
+    mine = secrets.token_bytes(NONCE_BYTES)
+    nonces = greeting.nonce + mine
+    return nonces, Challenge(nonce=mine, proof=proof(secret, "server", nonces))
+
+
+def answer(
+    secret: str, greeting: Greeting, challenged: Challenge, node_id: str
+) -> tuple[bytes, Answer] | None:
+    """The client's answer, and the session's key; None: the server does not know the secret."""
+    nonces = greeting.nonce + challenged.nonce
+    if not hmac.compare_digest(challenged.proof, proof(secret, "server", nonces)):
+        return None
+    return proof(secret, "session", nonces), Answer(
+        node_id=node_id, proof=proof(secret, "client", nonces, node_id)
+    )
+
+
+def admitted(secret: str, nonces: bytes, answered: Answer) -> bytes | None:
+    """The session's key; None: the client does not know the secret."""
+    if not hmac.compare_digest(answered.proof, proof(secret, "client", nonces, answered.node_id)):
+        return None
+    return proof(secret, "session", nonces)
 
 
 class Session:

@@ -1,0 +1,174 @@
+"""Two ends of a channel in one process, ends in processes of their own, and an end that sends any bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from halfmoon.store.channels.channel import WorkerChannel
+from halfmoon.store.channels.header import HEADER_BYTES, SEALED_BYTES, Dtype, MessageHeader, Op, pack_into
+from halfmoon.store.channels.hello import ChannelHello
+from halfmoon.store.channels.kinds import KINDS
+from halfmoon.store.channels.listener import ChannelListener
+from halfmoon.store.channels.opening import connect
+from halfmoon.store.channels.options import ChannelOptions, channel_secret
+
+NAMES = [kind.name for kind in KINDS]
+SECRET = channel_secret("the cluster's")
+QUERY = MessageHeader(Op.QUERY, Dtype.F32, rows=1)
+
+
+def hello(worker_id: str, **changes: Any) -> ChannelHello:
+    one = ChannelHello(
+        worker_id=worker_id,
+        cluster="c",
+        version="1",
+        model="m",
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        exact=True,
+        segment_tokens=256,
+        dtype="float32",
+    )
+    return msgspec.structs.replace(one, **changes)
+
+
+def options(kind: str, **changes: Any) -> ChannelOptions:
+    """Under which `kind` is had, and others of this host besides."""
+    fields: dict[str, Any] = {"secret": SECRET, "timeout_s": 5.0}
+    return ChannelOptions(**{**fields, "encryption": "never" if kind == "tcp" else "auto", **changes})
+
+
+def addresses(listener: ChannelListener, kind: str) -> list[str]:
+    return [address for address in listener.addresses if address.startswith(f"{kind}:")]
+
+
+def accepted(listener: ChannelListener, seconds: float = 10.0) -> WorkerChannel:
+    until_s = time.monotonic() + seconds
+    while (channel := listener.accept()) is None:
+        assert time.monotonic() < until_s, f"nobody came: {listener.counters}"
+        time.sleep(0.002)
+    return channel
+
+
+@contextlib.contextmanager
+def pair(
+    kind: str, *, window: int = 8, timeout_s: float = 5.0, **changes: Any
+) -> Iterator[tuple[WorkerChannel, WorkerChannel]]:
+    """The end that connected, and the one that listened."""
+    settings = options(kind, timeout_s=timeout_s)
+    more = {"window": window, **changes}
+    with ChannelListener(hello("attention-0", **more), settings) as listener:
+        one = connect(addresses(listener, kind), hello("decode-0", **more), settings, peer="attention-0")
+        with one, accepted(listener) as two:
+            assert one.kind == two.kind == kind
+            yield one, two
+
+
+def memory(size: int, fill: int = 0) -> memoryview:
+    return memoryview(bytearray([fill]) * size)
+
+
+def fresh(header: MessageHeader) -> memoryview:
+    return memory(header.payload_bytes)
+
+
+def into(target: memoryview) -> Callable[[MessageHeader], memoryview]:
+    return lambda header: target[: header.payload_bytes]
+
+
+class Raw:
+    """An end that keeps to the protocol until it is asked not to: it sends the bytes that it is given."""
+
+    def __init__(self, channel: WorkerChannel) -> None:
+        self.channel = channel
+        self.sequence = channel._sequence
+
+    def header(
+        self,
+        header: MessageHeader = QUERY,
+        *,
+        size: int = 0,
+        sequence: int = 0,
+        consumed: int = 0,
+        sealed: bool = True,
+    ) -> bytearray:
+        """`sequence` 0: the next one."""
+        self.sequence += 1
+        self.channel._data += header.op >= Op.QUERY
+        raw = bytearray(HEADER_BYTES)
+        pack_into(memoryview(raw), header, size, sequence or self.sequence, consumed)
+        return self.seal(raw) if sealed else raw
+
+    def seal(self, raw: bytearray) -> bytearray:
+        seal = self.channel._stream.seal
+        if seal is not None:
+            raw[SEALED_BYTES:] = seal.make(memoryview(raw)[:SEALED_BYTES])
+        return raw
+
+    def send(self, content: bytes | bytearray) -> None:
+        rest = memoryview(content)
+        until_s = time.monotonic() + 10
+        while rest:
+            rest = rest[self.channel._stream.send([rest]) :]
+            assert time.monotonic() < until_s
+            if rest:
+                time.sleep(0.001)
+
+
+class OtherProcess:
+    """`channel_end.py` in a process of its own, which listens and does as `behaviour` says."""
+
+    def __init__(self, kind: str, behaviour: str) -> None:
+        script = Path(__file__).parent / "channel_end.py"
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), kind, behaviour], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        self.addresses: list[str] = json.loads(self._process.stdout.readline())
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Begins `work`; the value waits for its end, and raises what it raised."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except BaseException as problem:
+            outcome.append((None, problem))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def end() -> Any:
+        thread.join(30)
+        assert not thread.is_alive(), "it hangs"
+        value, problem = outcome[0]
+        if problem is not None:
+            raise problem
+        return value
+
+    return end
