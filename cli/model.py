@@ -15,6 +15,7 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import ExactNumerics
 from halfmoon.workers.model.files import ModelConfig, load_config, model_fingerprint
+from halfmoon.workers.model.segments import segment_tokens
 
 NULL_CONTEXT_TOKENS = 131_072
 
@@ -41,6 +42,7 @@ def layout_of(args: argparse.Namespace) -> Layout:
             dtype="none",
         )
     cuda = device_of(args) != "cpu"
+    numerics = ("fast" if cuda else "exact") if args.numerics == "auto" else args.numerics
     return Layout(
         model=name,
         model_fingerprint=model_fingerprint(args.model),
@@ -49,7 +51,8 @@ def layout_of(args: argparse.Namespace) -> Layout:
         head_dim=config.head_dim,
         block_tokens=args.block_tokens,
         dtype=("bfloat16" if cuda else "float32") if args.dtype == "auto" else args.dtype,
-        numerics=("fast" if cuda else "exact") if args.numerics == "auto" else args.numerics,
+        numerics=numerics,
+        segment_tokens=segment_tokens(args.block_tokens) if numerics == "exact" else 0,
     )
 
 
@@ -95,6 +98,7 @@ def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) ->
             block_tokens=layout.block_tokens,
             exact=layout.numerics == "exact",
             attention=args.attention,
+            segment_tokens=layout.segment_tokens,
         )
     except (RuntimeError, MemoryError) as problem:  # torch has no type of its own for it on CPUs
         if "memory" not in str(problem):

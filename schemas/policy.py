@@ -79,6 +79,8 @@ class Layout(Part, frozen=True):
     block_tokens: Annotated[int, Meta(ge=1, le=65536)]
     dtype: Literal["float32", "bfloat16", "float16", "none"]
     numerics: Literal["exact", "fast"] = "exact"
+    #: Exact attention is the merge of states over segments of so many tokens (0, as before there were any: it is one).
+    segment_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
     @property
     def token_layer_bytes(self) -> int:
@@ -104,4 +106,7 @@ class Layout(Part, frozen=True):
 
     def name(self) -> str:
         """The layout part of a root key."""
-        return f"{self.layers}x2x{self.block_tokens}x{self.kv_heads}x{self.head_dim}-{self.numerics}"
+        segments = f"-{self.segment_tokens}" if self.segment_tokens else ""
+        return (
+            f"{self.layers}x2x{self.block_tokens}x{self.kv_heads}x{self.head_dim}-{self.numerics}{segments}"
+        )

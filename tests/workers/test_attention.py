@@ -11,15 +11,11 @@ import flash_attn_reference
 import pytest
 import torch
 
-from halfmoon.workers.model.attention import (
-    Attention,
-    Partial,
-    SdpaAttention,
-    merge,
-    neutral,
-)
+from halfmoon.workers.model.attention import Attention, SdpaAttention
 from halfmoon.workers.model.attention_choice import AttentionUnavailable, make_attention
+from halfmoon.workers.model.attention_exact import ExactAttention
 from halfmoon.workers.model.attention_flash import FlashAttention, flash_unavailable
+from halfmoon.workers.model.attention_states import Partial, merge, neutral
 
 PAGE, HEADS, KV_HEADS, DIM = 256, 6, 2, 32
 CUDA = torch.device("cuda")
@@ -83,16 +79,19 @@ def assert_state(found: Partial, expected: Partial, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.lse.double(), expected.lse, atol=limit, rtol=limit)
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["whole", "segments"])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("rows", [[1], [1, 1, 1], [5], [300], [37, 1, 260]])
 def test_paged_attention_is_causal_attention(
-    subject: tuple[Attention, torch.dtype], rows: list[int], scattered: bool
+    subject: tuple[Attention, torch.dtype], rows: list[int], scattered: bool, exact: bool
 ) -> None:
     attention, dtype = subject
+    if exact:
+        attention = ExactAttention(attention, PAGE)
     pasts = [0, 400, 256][: len(rows)] if len(rows) > 1 else [300]
     cache = torch.randn(2, 12, PAGE, KV_HEADS, DIM).to(dtype).to(attention.device)
     free = [7, 2, 9, 0, 11, 4, 1, 8, 3, 10, 5, 6] if scattered else list(range(12))
-    tables, expected = [], []
+    tables, expected, own = [], [], []
     q = random(sum(rows), HEADS, subject)
     at = 0
     for count, past in zip(rows, pasts, strict=True):
@@ -102,10 +101,12 @@ def test_paged_attention_is_causal_attention(
         k, v = (cache[i, tables[-1]].flatten(0, 1)[: past + count] for i in (0, 1))
         hidden = torch.ones(count, past + count, dtype=torch.bool, device=attention.device).triu(past + 1)
         expected.append(definition(q[at : at + count], k, v, hidden).out)
+        own.append((k[past:], v[past:]))
         at += count
     out = torch.empty_like(q)
     plan = attention.plan(tables, rows, [r + p for r, p in zip(rows, pasts, strict=True)])
-    attention.attend(q, cache[0], cache[1], plan, out)
+    own_k, own_v = (torch.cat([each[i] for each in own]) for i in (0, 1))
+    attention.attend(q, own_k, own_v, cache[0], cache[1], plan, out)
     torch.testing.assert_close(
         out.double(), torch.cat(expected), atol=tolerance(dtype), rtol=tolerance(dtype)
     )

@@ -11,6 +11,7 @@ import torch
 from reference import prefill
 
 from halfmoon.workers.model import attention_choice
+from halfmoon.workers.model.attention_flash import FlashAttention
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.files import LoadedModel
 
@@ -84,9 +85,11 @@ def test_a_batch_in_scattered_pages_gives_the_bits_of_each_alone(flash: Engine) 
 def test_a_step_s_tables_are_what_the_package_takes(flash: Engine) -> None:
     """int32, padded to the widest, lengths that count the query's own token; the reference refuses all else."""
     tables = tables_of(flash, PROMPTS)
-    plan = flash.attention.plan(tables, [1] * len(PROMPTS), [len(p) + 1 for p in PROMPTS])
+    attention = FlashAttention(flash.block_tokens, flash.device, exact=False)
+    plan = attention.plan(tables, [1] * len(PROMPTS), [len(p) + 1 for p in PROMPTS])
     q = torch.zeros(len(PROMPTS), flash.config.heads, flash.config.head_dim, dtype=torch.bfloat16)
-    flash.attention.attend(q, flash.cache.k[0], flash.cache.v[0], plan, q.clone())
+    own = q[:, : flash.config.kv_heads]
+    attention.attend(q, own, own, flash.cache.k[0], flash.cache.v[0], plan, q.clone())
     assert plan.device_tables is not None
     assert plan.device_lengths is not None
     assert plan.device_lengths.tolist() == [n + 1 for n in LENGTHS]
@@ -94,7 +97,7 @@ def test_a_step_s_tables_are_what_the_package_takes(flash: Engine) -> None:
         assert row[: len(table)] == table
     plan.device_tables[-1, 0] = flash.cache.num_blocks
     with pytest.raises(AssertionError):
-        flash.attention.attend(q, flash.cache.k[0], flash.cache.v[0], plan, q.clone())
+        attention.attend(q, own, own, flash.cache.k[0], flash.cache.v[0], plan, q.clone())
 
 
 def test_a_query_without_a_key_adds_nothing(flash: Engine) -> None:

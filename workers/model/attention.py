@@ -4,10 +4,7 @@ Shapes. `q` is `[rows, heads, head_dim]`, `k_cache` and `v_cache` one layer of t
 `[num_blocks, block_tokens, kv_heads, head_dim]`. Queries are the last tokens of their sequence and their own keys are
 in the cache already. A `Plan` is made once a step, and used by every layer of it.
 
-A *partial attention state* is attention over some of the keys: the normalised `out` and the f32 log-sum-exp
-of its scores. States over disjoint keys merge to the state over their union; that of no keys is the neutral
-element. Chunked prefill uses it here (keys before the chunk, keys of the chunk); remote parts of a sequence
-can use it as well. Source: FlashAttention-2, section 3.1; Infinite-LLM (arXiv 2401.02669), section 4.
+Attention over some of the keys only is a `Partial` (`attention_states`).
 """
 
 from __future__ import annotations
@@ -18,34 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from halfmoon.workers.model.attention_states import Partial, StateStack, merge, neutral
+
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """`out` `[rows, heads, head_dim]`; `lse` f32 `[rows, heads]`, natural logarithm, -inf where no
-    key was.
-    """
-
-    out: Tensor
-    lse: Tensor
-
-
-def neutral(q: Tensor) -> Partial:
-    """The state over no keys: merging with it changes nothing."""
-    return Partial(
-        torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
-    )
-
-
-def merge(a: Partial, b: Partial) -> Partial:
-    """The state over the keys of both, which must be disjoint. Accumulates in f32, returns `a.out`'s dtype."""
-    lse = torch.logaddexp(a.lse, b.lse)
-    # Rows that saw no key on either side have lse -inf, and -inf minus -inf is NaN: their weights are zero.
-    safe = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
-    left = torch.exp(a.lse - safe).unsqueeze(-1)
-    right = torch.exp(b.lse - safe).unsqueeze(-1)
-    return Partial((a.out * left + b.out * right).to(a.out.dtype), lse)
 
 
 @dataclass(slots=True)
@@ -77,11 +49,70 @@ def make_plan(
     for table, tokens in zip(tables, context_tokens, strict=True):
         blocks = list(table[: -(-tokens // block_tokens)])
         assert len(blocks) * block_tokens >= tokens, (len(table), tokens, block_tokens)
-        run = all(b == blocks[0] + i for i, b in enumerate(blocks))
+        run = _in_a_row(blocks)
         plan.tables.append(blocks)
         plan.first_rows.append(blocks[0] * block_tokens if run else None)
         plan.indices.append(None if run else torch.tensor(blocks, dtype=torch.int64, device=device))
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Segments of equal length, one after the other, of one sequence: what one call of a kernel can attend to."""
+
+    row: int
+    """The query's, and the row of the states."""
+    part: int
+    """Of the first segment, among the parts of that row."""
+    segments: int
+    tokens: int
+    """Of each segment."""
+    blocks: list[int]
+    """They begin with the first segment's first token."""
+    first_row: int | None
+    """Row of the first token where the blocks lie in one run, else None."""
+    index: Tensor | None
+    """Block numbers to gather, int64, where the blocks are scattered."""
+
+
+@dataclass(slots=True)
+class Runs:
+    """All runs of a step; `device` is what an implementation makes of them at the first layer and keeps."""
+
+    items: list[Run] = field(default_factory=list)
+    device: tuple[Tensor, ...] | None = None
+
+
+def runs_of(
+    row: int,
+    table: Sequence[int],
+    tokens: int,
+    segment_tokens: int,
+    block_tokens: int,
+    device: torch.device,
+    *,
+    part: int = 0,
+) -> list[Run]:
+    """The first `tokens` tokens of a sequence: a run of whole segments, and one of the rest."""
+    full, rest = divmod(tokens, segment_tokens)
+    split = full * segment_tokens // block_tokens
+    runs = []
+    for first, segments, size, blocks in (
+        (part, full, segment_tokens, table[:split]),
+        (part + full, 1, rest, table[split : split + -(-rest // block_tokens)]),
+    ):
+        if segments * size:
+            blocks = list(blocks)
+            run = _in_a_row(blocks)
+            index = None if run else torch.tensor(blocks, dtype=torch.int64, device=device)
+            runs.append(
+                Run(row, first, segments, size, blocks, blocks[0] * block_tokens if run else None, index)
+            )
+    return runs
+
+
+def _in_a_row(blocks: Sequence[int]) -> bool:
+    return all(block == blocks[0] + i for i, block in enumerate(blocks))
 
 
 class Attention(ABC):
@@ -98,9 +129,11 @@ class Attention(ABC):
         return make_plan(tables, query_tokens, context_tokens, self.block_tokens, self.device)
 
     @abstractmethod
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
+    ) -> None:
         """Causal attention of every sequence of `plan`, rows of `q` in its order, into `out` (like
-        `q`).
+        `q`). `k` and `v` `[rows, kv_heads, head_dim]` are what the cache holds of the queries' own tokens.
         """
 
     @abstractmethod
@@ -109,6 +142,25 @@ class Attention(ABC):
 
         `causal` needs as many keys as queries: key j is seen by queries j and later.
         """
+
+    @abstractmethod
+    def segment_states(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, states: StateStack
+    ) -> None:
+        """Writes the states of single queries (`q` `[rows, heads, head_dim]`) over each segment of `runs`.
+
+        The bits of a state depend on its query and its segment alone.
+        """
+
+    def sequence(self, cache: Tensor, plan: Plan, i: int, tokens: int) -> Tensor:
+        """The first tokens of sequence `i`, `[tokens, kv_heads, head_dim]`: a view where its blocks lie in a row, a
+        gathered copy otherwise.
+        """
+        first, index = plan.first_rows[i], plan.indices[i]
+        if first is not None:
+            return cache.flatten(0, 1)[first : first + tokens]
+        assert index is not None
+        return cache.index_select(0, index).flatten(0, 1)[:tokens]
 
 
 class SdpaAttention(Attention):
@@ -126,30 +178,26 @@ class SdpaAttention(Attention):
         found = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
         self._flash = found.default if private_op and found is not None and device.type == "cpu" else None
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
+    ) -> None:
         row = 0
         kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
         grouped = q.view(-1, kv_heads, heads // kv_heads, dim)
         grouped_out = out.view(-1, kv_heads, heads // kv_heads, dim)
         for i, (rows, context) in enumerate(zip(plan.query_tokens, plan.context_tokens, strict=True)):
-            k, v = self._sequence(k_cache, plan, i, context), self._sequence(v_cache, plan, i, context)
+            keys, values = (self.sequence(cache, plan, i, context) for cache in (k_cache, v_cache))
             if rows == 1 and self._flash is not None:
                 # The query heads of one KV head are as good as further query rows, and read its keys once.
                 one = self._flash(
-                    grouped[row : row + 1], k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+                    grouped[row : row + 1],
+                    keys.transpose(0, 1).unsqueeze(0),
+                    values.transpose(0, 1).unsqueeze(0),
                 )
                 grouped_out[row] = one[0].view(kv_heads, heads // kv_heads, dim)
             else:
-                out[row : row + rows] = self._whole(q[row : row + rows], k, v)
+                out[row : row + rows] = self._whole(q[row : row + rows], keys, values)
             row += rows
-
-    def _sequence(self, cache: Tensor, plan: Plan, i: int, tokens: int) -> Tensor:
-        """`[tokens, kv_heads, head_dim]`: a view where the blocks lie in a row, a gathered copy otherwise."""
-        first, index = plan.first_rows[i], plan.indices[i]
-        if first is not None:
-            return cache.flatten(0, 1)[first : first + tokens]
-        assert index is not None
-        return cache.index_select(0, index).flatten(0, 1)[:tokens]
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         past = k.shape[0] - q.shape[0]
@@ -159,6 +207,51 @@ class SdpaAttention(Attention):
         if past == 0:
             return own.out
         return merge(self.partial(q, k[:past], v[:past], causal=False), own).out
+
+    def segment_states(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, states: StateStack
+    ) -> None:
+        kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
+        group = heads // kv_heads
+        if self._flash is None:
+            self._plain_segment_states(q, k_cache, v_cache, runs, states)
+            return
+        grouped = q.view(-1, kv_heads, group, dim)
+        outs = states.out.view(-1, states.out.shape[1], kv_heads, group, dim)
+        lses = states.lse.view(-1, states.lse.shape[1], kv_heads, group)
+        for run in runs.items:
+            # The segments are the operator's batch, the query heads of a KV head its query rows, which read its keys
+            # once.
+            keys, values = (self._segments(cache, run) for cache in (k_cache, v_cache))
+            o, lse = self._flash(grouped[run.row].expand(run.segments, -1, -1, -1), keys, values)
+            outs[run.part : run.part + run.segments, run.row] = o
+            lses[run.part : run.part + run.segments, run.row] = lse
+
+    def _segments(self, cache: Tensor, run: Run) -> Tensor:
+        """`[segments, kv_heads, tokens, head_dim]`: a view where the blocks lie in a row."""
+        _, _, kv_heads, dim = cache.shape
+        first = run.first_row
+        if first is None:
+            assert run.index is not None
+            cache, first = cache.index_select(0, run.index), 0
+        row = kv_heads * dim
+        return cache.as_strided(
+            (run.segments, kv_heads, run.tokens, dim),
+            (run.tokens * row, dim, row, 1),
+            cache.storage_offset() + first * row,
+        )
+
+    def _plain_segment_states(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, states: StateStack
+    ) -> None:
+        for run in runs.items:
+            keys, values = (self._segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))
+            for i in range(run.segments):
+                state = self.partial(q[run.row : run.row + 1], keys[i], values[i], causal=False)
+                states.out[run.part + i, run.row], states.lse[run.part + i, run.row] = (
+                    state.out[0],
+                    state.lse[0],
+                )
 
     def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
         assert not causal or k.shape[0] == q.shape[0], (q.shape, k.shape)

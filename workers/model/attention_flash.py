@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from halfmoon.workers.model.attention import Attention, Partial, Plan, Tensor, neutral
+from halfmoon.workers.model.attention import Attention, Plan, Runs, Tensor
+from halfmoon.workers.model.attention_states import Partial, StateStack, neutral
 
 PAGE_TOKENS_MULTIPLE = 256
 
@@ -50,7 +51,9 @@ class FlashAttention(Attention):
         module: Any = importlib.import_module("flash_attn")
         self._with_kvcache, self._varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
+    ) -> None:
         tables, lengths = self._device_plan(plan)
         sequences = len(plan.tables)
         rows = sum(plan.query_tokens)
@@ -80,6 +83,28 @@ class FlashAttention(Attention):
             out[row : row + count] = o.squeeze(0)
             row += count
 
+    def segment_states(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, states: StateStack
+    ) -> None:
+        """One call for all: each segment is a sequence of its own, with its own pages."""
+        if not runs.items:
+            return
+        if runs.device is None:
+            runs.device = self._segment_tables(runs)
+        rows, parts, tables, lengths = runs.device
+        o, lse = self._with_kvcache(
+            q[rows].unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=lengths,
+            block_table=tables,
+            causal=False,
+            num_splits=1,
+            return_softmax_lse=True,
+        )
+        states.out[parts, rows] = o.squeeze(1).float()
+        states.lse[parts, rows] = lse.squeeze(2).float()
+
     def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
         if k.shape[0] == 0:
             return neutral(q)
@@ -90,13 +115,30 @@ class FlashAttention(Attention):
         )
         return Partial(out, lse.t().float())
 
+    def _segment_tables(self, runs: Runs) -> tuple[Tensor, ...]:
+        """Of each segment: its query's row and its part, int64, its blocks `[segments, blocks]` and tokens, int32."""
+        rows, parts, tables, lengths = [], [], [], []
+        for run in runs.items:
+            blocks = -(-run.tokens // self.block_tokens)
+            for i in range(run.segments):
+                rows.append(run.row)
+                parts.append(run.part + i)
+                tables.append(run.blocks[i * blocks : (i + 1) * blocks])
+                lengths.append(run.tokens)
+        long = [torch.tensor(each, dtype=torch.int64, device=self.device) for each in (rows, parts)]
+        return (*long, self._padded(tables), torch.tensor(lengths, dtype=torch.int32, device=self.device))
+
+    def _padded(self, tables: list[list[int]]) -> Tensor:
+        """`[sequences, blocks]`, int32; places beyond a table are block 0, which is not read."""
+        widest = max(len(table) for table in tables)
+        padded = [table + [0] * (widest - len(table)) for table in tables]
+        return torch.tensor(padded, dtype=torch.int32, device=self.device)
+
     def _device_plan(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """`[sequences, blocks]` and `[sequences]`, int32, made by the first layer and kept for the
         others.
         """
         if plan.device_tables is None or plan.device_lengths is None:
-            widest = max(len(table) for table in plan.tables)
-            padded = [table + [0] * (widest - len(table)) for table in plan.tables]
-            plan.device_tables = torch.tensor(padded, dtype=torch.int32, device=self.device)
+            plan.device_tables = self._padded(plan.tables)
             plan.device_lengths = torch.tensor(plan.context_tokens, dtype=torch.int32, device=self.device)
         return plan.device_tables, plan.device_lengths

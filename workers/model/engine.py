@@ -6,7 +6,8 @@ the same shapes:
 
 - prefill runs on an absolute grid, one block of the cache at a time, so a prefix hit cannot shift a boundary;
 - matrix products of decode see `decode_rows_multiple` rows, always; a larger batch is several such groups;
-- attention runs for each sequence alone, at its exact length.
+- attention runs for each sequence alone, over fixed segments of its tokens, whose results merge in order
+  (`attention_exact`).
 
 This holds for one build of torch, kind of CPU and number of threads. Fast mode gives it up: chunks of any
 length and place, decode's products over the batch as it is. KV of a generated token differs from a prefill of
@@ -20,12 +21,15 @@ from collections.abc import Callable, Sequence
 import torch
 import xxhash
 
+from halfmoon.workers.model.attention import Attention, Plan
 from halfmoon.workers.model.attention_choice import make_attention
+from halfmoon.workers.model.attention_exact import ExactAttention
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.files import LoadedModel
 from halfmoon.workers.model.paged_cache import PagedCache
 from halfmoon.workers.model.sampling import sample, sample_batch
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
+from halfmoon.workers.model.segments import segment_tokens as default_segment_tokens
 from halfmoon.workers.model.transformer import Transformer
 
 Tensor = torch.Tensor
@@ -48,6 +52,7 @@ class Engine:
         exact: bool,
         attention: str = "auto",
         decode_rows_multiple: int = 16,
+        segment_tokens: int | None = None,
     ) -> None:
         self.config, self.dtype = model.config, model.dtype
         self.model_name, self.fingerprint = model.name, model.fingerprint
@@ -60,7 +65,9 @@ class Engine:
         # Outside of inference mode, or only code inside of it could write to the cache.
         self.cache = PagedCache(model.config, num_blocks, block_tokens, model.dtype, self.device)
         self.allocator = BlockAllocator(num_blocks)
-        self.attention = make_attention(attention, self.device, model.dtype, block_tokens, exact=exact)
+        base = make_attention(attention, self.device, model.dtype, block_tokens, exact=exact)
+        segment = default_segment_tokens(block_tokens) if segment_tokens is None else segment_tokens
+        self.attention: Attention = ExactAttention(base, segment) if exact and segment else base
         self._rows_multiple = decode_rows_multiple
 
     @property
@@ -115,7 +122,7 @@ class Engine:
             if after_layer is not None:
                 self.synchronize()
                 after_layer(i)
-            self.attention.attend(q[:count], self.cache.k[i], self.cache.v[i], plan, attended)
+            self._attend(i, q, k, v, plan, attended, count)
             x = layer.finish(x, attended.view(padded, -1))
         if not want_logits:
             return None
@@ -151,9 +158,16 @@ class Engine:
         for i, layer in enumerate(self._model.layers):
             q, k, v = layer.project(x, cos, sin)
             self._store(i, slots, k[:batch], v[:batch])
-            self.attention.attend(q[:batch], self.cache.k[i], self.cache.v[i], plan, attended)
+            self._attend(i, q, k, v, plan, attended, batch)
             x = layer.finish(x, attended.view(padded, -1))
         return self._model.logits(x)[:batch]
+
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor, rows: int
+    ) -> None:
+        """The first `rows` rows; the others are padding."""
+        k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
+        self.attention.attend(q[:rows], k[:rows], v[:rows], k_cache, v_cache, plan, out)
 
     def _enter(
         self, token_ids: Sequence[int], positions: Sequence[int], padded: int
