@@ -42,7 +42,7 @@ def layout_of(args: argparse.Namespace) -> Layout:
             dtype="none",
         )
     cuda = device_of(args) != "cpu"
-    numerics = ("fast" if cuda else "exact") if args.numerics == "auto" else args.numerics
+    exact = not cuda if args.numerics == "auto" else args.numerics == "exact"
     return Layout(
         model=name,
         model_fingerprint=model_fingerprint(args.model),
@@ -51,8 +51,8 @@ def layout_of(args: argparse.Namespace) -> Layout:
         head_dim=config.head_dim,
         block_tokens=args.block_tokens,
         dtype=("bfloat16" if cuda else "float32") if args.dtype == "auto" else args.dtype,
-        numerics=numerics,
-        segment_tokens=segment_tokens(args.block_tokens) if numerics == "exact" else 0,
+        numerics="exact" if exact else "fast",
+        segment_tokens=segment_tokens(args.block_tokens) if exact else 0,
     )
 
 

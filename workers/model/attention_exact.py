@@ -75,7 +75,7 @@ class ExactAttention(Attention):
             return own.out
         size = self.segment_tokens
         starts = range(0, len(keys), size)
-        states = StateStack(len(starts) + 1, *q.shape, q.device)
+        states = StateStack(len(starts) + 1, q.shape[0], q.shape[1], q.shape[2], q.device)
         for part, start in enumerate(starts):
             past = self._base.partial(
                 q, keys[start : start + size], values[start : start + size], causal=False
