@@ -11,11 +11,11 @@ tcp    `tcp://HOST:PORT`       between hosts with encryption "never": both prove
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import secrets
-import select
 import socket
 import ssl
 import struct
@@ -38,6 +38,7 @@ from halfmoon.store.transports.tcp.channel import (
 )
 
 BACKLOG = 128
+HANDSHAKE_BYTES = 16 * 1024
 F = TypeVar("F", bound=wire.FrameHeader)
 Listening = tuple[socket.socket, str]
 _CREDENTIALS = struct.Struct("@iII")  # pid, uid, gid
@@ -216,30 +217,36 @@ def _shaken_hands(
     connection: socket.socket, options: ChannelOptions, deadline_s: float, *, server: bool
 ) -> TlsStream:
     """Raises ChannelRefused: the other end does not know the secret, or does not speak TLS."""
-    connection.setblocking(False)
-    wrapped = tls_context(options.secret, server).wrap_socket(
-        connection, server_side=server, do_handshake_on_connect=False, suppress_ragged_eofs=True
-    )
+    connection.settimeout(POLL_MS / 1e3)
+    came, made = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = tls_context(options.secret, server).wrap_bio(came, made, server_side=server)
     try:
         while True:
             try:
-                wrapped.do_handshake()
-                return TlsStream(wrapped)
+                tls.do_handshake()
+                done = True
             except ssl.SSLWantReadError:
-                events = select.POLLIN
-            except ssl.SSLWantWriteError:
-                events = select.POLLOUT
-            if time.monotonic() >= deadline_s:
-                raise ConnectionBroken("it did not prove itself in time", "stranger")
-            poller = select.poll()
-            poller.register(wrapped, events)
-            poller.poll(POLL_MS)
+                done = False
+            connection.sendall(made.read())
+            if done:
+                return TlsStream(connection, tls, came, made)
+            came.write(_some(connection, deadline_s))
     except ssl.SSLError as problem:
-        wrapped.close()
+        with contextlib.suppress(OSError):
+            connection.sendall(made.read())  # the alert
         raise ChannelRefused(f"secret: another one, or no TLS ({problem.reason or problem})") from None
-    except BaseException:
-        wrapped.close()
-        raise
+
+
+def _some(connection: socket.socket, deadline_s: float) -> bytes:
+    """Raises ConnectionBroken."""
+    while True:
+        if time.monotonic() >= deadline_s:
+            raise ConnectionBroken("it did not prove itself in time", "stranger")
+        with contextlib.suppress(TimeoutError):
+            content = connection.recv(HANDSHAKE_BYTES)
+            if not content:
+                raise ConnectionBroken("it closed the connection")
+            return content
 
 
 def _own_user(connection: socket.socket) -> None:

@@ -18,11 +18,10 @@ from typing import Protocol
 from halfmoon.store.channels.header import SEAL_BYTES
 from halfmoon.store.transports.tcp.channel import POLL_MS, ConnectionBroken
 
-#: The longest record of TLS. A message's begin is put together for one; what is longer is encrypted where it lies.
-RECORD_BYTES = 16 * 1024
+#: Encrypted, or decrypted, at a time: a few records.
+CIPHERTEXT_BYTES = 128 * 1024
 #: What the kernel keeps for the other end, where its limits allow it.
 SOCKET_BYTES = 4 * 1024 * 1024
-_NOT_NOW = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _CLOSED = "it closed the connection"
 
 
@@ -78,8 +77,7 @@ def _prepared(connection: socket.socket) -> None:
 
 def _shut(connection: socket.socket) -> None:
     try:
-        # Not the method of an SSLSocket, which would go on in the clear.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # it has ended already
 
@@ -91,12 +89,10 @@ def _poll(connection: socket.socket, readable: bool, writable: bool) -> bool:
     return bool(ready) and bool(ready[0][1] & ~select.POLLOUT)
 
 
-def _tls_broken(problem: OSError) -> ConnectionBroken:
-    if isinstance(problem, ssl.SSLEOFError):
-        return ConnectionBroken(_CLOSED)
-    if isinstance(problem, ssl.SSLError):
-        return ConnectionBroken(f"TLS: {problem.reason or problem}", "malformed")
-    return ConnectionBroken(problem.strerror or str(problem))
+def _wait_in_kernel(connection: socket.socket) -> None:
+    """Its own timeout: one system call waits, and still returns to look at the deadline."""
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, POLL_MS * 1000))
 
 
 class PlainStream:
@@ -107,9 +103,7 @@ class PlainStream:
         self.seal = seal
         self._socket = connection
         _prepared(connection)
-        connection.setblocking(True)
-        # The kernel's own timeout: one system call waits, and still returns to look at the deadline.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, POLL_MS * 1000))
+        _wait_in_kernel(connection)
 
     def send(self, pieces: Sequence[memoryview]) -> int:
         try:
@@ -147,79 +141,107 @@ class PlainStream:
 
 
 class TlsStream:
-    """A socket under TLS, after its handshake."""
+    """A socket under TLS, after its handshake. OpenSSL works in memory alone, and what it made goes out together:
+    for each record by itself the other end would wake.
+    """
 
     kind = "tls"
     seal: Seal | None = None
 
-    def __init__(self, connection: ssl.SSLSocket) -> None:
-        self._socket = connection
+    def __init__(
+        self, connection: socket.socket, tls: ssl.SSLObject, came: ssl.MemoryBIO, made: ssl.MemoryBIO
+    ) -> None:
+        """`came`: ciphertext for `tls`; `made`: what it has for the other end."""
+        self._socket, self._tls, self._came, self._made = connection, tls, came, made
         _prepared(connection)
-        connection.setblocking(False)
-        # OpenSSL does not bear two threads in one connection; neither waits for the network in here.
+        _wait_in_kernel(connection)
+        # OpenSSL does not bear two threads in one connection; neither waits for the network with it.
         self._using = threading.Lock()
-        self._joined = memoryview(bytearray(RECORD_BYTES))
+        self._scratch = memoryview(bytearray(CIPHERTEXT_BYTES))
+        #: It may have more than was asked for.
         self._more = True
-        self._readable = select.poll()
-        self._readable.register(connection, select.POLLIN)
+        #: Ciphertext that the kernel had no room for, and of how many bytes it was made.
+        self._pending, self._pending_plain = memoryview(b""), 0
 
     def send(self, pieces: Sequence[memoryview]) -> int:
+        """Where it returns less than all, what comes next must begin with the bytes that are left."""
         total = 0
-        for piece in self._records(pieces):
-            rest = piece
-            while rest:
-                # OpenSSL goes on with a record for which there was no room: it wants the same again, no shorter.
-                sent = self._send_some(rest[:RECORD_BYTES])
-                if not sent:
-                    return total
-                total += sent
-                rest = rest[sent:]
-        return total
+        flat = [piece.cast("B") for piece in pieces]
+        while True:
+            if not self._flushed():
+                return total
+            done, self._pending_plain = self._pending_plain, 0
+            total += done
+            flat = _without(flat, done)
+            if not flat:
+                return total
+            self._pending_plain = self._encrypt(flat)
 
-    def _records(self, pieces: Sequence[memoryview]) -> Sequence[memoryview]:
-        """The beginning together as one record, and the rest as it lies."""
-        end = 0
-        for number, piece in enumerate(pieces):
-            flat = piece.cast("B")
-            part = min(len(flat), RECORD_BYTES - end)
-            self._joined[end : end + part] = flat[:part]
-            end += part
-            if part < len(flat):
-                later = [each.cast("B") for each in pieces[number + 1 :]]
-                return [self._joined[:end], flat[part:], *later]
-        return [self._joined[:end]]
+    def _encrypt(self, flat: Sequence[memoryview]) -> int:
+        """Some of the bytes; how many."""
+        size = 0
+        with self._using:
+            try:
+                for piece in flat:
+                    part = piece[: CIPHERTEXT_BYTES - size]
+                    if part:
+                        size += self._tls.write(part)
+            except ssl.SSLError as problem:
+                raise ConnectionBroken(f"TLS: {problem.reason or problem}") from None
+            self._pending = memoryview(self._made.read())
+        return size
+
+    def _flushed(self) -> bool:
+        while self._pending:
+            try:
+                self._pending = self._pending[self._socket.send(self._pending, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                return False
+            except OSError as problem:
+                raise ConnectionBroken(problem.strerror or str(problem)) from None
+        return True
 
     def receive(self, into: memoryview, *, wait: bool) -> int:
-        if wait and not (self._more and self.buffered()):
-            self._readable.poll(POLL_MS)
-        with self._using:
-            try:
-                got = self._socket.recv_into(into)
-            except _NOT_NOW:
-                return 0
-            except OSError as problem:
-                raise _tls_broken(problem) from None
-        if not got:
+        got = self._decrypted(into) if self._more else 0
+        if got:
+            return got
+        try:
+            size = self._socket.recv_into(self._scratch, 0, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as problem:
+            raise ConnectionBroken(problem.strerror or str(problem)) from None
+        if not size:
             raise ConnectionBroken(_CLOSED)
-        # Less than was asked for is the end of what OpenSSL has.
-        self._more = got == into.nbytes
-        return got
+        with self._using:
+            self._came.write(self._scratch[:size])
+        return self._decrypted(into)
 
-    def _send_some(self, piece: memoryview) -> int:
+    def _decrypted(self, into: memoryview) -> int:
+        """As much as is here; `_more` says whether that ended for want of ciphertext."""
+        got, size = 0, into.nbytes
+        self._more = True
         with self._using:
             try:
-                return self._socket.write(piece)
-            except _NOT_NOW:
-                return 0
-            except OSError as problem:
-                raise _tls_broken(problem) from None
+                while got < size:
+                    some = self._tls.read(size - got, into[got:])
+                    if not some:
+                        raise ConnectionBroken(_CLOSED)
+                    got += int(some)
+            except ssl.SSLWantReadError:
+                self._more = False
+            except ssl.SSLError as problem:
+                raise ConnectionBroken(f"TLS: {problem.reason or problem}", "malformed") from None
+        return got
 
     def wait(self, *, readable: bool, writable: bool) -> bool:
         return (readable and self.buffered()) or _poll(self._socket, readable, writable)
 
     def buffered(self) -> bool:
+        if not self._more:
+            return False
         with self._using:
-            return self._socket.pending() > 0
+            return self._tls.pending() > 0 or self._came.pending > 0
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -228,5 +250,14 @@ class TlsStream:
         _shut(self._socket)
 
     def close(self) -> None:
-        with self._using:
-            self._socket.close()
+        self._socket.close()
+
+
+def _without(flat: Sequence[memoryview], size: int) -> list[memoryview]:
+    """The buffers without their first `size` bytes, and none that is empty."""
+    left = []
+    for piece in flat:
+        if size < len(piece):
+            left.append(piece[size:])
+        size = max(0, size - len(piece))
+    return left
