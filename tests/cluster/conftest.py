@@ -1,13 +1,42 @@
-"""Fixtures of the tests of whole clusters. Each module has a `cluster` of its own."""
+"""Fixtures of the tests of whole clusters. Each module has a `cluster`: its own, or one that several share, because
+a cluster whose model computes takes longer to start than most tests of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
 
 import nats
 import pytest
 
-from tests.cluster.harness import Cluster
+from halfmoon.bus.embedded import free_port
+from tests.cluster.harness import PATIENT, Cluster, running
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes of each role with the real model."""
+    # A busy machine may take long to start a worker again.
+    flags = ("--worker-wait-s", "120", "--dtype", "float32", *PATIENT)
+    with running(tmp_path_factory.mktemp("pairs"), *flags) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One node of each role with the real model, a disk and metrics, started under a umask that hides nothing."""
+    place = tmp_path_factory.mktemp("small")
+    sizes = ("--prefill", "1", "--decode", "1", "--pool-mib", "192", "--log-mib-max", "64")
+    disk = ("--ssd", str(place / "ssd"), "--ssd-bytes", str(64 << 20))
+    before = os.umask(0)
+    try:
+        with running(place, *sizes, *disk, "--metrics-port", str(free_port())) as one:
+            # The processes have it by now, and other tests' files are no business of this one's.
+            os.umask(before)
+            yield one
+    finally:
+        os.umask(before)
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from halfmoon.schemas.store import StoreStatus, StoreStatusRequest
 
 START_S = 180.0
+#: No request is refused for its time on a machine that has other things to do.
+PATIENT = ("--ttft-slo-ms", "200000", "--tbt-slo-ms", "100000")
 
 
 @dataclass
@@ -278,3 +280,14 @@ def running(state: Path, *flags: str) -> Iterator[Cluster]:
         status = cluster.stop()
     assert status == 0, status
     assert cluster.left_behind() == []
+
+
+async def all_ready(cluster: Cluster) -> None:
+    """Waits until every process of two and two nodes is there (again), by the conductor's word."""
+    async with asyncio.timeout(60):
+        while True:
+            state = await cluster.status()
+            roles = sorted(node["role"] for node in state["nodes"] if node["state"] == "ready")
+            if roles == ["decode"] * 2 + ["frontend"] + ["prefill"] * 2 + ["store"] * 4:
+                return
+            await asyncio.sleep(0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,17 +21,16 @@ from halfmoon.schemas.events import (
     RequestCancelled,
     WorkerHeartbeat,
 )
-from tests.cluster.harness import Cluster, running
+from tests.cluster.harness import Cluster
 from tests.cluster.prompts import prompt
 
 #: Not a measure of speed: a lease that only its own end would take lives a minute.
 RELEASED_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("cancel"), "--prefill", "1", "--decode", "1") as one:
-        yield one
+@pytest.fixture
+def cluster(small: Cluster) -> Cluster:
+    return small
 
 
 class OverHttp:

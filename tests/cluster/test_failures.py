@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -16,26 +15,14 @@ import pytest
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import RequestArrived
-from tests.cluster.harness import Cluster, running
+from tests.cluster.harness import Cluster, all_ready
 from tests.cluster.prompts import prompt
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # A busy machine may take long to start a worker again.
-    with running(tmp_path_factory.mktemp("failures"), "--worker-wait-s", "120") as one:
-        yield one
-
-
-async def whole(cluster: Cluster) -> None:
-    """Waits until every process is there (again), by the conductor's word."""
-    async with asyncio.timeout(60):
-        while True:
-            state = await cluster.status()
-            roles = sorted(node["role"] for node in state["nodes"] if node["state"] == "ready")
-            if roles == ["decode"] * 2 + ["frontend"] + ["prefill"] * 2 + ["store"] * 4:
-                return
-            await asyncio.sleep(0.2)
+@pytest.fixture
+def cluster(pairs: Cluster) -> Cluster:
+    """Each test leaves it whole."""
+    return pairs
 
 
 async def nothing_held(cluster: Cluster) -> None:
@@ -91,7 +78,7 @@ def same(answer: dict[str, Any], undisturbed: dict[str, Any]) -> None:
 
 async def test_a_prefill_worker_dies_while_it_computes(cluster: Cluster, nc: nats.NATS) -> None:
     undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))
-    await whole(cluster)
+    await all_ready(cluster)
     before = await last_seq(cluster)
     asked = asyncio.ensure_future(cluster.generate(nc, **fields(1000, 8, "prefill dies")))
     order = await order_of(cluster, StartPrefill, before)
@@ -107,7 +94,7 @@ async def test_a_prefill_worker_dies_while_it_computes(cluster: Cluster, nc: nat
     ]
     assert len(placements) == 2
     assert placements[1].worker_id != order.worker_id
-    await whole(cluster)
+    await all_ready(cluster)
     await nothing_held(cluster)
 
 
@@ -117,7 +104,7 @@ async def test_requests_wait_while_every_worker_of_a_role_is_restarted(
 ) -> None:
     """As a rolling restart where there is one worker of a role: nothing is refused, nothing lost."""
     undisturbed = await cluster.generate(nc, **fields(40, 4, "calm"))
-    await whole(cluster)
+    await all_ready(cluster)
     before = await last_seq(cluster)
     asked = []
     for number in range(12):
@@ -139,14 +126,14 @@ async def test_requests_wait_while_every_worker_of_a_role_is_restarted(
     ]
     # Some came while there was no worker, and were placed when one joined.
     assert [o for o in first if o.cause_seq > arrived.get(o.decision.request_id, o.cause_seq)]
-    await whole(cluster)
+    await all_ready(cluster)
     await nothing_held(cluster)
 
 
 async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster, nc: nats.NATS) -> None:
     tokens = 40
     undisturbed = await cluster.generate(nc, **fields(300, tokens, "calm"))
-    await whole(cluster)
+    await all_ready(cluster)
     before = await last_seq(cluster)
     inbox = nc.new_inbox()
     chunks: list[dict[str, Any]] = []
@@ -178,7 +165,7 @@ async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster,
     ]
     assert [o.placement for o in orders] == [1, 2]
     assert orders[1].worker_id != order.worker_id
-    await whole(cluster)
+    await all_ready(cluster)
     await nothing_held(cluster)
 
 
@@ -186,7 +173,7 @@ async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster,
 @pytest.mark.parametrize("half", ["prefill", "decode"])
 async def test_a_store_agent_dies_under_a_request(cluster: Cluster, nc: nats.NATS, half: str) -> None:
     undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))
-    await whole(cluster)
+    await all_ready(cluster)
     before = await last_seq(cluster)
     asked = asyncio.ensure_future(cluster.generate(nc, **fields(1000, 8, f"store of {half} dies")))
     order = await order_of(cluster, StartPrefill, before)
@@ -196,7 +183,7 @@ async def test_a_store_agent_dies_under_a_request(cluster: Cluster, nc: nats.NAT
     cluster.kill(f"store-{node}")
     answer = await asked
     same(answer, undisturbed)
-    await whole(cluster)
+    await all_ready(cluster)
     assert 0 < (await cluster.status())["index_blocks"] <= indexed + 8
     again = await cluster.generate(nc, **fields(1000, 8, "calm"))
     same(again, undisturbed)
@@ -211,7 +198,7 @@ async def test_a_conductor_dies_and_the_next_one_goes_on(cluster: Cluster, nc: n
     late = asyncio.ensure_future(cluster.generate(nc, **fields(600, 16, "asked while there is none")))
     same(await asked, undisturbed)
     same(await late, undisturbed)
-    await whole(cluster)
+    await all_ready(cluster)
     await nothing_held(cluster)
 
 
@@ -219,7 +206,7 @@ async def test_a_stopped_worker_is_lost_and_its_late_words_change_nothing(
     cluster: Cluster, nc: nats.NATS
 ) -> None:
     undisturbed = await cluster.generate(nc, **fields(300, 24, "calm"))
-    await whole(cluster)
+    await all_ready(cluster)
     before = await last_seq(cluster)
     asked = asyncio.ensure_future(cluster.generate(nc, **fields(300, 24, "decode stops")))
     order = await order_of(cluster, StartDecode, before)
@@ -229,7 +216,7 @@ async def test_a_stopped_worker_is_lost_and_its_late_words_change_nothing(
     cluster.kill(order.worker_id, signal.SIGCONT)
     assert pid == cluster.pid(order.worker_id)
     same(answer, undisturbed)
-    await whole(cluster)
+    await all_ready(cluster)
     await nothing_held(cluster)
 
 
@@ -238,7 +225,7 @@ async def test_nats_server_dies_under_a_prefill_and_the_request_does_not_wait_fo
 ) -> None:
     """A message that was lost on the way to the decode worker is missed by its heartbeats, within a few seconds."""
     undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))
-    await whole(cluster)
+    await all_ready(cluster)
     body = {**fields(1000, 8, "server dies"), "stream": False}
     del body["logits_digest"]
     async with aiohttp.ClientSession() as session:
@@ -251,5 +238,5 @@ async def test_nats_server_dies_under_a_prefill_and_the_request_does_not_wait_fo
     assert reply.status == 200, answer
     assert answer["choices"][0]["text"] == undisturbed["text"]
     assert time.monotonic() - started < 60  # alone about 5 s; a lease lives as long
-    await whole(cluster)
+    await all_ready(cluster)
     await nothing_held(cluster)

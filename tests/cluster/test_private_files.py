@@ -6,38 +6,20 @@ import asyncio
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from halfmoon.bus.embedded import free_port
-from tests.cluster.harness import Cluster, children, command_of, running
+from tests.cluster.harness import Cluster, children, command_of
 
 #: In a prompt. Its tokens' text is nowhere else, so a file that holds it was told the prompt.
 SECRET = "zyzzyva-quokka-7731"
-FLAGS = ("--prefill", "1", "--decode", "1", "--pool-mib", "64", "--log-mib-max", "64")
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    place = tmp_path_factory.mktemp("private")
-    before = os.umask(0)
-    try:
-        with running(
-            place,
-            *FLAGS,
-            "--ssd",
-            str(place / "ssd"),
-            "--ssd-bytes",
-            str(64 << 20),
-            "--metrics-port",
-            str(free_port()),
-        ) as one:
-            yield one
-    finally:
-        os.umask(before)
+@pytest.fixture
+def cluster(small: Cluster) -> Cluster:
+    return small
 
 
 def everything(cluster: Cluster) -> list[Path]:
