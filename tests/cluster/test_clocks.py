@@ -22,9 +22,9 @@ import pytest
 
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import RequestArrived
-from tests.cluster.harness import Cluster, running
+from tests.cluster.harness import Cluster, all_ready, running
 from tests.cluster.prompts import prompt
-from tests.cluster.test_failures import nothing_held, whole
+from tests.cluster.test_failures import nothing_held
 
 #: Seconds.
 STEPS = (5 * 3600, -7 * 3600, 0)
@@ -126,7 +126,7 @@ async def test_all_clocks_are_set_by_hours_under_requests(cluster: Cluster, cloc
             assert all(0 <= spent < 600_000 for spent in answer["timing_ms"].values()), answer["timing_ms"]
         after = await ask(cluster, 600, f"after {step}")
         assert after["choices"][0]["text"] == calm["choices"][0]["text"]
-    await whole(cluster)
+    await all_ready(cluster)
     await nothing_held(cluster)
     # Nobody was lost, and nothing was placed twice, for the sake of a clock.
     kinds = {type(s.event).__name__ for s in await cluster.events(began[-1].seq)}
@@ -156,7 +156,7 @@ async def test_processes_that_stand_still_for_a_minute_go_on(
         for answer in await asyncio.gather(*asked):
             assert answer["choices"][0]["text"] == calm["choices"][0]["text"]
     assert [cluster.pid(name) for name in names] == pids
-    await whole(cluster)
+    await all_ready(cluster)
     await nothing_held(cluster)
     again = await ask(cluster, 600, f"{names} again")
     assert again["choices"][0]["text"] == calm["choices"][0]["text"]

@@ -190,6 +190,7 @@ async def test_a_store_agent_dies_under_a_request(cluster: Cluster, nc: nats.NAT
     await nothing_held(cluster)
 
 
+@pytest.mark.slow  # tests/cluster/test_conductors.py kills conductors with an engine that computes nothing
 async def test_a_conductor_dies_and_the_next_one_goes_on(cluster: Cluster, nc: nats.NATS) -> None:
     undisturbed = await cluster.generate(nc, **fields(600, 16, "calm"))
     asked = asyncio.ensure_future(cluster.generate(nc, **fields(600, 16, "conductor dies")))

@@ -9,7 +9,7 @@ import flash_attn_reference
 import pytest
 import torch
 
-from halfmoon.workers.model.attention import Attention, Runs, SdpaAttention, runs_of
+from halfmoon.workers.model.attention import Attention, SdpaAttention, StepRuns, runs_of
 from halfmoon.workers.model.attention_exact import ExactAttention, ExactPlan, own_token
 from halfmoon.workers.model.attention_flash import FlashAttention
 from halfmoon.workers.model.attention_states import StateStack
@@ -128,7 +128,7 @@ def test_states_that_were_computed_elsewhere_merge_to_the_same_bits(
                     held = rows[member][start : start + tokens][i * BLOCK : (i + 1) * BLOCK]
                     cache[block, : len(held)] = held
                 caches.append(cache)
-            runs = Runs(runs_of(0, table, tokens, SEGMENT, BLOCK, CPU, part=part))
+            runs = StepRuns(runs_of(0, table, tokens, SEGMENT, BLOCK, CPU, part=part))
             base.segment_states(q, caches[0], caches[1], runs, states)
     assert torch.equal(states.merged()[0].to(dtype), expected)
 

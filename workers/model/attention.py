@@ -57,7 +57,7 @@ def make_plan(
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SegmentRun:
     """Segments of equal length, one after the other, of one sequence: what one call of a kernel can attend to."""
 
     row: int
@@ -76,10 +76,10 @@ class Run:
 
 
 @dataclass(slots=True)
-class Runs:
+class StepRuns:
     """All runs of a step; `device` is what an implementation makes of them at the first layer and keeps."""
 
-    items: list[Run] = field(default_factory=list)
+    items: list[SegmentRun] = field(default_factory=list)
     device: tuple[Tensor, ...] | None = None
 
 
@@ -92,7 +92,7 @@ def runs_of(
     device: torch.device,
     *,
     part: int = 0,
-) -> list[Run]:
+) -> list[SegmentRun]:
     """The first `tokens` tokens of a sequence: a run of whole segments, and one of the rest."""
     full, rest = divmod(tokens, segment_tokens)
     split = full * segment_tokens // block_tokens
@@ -106,7 +106,9 @@ def runs_of(
             run = _in_a_row(blocks)
             index = None if run else torch.tensor(blocks, dtype=torch.int64, device=device)
             runs.append(
-                Run(row, first, segments, size, blocks, blocks[0] * block_tokens if run else None, index)
+                SegmentRun(
+                    row, first, segments, size, blocks, blocks[0] * block_tokens if run else None, index
+                )
             )
     return runs
 
@@ -145,7 +147,7 @@ class Attention(ABC):
 
     @abstractmethod
     def segment_states(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, states: StateStack
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
     ) -> None:
         """Writes the states of single queries (`q` `[rows, heads, head_dim]`) over each segment of `runs`.
 
@@ -209,7 +211,7 @@ class SdpaAttention(Attention):
         return merge(self.partial(q, k[:past], v[:past], causal=False), own).out
 
     def segment_states(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, states: StateStack
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
     ) -> None:
         kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
         group = heads // kv_heads
@@ -227,7 +229,7 @@ class SdpaAttention(Attention):
             outs[run.part : run.part + run.segments, run.row] = o
             lses[run.part : run.part + run.segments, run.row] = lse
 
-    def _segments(self, cache: Tensor, run: Run) -> Tensor:
+    def _segments(self, cache: Tensor, run: SegmentRun) -> Tensor:
         """`[segments, kv_heads, tokens, head_dim]`: a view where the blocks lie in a row."""
         _, _, kv_heads, dim = cache.shape
         first = run.first_row
@@ -242,7 +244,7 @@ class SdpaAttention(Attention):
         )
 
     def _plain_segment_states(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, states: StateStack
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
     ) -> None:
         for run in runs.items:
             keys, values = (self._segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from halfmoon.workers.model.attention import Attention, Plan, Runs, Tensor, runs_of
+from halfmoon.workers.model.attention import Attention, Plan, StepRuns, Tensor, runs_of
 from halfmoon.workers.model.attention_states import Partial, StateStack
 
 
@@ -20,7 +20,7 @@ from halfmoon.workers.model.attention_states import Partial, StateStack
 class ExactPlan(Plan):
     """A plan of one query each has its runs of past segments, and room for their states."""
 
-    runs: Runs = field(default_factory=Runs)
+    runs: StepRuns = field(default_factory=StepRuns)
     parts: int = 0
     """The most past segments of a sequence."""
     states: StateStack | None = None
@@ -88,7 +88,7 @@ class ExactAttention(Attention):
         return self._base.partial(q, k, v, causal=causal)
 
     def segment_states(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, states: StateStack
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
     ) -> None:
         self._base.segment_states(q, k_cache, v_cache, runs, states)
 

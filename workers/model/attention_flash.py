@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfmoon.workers.model.attention import Attention, Plan, Runs, Tensor
+from halfmoon.workers.model.attention import Attention, Plan, StepRuns, Tensor
 from halfmoon.workers.model.attention_states import Partial, StateStack, neutral
 
 PAGE_TOKENS_MULTIPLE = 256
@@ -84,7 +84,7 @@ class FlashAttention(Attention):
             row += count
 
     def segment_states(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Runs, states: StateStack
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
     ) -> None:
         """One call for all: each segment is a sequence of its own, with its own pages."""
         if not runs.items:
@@ -115,8 +115,8 @@ class FlashAttention(Attention):
         )
         return Partial(out, lse.t().float())
 
-    def _segment_tables(self, runs: Runs) -> tuple[Tensor, ...]:
-        """Of each segment: its query's row and its part, int64, its blocks `[segments, blocks]` and tokens, int32."""
+    def _segment_tables(self, runs: StepRuns) -> tuple[Tensor, ...]:
+        """Each segment's row and part, int64, its blocks `[segments, blocks]` and tokens, int32."""
         rows, parts, tables, lengths = [], [], [], []
         for run in runs.items:
             blocks = -(-run.tokens // self.block_tokens)

@@ -75,7 +75,7 @@ def _sample(draw: random.Random, schema: dict[str, Any], named: dict[str, Any], 
         case "string":
             return draw.choice(("", "AAAAAAAAAAAAAAAAAAAAAA==")) if "contentEncoding" in schema else "p0"
         case "integer":
-            return draw.choice((0, 1, 5, 2**31 - 1, 2**63 - 1))
+            return min(draw.choice((0, 1, 5, 2**31 - 1, 2**63 - 1)), schema.get("maximum", 2**63 - 1))
         case "number":
             return draw.choice((0.0, 0.5, 1e300))
         case "boolean":
