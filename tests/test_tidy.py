@@ -98,6 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workers.frontend": {"bus", "bus.telemetry", "schemas", "workers.model"},
     "workers": {"bus", "bus.telemetry", "schemas", "store.agent_client", "workers.model"},
     "workers.prefill": {"bus", "bus.telemetry", "schemas", "store.errors", "workers", "workers.model"},
+    "workers.attention": {"store.channels", "store.errors", "workers.model"},
     "workers.decode": {
         "bus",
         "bus.telemetry",

@@ -39,6 +39,7 @@ from halfmoon.store.transports.tcp.channel import (
 
 BACKLOG = 128
 HANDSHAKE_BYTES = 16 * 1024
+PORT_MAX = 65535
 F = TypeVar("F", bound=wire.FrameHeader)
 Listening = tuple[socket.socket, str]
 _CREDENTIALS = struct.Struct("@iII")  # pid, uid, gid
@@ -285,6 +286,9 @@ def _connected(address: str, deadline_s: float) -> socket.socket:
     host, _, port = address.partition("://")[2].rpartition(":")
     try:
         timeout_s = max(0.001, deadline_s - time.monotonic())
+        # The resolver takes a number that is too large for another one, which may be somebody's port.
+        if not 0 < int(port) <= PORT_MAX:
+            raise ValueError(f"port {port}: 1 to {PORT_MAX}")
         return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
     # An address is what a peer says it is: no port, a port of six digits, a host that is no name.
     except (OSError, ValueError, OverflowError) as problem:

@@ -10,14 +10,19 @@ Attention over some of the keys only is a `Partial` (`attention_states`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
 from halfmoon.workers.model.attention_states import Partial, StateStack, merge, neutral
 
 Tensor = torch.Tensor
+
+Collect = Callable[[StateStack], None]
+AWAY = -1
+"""In a block table: the block is elsewhere."""
 
 
 @dataclass(slots=True)
@@ -61,7 +66,9 @@ class SegmentRun:
     """Segments of equal length, one after the other, of one sequence: what one call of a kernel can attend to."""
 
     row: int
-    """The query's, and the row of the states."""
+    """The query's."""
+    column: int
+    """Row of the states."""
     part: int
     """Of the first segment, among the parts of that row."""
     segments: int
@@ -92,24 +99,32 @@ def runs_of(
     device: torch.device,
     *,
     part: int = 0,
+    column: int | None = None,
 ) -> list[SegmentRun]:
-    """The first `tokens` tokens of a sequence: a run of whole segments, and one of the rest."""
+    """The first `tokens` tokens of a sequence: runs of whole segments, and one of the rest, without those that are
+    elsewhere (a segment with AWAY in its table). `part`: of the first segment. `column`: as `row`, unless given.
+    """
+    each = segment_tokens // block_tokens
     full, rest = divmod(tokens, segment_tokens)
-    split = full * segment_tokens // block_tokens
-    runs = []
-    for first, segments, size, blocks in (
-        (part, full, segment_tokens, table[:split]),
-        (part + full, 1, rest, table[split : split + -(-rest // block_tokens)]),
-    ):
-        if segments * size:
-            blocks = list(blocks)
-            run = _in_a_row(blocks)
-            index = None if run else torch.tensor(blocks, dtype=torch.int64, device=device)
-            runs.append(
-                SegmentRun(
-                    row, first, segments, size, blocks, blocks[0] * block_tokens if run else None, index
-                )
+    runs: list[SegmentRun] = []
+
+    def add(first: int, segments: int, size: int) -> None:
+        blocks = list(table[first * each :][: segments * -(-size // block_tokens)])
+        run = _in_a_row(blocks)
+        index = None if run else torch.tensor(blocks, dtype=torch.int64, device=device)
+        start = blocks[0] * block_tokens if run else None
+        runs.append(
+            SegmentRun(
+                row, row if column is None else column, part + first, segments, size, blocks, start, index
             )
+        )
+
+    here = [i for i in range(full) if AWAY not in table[i * each : (i + 1) * each]]
+    for _, group in groupby(enumerate(here), lambda pair: pair[1] - pair[0]):
+        found = [segment for _, segment in group]
+        add(found[0], len(found), segment_tokens)
+    if rest and AWAY not in table[full * each : full * each + -(-rest // block_tokens)]:
+        add(full, 1, rest)
     return runs
 
 
@@ -132,10 +147,19 @@ class Attention(ABC):
 
     @abstractmethod
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        out: Tensor,
+        collect: Collect | None = None,
     ) -> None:
         """Causal attention of every sequence of `plan`, rows of `q` in its order, into `out` (like
         `q`). `k` and `v` `[rows, kv_heads, head_dim]` are what the cache holds of the queries' own tokens.
+        `collect` brings the states of segments that are elsewhere; only exact attention has them.
         """
 
     @abstractmethod
@@ -181,8 +205,17 @@ class SdpaAttention(Attention):
         self._flash = found.default if private_op and found is not None and device.type == "cpu" else None
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        out: Tensor,
+        collect: Collect | None = None,
     ) -> None:
+        assert collect is None, "whole sequences are here"
         row = 0
         kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
         grouped = q.view(-1, kv_heads, heads // kv_heads, dim)
@@ -226,8 +259,8 @@ class SdpaAttention(Attention):
             # once.
             keys, values = (self._segments(cache, run) for cache in (k_cache, v_cache))
             o, lse = self._flash(grouped[run.row].expand(run.segments, -1, -1, -1), keys, values)
-            outs[run.part : run.part + run.segments, run.row] = o
-            lses[run.part : run.part + run.segments, run.row] = lse
+            outs[run.part : run.part + run.segments, run.column] = o
+            lses[run.part : run.part + run.segments, run.column] = lse
 
     def _segments(self, cache: Tensor, run: SegmentRun) -> Tensor:
         """`[segments, kv_heads, tokens, head_dim]`: a view where the blocks lie in a row."""
@@ -250,7 +283,7 @@ class SdpaAttention(Attention):
             keys, values = (self._segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))
             for i in range(run.segments):
                 state = self.partial(q[run.row : run.row + 1], keys[i], values[i], causal=False)
-                states.out[run.part + i, run.row], states.lse[run.part + i, run.row] = (
+                states.out[run.part + i, run.column], states.lse[run.part + i, run.column] = (
                     state.out[0],
                     state.lse[0],
                 )

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from halfmoon.workers.model.attention import Attention, Plan, StepRuns, Tensor, runs_of
+from halfmoon.workers.model.attention import Attention, Collect, Plan, StepRuns, Tensor, runs_of
 from halfmoon.workers.model.attention_states import Partial, StateStack
 
 
@@ -24,6 +25,16 @@ class ExactPlan(Plan):
     parts: int = 0
     """The most past segments of a sequence."""
     states: StateStack | None = None
+
+
+class Elsewhere(Protocol):
+    """The segments of a batch that are not in this cache (AWAY in its tables), and who attends to them."""
+
+    def ask(self, layer: int, q: Tensor) -> None:
+        """Sends the queries `[rows, heads, head_dim]` of one layer."""
+
+    def collect(self, layer: int, states: StateStack) -> None:
+        """Writes the states over those segments, once they are here."""
 
 
 class ExactAttention(Attention):
@@ -45,11 +56,19 @@ class ExactAttention(Attention):
             for row, (table, context) in enumerate(zip(plan.tables, context_tokens, strict=True)):
                 runs = runs_of(row, table, context - 1, self.segment_tokens, self.block_tokens, self.device)
                 plan.runs.items += runs
-                plan.parts = max(plan.parts, sum(run.segments for run in runs))
+                plan.parts = max(plan.parts, -(-(context - 1) // self.segment_tokens))
         return plan
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        out: Tensor,
+        collect: Collect | None = None,
     ) -> None:
         assert isinstance(plan, ExactPlan), plan
         rows = len(plan.query_tokens)
@@ -58,6 +77,8 @@ class ExactAttention(Attention):
                 plan.states = StateStack(plan.parts + 1, rows, q.shape[1], q.shape[2], q.device)
             self._base.segment_states(q, k_cache, v_cache, plan.runs, plan.states)
             own_token(q, k, v, plan.states)
+            if collect is not None:
+                collect(plan.states)
             out[:rows] = plan.states.merged()
             return
         row = 0

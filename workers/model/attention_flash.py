@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfmoon.workers.model.attention import Attention, Plan, StepRuns, Tensor
+from halfmoon.workers.model.attention import Attention, Collect, Plan, StepRuns, Tensor
 from halfmoon.workers.model.attention_states import Partial, StateStack, neutral
 
 PAGE_TOKENS_MULTIPLE = 256
@@ -52,8 +52,17 @@ class FlashAttention(Attention):
         self._with_kvcache, self._varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        out: Tensor,
+        collect: Collect | None = None,
     ) -> None:
+        assert collect is None, "whole sequences are here"
         tables, lengths = self._device_plan(plan)
         sequences = len(plan.tables)
         rows = sum(plan.query_tokens)
@@ -91,7 +100,7 @@ class FlashAttention(Attention):
             return
         if runs.device is None:
             runs.device = self._segment_tables(runs)
-        rows, parts, tables, lengths = runs.device
+        rows, parts, columns, tables, lengths = runs.device
         o, lse = self._with_kvcache(
             q[rows].unsqueeze(1),
             k_cache,
@@ -102,8 +111,8 @@ class FlashAttention(Attention):
             num_splits=1,
             return_softmax_lse=True,
         )
-        states.out[parts, rows] = o.squeeze(1).float()
-        states.lse[parts, rows] = lse.squeeze(2).float()
+        states.out[parts, columns] = o.squeeze(1).float()
+        states.lse[parts, columns] = lse.squeeze(2).float()
 
     def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
         if k.shape[0] == 0:
@@ -116,16 +125,17 @@ class FlashAttention(Attention):
         return Partial(out, lse.t().float())
 
     def _segment_tables(self, runs: StepRuns) -> tuple[Tensor, ...]:
-        """Each segment's row and part, int64, its blocks `[segments, blocks]` and tokens, int32."""
-        rows, parts, tables, lengths = [], [], [], []
+        """Each segment's row, part and column, int64, its blocks `[segments, blocks]` and tokens, int32."""
+        rows, parts, columns, tables, lengths = [], [], [], [], []
         for run in runs.items:
             blocks = -(-run.tokens // self.block_tokens)
             for i in range(run.segments):
                 rows.append(run.row)
                 parts.append(run.part + i)
+                columns.append(run.column)
                 tables.append(run.blocks[i * blocks : (i + 1) * blocks])
                 lengths.append(run.tokens)
-        long = [torch.tensor(each, dtype=torch.int64, device=self.device) for each in (rows, parts)]
+        long = [torch.tensor(each, dtype=torch.int64, device=self.device) for each in (rows, parts, columns)]
         return (*long, self._padded(tables), torch.tensor(lengths, dtype=torch.int32, device=self.device))
 
     def _padded(self, tables: list[list[int]]) -> Tensor:

@@ -17,13 +17,14 @@ it in both modes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import xxhash
 
-from halfmoon.workers.model.attention import Attention, Plan
+from halfmoon.workers.model.attention import Attention, Collect, Plan
 from halfmoon.workers.model.attention_choice import make_attention
-from halfmoon.workers.model.attention_exact import ExactAttention
+from halfmoon.workers.model.attention_exact import Elsewhere, ExactAttention
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.files import LoadedModel
 from halfmoon.workers.model.paged_cache import PagedCache
@@ -133,19 +134,32 @@ class Engine:
 
     @torch.inference_mode()
     def decode(
-        self, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        elsewhere: Elsewhere | None = None,
     ) -> Tensor:
-        """One token of each sequence: f32 `[batch, vocab]`. Writes the KV of each token at its position."""
+        """One token of each sequence: f32 `[batch, vocab]`. Writes the KV of each token at its position.
+
+        Segments whose blocks are AWAY in a table are attended to by `elsewhere`, in exact mode and for at most
+        `decode_rows_multiple` sequences.
+        """
         batch = len(token_ids)
+        assert elsewhere is None or (self.exact and batch <= self._rows_multiple), batch
         assert batch == len(positions) == len(block_tables) > 0, (batch, len(positions), len(block_tables))
         if not self.exact or batch <= self._rows_multiple:
-            return self._decode_rows(token_ids, positions, block_tables)
+            return self._decode_rows(token_ids, positions, block_tables, elsewhere)
         step = self._rows_multiple
         parts = [slice(at, at + step) for at in range(0, batch, step)]
         return torch.cat([self._decode_rows(token_ids[p], positions[p], block_tables[p]) for p in parts])
 
     def _decode_rows(
-        self, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        elsewhere: Elsewhere | None = None,
     ) -> Tensor:
         batch = len(token_ids)
         padded = self._rows_multiple if self.exact else batch
@@ -157,17 +171,28 @@ class Engine:
         )
         for i, layer in enumerate(self._model.layers):
             q, k, v = layer.project(x, cos, sin)
+            if elsewhere is not None:
+                elsewhere.ask(i, q[:batch])
             self._store(i, slots, k[:batch], v[:batch])
-            self._attend(i, q, k, v, plan, attended, batch)
+            collect = None if elsewhere is None else partial(elsewhere.collect, i)
+            self._attend(i, q, k, v, plan, attended, batch, collect)
             x = layer.finish(x, attended.view(padded, -1))
         return self._model.logits(x)[:batch]
 
     def _attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor, rows: int
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        out: Tensor,
+        rows: int,
+        collect: Collect | None = None,
     ) -> None:
         """The first `rows` rows; the others are padding."""
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
-        self.attention.attend(q[:rows], k[:rows], v[:rows], k_cache, v_cache, plan, out)
+        self.attention.attend(q[:rows], k[:rows], v[:rows], k_cache, v_cache, plan, out, collect)
 
     def _enter(
         self, token_ids: Sequence[int], positions: Sequence[int], padded: int

@@ -1,0 +1,134 @@
+"""The end that decodes: asks those who hold segments of its sequences, layer by layer, while it attends to its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from halfmoon.store.channels.channel import WorkerChannel
+from halfmoon.store.channels.header import MessageHeader, Op
+from halfmoon.store.channels.inbox import MessageRefused
+from halfmoon.store.errors import ChannelLost
+from halfmoon.workers.attention.server import DTYPES, bytes_of
+from halfmoon.workers.model.attention import Tensor
+from halfmoon.workers.model.attention_states import StateStack
+
+
+class PartRefused(Exception):
+    """`place` does not hold what it was asked about; the text says what."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}")
+        self.place = place
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """`segments` consecutive segments of the sequence of `row`, from its segment `first` on: `hold` of a place."""
+
+    row: int
+    first: int
+    segments: int
+    hold: int
+
+
+class _Place:
+    """One holder, in the steps of one batch."""
+
+    def __init__(
+        self,
+        name: str,
+        channel: WorkerChannel,
+        parts: Sequence[HeldPart],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.name, self.channel, self.dtype = name, channel, dtype
+        rows = sorted({part.row for part in parts})
+        self.rows = torch.tensor(rows, dtype=torch.int64)
+        self.pairs = torch.tensor(
+            [each for part in parts for each in (rows.index(part.row), part.hold)], dtype=torch.int32
+        )
+        places = [(part.first + i, part.row) for part in parts for i in range(part.segments)]
+        self.parts = torch.tensor([part for part, _ in places], dtype=torch.int64)
+        self.columns = torch.tensor([row for _, row in places], dtype=torch.int64)
+        self.query = torch.empty(len(rows), *shape, dtype=dtype)
+        # One memory, as it comes: `out` of every segment, then the log-sum-exp of every segment.
+        out_bytes = len(places) * shape[0] * shape[1] * dtype.itemsize
+        self.memory = torch.empty(out_bytes + 4 * len(places) * shape[0], dtype=torch.uint8)
+        self.out = self.memory[:out_bytes].view(dtype).view(len(places), *shape)
+        self.lse = self.memory[out_bytes:].view(torch.float32).view(len(places), shape[0])
+
+    def into(self, header: MessageHeader) -> memoryview:
+        if header.op is Op.REFUSED:
+            if header.payload_bytes > self.memory.nbytes:
+                raise MessageRefused(f"payload_bytes: a reason of {header.payload_bytes}")
+            return bytes_of(self.memory[: header.payload_bytes])
+        if header.op is not Op.PARTIAL or header.payload_bytes != self.memory.nbytes:
+            raise MessageRefused(
+                f"payload_bytes: {header.op.name} of {header.payload_bytes}, not states of {self.memory.nbytes}"
+            )
+        return bytes_of(self.memory)
+
+
+class RemoteSegments:
+    """The parts of a batch that are elsewhere, as `ExactAttention` asks for them (`Elsewhere`)."""
+
+    def __init__(
+        self, channels: Mapping[str, WorkerChannel], *, heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        self._channels, self._shape, self._dtype = channels, (heads, head_dim), dtype
+        self._places: list[_Place] = []
+        self._number = 0
+        self.step = 0
+
+    def begin(self, parts: Mapping[str, Sequence[HeldPart]]) -> None:
+        """The batch of the next steps, by place. Said again only when it changes."""
+        self._number += 1
+        self._places = [
+            _Place(name, self._channels[name], held, self._shape, self._dtype)
+            for name, held in parts.items()
+            if held
+        ]
+        for place in self._places:
+            header = MessageHeader(Op.SLOTS, rows=len(place.rows), slots=self._number)
+            place.channel.send(header, bytes_of(place.pairs))
+
+    def ask(self, layer: int, q: Tensor) -> None:
+        """Sends the queries `[rows, heads, head_dim]` of one layer to those who hold segments of their sequences."""
+        for place in self._places:
+            torch.index_select(q, 0, place.rows, out=place.query)
+            header = MessageHeader(
+                Op.QUERY,
+                DTYPES[self._dtype],
+                layer=layer,
+                rows=len(place.rows),
+                step=self.step,
+                slots=self._number,
+            )
+            place.channel.send(header, bytes_of(place.query))
+
+    def collect(self, layer: int, states: StateStack) -> None:
+        """Writes what they answer to the parts that it is about. Raises ChannelLost and PartRefused, once all that
+        have an answer were heard: the channels of the others go on.
+        """
+        problem: ChannelLost | PartRefused | None = None
+        for place in self._places:
+            try:
+                self._collect(place, layer, states)
+            except (ChannelLost, PartRefused) as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def _collect(self, place: _Place, layer: int, states: StateStack) -> None:
+        header = place.channel.receive(place.into)
+        if (header.layer, header.step, header.slots) != (layer, self.step, self._number):
+            raise PartRefused(place.name, f"an answer to another question: {header}")
+        if header.op is Op.REFUSED:
+            reason = bytes(bytes_of(place.memory[: header.payload_bytes]))
+            raise PartRefused(place.name, reason.decode(errors="replace"))
+        states.out[place.parts, place.columns] = place.out.float()
+        states.lse[place.parts, place.columns] = place.lse
