@@ -4,9 +4,9 @@ Messages leave in the order of `submit`. One that was lost with a connection is 
 unacknowledged ones after it, in the same order; the stream drops what it already holds by message id (its
 duplicate window is far longer than our patience). So a fact is stored once, and two facts of one process are
 not swapped: while a stream has no leader (three servers, one of them just died) the server says so, and
-nothing new leaves before what it could not take. Only when a leader is cut off in silence may one of the
-messages under way be lost and a later one reach the next leader: then these two are swapped, which is rare,
-and which who reads them must bear.
+nothing new leaves before what it could not take. Only when a leader ends may messages that were under way to
+it be lost in silence and a later one reach the next leader: then these are swapped, which is rare, and which
+who reads them must bear.
 """
 
 from __future__ import annotations
