@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from halfmoon.workers.model.errors import ModelBroken, ModelNotFound, in_file, shown
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 JSON_BYTES_MAX = 64 << 20
 """Far above any config or index; a tokenizer's own file is read by its library."""
 
@@ -121,7 +123,20 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ModelBroken("content", f"is no JSON: {str(error)[:200]}") from None
         if not isinstance(value, dict):
             raise ModelBroken("content", f"is {shown(value)}; it must be a JSON object")
+        if _SURROGATE.search(text):
+            _check_characters(value)
         return value
+
+
+def _check_characters(value: dict[str, Any]) -> None:
+    """JSON's escapes can write half a character, which no tokenizer takes. Raises ModelBroken."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ModelBroken("content", f"has {half}, half a character (a lone surrogate)") from None
+    except RecursionError:  # written with a few more frames than it was read
+        raise ModelBroken("content", "is JSON that is nested too deep") from None
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
