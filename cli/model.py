@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from halfmoon.cli.options import OptionInvalid, read_option_file
+from halfmoon.schemas.codec import one_line
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import ExactNumerics
@@ -26,7 +27,7 @@ def layout_of(args: argparse.Namespace) -> Layout:
         try:
             return msgspec.json.decode(read_option_file("--layout-file", args.layout_file), type=Layout)
         except (msgspec.DecodeError, RecursionError) as problem:
-            raise OptionInvalid(f"--layout-file {args.layout_file}: {problem}") from None
+            raise OptionInvalid(f"--layout-file {args.layout_file}: {one_line(problem)}") from None
     if not 16 <= args.block_tokens <= 512:
         raise OptionInvalid(f"--block-tokens {args.block_tokens}: 16 to 512")
     config = load_config(args.model)

@@ -69,12 +69,14 @@ def decode(payload: bytes, kind: type[M] | Any) -> M:
     try:
         return _decoder(kind).decode(payload)  # type: ignore[no-any-return, arg-type]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise MessageInvalid(f"{_name(kind)}: {problem}") from None
+        raise MessageInvalid(f"{_name(kind)}: {one_line(problem)}") from None
 
 
 def one_line(problem: Exception | str) -> str:
     """The text of an error, or what it repeats, short and on one line: that may be anything."""
-    return str(problem).encode("unicode_escape").decode()[:300]
+    text = str(problem).encode("unicode_escape").decode()
+    # The end is kept because decoders name the field there, after the value.
+    return text if len(text) <= 300 else f"{text[:180]} ... {text[-115:]}"
 
 
 def digest(payload: bytes) -> str:
