@@ -82,6 +82,8 @@ class RemoteSegments:
         self._channels, self._shape, self._dtype = channels, (heads, head_dim), dtype
         self._places: list[_Place] = []
         self._number = 0
+        #: Of the last queries.
+        self._layer = 0
         self.step = 0
 
     def begin(self, parts: Mapping[str, Sequence[HeldPart]]) -> None:
@@ -98,6 +100,7 @@ class RemoteSegments:
 
     def ask(self, layer: int, q: Tensor) -> None:
         """Sends the queries `[rows, heads, head_dim]` of one layer to those who hold segments of their sequences."""
+        self._layer = layer
         for place in self._places:
             torch.index_select(q, 0, place.rows, out=place.query)
             header = MessageHeader(
@@ -110,22 +113,22 @@ class RemoteSegments:
             )
             place.channel.send(header, bytes_of(place.query))
 
-    def collect(self, layer: int, states: StateStack) -> None:
+    def collect(self, states: StateStack) -> None:
         """Writes what they answer to the parts that it is about. Raises ChannelLost and PartRefused, once all that
         have an answer were heard: the channels of the others go on.
         """
         problem: ChannelLost | PartRefused | None = None
         for place in self._places:
             try:
-                self._collect(place, layer, states)
+                self._collect(place, states)
             except (ChannelLost, PartRefused) as error:
                 problem = problem or error
         if problem is not None:
             raise problem
 
-    def _collect(self, place: _Place, layer: int, states: StateStack) -> None:
+    def _collect(self, place: _Place, states: StateStack) -> None:
         header = place.channel.receive(place.into)
-        if (header.layer, header.step, header.slots) != (layer, self.step, self._number):
+        if (header.layer, header.step, header.slots) != (self._layer, self.step, self._number):
             raise PartRefused(place.name, f"an answer to another question: {header}")
         if header.op is Op.REFUSED:
             reason = bytes(bytes_of(place.memory[: header.payload_bytes]))

@@ -10,7 +10,7 @@ Attention over some of the keys only is a `Partial` (`attention_states`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -20,7 +20,6 @@ from halfmoon.workers.model.attention_states import Partial, StateStack, merge, 
 
 Tensor = torch.Tensor
 
-Collect = Callable[[StateStack], None]
 AWAY = -1
 """In a block table: the block is elsewhere."""
 
@@ -54,10 +53,10 @@ def make_plan(
     for table, tokens in zip(tables, context_tokens, strict=True):
         blocks = list(table[: -(-tokens // block_tokens)])
         assert len(blocks) * block_tokens >= tokens, (len(table), tokens, block_tokens)
-        run = _in_a_row(blocks)
+        first, index = _where(blocks, block_tokens, device)
         plan.tables.append(blocks)
-        plan.first_rows.append(blocks[0] * block_tokens if run else None)
-        plan.indices.append(None if run else torch.tensor(blocks, dtype=torch.int64, device=device))
+        plan.first_rows.append(first)
+        plan.indices.append(index)
     return plan
 
 
@@ -110,13 +109,9 @@ def runs_of(
 
     def add(first: int, segments: int, size: int) -> None:
         blocks = list(table[first * each :][: segments * -(-size // block_tokens)])
-        run = _in_a_row(blocks)
-        index = None if run else torch.tensor(blocks, dtype=torch.int64, device=device)
-        start = blocks[0] * block_tokens if run else None
+        where = _where(blocks, block_tokens, device)
         runs.append(
-            SegmentRun(
-                row, row if column is None else column, part + first, segments, size, blocks, start, index
-            )
+            SegmentRun(row, row if column is None else column, part + first, segments, size, blocks, *where)
         )
 
     here = [i for i in range(full) if AWAY not in table[i * each : (i + 1) * each]]
@@ -128,8 +123,11 @@ def runs_of(
     return runs
 
 
-def _in_a_row(blocks: Sequence[int]) -> bool:
-    return all(block == blocks[0] + i for i, block in enumerate(blocks))
+def _where(blocks: list[int], block_tokens: int, device: torch.device) -> tuple[int | None, Tensor | None]:
+    """Row of the first token where the blocks lie in one run; else their numbers to gather, int64."""
+    if all(block == blocks[0] + i for i, block in enumerate(blocks)):
+        return blocks[0] * block_tokens, None
+    return None, torch.tensor(blocks, dtype=torch.int64, device=device)
 
 
 class Attention(ABC):
@@ -147,19 +145,10 @@ class Attention(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        out: Tensor,
-        collect: Collect | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
     ) -> None:
         """Causal attention of every sequence of `plan`, rows of `q` in its order, into `out` (like
         `q`). `k` and `v` `[rows, kv_heads, head_dim]` are what the cache holds of the queries' own tokens.
-        `collect` brings the states of segments that are elsewhere; only exact attention has them.
         """
 
     @abstractmethod
@@ -205,17 +194,8 @@ class SdpaAttention(Attention):
         self._flash = found.default if private_op and found is not None and device.type == "cpu" else None
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        out: Tensor,
-        collect: Collect | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
     ) -> None:
-        assert collect is None, "whole sequences are here"
         row = 0
         kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
         grouped = q.view(-1, kv_heads, heads // kv_heads, dim)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from halfmoon.workers.model.attention import Attention, Collect, Plan, StepRuns, Tensor, runs_of
+from halfmoon.workers.model.attention import Attention, Plan, StepRuns, Tensor, runs_of
 from halfmoon.workers.model.attention_states import Partial, StateStack
 
 
@@ -25,6 +25,7 @@ class ExactPlan(Plan):
     parts: int = 0
     """The most past segments of a sequence."""
     states: StateStack | None = None
+    elsewhere: Elsewhere | None = None
 
 
 class Elsewhere(Protocol):
@@ -33,8 +34,8 @@ class Elsewhere(Protocol):
     def ask(self, layer: int, q: Tensor) -> None:
         """Sends the queries `[rows, heads, head_dim]` of one layer."""
 
-    def collect(self, layer: int, states: StateStack) -> None:
-        """Writes the states over those segments, once they are here."""
+    def collect(self, states: StateStack) -> None:
+        """Writes the states over those segments and the queries that were sent last, once they are here."""
 
 
 class ExactAttention(Attention):
@@ -60,15 +61,7 @@ class ExactAttention(Attention):
         return plan
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        out: Tensor,
-        collect: Collect | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
     ) -> None:
         assert isinstance(plan, ExactPlan), plan
         rows = len(plan.query_tokens)
@@ -77,8 +70,8 @@ class ExactAttention(Attention):
                 plan.states = StateStack(plan.parts + 1, rows, q.shape[1], q.shape[2], q.device)
             self._base.segment_states(q, k_cache, v_cache, plan.runs, plan.states)
             own_token(q, k, v, plan.states)
-            if collect is not None:
-                collect(plan.states)
+            if plan.elsewhere is not None:
+                plan.elsewhere.collect(plan.states)
             out[:rows] = plan.states.merged()
             return
         row = 0

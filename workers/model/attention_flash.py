@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfmoon.workers.model.attention import Attention, Collect, Plan, StepRuns, Tensor
+from halfmoon.workers.model.attention import Attention, Plan, StepRuns, Tensor
 from halfmoon.workers.model.attention_states import Partial, StateStack, neutral
 
 PAGE_TOKENS_MULTIPLE = 256
@@ -52,17 +52,8 @@ class FlashAttention(Attention):
         self._with_kvcache, self._varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        out: Tensor,
-        collect: Collect | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
     ) -> None:
-        assert collect is None, "whole sequences are here"
         tables, lengths = self._device_plan(plan)
         sequences = len(plan.tables)
         rows = sum(plan.query_tokens)

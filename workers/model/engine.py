@@ -17,14 +17,13 @@ it in both modes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import xxhash
 
-from halfmoon.workers.model.attention import Attention, Collect, Plan
+from halfmoon.workers.model.attention import Attention, Plan
 from halfmoon.workers.model.attention_choice import make_attention
-from halfmoon.workers.model.attention_exact import Elsewhere, ExactAttention
+from halfmoon.workers.model.attention_exact import Elsewhere, ExactAttention, ExactPlan
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.files import LoadedModel
 from halfmoon.workers.model.paged_cache import PagedCache
@@ -166,6 +165,9 @@ class Engine:
         slots = self._slots(block_tables, positions)
         x, cos, sin = self._enter(token_ids, positions, padded)
         plan = self.attention.plan(block_tables, [1] * batch, [position + 1 for position in positions])
+        if elsewhere is not None:
+            assert isinstance(plan, ExactPlan), plan
+            plan.elsewhere = elsewhere
         attended = torch.zeros(
             padded, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device
         )
@@ -174,25 +176,16 @@ class Engine:
             if elsewhere is not None:
                 elsewhere.ask(i, q[:batch])
             self._store(i, slots, k[:batch], v[:batch])
-            collect = None if elsewhere is None else partial(elsewhere.collect, i)
-            self._attend(i, q, k, v, plan, attended, batch, collect)
+            self._attend(i, q, k, v, plan, attended, batch)
             x = layer.finish(x, attended.view(padded, -1))
         return self._model.logits(x)[:batch]
 
     def _attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: Plan,
-        out: Tensor,
-        rows: int,
-        collect: Collect | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor, rows: int
     ) -> None:
         """The first `rows` rows; the others are padding."""
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
-        self.attention.attend(q[:rows], k[:rows], v[:rows], k_cache, v_cache, plan, out, collect)
+        self.attention.attend(q[:rows], k[:rows], v[:rows], k_cache, v_cache, plan, out)
 
     def _enter(
         self, token_ids: Sequence[int], positions: Sequence[int], padded: int
