@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import zmq
 
+from halfmoon.bus.embedded import free_port
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello
 from halfmoon.store.config import StoreConfig
@@ -210,9 +211,9 @@ class Mooncake:
     def __init__(self, interpreter: str) -> None:
         self._stack = contextlib.ExitStack()
         directory = Path(interpreter).parent
-        port = _free_port()
+        port = free_port()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        flags = [f"--rpc_port={port}", f"--metrics_port={_free_port()}", "--enable_metric_reporting=false"]
+        flags = [f"--rpc_port={port}", f"--metrics_port={free_port()}", "--enable_metric_reporting=false"]
         self._start([str(directory / "mooncake_master"), *flags])
         time.sleep(1)
         program = str(Path(__file__).with_name("mooncake_store.py"))
@@ -282,11 +283,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait(5)
     process.kill()
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 # --- both ends ----------------------------------------------------------------------------------------------

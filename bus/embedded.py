@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -44,11 +45,31 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
+_PORTS = range(10_000, 32_000)
+#: Ports tried at random before there is said to be none.
+_PORT_DRAWS = 200
+
+
+def free_port(host: str = "127.0.0.1", count: int = 1) -> int:
+    """The first of `count` ports in a row that were free a moment ago. Raises BusUnreachable when none are found.
+
+    They lie below those that the kernel gives to outgoing connections: one of these would else take the port
+    before a server binds it.
+    """
+    for _ in range(_PORT_DRAWS):
+        first = secrets.choice(_PORTS)
+        if all(_is_free(host, port) for port in range(first, first + count)):
+            return first
+    raise BusUnreachable(f"no {count} free ports in a row on {host} in {_PORT_DRAWS} draws")
+
+
+def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 @dataclass

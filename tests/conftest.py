@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def collected(request: pytest.FixtureRequest) -> set[str]:
     """Tests that pytest found in this run, `path::name`, also those that it leaves out."""
     return request.config.stash[_COLLECTED]
+
+
+@pytest.fixture(autouse=True)
+def handlers_without_limits() -> Iterator[None]:
+    """A command that ran in this process leaves a limit of lines at pytest's own handlers."""
+    yield
+    for handler in logging.getLogger().handlers:
+        handler.filters.clear()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     disk = ("--ssd", str(place / "ssd"), "--ssd-bytes", str(64 << 20))
     before = os.umask(0)
     try:
-        with running(place, *sizes, *disk, "--metrics-port", str(free_port())) as one:
+        with running(place, *sizes, *disk, "--metrics-port", str(free_port(count=4))) as one:
             # The processes have it by now, and other tests' files are no business of this one's.
             os.umask(before)
             yield one

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.embedded import free_port
 from halfmoon.bus.telemetry.metrics import LATENCY_S, Times, histogram, serve_metrics
 from halfmoon.cli.main import main
 from halfmoon.cli.metrics import Targets, address
@@ -206,10 +207,9 @@ async def test_metrics_are_served_until_the_end_and_a_taken_port_is_an_error() -
         asked.append(1)
         registry.register(Shown(histogram("x_seconds", "X.", (), {(): Times(LATENCY_S)})))  # type: ignore[arg-type]
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        with pytest.raises(OSError, match="in use"):
-            await serve_metrics(registry, host="127.0.0.1", port=port)
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="in use"):
+        await serve_metrics(registry, host="127.0.0.1", port=port)
     server = await serve_metrics(registry, host="127.0.0.1", port=port, refresh=refresh)
     async with aiohttp.ClientSession() as http:
         async with http.get(f"http://127.0.0.1:{port}/metrics") as answer:
@@ -222,12 +222,11 @@ async def test_metrics_are_served_until_the_end_and_a_taken_port_is_an_error() -
 
 
 def test_targets_are_one_port_after_another_and_a_taken_one_is_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            OptionInvalid, match=f"--metrics-port {port - 1}: port {port}: Address already in use"
-        ):
-            flags_of(Targets(port - 1), 2)
+    port = free_port(count=2)
+    with socket.create_server(("127.0.0.1", port + 1)):
+        refusal = f"--metrics-port {port}: port {port + 1}: Address already in use"
+        with pytest.raises(OptionInvalid, match=refusal):
+            flags_of(Targets(port), 2)
     targets = Targets(port)
     assert flags_of(targets, 2) == [
         ["--metrics", f"127.0.0.1:{port}"],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import orjson
 import pytest
 import yaml
 
+from halfmoon.bus.embedded import free_port
 from halfmoon.schemas.events import PrefillFinished
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import prompt
@@ -69,18 +69,6 @@ def test_an_alert_that_is_wrong_is_found(promtool: str, tmp_path: Path, expr: st
     assert missed == set(), f"no test notices that {missed} {what} fires"
 
 
-def ports(count: int) -> int:
-    """The first of so many free ports in a row."""
-    for base in range(19464, 29464, 100):
-        free = 0
-        for port in range(base, base + count):
-            with socket.socket() as probe:
-                free += probe.connect_ex(("127.0.0.1", port)) != 0
-        if free == count:
-            return base
-    raise AssertionError("no ports")
-
-
 async def ask(cluster: Cluster, **fields: Any) -> tuple[int, dict[str, Any]]:
     async with (
         aiohttp.ClientSession() as http,
@@ -100,7 +88,16 @@ async def until(what: str, true: Any, within_s: float = 60.0) -> None:
 
 
 async def test_prometheus_sees_the_cluster_as_it_is(promtool: str, tmp_path: Path) -> None:
-    flags = ["--prefill", "2", "--decode", "2", "--conductors", "2", "--metrics-port", str(ports(10))]
+    flags = [
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--conductors",
+        "2",
+        "--metrics-port",
+        str(free_port(count=10)),
+    ]
     flags += ["--ssd", str(tmp_path), "--ssd-bytes", str(256 << 20), "--pool-mib", "192"]
     with running(tmp_path / "state", *flags, "--ttft-slo-ms", "200000", "--tbt-slo-ms", "100000") as cluster:
         targets = cluster.directory / "prometheus.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,12 @@ import zmq
 import zmq.asyncio
 from store_harness import cluster, layout, until
 
+from halfmoon.bus.embedded import free_port
 from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import TransferError
 
 BLOCK = 4 * 8192
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def read(frames: list[bytes]) -> tuple[int, list[Any]]:
