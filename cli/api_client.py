@@ -10,14 +10,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import nats
 import orjson
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError, NoRespondersError
 
 from halfmoon.bus.errors import BusUnreachable
+from halfmoon.cli.lean_nats import Client, MaxPayloadError, Msg, NatsError, NoRespondersError, nats
 from halfmoon.cli.options import OptionInvalid, bus_config
 from halfmoon.schemas import subjects
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
+import orjson
 
 NAME = "cluster.json"
 #: Of a process, as Linux counts them at most; 0 and less would mean groups of processes.
@@ -19,7 +21,9 @@ PID_MAX = 1 << 22
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class RunFile(msgspec.Struct, frozen=True, kw_only=True):
+# No message class: msgspec would be imported for this file alone by commands that send and read plain JSON.
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
     """`credentials`: the directory with the key of each process (`NAME.nk`); "" where the server is the user's own."""
 
     nats: str
@@ -31,7 +35,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         # Here, not above: it imports what makes keys, which no reader needs, and `halfmoon status` is one.
         from halfmoon.bus.credentials import write_private
 
-        write_private(directory / NAME, msgspec.json.encode(self))
+        write_private(directory / NAME, orjson.dumps(self))
 
     @property
     def runs(self) -> bool:
@@ -48,10 +52,20 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
 def read(directory: Path) -> RunFile | None:
     """The run file in this state directory; None where no cluster runs."""
     try:
-        found = msgspec.json.decode((directory / NAME).read_bytes(), type=RunFile)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = _checked(orjson.loads((directory / NAME).read_bytes()))
+    except (OSError, orjson.JSONDecodeError):
         return None
-    return found if found.runs else None
+    return found if found is not None and found.runs else None
+
+
+def _checked(content: Any) -> RunFile | None:
+    """None where a field lacks or has another type; fields of other versions are passed over."""
+    match content:
+        case {"nats": str(nats), "http": str(http), "pid": int(pid)} if not isinstance(pid, bool):
+            credentials = content.get("credentials", "")
+            if isinstance(credentials, str):
+                return RunFile(nats=nats, http=http, pid=pid, credentials=credentials)
+    return None
 
 
 def at(base: Path, url: str) -> RunFile | None:

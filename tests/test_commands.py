@@ -6,16 +6,18 @@ import importlib
 import subprocess
 import sys
 
+import pytest
+
 from halfmoon.cli.commands import COMMANDS
 
 #: Each takes a noticeable part of a second, or is needed by servers only. `aiohttp.client` stands for all of aiohttp
 #: and `nats.js.client` for JetStream: nats-py imports both packages, of which nothing is executed until it is used.
 HEAVY = {
-    "aiohttp.client", "matplotlib", "nats.js.client", "numpy", "prometheus_client", "tokenizers", "torch", "tqdm",
-    "zmq",
+    "aiohttp.client", "importlib.metadata", "matplotlib", "msgspec", "multidict._multidict", "nats.js.client", "numpy",
+    "prometheus_client", "tokenizers", "torch", "tqdm", "zmq",
 }  # fmt: skip
-#: All modules, the interpreter's own too, that `halfmoon status` may import (276 on Python 3.11).
-STATUS_MODULES_MAX = 290
+#: All modules, the interpreter's own too, that `halfmoon status` may import (224 on Python 3.11).
+STATUS_MODULES_MAX = 235
 #: What only commands that talk, or read messages, need.
 TALK = {"asyncio", "msgspec", "nats", "orjson", "ssl", "uvloop"}
 IMPORTED_BY_HELP = {
@@ -55,8 +57,8 @@ def test_status_imports_what_talking_needs() -> None:
     assert not found & HEAVY
     ours = {name for name in found if name.startswith("halfmoon.")}
     assert ours <= IMPORTED_BY_HELP | {
-        "halfmoon.bus.config", "halfmoon.cli.api_client", "halfmoon.cli.run_file", "halfmoon.cli.status",
-        "halfmoon.schemas.subjects",
+        "halfmoon.bus.config", "halfmoon.cli.api_client", "halfmoon.cli.lean_nats", "halfmoon.cli.run_file",
+        "halfmoon.cli.status", "halfmoon.schemas.subjects",
     }  # fmt: skip
     assert len(found) <= STATUS_MODULES_MAX, sorted(found)
     assert "tqdm" in imported_by("simulate", "--help")  # it is seen where it is needed
@@ -66,13 +68,15 @@ def test_a_module_that_is_executed_when_it_is_used_is_whole_then() -> None:
     program = (
         "from halfmoon.cli.main import _WhenUsed\n"
         "import sys\n"
-        "sys.meta_path.insert(0, _WhenUsed('aiohttp', 'nats.js'))\n"
+        "sys.meta_path.insert(0, _WhenUsed('aiohttp', 'multidict', 'nats.js'))\n"
         "import nats\n"
         "assert not {'aiohttp.client', 'nats.js.client'} & set(sys.modules)\n"
         "session = nats.aio.transport.aiohttp.ClientSession\n"
         "import aiohttp\n"
         "from aiohttp import web\n"
         "assert session is aiohttp.ClientSession and web is aiohttp.web\n"
+        "import multidict\n"
+        "assert multidict.CIMultiDict(a='1')['A'] == '1'\n"
         "from nats.js.api import StreamConfig\n"
         "client = nats.NATS()\n"
         "assert type(client.jetstream()) is nats.js.JetStreamContext\n"
@@ -87,3 +91,41 @@ def test_every_command_has_options_and_a_way_to_run() -> None:
         module = importlib.import_module(each.module)
         assert callable(module.add)
         assert callable(module.run)
+
+
+def test_what_nats_does_without_for_a_short_command_is_there_for_all_others() -> None:
+    program = (
+        "import sys\n"
+        "from halfmoon.cli.lean_nats import nats\n"
+        "assert 'importlib.metadata' not in sys.modules\n"
+        "from importlib.metadata import version\n"
+        "assert version('nats-py') != nats.aio.client.__version__\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    # What was imported before stays.
+    program = (
+        "import importlib.metadata as m, sys, halfmoon.cli.lean_nats; assert sys.modules[m.__name__] is m"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("words", "runs"), [("status", True), ("--help", False), ("nonsense", False)])
+def test_garbage_is_collected_but_while_modules_are_imported(words: str, runs: bool) -> None:
+    program = (
+        "import gc, sys\n"
+        "import halfmoon.cli.status as status\n"
+        "from halfmoon.cli.main import main\n"
+        "async def run(args):\n"
+        "    print('runs', gc.isenabled())\n"
+        "    return 0\n"
+        "add = status.add\n"
+        "status.add = lambda parser: (print('adds', gc.isenabled()), add(parser))\n"
+        "status.run = run\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    print('ends', gc.isenabled())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, words], capture_output=True, text=True, timeout=60)
+    said = [line for line in done.stdout.splitlines() if line.startswith(("adds ", "runs ", "ends "))]
+    assert said == [*(["adds False", "runs True"] if runs else []), "ends True"]
