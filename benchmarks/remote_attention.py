@@ -29,11 +29,11 @@ from halfmoon.store.channels.opening import connect
 from halfmoon.store.channels.options import ChannelOptions, channel_secret
 from halfmoon.workers.attention.remote_segments import HeldPart, RemoteSegments
 from halfmoon.workers.attention.server import HeldSegments, SegmentServer
-from halfmoon.workers.model.attention import AWAY, SdpaAttention
+from halfmoon.workers.model.attention import SdpaAttention
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.files import load_model
 from halfmoon.workers.model.paged_cache import PagedCache
-from halfmoon.workers.model.segments import segment_tokens
+from halfmoon.workers.model.segments import AWAY, segment_tokens
 
 BLOCK_TOKENS, BATCH, CONTEXT_TOKENS = 256, 4, 4100
 SEGMENT = segment_tokens(BLOCK_TOKENS)

@@ -89,6 +89,8 @@ class WorkerJoined(Message, frozen=True):
     profile: CostProfile
     #: Whether exact numerics hold on its CPU, by its own test; "", as in older logs: it did not try, or claims none.
     exact_numerics: ExactNumerics = ""
+    #: Prefill: the longest prompt, where one may be longer than the worker's cache; 0, as in older logs: none may.
+    prompt_tokens_max: Tokens = 0
 
 
 class WorkerHeartbeat(Message, frozen=True):

@@ -216,6 +216,10 @@ class AgentClient:
         )
         await self.ask("commit", request, messages.Done, long=True)
 
+    async def require_held(self, order_id: str) -> None:
+        """Raises OrderUnknown where slots of the order may have been given to others."""
+        await self.commit(order_id, first_block=0, blocks=0)
+
     # --- push -----------------------------------------------------------------------------------------------
 
     async def open_push(

@@ -132,6 +132,7 @@ class Worker(ABC):
                 batch_max=config.batch_max,
                 profile=config.profile,
                 exact_numerics=config.exact_numerics,
+                prompt_tokens_max=self.prompt_tokens_max(),
             ),
             source_id=config.worker_id,
         )
@@ -167,6 +168,10 @@ class Worker(ABC):
     @abstractmethod
     def kv_blocks_used(self) -> int:
         """Blocks of the engine's own paged cache in use."""
+
+    def prompt_tokens_max(self) -> int:
+        """The longest prompt that is computed here though the cache does not hold it; 0: it must."""
+        return 0
 
     @abstractmethod
     async def release_all(self) -> None:

@@ -212,7 +212,9 @@ def decode_row(worker: WorkerRecord) -> DecodeRow:
 
 
 def tokens_max(worker: WorkerRecord) -> int:
-    """Tokens of the longest request that the worker itself could hold, were it empty."""
+    """Tokens of the longest request (prefill: prompt) that the worker itself could take, were it empty."""
     if not worker.block_bytes:
         return worker.context_tokens_max
+    if worker.prompt_tokens_max:  # the rest of the prompt is in the pool of its node
+        return min(worker.context_tokens_max, worker.prompt_tokens_max)
     return min(worker.context_tokens_max, worker.kv_blocks * worker.block_tokens)

@@ -81,6 +81,7 @@ def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
         block_bytes=layout.block_bytes,
         layer_block_bytes=layout.layer_block_bytes,
         exact_numerics=event.exact_numerics,
+        prompt_tokens_max=event.prompt_tokens_max,
     )
 
 

@@ -70,6 +70,8 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     lacking_ns: dict[str, int] = {}
     #: As joined, for people.
     exact_numerics: ExactNumerics = ""
+    #: Prefill: the longest prompt, where one may be longer than its cache; 0: none may.
+    prompt_tokens_max: int = 0
 
 
 class StoreRecord(msgspec.Struct, kw_only=True):

@@ -16,8 +16,11 @@ from conductor_scripts import (
     pair,
     prefill,
     prefilled,
+    store,
 )
+from msgspec.structs import replace
 
+from halfmoon.conductor.core.candidates import capacity
 from halfmoon.schemas.codec import decode as decode_message
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.cost_profile import CostProfile
@@ -80,6 +83,23 @@ def test_what_no_worker_can_hold_is_too_long(admission: AdmissionName) -> None:
     assert verdict(script, "e", tokens=1_501, max_tokens=100) == "too_long"
     script(prefill(1, kv_blocks=100))
     assert verdict(script, "f", tokens=1_502, max_tokens=1) == "too_long"
+
+
+def test_a_prefill_worker_may_take_prompts_longer_than_its_cache_as_far_as_its_pool_holds_them() -> None:
+    script = Script(
+        prefill(context_tokens_max=2_000, kv_blocks=15, prompt_tokens_max=1_900),
+        decode(context_tokens_max=3_000, kv_blocks=100),
+        pools_bound=True,
+    )
+    assert capacity(script.core.state) == (1_900, 3_000)
+    assert verdict(script, "a", tokens=1_900) == ""
+    assert verdict(script, "b", tokens=1_901) == "too_long"
+    script(replace(store("p0"), slots=17))
+    assert capacity(script.core.state) == (1_700, 3_000)
+    assert verdict(script, "c", tokens=1_700) == ""
+    assert verdict(script, "d", tokens=1_701) == "too_long"
+    script(prefill(context_tokens_max=2_000, kv_blocks=15))
+    assert verdict(script, "e", tokens=1_501) == "too_long"
 
 
 def test_queues_are_bounded_under_every_admission() -> None:

@@ -23,6 +23,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import OrderUnknown
 from halfmoon.workers.prefill.actions import ComputePrompt
+from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.computation import PromptComputation
 
 BLOCKS = 2
@@ -70,7 +71,13 @@ async def main(url: str, node_id: str) -> None:
     )
     threads = ThreadPoolExecutor(1)
     computation = PromptComputation(
-        prompt, engine=Engine(), pool=view, layout=layout(), copies=threads, tell=lambda _: None
+        prompt,
+        engine=Engine(),
+        pool=view,
+        layout=layout(),
+        window=CacheWindow(BLOCKS, room=BLOCKS, each=0),
+        copies=threads,
+        tell=lambda _: None,
     )
     try:
         await asyncio.to_thread(computation.run, list(range(BLOCKS)))

@@ -14,7 +14,7 @@ import halfmoon.workers.machines
 FOLDER = Path(halfmoon.workers.machines.__file__).parent
 #: The modules of each machine; the others of its folder are the shell's.
 MACHINES = {
-    "prefill": ("actions", "events", "job", "stages", "state"),
+    "prefill": ("actions", "cache_window", "events", "job", "stages", "state"),
     "decode": (
         "actions",
         "batch",
@@ -41,7 +41,7 @@ PURE = (
     "typing",
 )
 #: Held to the same rules.
-SHARED = ("machines", "model.block_allocator", "model.sampling_params", "sample_requests")
+SHARED = ("machines", "model.block_allocator", "model.sampling_params", "model.segments", "sample_requests")
 FORBIDDEN_NAMES = ("open", "print", "input", "hash", "id", "globals")
 
 

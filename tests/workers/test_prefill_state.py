@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from prefill_script import (
     BLOCK_TOKENS,
     FIRST,
@@ -205,6 +206,24 @@ def test_a_request_that_nobody_wants_any_more_is_not_retried(script: Script) -> 
     script.receive()
     reason = "the frontend no longer wants it"
     assert script(TokensTaken, reply=reply(gone=True)) == [failed(reason, retryable=False), end(error=reason)]
+
+
+def test_a_prompt_longer_than_the_cache_needs_exact_numerics_and_a_store() -> None:
+    exact = replace(LAYOUT, segment_tokens=2 * BLOCK_TOKENS)
+    reason = "the prompt's 3 blocks do not fit the worker's cache of 2"
+    configs: list[dict[str, Any]] = [
+        {"layout": replace(exact, numerics="fast")},
+        {"layout": exact, "has_store": False},
+        {"layout": LAYOUT},
+    ]
+    for config in configs:
+        script = Script(kv_blocks=2, **config)
+        script.receive()
+        refused = [failed(reason, retryable=True), end(error=reason)]
+        assert script(TokensTaken, reply=reply()) == refused, config
+    script = Script(kv_blocks=2, layout=exact)
+    assert script.computing() == [prompt()]
+    assert script.state.heartbeat(0).kv_blocks_used == 2
 
 
 def test_tokens_of_another_length_are_not_computed(script: Script) -> None:

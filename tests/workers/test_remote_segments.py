@@ -17,10 +17,11 @@ from halfmoon.store.channels.opening import connect
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.attention.remote_segments import HeldPart, PartRefused, RemoteSegments
 from halfmoon.workers.attention.server import HeldSegments, SegmentServer
-from halfmoon.workers.model.attention import AWAY, SdpaAttention
+from halfmoon.workers.model.attention import SdpaAttention
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.files import LoadedModel
 from halfmoon.workers.model.paged_cache import PagedCache
+from halfmoon.workers.model.segments import AWAY
 from tests.store.channel_harness import addresses, hello, options
 
 BLOCK, SEGMENT, LAYERS, STEPS = 16, 32, 3, 6

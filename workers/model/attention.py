@@ -17,11 +17,9 @@ from itertools import groupby
 import torch
 
 from halfmoon.workers.model.attention_states import Partial, StateStack, merge, neutral
+from halfmoon.workers.model.segments import AWAY
 
 Tensor = torch.Tensor
-
-AWAY = -1
-"""In a block table: the block is elsewhere."""
 
 
 @dataclass(slots=True)
@@ -167,6 +165,30 @@ class Attention(ABC):
         The bits of a state depend on its query and its segment alone.
         """
 
+    def chunk_states(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Sequence[SegmentRun], states: StateStack
+    ) -> None:
+        """Writes the states of all rows of `q`, a chunk of one sequence, over each segment of `runs`."""
+        for run in runs:
+            keys, values = (self.segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))
+            for i in range(run.segments):
+                state = self.partial(q, keys[i], values[i], causal=False)
+                states.out[run.part + i], states.lse[run.part + i] = state.out, state.lse
+
+    def segments(self, cache: Tensor, run: SegmentRun) -> Tensor:
+        """`[segments, kv_heads, tokens, head_dim]`: a view where the blocks lie in a row."""
+        _, _, kv_heads, dim = cache.shape
+        first = run.first_row
+        if first is None:
+            assert run.index is not None
+            cache, first = cache.index_select(0, run.index), 0
+        row = kv_heads * dim
+        return cache.as_strided(
+            (run.segments, kv_heads, run.tokens, dim),
+            (run.tokens * row, dim, row, 1),
+            cache.storage_offset() + first * row,
+        )
+
     def sequence(self, cache: Tensor, plan: Plan, i: int, tokens: int) -> Tensor:
         """The first tokens of sequence `i`, `[tokens, kv_heads, head_dim]`: a view where its blocks lie in a row, a
         gathered copy otherwise.
@@ -237,30 +259,16 @@ class SdpaAttention(Attention):
         for run in runs.items:
             # The segments are the operator's batch, the query heads of a KV head its query rows, which read its keys
             # once.
-            keys, values = (self._segments(cache, run) for cache in (k_cache, v_cache))
+            keys, values = (self.segments(cache, run) for cache in (k_cache, v_cache))
             o, lse = self._flash(grouped[run.row].expand(run.segments, -1, -1, -1), keys, values)
             outs[run.part : run.part + run.segments, run.column] = o
             lses[run.part : run.part + run.segments, run.column] = lse
-
-    def _segments(self, cache: Tensor, run: SegmentRun) -> Tensor:
-        """`[segments, kv_heads, tokens, head_dim]`: a view where the blocks lie in a row."""
-        _, _, kv_heads, dim = cache.shape
-        first = run.first_row
-        if first is None:
-            assert run.index is not None
-            cache, first = cache.index_select(0, run.index), 0
-        row = kv_heads * dim
-        return cache.as_strided(
-            (run.segments, kv_heads, run.tokens, dim),
-            (run.tokens * row, dim, row, 1),
-            cache.storage_offset() + first * row,
-        )
 
     def _plain_segment_states(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
     ) -> None:
         for run in runs.items:
-            keys, values = (self._segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))
+            keys, values = (self.segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))
             for i in range(run.segments):
                 state = self.partial(q[run.row : run.row + 1], keys[i], values[i], causal=False)
                 states.out[run.part + i, run.column], states.lse[run.part + i, run.column] = (

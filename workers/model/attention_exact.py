@@ -19,23 +19,29 @@ from halfmoon.workers.model.attention_states import Partial, StateStack
 
 @dataclass(slots=True)
 class ExactPlan(Plan):
-    """A plan of one query each has its runs of past segments, and room for their states."""
+    """The runs of past segments of each sequence, and for one query each the room for their states."""
 
     runs: StepRuns = field(default_factory=StepRuns)
     parts: int = 0
     """The most past segments of a sequence."""
     states: StateStack | None = None
     elsewhere: Elsewhere | None = None
+    """Its queries are one of each sequence, or a chunk of one sequence."""
 
 
 class Elsewhere(Protocol):
-    """The segments of a batch that are not in this cache (AWAY in its tables), and who attends to them."""
+    """The segments of a batch that are not in this cache (AWAY in its tables), and who attends to them.
+
+    Rows are queries of one sequence each (decode), or all of the same one (a chunk of a prompt).
+    """
 
     def ask(self, layer: int, q: Tensor) -> None:
         """Sends the queries `[rows, heads, head_dim]` of one layer."""
 
     def collect(self, states: StateStack) -> None:
-        """Writes the states over those segments and the queries that were sent last, once they are here."""
+        """Writes the states over those segments and the queries that were sent last, once they are here; of a
+        chunk, every row's.
+        """
 
 
 class ExactAttention(Attention):
@@ -53,11 +59,10 @@ class ExactAttention(Attention):
         plan = ExactPlan(
             whole.query_tokens, whole.context_tokens, whole.tables, whole.first_rows, whole.indices
         )
-        if all(count == 1 for count in query_tokens):
-            for row, (table, context) in enumerate(zip(plan.tables, context_tokens, strict=True)):
-                runs = runs_of(row, table, context - 1, self.segment_tokens, self.block_tokens, self.device)
-                plan.runs.items += runs
-                plan.parts = max(plan.parts, -(-(context - 1) // self.segment_tokens))
+        pasts = [context - count for count, context in zip(query_tokens, context_tokens, strict=True)]
+        for row, (table, past) in enumerate(zip(plan.tables, pasts, strict=True)):
+            plan.runs.items += runs_of(row, table, past, self.segment_tokens, self.block_tokens, self.device)
+            plan.parts = max(plan.parts, -(-past // self.segment_tokens))
         return plan
 
     def attend(
@@ -74,29 +79,23 @@ class ExactAttention(Attention):
                 plan.elsewhere.collect(plan.states)
             out[:rows] = plan.states.merged()
             return
+        assert plan.elsewhere is None or len(plan.query_tokens) == 1, plan.query_tokens
         row = 0
         for i, count in enumerate(plan.query_tokens):
             own = slice(row, row + count)
-            past = plan.context_tokens[i] - count
-            keys, values = (self._base.sequence(cache, plan, i, past) for cache in (k_cache, v_cache))
-            out[own] = self._chunk(q[own], k[own], v[own], keys, values)
+            state = self._base.partial(q[own], k[own], v[own], causal=True)
+            parts = -(-(plan.context_tokens[i] - count) // self.segment_tokens)
+            if parts:
+                states = StateStack(parts + 1, count, q.shape[1], q.shape[2], q.device)
+                past = [run for run in plan.runs.items if run.row == i]
+                self._base.chunk_states(q[own], k_cache, v_cache, past, states)
+                states.out[-1], states.lse[-1] = state.out, state.lse
+                if plan.elsewhere is not None:
+                    plan.elsewhere.collect(states)
+                out[own] = states.merged()
+            else:
+                out[own] = state.out
             row += count
-
-    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Rows of one chunk: over segments of `keys`, which are before them, and over their own."""
-        own = self._base.partial(q, k, v, causal=True)
-        if not len(keys):
-            return own.out
-        size = self.segment_tokens
-        starts = range(0, len(keys), size)
-        states = StateStack(len(starts) + 1, q.shape[0], q.shape[1], q.shape[2], q.device)
-        for part, start in enumerate(starts):
-            past = self._base.partial(
-                q, keys[start : start + size], values[start : start + size], causal=False
-            )
-            states.out[part], states.lse[part] = past.out, past.lse
-        states.out[-1], states.lse[-1] = own.out, own.lse
-        return states.merged()
 
     def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
         return self._base.partial(q, k, v, causal=causal)

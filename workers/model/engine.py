@@ -17,6 +17,7 @@ it in both modes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import xxhash
@@ -26,7 +27,8 @@ from halfmoon.workers.model.attention_choice import make_attention
 from halfmoon.workers.model.attention_exact import Elsewhere, ExactAttention, ExactPlan
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.files import LoadedModel
-from halfmoon.workers.model.paged_cache import PagedCache
+from halfmoon.workers.model.paged_cache import LayerBytes, PagedCache
+from halfmoon.workers.model.pooled_segments import PooledSegments
 from halfmoon.workers.model.sampling import sample, sample_batch
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 from halfmoon.workers.model.segments import segment_tokens as default_segment_tokens
@@ -58,7 +60,8 @@ class Engine:
         self.model_name, self.fingerprint = model.name, model.fingerprint
         self.exact, self.block_tokens = exact, block_tokens
         with torch.inference_mode():
-            # A table for all that config.json promises may be larger than the model.
+            # A table for all that config.json promises may be larger than the model: it grows where a sequence whose
+            # KV lies partly elsewhere is longer than the cache.
             positions = min(model.config.context_tokens_max, num_blocks * block_tokens)
             self._model = Transformer(model.config, model.weights, positions)
         self.device = self._model.device
@@ -90,9 +93,10 @@ class Engine:
         after_layer: Callable[[int], None] | None = None,
         want_logits: bool = False,
         should_stop: Callable[[], bool] | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> Tensor | None:
         """Computes the KV of tokens `[start, start + len(token_ids))` of one sequence, whose earlier KV is
-        cached.
+        cached. Segments whose blocks are AWAY in the table are attended to by `elsewhere`, in exact mode.
 
         `before_layer(i)` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which
         needs none of it, runs before); `after_layer(i)` is called when layer i of this chunk is. Returns
@@ -108,7 +112,7 @@ class Engine:
         slots = self._slots([block_table] * count, range(start, start + count))
         padded = -(-count // _PREFILL_ROWS_MULTIPLE) * _PREFILL_ROWS_MULTIPLE
         x, cos, sin = self._enter(token_ids, range(start, start + count), padded)
-        plan = self.attention.plan([block_table], [count], [start + count])
+        plan = self._plan([block_table], [count], [start + count], elsewhere)
         attended = torch.zeros(
             padded, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device
         )
@@ -116,6 +120,8 @@ class Engine:
             if should_stop is not None and should_stop():
                 return None
             q, k, v = layer.project(x, cos, sin)
+            if elsewhere is not None:
+                elsewhere.ask(i, q[:count])
             if before_layer is not None:
                 before_layer(i)
             self._store(i, slots, k[:count], v[:count])
@@ -164,10 +170,8 @@ class Engine:
         padded = self._rows_multiple if self.exact else batch
         slots = self._slots(block_tables, positions)
         x, cos, sin = self._enter(token_ids, positions, padded)
-        plan = self.attention.plan(block_tables, [1] * batch, [position + 1 for position in positions])
-        if elsewhere is not None:
-            assert isinstance(plan, ExactPlan), plan
-            plan.elsewhere = elsewhere
+        contexts = [position + 1 for position in positions]
+        plan = self._plan(block_tables, [1] * batch, contexts, elsewhere)
         attended = torch.zeros(
             padded, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device
         )
@@ -180,6 +184,27 @@ class Engine:
             x = layer.finish(x, attended.view(padded, -1))
         return self._model.logits(x)[:batch]
 
+    def _plan(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        query_tokens: Sequence[int],
+        context_tokens: Sequence[int],
+        elsewhere: Elsewhere | None,
+    ) -> Plan:
+        plan = self.attention.plan(block_tables, query_tokens, context_tokens)
+        if elsewhere is not None:
+            assert isinstance(plan, ExactPlan), plan
+            plan.elsewhere = elsewhere
+        return plan
+
+    def pooled_segments(self, block: Callable[[int, int], LayerBytes]) -> PooledSegments:
+        """Segments of one prompt that `block(number, layer)` has the bytes of, as `prefill_chunk` takes them."""
+        assert isinstance(self.attention, ExactAttention), self.attention
+        each = self.attention.segment_tokens // self.block_tokens
+        layer = replace(self.config, layers=1)
+        scratch = PagedCache(layer, each, self.block_tokens, self.dtype, self.device)
+        return PooledSegments(self.attention, scratch, block)
+
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor, rows: int
     ) -> None:
@@ -191,6 +216,7 @@ class Engine:
         self, token_ids: Sequence[int], positions: Sequence[int], padded: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings `[padded, hidden]` and rotary tables; rows of padding are token 0 at position 0."""
+        self._model.rotary.reach(max(positions) + 1)
         blank = [0] * (padded - len(token_ids))
         ids = torch.tensor([*token_ids, *blank], dtype=torch.int64, device=self.device)
         cos, sin = self._model.rotary.rows(

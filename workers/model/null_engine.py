@@ -77,8 +77,9 @@ class NullEngine:
         after_layer: Callable[[int], None] | None = None,
         want_logits: bool = False,
         should_stop: Callable[[], bool] | None = None,
+        elsewhere: object = None,
     ) -> NullRow | None:
-        """Without layers, no callback is called."""
+        """Without layers, no callback is called, and nothing is elsewhere."""
         count = len(token_ids)
         assert count > 0, "an empty chunk has no last token"
         assert start + count <= self.config.context_tokens_max, (start, count, self.config.context_tokens_max)

@@ -7,6 +7,9 @@ SEGMENT_TOKENS = 1024
 beyond the first.
 """
 
+AWAY = -1
+"""In a block table: the block is elsewhere."""
+
 
 def segment_tokens(block_tokens: int) -> int:
     """At least `SEGMENT_TOKENS`, in whole blocks."""

@@ -43,12 +43,22 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 class Rotary:
-    """Cosine and sine of every position that a sequence can reach, f32 `[positions, 1, head_dim / 2]`."""
+    """Cosine and sine of positions, f32 `[positions, 1, head_dim / 2]`."""
 
     def __init__(self, config: ModelConfig, device: torch.device, positions: int) -> None:
-        angles = torch.outer(torch.arange(positions).float(), rotary_frequencies(config))
-        self._cos = angles.cos().unsqueeze(1).to(device)
-        self._sin = angles.sin().unsqueeze(1).to(device)
+        self._frequencies, self._device = rotary_frequencies(config), device
+        self._compute(positions)
+
+    def _compute(self, positions: int) -> None:
+        self.positions = positions
+        angles = torch.outer(torch.arange(positions).float(), self._frequencies)
+        self._cos = angles.cos().unsqueeze(1).to(self._device)
+        self._sin = angles.sin().unsqueeze(1).to(self._device)
+
+    def reach(self, positions: int) -> None:
+        """Makes the table longer where a sequence of so many tokens needs it."""
+        if positions > self.positions:
+            self._compute(max(positions, 2 * self.positions))
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self._cos[positions], self._sin[positions]
@@ -107,7 +117,7 @@ class Layer:
 
 
 class Transformer:
-    """A whole model on one device, without cache or attention, for sequences of at most `positions` tokens."""
+    """A whole model on one device, without cache or attention. `positions`: tokens of the sequences to begin with."""
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], positions: int) -> None:
         self.config = config

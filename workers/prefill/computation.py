@@ -13,7 +13,9 @@ from concurrent.futures import Executor
 from typing import Any
 
 from halfmoon.schemas.policy import Layout
+from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill.actions import ComputePrompt
+from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.events import ChunkStored, LayerStored, PrefixLayerLoaded, StepOfOrder
 from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing
 
@@ -32,6 +34,7 @@ class PromptComputation:
         engine: Any,
         pool: Any,
         layout: Layout,
+        window: CacheWindow,
         copies: Executor,
         tell: Callable[[StepOfOrder], None],
     ) -> None:
@@ -42,6 +45,7 @@ class PromptComputation:
         self._engine = engine
         self._pool = pool
         self._layout = layout
+        self._window = window
         self._copies = copies
         self._tell = tell
         self._stopped = False
@@ -52,8 +56,15 @@ class PromptComputation:
         self._stopped = True
         self.loads.fail("cancelled")
 
-    def run(self, table: list[int]) -> object:
-        """On the compute thread: the logits of the last token. `table`: the engine's blocks, by prompt block.
+    @property
+    def reads_pool(self) -> bool:
+        """True: chunks attend to segments that are in the pool alone."""
+        last = self._prompt.chunks[-1].start // self._layout.block_tokens
+        return bool(self._window.away(last))
+
+    def run(self, cache: list[int]) -> object:
+        """On the compute thread: the logits of the last token. `cache`: as many of the engine's blocks as the window
+        wants.
 
         Raises LayersMissing when cached layers do not come, OrderAborted when it was stopped, OrderUnknown when its
         slots were given away meanwhile.
@@ -61,12 +72,17 @@ class PromptComputation:
         prompt, block_tokens = self._prompt, self._layout.block_tokens
         loader = before_layer = None
         if prompt.prefix_blocks and self._pool is not None:
-            loader = self._copies.submit(self._load_prefix, table)
+            first = self._window.table(cache, prompt.prefix_blocks)
+            loader = self._copies.submit(self._load_prefix, first)
             before_layer = self.loads.wait_loaded
+        elsewhere = self._engine.pooled_segments(self._pool_block) if self.reads_pool else None
         logits = None
         try:
             for chunk in prompt.chunks:
                 blocks = range(chunk.start // block_tokens, self._layout.blocks(chunk.stop))
+                table = self._window.table(cache, blocks.start, len(blocks))
+                if elsewhere is not None:
+                    elsewhere.segments = self._window.away(blocks.start)
                 after_layer = None if self._pool is None else self._store_layer(table, blocks)
                 logits = self._engine.prefill_chunk(
                     prompt.token_ids[chunk.start : chunk.stop],
@@ -77,6 +93,7 @@ class PromptComputation:
                     after_layer=after_layer,
                     want_logits=chunk is prompt.chunks[-1],
                     should_stop=lambda: self._stopped,
+                    elsewhere=elsewhere if elsewhere is not None and elsewhere.segments else None,
                 )
                 if self._stopped:
                     raise OrderAborted(self.order_id)
@@ -90,22 +107,28 @@ class PromptComputation:
                         )
                     )
         finally:
-            # The loader writes into the table: it must have ended before the blocks are freed.
+            # The loader writes into the cache: it must have ended before the blocks are freed.
             if loader is not None:
                 with contextlib.suppress(LayersMissing):
                     loader.result()
         return logits
 
     def _load_prefix(self, table: list[int]) -> None:
-        """On the copy thread: layer by layer, from the pool into the engine's cache."""
+        """On the copy thread: layer by layer, from the pool into the engine's cache, what the first chunk's table has
+        there.
+        """
         prompt = self._prompt
         for layer in range(self._layout.layers):
             self.loads.wait_fetched(layer)
             for block in range(prompt.prefix_blocks):
-                slot = self._pool.layer_block(prompt.slots[block], layer)
-                self._engine.cache.write_block(layer, table[block], slot)
+                if table[block] != AWAY:
+                    self._engine.cache.write_block(layer, table[block], self._pool_block(block, layer))
             self.loads.loaded_up_to(layer)
             self._tell(PrefixLayerLoaded(at_ns=time.monotonic_ns(), order_id=self.order_id, layer=layer))
+
+    def _pool_block(self, block: int, layer: int) -> Any:
+        """The bytes of one layer of a block of the prompt, where they lie in the pool."""
+        return self._pool.layer_block(self._prompt.slots[block], layer)
 
     def _store_layer(self, table: list[int], blocks: range) -> Callable[[int], None]:
         """For the compute thread: copies a layer of these blocks into the pool's slots. Committed ones stay as they

@@ -92,6 +92,10 @@ class Job:
         self.result: PrefillResult | None = None
 
     @property
+    def blocks(self) -> int:
+        return self.rules.layout.blocks(self.order.prompt_tokens)
+
+    @property
     def prefix_blocks(self) -> int:
         return self.cached_blocks + self.fetched_blocks
 
@@ -195,6 +199,9 @@ class Job:
         self.token_ids = unpack_tokens(reply.token_ids)
         if len(self.token_ids) != self.order.prompt_tokens:
             self.fail("the frontend's tokens are not those of the order", out, retryable=False)
+        elif (most := self.rules.prompt_blocks_max) is not None and self.blocks > most:
+            reason = f"the prompt's {self.blocks} blocks do not fit the worker's cache of {most}"
+            self.fail(reason, out, retryable=True)
         elif self.rules.has_store:
             self.stage, self.asked_ns = PrefillStage.OPENING_PUT, at_ns
             self._open_put(out)
@@ -206,7 +213,7 @@ class Job:
             actions.ReserveSlots(
                 order_id=self.order_id,
                 block_keys=self.reply.block_keys,
-                blocks=self.rules.layout.blocks(self.order.prompt_tokens),
+                blocks=self.blocks,
                 tenant=self.reply.tenant,
             )
         )

@@ -44,3 +44,5 @@ class JobRules:
     has_store: bool
     chunk_tokens: int
     stream_layers: bool
+    #: Of the engine's cache, where a prompt must fit there.
+    prompt_blocks_max: int | None

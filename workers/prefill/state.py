@@ -23,6 +23,7 @@ from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelled, WorkerStopped
 from halfmoon.workers.prefill.actions import Action
+from halfmoon.workers.prefill.cache_window import outgrows_cache
 from halfmoon.workers.prefill.events import Event, PrefillOrdered
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import PAUSED_STAGES, TURN_STAGES, WAITING_STAGES, JobRules, PrefillStage
@@ -49,6 +50,8 @@ class PrefillState:
         self.incarnation = incarnation
         self.kv_blocks = kv_blocks
         self.prepared_max = prepared_max
+        #: Prompts may be longer than the engine's cache: their past is attended to in the pool.
+        self.outgrows_cache = has_store and outgrows_cache(layout, kv_blocks)
         self.rules = JobRules(
             worker_id=worker_id,
             layout=layout,
@@ -56,6 +59,7 @@ class PrefillState:
             # Exact numerics: a block's KV depends on the chunk that it is computed in, so every chunk is one block.
             chunk_tokens=layout.block_tokens if layout.numerics == "exact" else chunk_tokens,
             stream_layers=stream_layers,
+            prompt_blocks_max=None if self.outgrows_cache or not layout.layers else kv_blocks,
         )
         self.jobs: dict[str, Job] = {}
         self.queue: list[Job] = []
@@ -130,7 +134,7 @@ class PrefillState:
         """Blocks of the engine's own paged cache in use."""
         if self.turn is None or self.turn.stage is not PrefillStage.COMPUTING:
             return 0
-        return self.rules.layout.blocks(self.turn.order.prompt_tokens)
+        return min(self.kv_blocks, self.rules.layout.blocks(self.turn.order.prompt_tokens))
 
     def _receive(self, order: StartPrefill, at_ns: int) -> None:
         if order.order_id in self.jobs or self.stopped:

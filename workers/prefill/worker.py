@@ -22,7 +22,7 @@ from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, 
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.kv import KvLoaded, PrefillResult
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.store.errors import OrderUnknown, StoreError, StoreFull
+from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
@@ -50,6 +50,7 @@ from halfmoon.workers.prefill.actions import (
     StartPush,
     StopComputing,
 )
+from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.computation import OrderAborted, PromptComputation
 from halfmoon.workers.prefill.events import (
     BlocksFetched,
@@ -127,6 +128,9 @@ class PrefillWorker(Worker):
 
     def orders_open(self) -> int:
         return len(self.state.jobs)
+
+    def prompt_tokens_max(self) -> int:
+        return self.config.context_tokens_max if self.state.outgrows_cache else 0
 
     def kv_blocks_used(self) -> int:
         return self.state.kv_blocks_used
@@ -288,32 +292,43 @@ class PrefillWorker(Worker):
 
     def _begin_computing(self, action: ComputePrompt) -> None:
         # Made at once: actions that follow may stop it before its task has begun.
+        layout = self.config.layout
+        window = CacheWindow(
+            layout.blocks(len(action.token_ids)),
+            room=self.config.kv_blocks,
+            each=layout.segment_tokens // layout.block_tokens,
+        )
         computation = self._computation = PromptComputation(
             action,
             engine=self.engine,
             pool=self._pool,
-            layout=self.config.layout,
+            layout=layout,
+            window=window,
             copies=self._copies,
             tell=self._tell,
         )
-        self.spawn(self._compute_prompt(computation, len(action.token_ids)))
+        self.spawn(self._compute_prompt(computation, window.blocks))
 
-    async def _compute_prompt(self, computation: PromptComputation, prompt_tokens: int) -> None:
+    async def _compute_prompt(self, computation: PromptComputation, blocks: int) -> None:
         order_id = computation.order_id
-        table = self.engine.allocator.allocate(self.config.layout.blocks(prompt_tokens))
+        cache = self.engine.allocator.allocate(blocks)
         event: PromptComputed | LoadFailed | ComputingStopped
         try:
-            self._logits = await self.compute(computation.run, table)
+            self._logits = await self.compute(computation.run, cache)
+            if computation.reads_pool:
+                # A lease that ended meanwhile (the process stood still) gave others the slots that were attended to.
+                assert self.store is not None
+                await self.store.require_held(order_id)
             finished_at_ns = time.time_ns()
             event = PromptComputed(
                 at_ns=time.monotonic_ns(), order_id=order_id, finished_at_ns=finished_at_ns
             )
-        except (LayersMissing, OrderUnknown) as problem:
+        except (LayersMissing, StoreError) as problem:
             event = LoadFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
         except OrderAborted:
             event = ComputingStopped(at_ns=time.monotonic_ns(), order_id=order_id)
         finally:
-            self.engine.allocator.free(table)
+            self.engine.allocator.free(cache)
         self._hear(event)
         if self._drawing is not None:
             drawing, self._drawing = self._drawing, None
