@@ -85,7 +85,7 @@ lint: $(DEV_STAMP)
 	exit $$status
 
 bench: $(RUN_STAMP)
-	@for program in canonical_split channels conductors control_plane eviction kv_reuse numerics remote_attention replay page simulation_live simulation_scale ssd transfer; do \
+	@for program in canonical_split channels conductors control_plane eviction kv_reuse numerics outgrown_cache remote_attention replay page simulation_live simulation_scale ssd transfer; do \
 	  echo "== $$program"; $(BIN)/python benchmarks/$$program.py --save $$program || exit 1; done
 
 test-rdma: $(DEV_STAMP)

@@ -47,6 +47,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     add_worker(parser)
+    parser.add_argument(
+        "--prefill-kv-blocks",
+        type=int,
+        default=0,
+        help="blocks of a prefill worker's own cache, which prompts may outgrow in exact numerics; 0: --kv-blocks",
+    )
     add_store(parser)
     add_frontend(parser)
     add_policy(parser)

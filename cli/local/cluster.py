@@ -154,7 +154,7 @@ class LocalCluster:
             if layout.block_bytes:
                 await self._child(f"store-{node}", "store", ["--node", node, *store_flags(args)])
                 names.add(f"store-{node}")
-            await self._child(node, role, ["--node", node, "--id", node, *worker_flags(args)])
+            await self._child(node, role, ["--node", node, "--id", node, *worker_flags(args, role)])
             names.add(node)
         http_port = self.http_port or port_or_free(8000)
         self.http = f"http://{args.http_host}:{http_port}"

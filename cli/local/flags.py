@@ -7,6 +7,7 @@ from pathlib import Path
 
 from halfmoon.cli.metrics import Targets
 from halfmoon.cli.options import PREFIX
+from halfmoon.schemas.roles import WorkerRole
 
 DRAIN_S = 8.0
 
@@ -85,10 +86,11 @@ def store_flags(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def worker_flags(args: argparse.Namespace) -> list[str]:
+def worker_flags(args: argparse.Namespace, role: WorkerRole) -> list[str]:
+    kv_blocks = args.prefill_kv_blocks if role == "prefill" else 0
     flags = [
         "--kv-blocks",
-        str(args.kv_blocks),
+        str(kv_blocks or args.kv_blocks),
         "--batch-max",
         str(args.batch_max),
         "--threads",

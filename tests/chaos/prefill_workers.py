@@ -13,12 +13,14 @@ from halfmoon.schemas.tokens import TakeReply
 from halfmoon.store.errors import StoreError, StoreFull
 from halfmoon.store.pool.slots import Owner
 from halfmoon.workers import machines
+from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill import actions as prefill_actions
 from halfmoon.workers.prefill import events as prefill_events
+from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.state import PrefillState
-from tests.chaos.stores import Fetching
+from tests.chaos.stores import Fetching, Memory
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, Text
-from tests.chaos.workers import Worker
+from tests.chaos.workers import CONTEXT_TOKENS, Worker
 from tests.conductor.conductor_scripts import MS, S
 
 #: How long the engine waits for a cached layer.
@@ -36,7 +38,7 @@ class PrefillWorker(Worker):
             worker_id=self.process_id,
             incarnation=self.incarnation,
             layout=world.layout,
-            kv_blocks=world.kv_blocks,
+            kv_blocks=self.kv_blocks(),
             has_store=not world.null,
             prepared_max=world.prepared_max,
             chunk_tokens=world.chunk_tokens,
@@ -44,6 +46,12 @@ class PrefillWorker(Worker):
         )
         self.computation: Computation | None = None
         self.pushes: dict[str, int] = {}
+
+    def kv_blocks(self) -> int:
+        return self.world.prefill_kv_blocks
+
+    def prompt_tokens_max(self) -> int:
+        return CONTEXT_TOKENS if self.state.outgrows_cache else 0
 
     def machine_heartbeat(self) -> WorkerHeartbeat:
         return self.state.heartbeat(self.done[0])
@@ -201,6 +209,19 @@ class PrefillWorker(Worker):
         if not self.net.chance(self.net.loss / 10):
             self.net.send_surely(self, store, lambda: store.push(owner, layer, first, blocks))
 
+    def computed(self, order_id: str) -> None:
+        """The shell asks whether the slots that were attended to are still the order's."""
+        owner, kind = Owner(order_id, self.process_id), prefill_events.PromptComputed
+
+        def work() -> None:
+            self.store.guard.hold(owner)
+            self.soon(self.net.lag_ns(), kind, order_id=order_id, finished_at_ns=self.net.now_ns)
+
+        def failed(problem: StoreError) -> None:
+            self.hear(prefill_events.LoadFailed, order_id=order_id, reason=str(problem))
+
+        self.ask(work, failed)
+
     def close_push(self, order_id: str) -> None:
         owner, pushes = Owner(order_id, self.process_id), self.pushes[order_id]
 
@@ -240,6 +261,14 @@ class Computation:
         self.stopped = False
         self.began_ns = worker.net.now_ns
         self.memory = worker.view
+        layout = worker.world.layout
+        self.window = CacheWindow(
+            layout.blocks(len(action.token_ids)),
+            room=worker.kv_blocks(),
+            each=layout.segment_tokens // BLOCK_TOKENS,
+        )
+        self.outgrows = self.window.blocks < layout.blocks(len(action.token_ids))
+        self.cache: Memory = [[b""] * LAYERS for _ in range(self.window.blocks)]
         draw = worker.net.draw
         self.pace_ns = draw.choice([1 * MS, draw.randrange(1, 60 * MS)])
         self._next(self._load_layer, 0)
@@ -273,10 +302,30 @@ class Computation:
         elif layer > self.fetched_layer:
             self._next(self._load_layer, layer)
         else:
+            table = self._table(self.action.prefix_blocks, 1)
             for block in range(self.action.prefix_blocks):
                 self._check(block, layer)
+                if table[block] != AWAY:
+                    self.cache[table[block]][layer] = self.text.mark(block)
             self._tell(prefill_events.PrefixLayerLoaded, layer=layer)
             self._next(self._load_layer, layer + 1)
+
+    def _table(self, first: int, blocks: int) -> list[int]:
+        return self.window.table(list(range(len(self.cache))), first, blocks)
+
+    def _attend(self, first: int, blocks: int, layer: int) -> None:
+        """A chunk writes its own blocks to the cache, and attends to what is before it: there, or in the pool."""
+        if not self.outgrows:
+            return
+        table = self._table(first, blocks)
+        for block in range(first, first + blocks):
+            self.cache[table[block]][layer] = self.text.mark(block)
+        for block in range(first):
+            if table[block] == AWAY:
+                self._check(block, layer)
+            else:
+                have, wanted = self.cache[table[block]][layer], self.text.mark(block)
+                assert have == wanted, ("attends to other bytes", self.order_id, block, layer, have, wanted)
 
     def _check(self, block: int, layer: int) -> None:
         assert self.memory is not None
@@ -289,7 +338,11 @@ class Computation:
             self._tell(prefill_events.ComputingStopped)
             return
         if number == len(chunks):
-            self._tell(prefill_events.PromptComputed, finished_at_ns=self.worker.net.now_ns)
+            if self.outgrows:
+                self.worker.net.counts["outgrown caches"] += 1
+                self.worker.computed(self.order_id)
+            else:
+                self._tell(prefill_events.PromptComputed, finished_at_ns=self.worker.net.now_ns)
             return
         chunk = chunks[number]
         first, end = chunk.start // BLOCK_TOKENS, -(-chunk.stop // BLOCK_TOKENS)
@@ -298,6 +351,7 @@ class Computation:
             for block in range(first, end):
                 if block not in self.action.present:
                     self.memory[self.action.slots[block]][layer] = self.text.mark(block)
+            self._attend(first, end - first, layer)
             self._tell(prefill_events.LayerStored, layer=layer, first_block=first, blocks=end - first)
         if not self.worker.world.null:
             self._tell(prefill_events.ChunkStored, first_block=first, blocks=end - first)

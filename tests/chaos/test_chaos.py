@@ -21,6 +21,7 @@ from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.prefill.actions import EndOrder
+from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import PrefillStage
 from halfmoon.workers.prefill.state import PrefillState
@@ -253,6 +254,12 @@ def leases_outlive_the_order(self: Job, error: str, out: list[Any]) -> None:
     out[:] = [action for action in out if not isinstance(action, EndOrder)]
 
 
+def overwritten_blocks_count_as_cached(
+    self: CacheWindow, cache: list[int], block: int, blocks: int = 1
+) -> list[int]:
+    return [cache[i % len(cache)] for i in range(block + blocks)]
+
+
 whole_take, whole_delivery = DecodeSequence.take, DecodeSequence.delivery
 whole_computed, whole_stored = Job._prompt_computed, Job._layer_stored
 whole_compute, whole_end = Job._compute, Job._end
@@ -279,6 +286,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
     (Job, "_fetch_failed", a_failed_fetch_is_not_heard_of, 4, "orders at p|held at n-p"),
     (Job, "_pause_ended", a_store_is_not_asked_again, 0, "orders at p|held at n-p"),
     (Job, "_end", leases_outlive_the_order, 0, "held at n-p"),
+    (CacheWindow, "table", overwritten_blocks_count_as_cached, 0, "attends to other bytes"),
     (
         PrefillState,
         "_settle",

@@ -29,6 +29,7 @@ TAKE_TRIES = 4
 ASK_NS = 5 * S
 ASK_AGAIN_NS = 300 * MS
 WATCH_NS = 250 * MS
+CONTEXT_TOKENS = 2_000
 
 
 class Worker(Process):
@@ -79,12 +80,19 @@ class Worker(Process):
                 node_id=self.store.process_id,
                 incarnation=self.incarnation,
                 layout=world.layout,
-                kv_blocks=world.kv_blocks,
-                context_tokens_max=2_000,
+                kv_blocks=self.kv_blocks(),
+                context_tokens_max=CONTEXT_TOKENS,
                 batch_max=world.batch_max,
                 profile=world.profile,
+                prompt_tokens_max=self.prompt_tokens_max(),
             )
         )
+
+    def kv_blocks(self) -> int:
+        return self.world.kv_blocks
+
+    def prompt_tokens_max(self) -> int:
+        return 0
 
     def beat(self) -> None:
         self.say(self.machine_heartbeat())

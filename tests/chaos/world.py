@@ -71,6 +71,13 @@ class World:
         self.layout = msgspec.structs.replace(
             LAYOUT, layers=0 if self.null else LAYERS, numerics=draw.choice(["exact", "fast"])
         )
+        # Prompts may be longer than the caches of prefill workers; drawn apart, as the clock.
+        cache_draw = random.Random(f"cache {seed}")
+        self.prefill_kv_blocks = self.kv_blocks
+        if cache_draw.random() < 0.3 and self.layout.numerics == "exact" and not self.null:
+            each = cache_draw.choice([1, 2, 3])
+            self.prefill_kv_blocks = each * cache_draw.choice([1, 2, 4]) + cache_draw.randrange(each)
+            self.layout = msgspec.structs.replace(self.layout, segment_tokens=each * BLOCK_TOKENS)
         self.profile = CostProfile() if draw.random() < 0.2 else SLOW_PREFILL
         self.policy = self.any_policy()
         self.faults = Faults(self, cuts=lossy)

@@ -198,7 +198,7 @@ async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
     port = free_port()
     file = tmp_path / "halfmoon.toml"
     file.write_text(
-        "prefill = 4\nkv-blocks = 77\nbatch-max = 5\nnode = 'of another command'\n"
+        "prefill = 4\nkv-blocks = 77\nprefill-kv-blocks = 33\nbatch-max = 5\nnode = 'of another command'\n"
         f"[up]\nbatch-max = 6\ndecode = 3\nprefill = 3\nport = {port}\nengine = 'torch'\n[store]\npool-mib = 9\n"
     )
     monkeypatch.setenv("HALFMOON_DECODE", "2")
@@ -217,6 +217,8 @@ async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
             words = command_of(cluster.pid("decode-0"))
             assert words[words.index("--kv-blocks") + 1] == "77"  # the top of the file
             assert words[words.index("--batch-max") + 1] == "6"  # its table
+            words = command_of(cluster.pid("prefill-0"))
+            assert words[words.index("--kv-blocks") + 1] == "33"
             await ask(cluster, 3)
         assert server.process.poll() is None  # not ours to stop
         nothing_left(cluster)
