@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         _main(argv)
     finally:
         gc.enable()
+        if argv is None:
+            # The process ends: what it holds need not be gone over once more.
+            gc.freeze()
 
 
 def _main(argv: Sequence[str] | None) -> None:
@@ -105,8 +108,6 @@ class _WhenUsed:
 def _run(work: Coroutine[Any, Any, int]) -> int:
     import asyncio
 
-    # Out of the collector's sight also when the process ends.
-    gc.freeze()
     gc.enable()
     try:
         import uvloop

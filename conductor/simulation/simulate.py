@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -19,6 +20,21 @@ from halfmoon.schemas.policy import Policy
 SAMPLES = 600
 #: Not more often than this.
 SAMPLE_NS_MIN = 100_000_000
+
+
+@contextmanager
+def _memory_settled() -> Iterator[None]:
+    """Else every collection would look at every block in every pool, and there may be millions."""
+    gc.collect()
+    # What the caller has frozen stays so: there is no way back for a part of it.
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def simulate(
@@ -52,13 +68,8 @@ def simulate(
     )
     paced = faster(arrivals, speed)
     sample_ns = max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN) if paced else 1
-    # Else every collection would look at every block in every pool, and there may be millions.
-    gc.collect()
-    gc.freeze()
-    try:
+    with _memory_settled():
         complete = world.run(paced, sample_ns=sample_ns, progress=progress)
-    finally:
-        gc.unfreeze()
     end_ns = world.clock.now_ns
     prefill_ns = sum(worker.compute_ns for worker in world.prefill_workers.values())
     report = SimulationReport(

@@ -95,7 +95,7 @@ async def test_who_goes_away_leaves_nothing(
     first = None
     if stage == "queued":  # behind a prompt that computes for a second
         first = asyncio.ensure_future(
-            cluster.generate(nc, prompt=prompt(600), max_tokens=1, cache_salt=salt + "first")
+            cluster.generate(nc, prompt=prompt(400), max_tokens=1, cache_salt=salt + "first")
         )
         await asyncio.sleep(0.2)
     client = way()
@@ -112,13 +112,18 @@ async def test_who_goes_away_leaves_nothing(
     mine: list[str] = []
     await until(placed, 30, "no RequestArrived")
     request_id = mine[0]
-    orders = [
-        o.decision for o in await cluster.decisions() if isinstance(o.decision, StartPrefill | StartDecode)
-    ]
-    assert [o for o in orders if o.request_id == request_id]
+
+    async def ordered() -> bool:
+        orders = [o.decision for o in await cluster.decisions()]
+        return any(isinstance(o, StartPrefill | StartDecode) and o.request_id == request_id for o in orders)
+
+    await until(ordered, 30, "no order")
 
     async def decoding() -> bool:
-        return any(isinstance(s.event, DecodeStarted) for s in await cluster.events(before))
+        """And its prefill has ended: the two halves tell it apart from each other."""
+        seen = [s.event for s in await cluster.events(before)]
+        mine = [e for e in seen if getattr(e, "request_id", "") == request_id]
+        return {DecodeStarted, PrefillFinished} <= {type(e) for e in mine}
 
     if stage == "decode":
         await until(decoding, 30, "no DecodeStarted")

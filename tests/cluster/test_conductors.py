@@ -13,9 +13,10 @@ import nats
 import pytest
 
 from halfmoon.conductor.core.machine import Core
-from halfmoon.schemas.decisions import Ordered, SetTimer, StartPrefill
+from halfmoon.schemas.decisions import Ordered, SetTimer, StartDecode, StartPrefill
 from halfmoon.schemas.events import RequestArrived, RequestFinished, Stamped
 from tests.cluster.harness import Cluster, running
+from tests.lengths import sizes
 
 NAMES = ("conductor-0", "conductor-1", "conductor-2")
 REQUESTS_S = 40
@@ -150,3 +151,30 @@ async def test_a_conductor_that_was_stopped_for_a_while_disturbs_nobody(cluster:
             await asyncio.sleep(0.05)
     await nc.close()
     decided_once_and_alike(await cluster.events(), await cluster.decisions())
+
+
+@pytest.mark.parametrize("half", sizes("prefill", "decode"))
+async def test_requests_wait_while_every_worker_of_a_role_is_restarted(cluster: Cluster, half: str) -> None:
+    """As a rolling restart where there is one worker of a role: nothing is refused, nothing lost."""
+    nc = await cluster.connect()
+    await conductors(cluster, 3)
+    before = (await cluster.events())[-1].seq
+    load = Load(cluster, nc)
+    running_load = asyncio.ensure_future(load.run(1.0))
+    await asyncio.sleep(0.2)
+    for place in range(2):
+        cluster.kill(f"{half}-{place}", signal.SIGTERM)
+    await running_load
+    await load.end()
+    await nc.close()
+    assert len(load.latency_ms) == REQUESTS_S
+    arrived = {
+        s.event.request_id: s.seq for s in await cluster.events(before) if isinstance(s.event, RequestArrived)
+    }
+    first = [
+        o
+        for o in await cluster.decisions()
+        if isinstance(o.decision, StartDecode) and o.decision.placement == 1
+    ]
+    # Some came while there was no worker, and were placed when one joined.
+    assert [o for o in first if o.cause_seq > arrived.get(o.decision.request_id, o.cause_seq)]

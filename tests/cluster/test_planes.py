@@ -37,7 +37,7 @@ def files_with(directory: Path, needle: bytes) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and needle in path.read_bytes()]
 
 
-@pytest.mark.parametrize("prompt_tokens", sizes(700, 4_000))
+@pytest.mark.parametrize("prompt_tokens", sizes(300, 4_000))
 async def test_a_long_prompt_moves_its_kv_beside_nats(
     tmp_path_factory: pytest.TempPathFactory, prompt_tokens: int
 ) -> None:

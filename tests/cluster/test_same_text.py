@@ -25,8 +25,8 @@ class Form(NamedTuple):
     tokens: int = 12
 
 
-#: A block of 256 tokens, one token more, and a prompt with two whole blocks and a part of one.
-SHORT = Form((256, 257, 600), 6)
+#: One token more than a block, and a prompt with two whole blocks and a part of one.
+SHORT = Form((257, 600), 3)
 WHOLE = Form(LENGTHS)
 SUBSET = Form((40, 257, 600, 2000))
 #: Greedy tokens of transformers' Llama on the same weights, by length of the prompt: `reference(WHOLE)`, written down.

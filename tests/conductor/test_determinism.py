@@ -27,7 +27,7 @@ def answer_lost(stamped: Stamped) -> bool:
     return isinstance(stamped.event, RequestArrived) and stamped.event.answer_lost
 
 
-@pytest.mark.parametrize("seed", seeds(4, of=10))
+@pytest.mark.parametrize("seed", seeds(2, of=10))
 def test_after_the_faults_have_stopped_every_accepted_request_ends(seed: int) -> None:
     cluster = Cluster(seed)
     cluster.run(chaos_s=30, calm_s=120)
@@ -44,7 +44,7 @@ def test_after_the_faults_have_stopped_every_accepted_request_ends(seed: int) ->
         )
 
 
-@pytest.mark.parametrize("seed", seeds(4, of=10))
+@pytest.mark.parametrize("seed", seeds(2, of=10))
 def test_nothing_is_decided_on_a_request_after_its_end(seed: int) -> None:
     cluster = Cluster(1_000 + seed, checked=False)
     cluster.run(chaos_s=20, calm_s=60)
@@ -68,7 +68,7 @@ def test_orders_are_missed_where_messages_are_lost_and_nowhere_else(lossy: bool,
     assert (missed > 0) == lossy
 
 
-@pytest.mark.parametrize("seed", seeds(4, of=10))
+@pytest.mark.parametrize("seed", seeds(2, of=10))
 def test_the_same_log_gives_the_same_decisions_also_through_snapshots(seed: int) -> None:
     cluster = Cluster(2_000 + seed, checked=False)
     cluster.run(chaos_s=15, calm_s=5)

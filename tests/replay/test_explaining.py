@@ -21,11 +21,12 @@ from halfmoon.conductor.replay.verify import Replay
 from halfmoon.schemas.decisions import RejectRequest, SetTimer, StartPrefill
 from halfmoon.schemas.events import FrontendJoined, WorkerDraining, WorkerLeft
 from halfmoon.schemas.policy import Policy
+from tests.lengths import seeds
 
 STORIES = Path(__file__).parent / "stories"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, of=6))
 def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(
     tmp_path: Path, seed: int
 ) -> None:
@@ -90,7 +91,7 @@ def policies(log: LogFile) -> list[Policy]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, of=6))
 def test_lives_end_as_the_core_counts_them(tmp_path: Path, seed: int) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(seed, chaos_s=20, calm_s=5))
     replay = Replay(log)

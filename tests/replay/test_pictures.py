@@ -55,7 +55,9 @@ def with_progress(lines: list[Line]) -> list[Line]:
     return found
 
 
-@pytest.fixture(scope="module", params=SEEDS)
+@pytest.fixture(
+    scope="module", params=[SEEDS[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])]
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Timeline:
     log = saved(
         tmp_path_factory.mktemp("run") / "log.jsonl", with_progress(lines_of(request.param, chaos_s=40))

@@ -22,6 +22,7 @@ from halfmoon.conductor.replay.logfile import (
 from halfmoon.conductor.replay.verify import Verification, verify
 from halfmoon.schemas.decisions import CancelOrder, StartPrefill
 from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested
+from tests.lengths import seeds
 
 CHANGED = CancelOrder(order_id="0-0", worker_id="nobody")
 
@@ -46,7 +47,7 @@ def parted_at(verdict: Verification) -> tuple[int, int]:
     return verdict.first_divergence.seq, verdict.first_divergence.position
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, of=5))
 def test_a_recorded_log_replays_identically(tmp_path: Path, seed: int) -> None:
     lines = lines_of(seed, chaos_s=10, calm_s=5)
     verdict = judged(tmp_path, lines)

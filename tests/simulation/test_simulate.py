@@ -79,10 +79,33 @@ def test_every_request_ends_under_every_policy(
 
 
 def test_earlier_simulations_take_no_memory(conversation: list[Arrival]) -> None:
+    frozen = gc.get_freeze_count()
     for _ in range(4):
-        simulate(conversation[:200], TWO, Policy(), LLAMA3_A800)
+        simulate(conversation[:100], TWO, Policy(), LLAMA3_A800)
     assert sum(type(one) is World for one in gc.get_objects()) <= 1
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == frozen
+
+
+def test_what_a_process_holds_is_frozen_for_a_simulation_alone(trace_file: Path) -> None:
+    program = (
+        "import gc, sys; from halfmoon.conductor.simulation.simulate import simulate\n"
+        "from halfmoon.conductor.simulation.profiles import LLAMA3_A800\n"
+        "from halfmoon.conductor.simulation.trace import read_trace\n"
+        "from halfmoon.conductor.simulation.world import ClusterShape\n"
+        "from halfmoon.schemas.policy import Policy\n"
+        "arrivals = read_trace(sys.argv[1])[:120]\n"
+        "def run():\n"
+        "    frozen = []\n"
+        "    note = lambda done: frozen.append(gc.get_freeze_count() > 0)\n"
+        "    simulate(arrivals, ClusterShape(prefill=2, decode=2), Policy(), LLAMA3_A800, progress=note)\n"
+        "    print(frozen[0], gc.get_freeze_count() > 0)\n"
+        "run(); gc.freeze(); run()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(trace_file)], capture_output=True, text=True, check=True
+    )
+    # Thawed at its end; what was frozen before stays so.
+    assert done.stdout.split() == ["True", "False", "True", "True"]
 
 
 @pytest.mark.parametrize("requests", sizes(400, 1_500))

@@ -20,6 +20,7 @@ from halfmoon.workers.model.files import (
     model_fingerprint,
 )
 from halfmoon.workers.model.tokenizer import Tokenizer
+from tests.lengths import sizes
 
 STORY = "The lighthouse keeper counted 1,024 steps each night. In 1893 the lamp went out; nobody in the village spoke. "
 
@@ -62,8 +63,11 @@ def test_greedy_tokens_equal_those_of_transformers(
         assert generate(engine, prompt, tokens) == reference_greedy(reference, prompt, tokens)
 
 
-def test_logits_are_those_of_transformers(engine: Engine, reference: Any, tokenizer: Tokenizer) -> None:
-    for prompt in prompts(tokenizer)[2:8]:
+@pytest.mark.parametrize("those", sizes(slice(2, 5), slice(5, 8)), ids=["short", "around a block"])
+def test_logits_are_those_of_transformers(
+    engine: Engine, reference: Any, tokenizer: Tokenizer, those: slice
+) -> None:
+    for prompt in prompts(tokenizer)[those]:
         table = engine.allocator.allocate(2)
         difference = (prefill(engine, prompt, table) - reference_logits(reference, prompt)).abs().max()
         engine.allocator.free(table)

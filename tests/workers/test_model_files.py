@@ -26,6 +26,7 @@ from halfmoon.workers.model.files import (
 from halfmoon.workers.model.gguf import GgufFile, unpermute_rotary
 from halfmoon.workers.model.tokenizer import Tokenizer
 from halfmoon.workers.model.weight_cache import cached_weights_path
+from tests.lengths import sizes
 
 MODEL = "smollm2-135m-instruct"
 
@@ -147,8 +148,9 @@ print(files.load_model(sys.argv[1], dtype=torch.float32).fingerprint)
     assert {answer[-1] for answer in answers} == {model_fingerprint(str(path))}
 
 
-def test_the_header_says_what_the_gguf_library_says() -> None:
-    path = find_model(MODEL).path
+@pytest.mark.parametrize("model", sizes("made here", MODEL))
+def test_the_header_says_what_the_gguf_library_says(model: str, tmp_path: Path) -> None:
+    path = find_model(MODEL).path if model == MODEL else tiny_gguf(tmp_path / "m.gguf")
     ours, theirs = GgufFile(path), gguf.GGUFReader(path)
     assert {name: tensor.shape for name, tensor in ours.tensors.items()} == {
         tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in theirs.tensors
