@@ -184,6 +184,57 @@ def test_bytes_are_those_of_the_formula(engine: Engine, borrower: Borrower) -> N
         assert channel.sent.header_bytes(Op.QUERY) == messages * HEADER_BYTES
 
 
+def chunks(engine: Engine, table: list[int], start: int, tokens: int, borrower: Borrower | None) -> list[str]:
+    """Digests of the logits after each chunk of the first prompt from `start` on."""
+    digests = []
+    for at in range(start, tokens, BLOCK):
+        rows = min(BLOCK, tokens - at)
+        if borrower is not None:
+            borrower.remote.begin(borrower.parts, chunk_rows=rows)
+            borrower.remote.step = at
+        logits = engine.prefill_chunk(
+            PROMPTS[0][at : at + rows],
+            at,
+            table,
+            want_logits=True,
+            elsewhere=None if borrower is None else borrower.remote,
+        )
+        assert logits is not None
+        digests.append(engine.logits_digest(logits))
+    return digests
+
+
+def test_a_prompt_goes_on_whose_first_segments_are_elsewhere(engine: Engine, borrower: Borrower) -> None:
+    """The same bits, in whole chunks and for a last token alone; bytes by the formula."""
+    table = engine.allocator.allocate(13)
+    start, tokens = 5 * SEGMENT, 5 * SEGMENT + BLOCK + 1
+    prefill(engine, PROMPTS[0][:start], table)
+    expected = chunks(engine, table, start, tokens, None)
+    tables = [table]
+    for name, first, segments in (("attention-0", 0, 2), ("attention-1", 2, 1), ("attention-0", 4, 1)):
+        borrower.lend(name, 0, tables, first, segments)
+    assert chunks(engine, table, start, tokens, borrower) == expected
+    row = engine.config.heads * engine.config.head_dim * engine.dtype.itemsize
+    for name, segments in (("attention-0", 3), ("attention-1", 1), ("attention-2", 0)):
+        channel = borrower.channels[name]
+        rows = LAYERS * (BLOCK + 1)
+        assert channel.sent.payload_bytes(Op.QUERY) == rows * row * (segments > 0)
+        partial = rows * segments * (row + 4 * engine.config.heads)
+        assert channel.received.payload_bytes(Op.PARTIAL) == partial
+
+
+def test_a_chunk_whose_states_are_more_than_a_message_is_refused(engine: Engine, borrower: Borrower) -> None:
+    table = engine.allocator.allocate(13)
+    prefill(engine, PROMPTS[0][: 5 * SEGMENT], table)
+    borrower.lend("attention-1", 0, [table], 0, 1)
+    place = borrower.places["attention-1"]
+    place.server.holds[1] = HeldSegments(place.server.holds[1].blocks, 10**6 * SEGMENT)
+    with pytest.raises(
+        PartRefused, match=r"attention-1: slots 2: states of [0-9]+ bytes, and 16777216 are taken"
+    ):
+        chunks(engine, table, 5 * SEGMENT, 6 * SEGMENT, borrower)
+
+
 def test_a_part_that_is_not_there_is_named(engine: Engine, borrower: Borrower) -> None:
     tables, tokens = start(engine)
     borrower.lend("attention-1", 0, tables, 0, 1)

@@ -1,7 +1,10 @@
-"""The end that decodes: asks those who hold segments of its sequences, layer by layer, while it attends to its own."""
+"""The end that decodes, or computes a prompt: asks those who hold segments of its sequences, layer by layer, while it
+attends to its own.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +14,7 @@ from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import MessageHeader, Op
 from halfmoon.store.channels.inbox import MessageRefused
 from halfmoon.store.errors import ChannelLost
-from halfmoon.workers.attention.server import DTYPES, bytes_of
+from halfmoon.workers.attention.server import DTYPES, EVERY_ROW, bytes_of
 from halfmoon.workers.model.attention import Tensor
 from halfmoon.workers.model.attention_states import StateStack
 
@@ -44,22 +47,27 @@ class _Place:
         parts: Sequence[HeldPart],
         shape: tuple[int, int],
         dtype: torch.dtype,
+        chunk_rows: int,
     ) -> None:
+        """`chunk_rows`: of one sequence, whose the parts are; 0: each part is of its row."""
         self.name, self.channel, self.dtype = name, channel, dtype
-        rows = sorted({part.row for part in parts})
+        rows = list(range(chunk_rows)) or sorted({part.row for part in parts})
         self.rows = torch.tensor(rows, dtype=torch.int64)
-        self.pairs = torch.tensor(
-            [each for part in parts for each in (rows.index(part.row), part.hold)], dtype=torch.int32
-        )
+        asked = [EVERY_ROW if chunk_rows else rows.index(part.row) for part in parts]
+        pairs = [each for row, part in zip(asked, parts, strict=True) for each in (row, part.hold)]
+        self.pairs = torch.tensor(pairs, dtype=torch.int32)
         places = [(part.first + i, part.row) for part in parts for i in range(part.segments)]
-        self.parts = torch.tensor([part for part, _ in places], dtype=torch.int64)
-        self.columns = torch.tensor([row for _, row in places], dtype=torch.int64)
+        found = torch.tensor([part for part, _ in places], dtype=torch.int64)
+        columns = torch.tensor([row for _, row in places], dtype=torch.int64)
+        #: Where the answers stand in the states.
+        self.where = (found,) if chunk_rows else (found, columns)
         self.query = torch.empty(len(rows), *shape, dtype=dtype)
         # One memory, as it comes: `out` of every segment, then the log-sum-exp of every segment.
-        out_bytes = len(places) * shape[0] * shape[1] * dtype.itemsize
-        self.memory = torch.empty(out_bytes + 4 * len(places) * shape[0], dtype=torch.uint8)
-        self.out = self.memory[:out_bytes].view(dtype).view(len(places), *shape)
-        self.lse = self.memory[out_bytes:].view(torch.float32).view(len(places), shape[0])
+        sizes = (len(places), chunk_rows, *shape) if chunk_rows else (len(places), *shape)
+        out_bytes = math.prod(sizes) * dtype.itemsize
+        self.memory = torch.empty(out_bytes + 4 * math.prod(sizes[:-1]), dtype=torch.uint8)
+        self.out = self.memory[:out_bytes].view(dtype).view(sizes)
+        self.lse = self.memory[out_bytes:].view(torch.float32).view(sizes[:-1])
 
     def into(self, header: MessageHeader) -> memoryview:
         if header.op is Op.REFUSED:
@@ -86,11 +94,15 @@ class RemoteSegments:
         self._layer = 0
         self.step = 0
 
-    def begin(self, parts: Mapping[str, Sequence[HeldPart]]) -> None:
-        """The batch of the next steps, by place. Said again only when it changes."""
+    def begin(self, parts: Mapping[str, Sequence[HeldPart]], *, chunk_rows: int = 0) -> None:
+        """The batch of the next steps, by place; or, with `chunk_rows`, the chunks of so many tokens of one prompt
+        (row 0). Said again only when it changes.
+        """
         self._number += 1
+        if chunk_rows == 1:  # a token is attended to as in decode
+            chunk_rows = 0
         self._places = [
-            _Place(name, self._channels[name], held, self._shape, self._dtype)
+            _Place(name, self._channels[name], held, self._shape, self._dtype, chunk_rows)
             for name, held in parts.items()
             if held
         ]
@@ -133,5 +145,5 @@ class RemoteSegments:
         if header.op is Op.REFUSED:
             reason = bytes(bytes_of(place.memory[: header.payload_bytes]))
             raise PartRefused(place.name, reason.decode(errors="replace"))
-        states.out[place.parts, place.columns] = place.out.float()
-        states.lse[place.parts, place.columns] = place.lse
+        states.out[place.where] = place.out.float()
+        states.lse[place.where] = place.lse

@@ -4,7 +4,8 @@ A *hold* is a number under which consecutive whole segments of one sequence lie 
 (`HeldSegments`). The other end says once for which holds it will ask, and for which of its rows (SLOTS: pairs of row
 and hold, i32), then asks layer by layer (QUERY: its rows of q). The answer (PARTIAL) has the state of each segment, in
 the order of the pairs: `out` in the model's dtype, which is what the kernel computes, then the f32 log-sum-exp. Nothing
-is allocated for the other end beyond what its list needs.
+is allocated for the other end beyond what its list needs. Where the query is a chunk of one sequence, the pairs name
+EVERY_ROW, and the answer has the states of all rows over each segment.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from halfmoon.workers.model.paged_cache import PagedCache
 log = logging.getLogger(__name__)
 #: Of a query: more sequences than a batch has.
 ROWS_MAX = 4096
+#: In a pair: the rows are all of one sequence.
+EVERY_ROW = -1
 WAIT_S = 0.1
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 
@@ -57,6 +60,8 @@ class SlotList:
     query: Tensor
     states: StateStack
     out: Tensor
+    chunk: bool
+    """All rows are of one sequence."""
 
 
 @dataclass(slots=True)
@@ -112,7 +117,7 @@ class SegmentServer:
         if header is None:
             return
         if header.op is Op.SLOTS:
-            peer.problem = self._list(peer, header)
+            peer.problem = self._list(peer, header, channel.peer.message_bytes_max)
         elif peer.slots is not None:
             self._answer(channel, peer.slots, header)
         else:
@@ -152,19 +157,26 @@ class SegmentServer:
         peer.receiving = torch.empty(header.payload_bytes, dtype=torch.uint8)
         return bytes_of(peer.receiving)
 
-    def _list(self, peer: _Peer, header: MessageHeader) -> str:
+    def _list(self, peer: _Peer, header: MessageHeader, answer_bytes_max: int) -> str:
         """Takes a list of pairs. Returns why not, or nothing."""
         pairs = peer.receiving.view(torch.int32).view(-1, 2).tolist()
         peer.slots, peer.number = None, header.slots
-        if any(not 0 <= row < header.rows for row, _ in pairs):
+        chunk = all(row == EVERY_ROW for row, _ in pairs)
+        if not chunk and any(not 0 <= row < header.rows for row, _ in pairs):
             return f"slots {header.slots}: a row beyond {header.rows}"
         missing = sorted({hold for _, hold in pairs} - self.holds.keys())
         if missing:
             return f"slots {header.slots}: hold {missing[0]} is not here"
-        peer.slots = self._slot_list(header.rows, [(row, self.holds[hold]) for row, hold in pairs])
+        if chunk:
+            segments = sum(-(-self.holds[hold].tokens // self._segment_tokens) for _, hold in pairs)
+            size = segments * header.rows * self._heads * (self._head_dim * self._cache.dtype.itemsize + 4)
+            if size > answer_bytes_max:
+                return f"slots {header.slots}: states of {size} bytes, and {answer_bytes_max} are taken"
+        wanted = [(max(row, 0), self.holds[hold]) for row, hold in pairs]
+        peer.slots = self._slot_list(header.rows, wanted, chunk=chunk)
         return ""
 
-    def _slot_list(self, rows: int, wanted: Sequence[tuple[int, HeldSegments]]) -> SlotList:
+    def _slot_list(self, rows: int, wanted: Sequence[tuple[int, HeldSegments]], *, chunk: bool) -> SlotList:
         runs, segments = StepRuns(), 0
         cache = self._cache
         for row, hold in wanted:
@@ -175,21 +187,24 @@ class SegmentServer:
             runs.items += found
             segments += sum(run.segments for run in found)
         shape = (self._heads, self._head_dim)
+        each = rows if chunk else 1
         return SlotList(
             rows,
             runs,
             segments,
             torch.empty(rows, *shape, dtype=cache.dtype),
-            StateStack(segments, 1, *shape, cache.device),
-            torch.empty(segments, *shape, dtype=cache.dtype),
+            StateStack(segments, each, *shape, cache.device),
+            torch.empty(segments, each, *shape, dtype=cache.dtype),
+            chunk,
         )
 
     def _answer(self, channel: WorkerChannel, slots: SlotList, header: MessageHeader) -> None:
-        cache = self._cache
-        self._attention.segment_states(
-            slots.query, cache.k[header.layer], cache.v[header.layer], slots.runs, slots.states
-        )
-        slots.out.copy_(slots.states.out[:, 0])
+        k, v = self._cache.k[header.layer], self._cache.v[header.layer]
+        if slots.chunk:
+            self._attention.chunk_states(slots.query, k, v, slots.runs.items, slots.states)
+        else:
+            self._attention.segment_states(slots.query, k, v, slots.runs, slots.states)
+        slots.out.copy_(slots.states.out)
         answer = MessageHeader(
             Op.PARTIAL,
             header.dtype,
