@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 WHOLE = os.environ.get("HALFMOON_TEST_EXAMPLES") == "all"
-_SHORTER = 4
+_SHORTER = 8
 
 
 def seeds(few: int, *, of: int, first: int = 0) -> list[Any]:

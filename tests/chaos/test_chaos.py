@@ -299,7 +299,10 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
 
 @pytest.mark.parametrize(
     ("owner", "method", "fault", "seed", "match"),
-    PLANTED,
+    [
+        pytest.param(*planted, marks=[pytest.mark.slow] if number % 2 else [])
+        for number, planted in enumerate(PLANTED)
+    ],
     ids=[f"{p[0].__name__}.{p[1]}-{p[3]}" for p in PLANTED],
 )
 def test_a_fault_planted_in_a_workers_machine_is_found(

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.lengths import sizes
+
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "docker" / "kubernetes").glob("*.yaml"))
 COMPOSE = ROOT / "docker" / "compose.yaml"
@@ -45,7 +47,7 @@ OVERLAYS = {
 }
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [*sizes("plain", "gpu"), *sizes("observability", "small")])
 def test_compose_takes_the_files_without_a_word(overlay: str) -> None:
     """Each compose that is here, of version 1 or 2; it needs no engine for that."""
     clean = {

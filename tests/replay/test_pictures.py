@@ -26,6 +26,7 @@ from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import PrefillFinished
 from halfmoon.schemas.kv import KvLoaded, KvReady
 from halfmoon.schemas.numbers import SECOND_NS
+from tests.lengths import sizes
 
 #: Seeds whose clusters lose workers, refuse requests and have real blocks, and whose server's clock nobody sets: the
 #: KV progress that is made up here follows the stamps.
@@ -80,7 +81,7 @@ def test_every_placement_has_its_bars_and_no_two_of_a_row_meet(run: Timeline) ->
         assert all(one[-1] <= other[0] for one, other in itertools.pairwise(sorted(parts)))
 
 
-@pytest.mark.parametrize("seed", [4, 5])
+@pytest.mark.parametrize("seed", sizes(4, 5))
 def test_a_clock_that_is_set_by_hours_takes_no_time_in_the_pictures(seed: int, tmp_path: Path) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(seed, chaos_s=40))
     stamps = [line.at_ns for line in log.lines() if isinstance(line, EventLine)]

@@ -36,6 +36,7 @@ from halfmoon.store.errors import (
 from halfmoon.store.pool.segment import SHM, SegmentError, remove_stale
 from halfmoon.store.pool.slots import Owner
 from tests.bus.proxy import Proxy
+from tests.lengths import sizes
 
 BIG = layout(layers=16, block_tokens=512, kv_heads=2, head_dim=64)  # 8 MiB a block
 
@@ -128,7 +129,7 @@ def test_blocks_move_between_two_processes(nats_url: str, transport: str) -> Non
     tell(nats_url, story)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", sizes("tcp", "shm"))
 def test_a_peer_killed_in_the_middle_of_a_fetch(nats_url: str, transport: str) -> None:
     async def story(here: Cluster) -> None:
         process = await node_process(here, "n1", transport)
@@ -144,7 +145,7 @@ def test_a_peer_killed_in_the_middle_of_a_fetch(nats_url: str, transport: str) -
         started = time.monotonic()
         with pytest.raises(HolderUnreachable):
             await fetching
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20  # a lease that only its own end would take lives a minute
         assert len([m for m in here.heard["w2"] if isinstance(m, KvLoaded)]) < 16
         assert here.agents["n2"].context.guard.counts().committed == 0
         with pytest.raises(HolderUnreachable):
@@ -172,7 +173,7 @@ def test_a_hanging_peer_is_found_by_the_stall(nats_url: str) -> None:
         started = time.monotonic()
         with pytest.raises(TransferError):
             await fetching
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20  # a lease that only its own end would take lives a minute
         process.send_signal(signal.SIGCONT)
         await two.release("o2")
         await empty(here.agents["n2"])
@@ -180,7 +181,7 @@ def test_a_hanging_peer_is_found_by_the_stall(nats_url: str) -> None:
     tell(nats_url, story)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", sizes("shm", "tcp"))
 def test_a_push_whose_target_dies_fails_and_says_so(nats_url: str, transport: str) -> None:
     async def story(here: Cluster) -> None:
         process = await node_process(here, "n1", transport)
