@@ -31,20 +31,23 @@ def measure(engine: Engine, *, budget_s: float) -> CostProfile:
     and contexts in turn.
     """
     size = engine.block_tokens
-    limit = min(engine.allocator.free_blocks, engine.config.context_tokens_max // size)
+    longest = engine.config.context_tokens_max // size
+    limit = min(engine.allocator.free_blocks, longest)
     assert limit > 0, "measuring needs a free block"
-    table = engine.allocator.allocate(limit)
+    blocks = engine.allocator.allocate(limit)
     # Pages never written are one page of zeros to the kernel, and read faster than any real KV.
-    for block in table:
+    for block in blocks:
         engine.cache.k[:, block] = 0.01
         engine.cache.v[:, block] = 0.01
+    # In exact numerics prompts may be longer than the cache: their later blocks take its blocks once more.
+    table = [blocks[i % limit] for i in range(longest if engine.exact else limit)]
     try:
         head_ns = _measure_head(engine, table)
         prefills = _measure_prefill(engine, table, time.monotonic() + budget_s / 2)
-        context = max(t.prompt_tokens for t in prefills)
-        decodes = _measure_decode(engine, table, context, time.monotonic() + budget_s / 2)
+        context = min(limit * size, max(t.prompt_tokens for t in prefills))
+        decodes = _measure_decode(engine, blocks, context, time.monotonic() + budget_s / 2)
     finally:
-        engine.allocator.free(table)
+        engine.allocator.free(blocks)
     return by_prompt(fit_profile(prefills, decodes), size, head_ns)
 
 

@@ -108,6 +108,24 @@ def test_a_measured_profile_is_that_of_the_engine(
         assert measured.step_ns(batch, context) == pytest.approx(TRUE.step_ns(batch, context), rel=0.02)
 
 
+def test_a_small_cache_is_measured_with_prompts_that_outgrow_it(
+    small_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of larger caches read the same profile: the square of the prompt must show in it."""
+    asked: list[int] = []
+    whole = Engine.prefill_chunk
+
+    def noted(self: Engine, token_ids: Sequence[int], start: int, *args: Any, **named: Any) -> Any:
+        asked.append(start + len(token_ids))
+        return whole(self, token_ids, start, *args, **named)
+
+    monkeypatch.setattr(Engine, "prefill_chunk", noted)
+    engine = Engine(small_model, num_blocks=2, block_tokens=128, exact=True)
+    profiler.measure(engine, budget_s=1.0)
+    assert max(asked) > 4 * 2 * 128
+    assert engine.allocator.free_blocks == 2
+
+
 def test_a_real_engine_is_measured_once(
     small_model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +151,11 @@ def null_engine(model: LoadedModel) -> NullEngine:
 
 def test_the_null_engine_has_every_public_name_of_the_engine(model_f32: LoadedModel) -> None:
     real = Engine(model_f32, num_blocks=1, block_tokens=16, exact=True)
-    names = {name for name in dir(real) if not name.startswith("_")} - {"attention", "device"}
+    names = {name for name in dir(real) if not name.startswith("_")} - {
+        "attention",
+        "device",
+        "pooled_segments",
+    }
     assert names <= set(dir(null_engine(model_f32)))
     cache = {name for name in dir(real.cache) if not name.startswith("_")} - {"k", "v", "device", "dtype"}
     assert cache <= set(dir(null_engine(model_f32).cache))
