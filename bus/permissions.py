@@ -67,6 +67,7 @@ _ASKED_BY_STORES = (
     "probe",
     "replicate",
     "remove",  # copies of blocks on other nodes
+    "status",  # its free slots, for the blocks of a node that is drained
 )
 _ASKED_BY_OPERATORS = ("status", "drain")
 

@@ -68,7 +68,7 @@ halfmoon.store.<node>.keep                 prefill decode
 halfmoon.store.<node>.close_push           prefill decode
 halfmoon.store.<node>.release              prefill decode
 halfmoon.store.<node>.status               prefill decode
-halfmoon.store.*.status                    operator
+halfmoon.store.*.status                    operator store
 halfmoon.store.*.drain                     operator
 halfmoon.store.*.hello                     store
 halfmoon.store.*.lease                     store

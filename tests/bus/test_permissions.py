@@ -4,6 +4,7 @@ ends.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import dataclasses
@@ -232,6 +233,15 @@ def test_every_event_and_every_call_of_a_store_is_somebodys() -> None:
         *_ASKED_BY_OPERATORS,
         *of_one_role,
     }
+
+
+def test_what_a_store_asks_of_others_it_may_ask() -> None:
+    asked = set()
+    for path in (Path(__file__).parents[2] / "store" / "agent").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("peers.ask", "self.ask")):
+                asked |= {word.value for word in call.args if isinstance(word, ast.Constant)}
+    assert {"hello", "lease", "replicate"} < asked <= set(_ASKED_BY_STORES)
 
 
 async def test_a_payload_that_speaks_for_another_is_dropped(servers: ServerCluster, conductor: Bus) -> None:

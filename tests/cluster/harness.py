@@ -280,6 +280,8 @@ def running(state: Path, *flags: str) -> Iterator[Cluster]:
         status = cluster.stop()
     assert status == 0, status
     assert cluster.left_behind() == []
+    # A process that asks for what its key does not allow is told nothing, and goes on as if nobody were there.
+    assert [name for name in cluster.names() if "permissions violation" in cluster.output(name)] == []
 
 
 async def all_ready(cluster: Cluster) -> None:

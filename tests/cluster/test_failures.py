@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -79,6 +82,10 @@ async def decode_started(cluster: Cluster, arrived_after: int) -> None:
     async with asyncio.timeout(60):
         while not any(isinstance(s.event, DecodeStarted) for s in await cluster.events(arrived_after)):
             await asyncio.sleep(0.02)
+
+
+def said(cluster: Cluster) -> str:
+    return (cluster.directory.parents[1] / f"{cluster.name}.out").read_text()
 
 
 async def last_seq(cluster: Cluster) -> int:
@@ -183,6 +190,33 @@ async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster,
     assert [o.placement for o in orders] == [1, 2]
     assert orders[1].worker_id != order.worker_id
     await all_ready(cluster)
+    await nothing_held(cluster)
+
+
+async def test_a_drained_store_hands_over_what_no_other_node_holds(cluster: Cluster, nc: nats.NATS) -> None:
+    """First that of the decode node: its blocks are at the prefill node too, and then there alone."""
+    undisturbed = await cluster.generate(nc, **fields(600, 4, "calm"))
+    nodes = [undisturbed["decode_worker"], undisturbed["prefill_worker"]]
+    moved = []
+    for node in nodes:
+        await all_ready(cluster)
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "halfmoon.cli.main", "drain", node, "--cluster", cluster.name, "--json"],
+            env=cluster.environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        drained = json.loads(done.stdout)
+        assert drained["left"] == 0
+        moved.append(drained["moved"])
+        async with asyncio.timeout(60):
+            while f"store-{node} died (status 0); it is started again" not in said(cluster):
+                await asyncio.sleep(0.1)
+    assert moved[1] >= 2
+    await all_ready(cluster)
+    again = await cluster.generate(nc, **fields(600, 4, "calm"))
+    same(again, undisturbed)
+    assert again["usage"]["cached_tokens"] == 512
     await nothing_held(cluster)
 
 
