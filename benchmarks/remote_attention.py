@@ -101,7 +101,7 @@ def main() -> None:
             for number in range(args.rounds + 1):
                 remote.step = number
                 times, digests = [], []
-                for found, elsewhere in ((tables(), None), (away, remote)):
+                for found, elsewhere in ((tables(), []), (away, [remote])):
                     started = time.perf_counter()
                     logits = engine.decode([5] * BATCH, [CONTEXT_TOKENS - 1] * BATCH, found, elsewhere)
                     times.append((time.perf_counter() - started) * 1e3)

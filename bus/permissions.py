@@ -122,7 +122,7 @@ class Identity:
             case "prefill":
                 return [*said, subjects.kv("*", "PrefillResult", me), *self._worker()]
             case "decode":
-                return [*said, subjects.tokens("*", me), *self._worker(), *_ANSWERS]
+                return [*said, subjects.tokens("*", me), subjects.hold("*", me), *self._worker(), *_ANSWERS]
             case "operator":
                 gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in subjects.STREAMS]
                 stores = [subjects.store("*", verb) for verb in _ASKED_BY_OPERATORS]
@@ -163,7 +163,7 @@ class Identity:
             case "prefill":
                 return [inbox, *self._worker_hears()]
             case "decode":
-                return [inbox, *self._worker_hears(), subjects.resend(me, "*")]
+                return [inbox, *self._worker_hears(), subjects.resend(me, "*"), subjects.hold(me, "*")]
             case "operator":
                 return [f"{subjects.inbox('*')}.>", *_CLIENT_INBOXES]
             case "client":

@@ -53,6 +53,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="blocks of a prefill worker's own cache, which prompts may outgrow in exact numerics; 0: --kv-blocks",
     )
+    parser.add_argument(
+        "--decode-kv-blocks",
+        type=int,
+        default=0,
+        help="blocks of a decode worker's own cache; 0: --kv-blocks",
+    )
     add_store(parser)
     add_frontend(parser)
     add_policy(parser)

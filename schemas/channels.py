@@ -13,6 +13,7 @@ from halfmoon.schemas import (
     decisions,
     events,
     kv,
+    lending,
     replicas,
     snapshots,
     status,
@@ -169,6 +170,14 @@ _PROCESSES: tuple[Channel, ...] = (
         action="receive",
         messages=(tokens.ResendRequest,),
         replies=(tokens.ResendReply, *_REFUSAL),
+    ),
+    Channel(
+        name="hold",
+        address=subjects.hold("{worker_id}", "{owner_id}"),
+        summary="A decode worker asks another to hold, and to attend to, segments of its sequence.",
+        action="receive",
+        messages=(lending.HoldRequest,),
+        replies=(lending.HoldReply, *_REFUSAL),
     ),
     Channel(
         name="status",

@@ -70,6 +70,13 @@ class StartPrefill(Message, frozen=True):
     predicted: Prediction = Prediction()
 
 
+class Loan(Part, frozen=True):
+    """So many whole segments of a sequence (`Layout.segment_tokens`) lie at, and are attended to by, `worker_id`."""
+
+    worker_id: Id
+    segments: Blocks
+
+
 class StartDecode(Message, frozen=True):
     """To a decode worker: expect the KV of a prompt and decode it. Sent with its StartPrefill, under the same order_id.
 
@@ -90,6 +97,8 @@ class StartDecode(Message, frozen=True):
     predicted: Prediction = Prediction()
     #: The node whose store agent tells of the KV; "", as in older logs: any is believed.
     prefill_node_id: str = ""
+    #: Who holds the first segments of the prompt, in order; what follows them is the worker's own.
+    loans: list[Loan] = []
 
 
 class CancelOrder(Message, frozen=True):

@@ -91,6 +91,8 @@ class WorkerJoined(Message, frozen=True):
     exact_numerics: ExactNumerics = ""
     #: Prefill: the longest prompt, where one may be longer than the worker's cache; 0, as in older logs: none may.
     prompt_tokens_max: Tokens = 0
+    #: Decode: it holds, and attends to, segments of others' sequences, and has others hold some of its own.
+    lends: bool = False
 
 
 class WorkerHeartbeat(Message, frozen=True):
@@ -108,7 +110,8 @@ class WorkerHeartbeat(Message, frozen=True):
     step_ns: Ns = 0
     step_sequences: Count = 0
     step_context_tokens: Count = 0
-    #: Orders that were taken and neither answered nor cancelled; None: not told.
+    #: Orders that were taken and neither answered nor cancelled, and those of others of which it holds segments; None:
+    #: not told.
     orders: list[Id] | None = None
     #: Decode: those of `orders` that wait for KV or a first token, not for room.
     lacking: list[Id] = []

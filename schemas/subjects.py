@@ -117,6 +117,11 @@ def resend(worker_id: str, frontend_id: str) -> str:
     return f"{ROOT}.resend.{worker_id}.{frontend_id}"
 
 
+def hold(worker_id: str, owner_id: str) -> str:
+    """`owner_id`: the decode worker that asks `worker_id` to hold segments of its sequence."""
+    return f"{ROOT}.hold.{worker_id}.{owner_id}"
+
+
 def store(node_id: str, verb: str) -> str:
     """A store agent's control requests; `store(node_id, "*")` for all verbs."""
     return f"{ROOT}.store.{node_id}.{verb}"

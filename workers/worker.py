@@ -25,10 +25,20 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.types import ExactNumerics, Message
 from halfmoon.store.agent_client import AgentClient
+from halfmoon.store.channels.hello import ChannelHello
+from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LendingConfig:
+    """Who this worker is to others over a channel, and how channels are had."""
+
+    hello: ChannelHello
+    options: ChannelOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +63,8 @@ class WorkerConfig:
     chunk_tokens: int = 1024
     #: Whether exact numerics hold on this CPU; "": not tried, or not claimed.
     exact_numerics: ExactNumerics = ""
+    #: Decode: how it attends for others and they for it (exact numerics only); None: it does not lend.
+    lending: LendingConfig | None = None
 
 
 class Worker(ABC):
@@ -133,6 +145,7 @@ class Worker(ABC):
                 profile=config.profile,
                 exact_numerics=config.exact_numerics,
                 prompt_tokens_max=self.prompt_tokens_max(),
+                lends=config.lending is not None,
             ),
             source_id=config.worker_id,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import assert_never
 
 from halfmoon.cli.metrics import Targets
 from halfmoon.cli.options import PREFIX
@@ -87,7 +88,13 @@ def store_flags(args: argparse.Namespace) -> list[str]:
 
 
 def worker_flags(args: argparse.Namespace, role: WorkerRole) -> list[str]:
-    kv_blocks = args.prefill_kv_blocks if role == "prefill" else 0
+    match role:
+        case "prefill":
+            kv_blocks = args.prefill_kv_blocks
+        case "decode":
+            kv_blocks = args.decode_kv_blocks
+        case _:
+            assert_never(role)
     flags = [
         "--kv-blocks",
         str(kv_blocks or args.kv_blocks),
@@ -97,7 +104,9 @@ def worker_flags(args: argparse.Namespace, role: WorkerRole) -> list[str]:
         str(args.threads),
     ]
     flags += ["--attention", args.attention, "--chunk-tokens", str(args.chunk_tokens)]
-    return [*flags, "--no-stream-layers"] if args.no_stream_layers else flags
+    flags += ["--channel-bind", args.channel_bind, "--channel-encryption", args.channel_encryption]
+    flags += [f"--{name.replace('_', '-')}" for name in ("no_stream_layers", "lend") if getattr(args, name)]
+    return flags
 
 
 def frontend_flags(args: argparse.Namespace) -> list[str]:

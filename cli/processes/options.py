@@ -132,6 +132,24 @@ def add_worker(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-stream-layers", action="store_true", help="push KV after the last layer, to compare"
     )
+    group.add_argument(
+        "--lend",
+        action="store_true",
+        help="decode: hold parts of requests that are too long for another worker's cache, and have them held",
+    )
+    group.add_argument(
+        "--channel-bind", default="127.0.0.1", help='address of that; "": for workers of this host alone'
+    )
+    group.add_argument("--channel-port", type=int, default=0, help="its port; 0: any free one")
+    group.add_argument(
+        "--channel-advertise", default="", help="address that others use, when it is not --channel-bind"
+    )
+    group.add_argument(
+        "--channel-encryption",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="of it, between hosts",
+    )
 
 
 def add_frontend(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any, assert_never
 from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import add_model
+from halfmoon.cli.options import OptionInvalid, add_model, secret
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
 from halfmoon.cli.processes.options import add_process, add_worker
@@ -52,7 +52,6 @@ async def run(args: argparse.Namespace) -> int:
     engine = models.build_engine(args, layout, kv_blocks=kv_blocks)
     loaded = loop.time()
     profile = models.measure_profile(engine, layout)
-    held = _tried(engine, layout, f"{role} worker {worker_id}")
     took = f"loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s"
     say(f"{role} worker {worker_id}: {took}")
     tracing = start_tracing(args, role, worker_id)
@@ -80,7 +79,8 @@ async def run(args: argparse.Namespace) -> int:
             batch_max=args.batch_max if layout.layers else 1024,
             stream_layers=not args.no_stream_layers,
             chunk_tokens=args.chunk_tokens,
-            exact_numerics=held,
+            exact_numerics=_tried(engine, layout, f"{role} worker {worker_id}"),
+            lending=_lending(args, worker_id, layout, engine),
         ),
     )
     worker.tracing = tracing
@@ -98,6 +98,43 @@ async def run(args: argparse.Namespace) -> int:
         await bus.close()
         stop_tracing(tracing)
     return 0
+
+
+def _lending(args: argparse.Namespace, worker_id: str, layout: Layout, engine: Any) -> Any:
+    """A `LendingConfig`, or None. Raises OptionInvalid."""
+    if not args.lend or args.command != "decode":
+        return None
+    from halfmoon.bus.telemetry.version import VERSION
+    from halfmoon.store.channels.hello import ChannelHello
+    from halfmoon.store.channels.options import ChannelOptions, channel_secret
+    from halfmoon.workers.worker import LendingConfig
+
+    if not layout.segment_tokens or not layout.block_bytes:
+        raise OptionInvalid("--lend: only exact numerics of a real model split attention into segments")
+    hello = ChannelHello(
+        worker_id=worker_id,
+        cluster=args.cluster,
+        version=VERSION,
+        model=layout.model_fingerprint,
+        layers=layout.layers,
+        heads=engine.config.heads,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        exact=True,
+        segment_tokens=layout.segment_tokens,
+        dtype=layout.dtype,
+    )
+    try:
+        options = ChannelOptions(
+            secret=channel_secret(secret(args)),
+            bind=args.channel_bind,
+            port=args.channel_port,
+            advertise=args.channel_advertise,
+            encryption=args.channel_encryption,
+        )
+    except ValueError as problem:
+        raise OptionInvalid(f"--channel-{problem}") from None
+    return LendingConfig(hello=hello, options=options)
 
 
 def _tried(engine: Any, layout: Layout, who: str) -> ExactNumerics:

@@ -4,7 +4,8 @@ The choice is made by `best_first` where its short cut holds, else by the policy
 placement or a refusal with its reason, and changes nothing. Each admission mode looks at the load of decode in its own
 way:
 
-- `none`: everything is queued; only what can never run, and full queues, are refused.
+- `none`: everything is queued; only what can never run, full queues, and what must borrow and finds no room are
+  refused.
 - `late`: TTFT is checked here, TBT only by the decode worker, after prefill.
 - `early`: TBT is checked here too, against the requests that are in decode now. Requests still in prefill do not count,
   so the load oscillates.
@@ -106,8 +107,11 @@ def decide(
     roomy = [c for c in open_decodes if c.room]
     end_ns = now_ns + prefill.ttft_ns
     admission = state.policy.admission
-    if not roomy and admission in ("early", "predicted"):
-        roomy = [c for c in open_decodes if _room_at(state, c, end_ns)]
+    borrows = any(c.loans for c in open_decodes)
+    # What borrows is never queued: two that hold parts of each other would wait for each other.
+    if not roomy and (borrows or admission in ("early", "predicted")):
+        # When lenders will have room is not predicted.
+        roomy = [] if borrows else [c for c in open_decodes if _room_at(state, c, end_ns)]
         if not roomy:
             return Refusal(
                 reason="no_room",
@@ -132,13 +136,16 @@ def decide(
 
 
 def place_again(state: State, request: Request, now_ns: int, draw: str) -> Placement | None:
-    """The best placement of a request that was accepted before, whatever it takes; None when there is no worker."""
+    """The best placement of a request that was accepted before, whatever it takes; None when there is no worker, or
+    no room at lenders.
+    """
     event = request.event
     matched = match_prefix(state, event, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
     prefill = choose_prefill(state, candidates(state, event, matched, now_ns, avoid=request.avoid), draw)
     decodes = decode_candidates(state, event, matched, answer_tokens, avoid=request.avoid)
-    decode = choose_decode(state, [c for c in decodes if c.room] or decodes, draw)
+    roomy = [c for c in decodes if c.room]
+    decode = choose_decode(state, roomy or [c for c in decodes if not c.loans], draw)
     if prefill is None or decode is None:
         return None
     return _placement(state, event, prefill, decode, answer_tokens)
@@ -276,7 +283,8 @@ def _too_large_now(
 def decode_load(state: State, worker: WorkerRecord, end_ns: int) -> Load:
     """The load of `worker` in decode at `end_ns` (`predicted`), or now (any other admission mode)."""
     predicted = state.policy.admission == "predicted"
-    load = Load(0, 0, 0)
+    # When a loan ends is not predicted: it counts as long as it lasts.
+    load = Load(0, 0, sum(worker.lent.values()))
     for order_id in worker.orders:
         order = state.orders[order_id]
         if predicted:

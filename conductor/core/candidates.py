@@ -20,6 +20,7 @@ from halfmoon.conductor.core.fetch_plan import (
     plan_as_printed,
     plan_from_own_ssd,
 )
+from halfmoon.conductor.core.lending import lending_candidates, longest_with_loans
 from halfmoon.conductor.core.load_index import queue_ns, tokens_max
 from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.policies import FetchRule, rules_of
@@ -157,12 +158,16 @@ def decode_candidates(
     *,
     avoid: Sequence[str] = (),
 ) -> list[DecodeCandidate]:
-    """Every decode worker that could take the request, by id, with all reservations counted."""
+    """Every decode worker that could take the request, by id, with all reservations counted; where none could alone,
+    those that could with others' help.
+    """
     fitting = [
         worker
         for worker in state.workers.values()
         if worker.role == "decode" and state.takes_orders(worker) and decode_fits(state, worker, request)
     ]
+    if not fitting:
+        return lending_candidates(state, request, match, answer_tokens, avoid=avoid)
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     context = request.prompt_tokens + answer_tokens
     return [decode_candidate_of(state, worker, match, context) for worker in workers]
@@ -203,7 +208,9 @@ def capacity(state: State) -> tuple[int, int]:
         max((min(tokens_max(worker), state.pool_tokens(worker)) for worker in workers), default=0)
         for workers in (prefills, decodes)
     ]
-    return min(prompts), max(map(tokens_max, decodes), default=0)
+    lent, pool = longest_with_loans(state), max(map(state.pool_tokens, decodes), default=0)
+    prompts[1] = max(prompts[1], min(lent, pool))
+    return min(prompts), max(max(map(tokens_max, decodes), default=0), lent)
 
 
 def has_room(worker: WorkerRecord, sequences: int, reserved_blocks: int, blocks: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from halfmoon.conductor.core.records import WorkerRecord, loan_blocks
 from halfmoon.conductor.core.role_rules import expected_load
 from halfmoon.conductor.core.state import FINISHED_MAX, State
 
@@ -27,6 +28,11 @@ def _check_orders(state: State) -> None:
         prefill = state.workers.get(order.prefill_id)
         held = prefill is not None and order_id in prefill.orders
         assert held == (order.phase == "prefill"), ("prefill half", order.phase, order)
+        for loan in order.loans:
+            lender = state.workers.get(loan.worker_id)
+            assert lender is not None, ("borrowed of nobody", order)
+            assert order_id in lender.lent, ("borrowed and not lent", order)
+            assert lender is not decode, ("borrowed of itself", order)
         leaves = order_id in state.leaving.get(order.fetch_node_id, {})
         assert leaves == (order.phase == "prefill" and order.fetch_node_id != ""), ("fetch", order)
     for node_id, ends in state.leaving.items():
@@ -59,11 +65,12 @@ def _check_load(state: State) -> None:
     for worker_id, worker in state.workers.items():
         orders = [state.orders[order_id] for order_id in worker.orders]
         expected = expected_load(worker, orders)
+        _check_loans(state, worker)
         reserved = (
             worker.reserved_ns,
             worker.pending_blocks,
             worker.prompt_blocks,
-            worker.reserved_blocks,
+            worker.reserved_blocks - sum(worker.lent.values()),
             worker.context_tokens,
         )
         assert reserved == expected, ("reserved load", worker_id, reserved, expected)
@@ -71,6 +78,20 @@ def _check_load(state: State) -> None:
         cost = worker.cost
         for name in cost.__struct_fields__:
             assert getattr(cost, name) >= 0, (name, cost)
+
+
+def _check_loans(state: State, worker: WorkerRecord) -> None:
+    """All that is lent was borrowed, and there is room for it beside what the worker's own borrowers will need."""
+    promised = 0
+    for order_id, blocks in worker.lent.items():
+        loans = [loan for loan in state.orders[order_id].loans if loan.worker_id == worker.worker_id]
+        borrowed = [loan_blocks(worker, loan) for loan in loans]
+        assert borrowed == [blocks], ("lent and not borrowed", worker.worker_id, order_id, blocks, borrowed)
+        promised += blocks
+    for order_id, blocks in worker.orders.items():
+        if worker.role == "decode" and state.orders[order_id].loans:
+            promised += blocks
+    assert promised <= worker.kv_blocks or not worker.lends, ("promised twice", worker.worker_id, promised)
 
 
 def _check_members(state: State) -> None:

@@ -36,6 +36,7 @@ from halfmoon.conductor.core.cost import (
 )
 from halfmoon.conductor.core.explanation import Explanation, explain_arrival
 from halfmoon.conductor.core.invariants import check
+from halfmoon.conductor.core.loans import end_loans
 from halfmoon.conductor.core.log_clock import log_time_ns
 from halfmoon.conductor.core.reconcile import reconcile_orders
 from halfmoon.conductor.core.records import Half, Order
@@ -198,7 +199,8 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
         case DecodeStarted() | StateDigested():
             pass
         case RequestFinished():
-            _request_finished(state, event)
+            _request_finished(state, event, out)
+            orders.place_borrowers(state, out)
         case WorkerHeartbeat():
             _worker_heartbeat(state, event, out)
         case StoreHeartbeat():
@@ -209,10 +211,13 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             _timer_fired(state, event, out)
         case PrefillFailed() | DecodeFailed():
             _half_failed(state, event, out)
+            orders.place_borrowers(state, out)
         case DecodeRefused():
             _decode_refused(state, event, out)
+            orders.place_borrowers(state, out)
         case RequestCancelled():
             _request_cancelled(state, event, out)
+            orders.place_borrowers(state, out)
         case StoreInventory():
             store = membership.known_store(state, event.node_id, event.incarnation)
             if store is not None and event.part not in store.parts_seen:
@@ -354,12 +359,13 @@ def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> 
         reconcile_orders(state, worker, event, out)
 
 
-def _request_finished(state: State, event: RequestFinished) -> None:
+def _request_finished(state: State, event: RequestFinished, out: StepOutput) -> None:
     order = _answered(state, event.order_id, event.request_id, event.worker_id, "decode")
     if order is None:
         return
     orders.free_prefill(state, order)
     orders.free_decode(state, order)
+    end_loans(state, order, out)
     del state.orders[order.order_id]
     request = state.requests[order.request_id]
     request.order_id = ""

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from halfmoon.schemas.decisions import Fetch
+from halfmoon.schemas.decisions import Fetch, Loan
 
 
 class Candidate(msgspec.Struct, kw_only=True):
@@ -57,6 +57,8 @@ class DecodeCandidate(msgspec.Struct, kw_only=True):
     prefix_blocks: int
     sequences: int
     full: bool = False
+    #: Who would hold the prompt's first segments, where the worker's own cache is too small; `blocks` are the others.
+    loans: list[Loan] = []
 
 
 C = TypeVar("C", Candidate, DecodeCandidate)

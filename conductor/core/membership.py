@@ -48,7 +48,7 @@ def worker_joined(state: State, event: WorkerJoined, out: StepOutput) -> None:
             state.members_changed()
             if known.asked:
                 dropped = f"worker {event.worker_id} dropped its orders"
-                lose_orders(state, event.worker_id, list(worker.orders), dropped, out, told=True)
+                lose_orders(state, event.worker_id, _orphans(state, event.worker_id), dropped, out, told=True)
             place_parked(state, out)
             return
         _forget_timer(state, known.role, event.worker_id, known.incarnation)
@@ -82,6 +82,7 @@ def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
         layer_block_bytes=layout.layer_block_bytes,
         exact_numerics=event.exact_numerics,
         prompt_tokens_max=event.prompt_tokens_max,
+        lends=event.lends,
     )
 
 
@@ -93,6 +94,7 @@ def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
     worker.prompt_blocks = known.prompt_blocks
     worker.reserved_blocks = known.reserved_blocks
     worker.context_tokens = known.context_tokens
+    worker.lent = known.lent
     worker.head_since_ns = known.head_since_ns
     worker.draining = known.draining
     if known.profile == worker.profile:
@@ -134,7 +136,7 @@ def worker_left(state: State, worker_id: str, incarnation: str, out: StepOutput)
 
 def _orphans(state: State, worker_id: str) -> list[str]:
     worker = state.workers.get(worker_id)
-    return list(worker.orders) if worker is not None else []
+    return [*worker.orders, *worker.lent] if worker is not None else []
 
 
 def _was_lost(worker_id: str) -> str:

@@ -16,6 +16,7 @@ from halfmoon.conductor.core.admission import (
     waits_ns,
 )
 from halfmoon.conductor.core.explanation import explain, explain_arrival
+from halfmoon.conductor.core.loans import book_loans, end_loans
 from halfmoon.conductor.core.overload import learn_offered
 from halfmoon.conductor.core.records import Order, Request
 from halfmoon.conductor.core.replication import spread_hot_prefix
@@ -127,6 +128,12 @@ def place_parked(state: State, out: StepOutput) -> None:
             _order(state, request, placement, out)
 
 
+def place_borrowers(state: State, out: StepOutput) -> None:
+    """Place those that wait for room at lenders. Call it when an order has ended."""
+    if state.parked and any(worker.lends for worker in state.workers.values()):
+        place_parked(state, out)
+
+
 def _note(
     state: State, request: Request, placement: Placement | None, lost_reason: str, out: StepOutput
 ) -> None:
@@ -219,6 +226,7 @@ def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool,
     prefill_runs = prefill_runs and order.phase == "prefill"
     free_prefill(state, order)
     free_decode(state, order)
+    end_loans(state, order, out)
     del state.orders[order.order_id]
     request = state.requests[order.request_id]
     request.order_id = ""
@@ -318,6 +326,7 @@ def _order(state: State, request: Request, placement: Placement, out: StepOutput
         fetch_node_id=prefill.fetches[0].node_id if prefill.fetches else "",
         fetch_sharing=prefill.fetch_sharing,
         fetch_ssd=prefill.from_ssd,
+        loans=decode.loans,
     )
     _reserve(state, order, now_ns + prefill.transfer_ns)
     out.append(
@@ -334,23 +343,27 @@ def _order(state: State, request: Request, placement: Placement, out: StepOutput
             predicted=predicted,
         )
     )
-    out.append(
-        StartDecode(
-            order_id=order_id,
-            request_id=event.request_id,
-            frontend_id=event.frontend_id,
-            worker_id=decode.worker_id,
-            prefill_worker_id=prefill.worker_id,
-            prompt_tokens=event.prompt_tokens,
-            max_tokens=event.max_tokens,
-            # Under `none` everything is queued: nothing is refused, nor is it after its prefill.
-            tbt_slo_ns=0 if state.policy.admission == "none" else slo_ns(state, event)[1],
-            placement=request.placements,
-            predicted=predicted,
-            prefill_node_id=prefill.node_id if state.policy.sources_named else "",
-        )
-    )
+    out.append(_start_decode(state, request, order))
     spread_hot_prefix(state, event, prefill, out)
+
+
+def _start_decode(state: State, request: Request, order: Order) -> StartDecode:
+    event = request.event
+    return StartDecode(
+        order_id=order.order_id,
+        request_id=event.request_id,
+        frontend_id=event.frontend_id,
+        worker_id=order.decode_id,
+        prefill_worker_id=order.prefill_id,
+        prompt_tokens=event.prompt_tokens,
+        max_tokens=event.max_tokens,
+        # Under `none` everything is queued: nothing is refused, nor is it after its prefill.
+        tbt_slo_ns=0 if state.policy.admission == "none" else slo_ns(state, event)[1],
+        placement=request.placements,
+        predicted=order.predicted,
+        prefill_node_id=order.prefill_node_id if state.policy.sources_named else "",
+        loans=order.loans,
+    )
 
 
 def _reserve(state: State, order: Order, fetched_ns: int) -> None:
@@ -369,5 +382,6 @@ def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     worker.reserved_blocks += order.reserved_blocks
     worker.context_tokens += order.context_tokens
     state.loads.changed(worker)
+    book_loans(state, order)
     if order.fetch_node_id:
         state.leaving.setdefault(order.fetch_node_id, {})[order.order_id] = fetched_ns

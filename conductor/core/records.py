@@ -12,7 +12,7 @@ import msgspec
 
 from halfmoon.conductor.core.cost import Fit
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import Prediction
+from halfmoon.schemas.decisions import Loan, Prediction
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
@@ -72,6 +72,14 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     exact_numerics: ExactNumerics = ""
     #: Prefill: the longest prompt, where one may be longer than its cache; 0: none may.
     prompt_tokens_max: int = 0
+    #: Decode: whether it lends, and the blocks that it holds of others' orders; `reserved_blocks` counts them too.
+    lends: bool = False
+    lent: dict[str, int] = {}
+
+
+def loan_blocks(worker: WorkerRecord, loan: Loan) -> int:
+    """Blocks of a loan, in the layout of either end."""
+    return loan.segments * (worker.layout.segment_tokens // worker.block_tokens)
 
 
 class StoreRecord(msgspec.Struct, kw_only=True):
@@ -140,6 +148,8 @@ class Order(msgspec.Struct, kw_only=True):
     fetch_node_id: str = ""
     fetch_sharing: int = 1
     fetch_ssd: bool = False
+    #: Who holds the prompt's first segments for the decode worker.
+    loans: list[Loan] = []
 
 
 class Counters(msgspec.Struct, kw_only=True):

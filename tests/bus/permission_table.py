@@ -54,6 +54,7 @@ halfmoon.kv.*.PrefillResult.<me>           prefill
 
 halfmoon.give.*.<me>                       frontend
 halfmoon.resend.*.<me>                     frontend
+halfmoon.hold.*.<me>                       decode
 halfmoon.cancel                            frontend
 halfmoon.take.*.<me>                       prefill decode
 halfmoon.tokens.*.<me>                     decode
@@ -132,6 +133,7 @@ halfmoon.decisions.*.StartPrefill.<me>     frontend
 halfmoon.give.<me>.*                       prefill decode
 halfmoon.kv.<me>.>                         prefill decode
 halfmoon.resend.<me>.*                     decode
+halfmoon.hold.<me>.*                       decode
 
 halfmoon.decisions.<node>.>                store
 halfmoon.store.<node>.*                    store

@@ -92,7 +92,11 @@ WIDE = (
     *(f"halfmoon.{plane}.>" for plane in ("events", "decisions", "kv", "snapshots", "store", "status")),
     *(f"halfmoon.{plane}.*" for plane in ("give", "view", "explain", "status")),
     *(f"halfmoon.{plane}.*.>" for plane in ("events", "decisions", "kv", "store", "inbox")),
-    *(f"halfmoon.{plane}.{name}.*" for plane in ("take", "tokens", "resend", "give") for name in ("*", *IDS)),
+    *(
+        f"halfmoon.{plane}.{name}.*"
+        for plane in ("take", "tokens", "resend", "hold", "give")
+        for name in ("*", *IDS)
+    ),
     *(f"halfmoon.{plane}.*.x" for plane in ("events", "decisions", "kv", "store", "inbox", "give", "take")),
     *(
         f"halfmoon.{plane}.{name}.>"

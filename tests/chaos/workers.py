@@ -85,6 +85,7 @@ class Worker(Process):
                 batch_max=world.batch_max,
                 profile=world.profile,
                 prompt_tokens_max=self.prompt_tokens_max(),
+                lends=self.world.lending and self.role == "decode",
             )
         )
 

@@ -37,6 +37,9 @@ from tests.chaos.workers import Worker
 from tests.conductor.conductor_scripts import MS, PROFILE, S, keys
 
 CALM_S_MAX = 180
+#: How many of the worlds in which it can be lend, and their segments of two blocks.
+LENDING = 0.4
+SEGMENT_TOKENS = 2 * BLOCK_TOKENS
 #: 1 ms a token: fetching a block is mostly cheaper than computing it.
 SLOW_PREFILL = msgspec.structs.replace(PROFILE, prefill_per_token_ps=1_000_000_000)
 
@@ -78,6 +81,14 @@ class World:
             each = cache_draw.choice([1, 2, 3])
             self.prefill_kv_blocks = each * cache_draw.choice([1, 2, 4]) + cache_draw.randrange(each)
             self.layout = msgspec.structs.replace(self.layout, segment_tokens=each * BLOCK_TOKENS)
+        #: Decode workers whose caches are smaller than some prompts, and who lend to each other; drawn apart as well.
+        lending_draw = random.Random(f"lending {seed}")
+        self.lending = not self.null and self.layout.numerics == "exact" and lending_draw.random() < LENDING
+        self.decode_kv_blocks = self.kv_blocks
+        if self.lending:
+            self.decode_kv_blocks = lending_draw.choice([8, 12, 20])
+            if not self.layout.segment_tokens:
+                self.layout = msgspec.structs.replace(self.layout, segment_tokens=SEGMENT_TOKENS)
         self.profile = CostProfile() if draw.random() < 0.2 else SLOW_PREFILL
         self.policy = self.any_policy()
         self.faults = Faults(self, cuts=lossy)
@@ -96,7 +107,10 @@ class World:
         draw, processes = self.draw, self.net.processes
         kinds: tuple[type[PrefillWorker] | type[DecodeWorker], ...] = (PrefillWorker, DecodeWorker)
         for kind in kinds:
-            for number in range(draw.randrange(1, 4)):
+            count = draw.randrange(1, 4)
+            if self.lending and kind is DecodeWorker:
+                count += 1
+            for number in range(count):
                 worker_id = f"{kind.role[0]}{number}"
                 store = StoreAgent(self, f"n-{worker_id}")
                 processes[store.process_id] = store

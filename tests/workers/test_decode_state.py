@@ -667,7 +667,7 @@ def test_what_is_asked_for_again_comes_in_parts_that_fit_in_a_message() -> None:
 def test_a_step_of_many_sequences_is_told_in_messages_that_fit() -> None:
     sequences = []
     for number in range(1, 2_001):
-        sequence = DecodeSequence(order(number), 2, 0)
+        sequence = DecodeSequence(order(number), LAYOUT, 0)
         sequence.tokens.append(SampledToken(token_id=1))
         sequence.result = result(f"{number}-1")
         sequences.append((sequence, 0))

@@ -20,6 +20,7 @@ MACHINES = {
         "batch",
         "deliveries",
         "events",
+        "holds",
         "invariants",
         "kv_arrival",
         "orders",

@@ -133,7 +133,9 @@ def step(
 ) -> tuple[list[str], list[int]]:
     if remote is not None:
         remote.step = number
-    rows = engine.decode(tokens, [length + number for length in LENGTHS], tables, remote)
+    rows = engine.decode(
+        tokens, [length + number for length in LENGTHS], tables, [] if remote is None else [remote]
+    )
     return [engine.logits_digest(row) for row in rows], engine.argmax(rows)
 
 

@@ -14,17 +14,10 @@ from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import MessageHeader, Op
 from halfmoon.store.channels.inbox import MessageRefused
 from halfmoon.store.errors import ChannelLost
+from halfmoon.workers.attention.errors import PartRefused
 from halfmoon.workers.attention.server import DTYPES, EVERY_ROW, bytes_of
 from halfmoon.workers.model.attention import Tensor
 from halfmoon.workers.model.attention_states import StateStack
-
-
-class PartRefused(Exception):
-    """`place` does not hold what it was asked about; the text says what."""
-
-    def __init__(self, place: str, reason: str) -> None:
-        super().__init__(f"{place}: {reason}")
-        self.place = place
 
 
 @dataclass(frozen=True, slots=True)

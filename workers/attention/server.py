@@ -62,6 +62,7 @@ class SlotList:
     out: Tensor
     chunk: bool
     """All rows are of one sequence."""
+    held: dict[int, HeldSegments]
 
 
 @dataclass(slots=True)
@@ -121,8 +122,11 @@ class SegmentServer:
         elif peer.slots is not None:
             self._answer(channel, peer.slots, header)
         else:
-            refusal = MessageHeader(Op.REFUSED, layer=header.layer, step=header.step, slots=header.slots)
-            channel.send(refusal, memoryview(peer.problem.encode()))
+            self._refuse(channel, header, peer.problem)
+
+    def _refuse(self, channel: WorkerChannel, header: MessageHeader, reason: str) -> None:
+        refusal = MessageHeader(Op.REFUSED, layer=header.layer, step=header.step, slots=header.slots)
+        channel.send(refusal, memoryview(reason.encode()))
 
     def _memory(self, peer: _Peer, header: MessageHeader) -> memoryview:
         match header.op:
@@ -172,14 +176,16 @@ class SegmentServer:
             size = segments * header.rows * self._heads * (self._head_dim * self._cache.dtype.itemsize + 4)
             if size > answer_bytes_max:
                 return f"slots {header.slots}: states of {size} bytes, and {answer_bytes_max} are taken"
-        wanted = [(max(row, 0), self.holds[hold]) for row, hold in pairs]
+        wanted = [(max(row, 0), hold) for row, hold in pairs]
         peer.slots = self._slot_list(header.rows, wanted, chunk=chunk)
         return ""
 
-    def _slot_list(self, rows: int, wanted: Sequence[tuple[int, HeldSegments]], *, chunk: bool) -> SlotList:
+    def _slot_list(self, rows: int, wanted: Sequence[tuple[int, int]], *, chunk: bool) -> SlotList:
         runs, segments = StepRuns(), 0
         cache = self._cache
-        for row, hold in wanted:
+        held = {number: self.holds[number] for _, number in wanted}
+        for row, number in wanted:
+            hold = held[number]
             found = runs_of(
                 row, hold.blocks, hold.tokens, self._segment_tokens, cache.block_tokens, cache.device,
                 part=segments, column=0,
@@ -196,6 +202,7 @@ class SegmentServer:
             StateStack(segments, each, *shape, cache.device),
             torch.empty(segments, each, *shape, dtype=cache.dtype),
             chunk,
+            held,
         )
 
     def _answer(self, channel: WorkerChannel, slots: SlotList, header: MessageHeader) -> None:
@@ -205,6 +212,11 @@ class SegmentServer:
         else:
             self._attention.segment_states(slots.query, k, v, slots.runs, slots.states)
         slots.out.copy_(slots.states.out)
+        # Asked after computing: blocks of a hold that was dropped may have had other contents meanwhile.
+        for number, hold in slots.held.items():
+            if self.holds.get(number) is not hold:
+                self._refuse(channel, header, f"hold {number} was dropped")
+                return
         answer = MessageHeader(
             Op.PARTIAL,
             header.dtype,

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from halfmoon.schemas.lending import HoldRequest
 from halfmoon.schemas.tokens import ResendReply, TokensSampled
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Announce, Report, TakeTokens
@@ -39,6 +40,38 @@ class Release(msgspec.Struct, frozen=True):
     after_ns: int = 0
 
 
+class AskHold(msgspec.Struct, frozen=True):
+    """Ask `worker_id`, `after_ns` from now, to hold blocks of a sequence of this worker's; PartHeld, PartNotHeld."""
+
+    worker_id: str
+    request: HoldRequest
+    after_ns: int = 0
+
+
+class AnswerHold(msgspec.Struct, frozen=True):
+    """Reply to HoldAsked. `refused` "": it is held under the number `hold`."""
+
+    ask_id: int
+    hold: int = 0
+    refused: str = ""
+
+
+# --- to the thread that attends for others -------------------------------------------------------------------
+
+
+class OfferHold(msgspec.Struct, frozen=True):
+    """From now on, attend to the segments in these blocks for whoever asks for `hold`."""
+
+    hold: int
+    blocks: list[int]
+
+
+class DropHold(msgspec.Struct, frozen=True):
+    """Attend to it no longer: its blocks will have other contents."""
+
+    hold: int
+
+
 # --- to the copy thread -------------------------------------------------------------------------------------
 
 
@@ -50,6 +83,14 @@ class CopyLayers(msgspec.Struct, frozen=True):
 
     copy_id: int
     copies: tuple[tuple[int, int, int], ...]
+
+
+class LoadHold(msgspec.Struct, frozen=True):
+    """Bring blocks from the pool of a node of `request` through the own node's into these of the cache; HoldLoaded."""
+
+    hold: int
+    request: HoldRequest
+    blocks: list[int]
 
 
 class ShareOutput(msgspec.Struct, frozen=True):
@@ -121,6 +162,11 @@ Action = (
     | Deliver
     | AnswerResend
     | Release
+    | AskHold
+    | AnswerHold
+    | OfferHold
+    | DropHold
+    | LoadHold
     | CopyLayers
     | ShareOutput
     | Wake

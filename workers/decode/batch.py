@@ -60,12 +60,12 @@ class Batch:
             return False
         sequence = orders.swapped[0]
         # With the block of its next token: otherwise it would be the first to be swapped out again.
-        if not orders.blocks.can_allocate(sequence.length // self._block_tokens + 1):
+        if not orders.blocks.can_allocate(sequence.length // self._block_tokens + 1 - sequence.kv.away):
             return False
         orders.swapped.popleft()
-        sequence.table = orders.blocks.allocate(sequence.held_blocks)
+        sequence.place(orders.blocks.allocate(sequence.held_blocks))
         orders.moving_in = sequence
-        orders.out.append(SwapIn(list(sequence.table), sequence.held))
+        orders.out.append(SwapIn(sequence.own_blocks, sequence.held))
         return True
 
     def swapped_in(self) -> None:
@@ -125,7 +125,7 @@ class Batch:
                 elif not self._take_from_waiting():
                     # The last to join: first come, first served.
                     orders.moving_out = orders.running[-1]
-                    orders.out.append(SwapOut(list(orders.moving_out.table)))
+                    orders.out.append(SwapOut(orders.moving_out.own_blocks))
                     return True
         return False
 
@@ -136,7 +136,7 @@ class Batch:
             # A copy under way would write into blocks that are another's by then; a whole KV is about to join.
             if sequence.table and sequence.kv.copying == 0 and not sequence.kv.complete:
                 sequence.kv.take_back()
-                orders.blocks.free(sequence.table)
+                orders.blocks.free(sequence.own_blocks)
                 sequence.table = []
                 return True
         return False
@@ -150,12 +150,21 @@ class Batch:
             orders.free(sequence)
             return
         orders.running.remove(sequence)
-        sequence.held, sequence.held_blocks = held, len(sequence.table)
+        sequence.held, sequence.held_blocks = held, len(sequence.own_blocks)
         sequence.stage = Stage.SWAPPED
         sequence.preemptions += 1
         # In front: it joined before those that were swapped out earlier, and rejoins before them.
         orders.swapped.appendleft(sequence)
         orders.free(sequence)
+
+    def step_failed(self, worker_id: str, reason: str) -> None:
+        """No token was made. The sequences that do not need that worker are in the next step, which writes the same."""
+        orders = self.orders
+        batch, orders.in_step = orders.in_step, []
+        orders.lose_lender(worker_id, reason)
+        for sequence in batch:
+            if sequence.stage is Stage.ENDED:
+                orders.free(sequence)
 
     def after_step(self, tokens: list[SampledToken], step_ns: int) -> None:
         """Deliver the step's tokens, then end what has ended."""

@@ -4,16 +4,19 @@ Each carries its time, because the machine has no clock: `at_ns` is monotonic, `
 Every instruction of `halfmoon.workers.decode.actions` that takes time ends in exactly one of them:
 
     TakeTokens ─▶ TokensTaken      CopyLayers ─▶ LayersCopied      ShareOutput ─▶ OutputShared
-    Wake ─▶ EngineIdled            RunStep ─▶ StepEnded            SwapOut ─▶ SwappedOut     SwapIn ─▶ SwappedIn
+    Wake ─▶ EngineIdled            RunStep ─▶ StepEnded, StepFailed
+    SwapOut ─▶ SwappedOut          SwapIn ─▶ SwappedIn
+    AskHold ─▶ PartHeld, PartNotHeld                               LoadHold ─▶ HoldLoaded
 
-After each of StepEnded, SwappedOut and SwappedIn the shell says EngineIdled: the machine answers it with the next
-instruction for the compute thread, or with none until it says Wake.
+After each of StepEnded, StepFailed, SwappedOut and SwappedIn the shell says EngineIdled: the machine answers it with
+the next instruction for the compute thread, or with none until it says Wake.
 """
 
 from __future__ import annotations
 
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.kv import KvMessage
+from halfmoon.schemas.lending import HoldRequest
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendRequest
 from halfmoon.workers.machines import (
@@ -42,6 +45,35 @@ class ResendRequested(WorkerEvent, frozen=True, kw_only=True):
     request: ResendRequest
 
 
+# --- from decode workers ------------------------------------------------------------------------------------
+
+
+class HoldAsked(WorkerEvent, frozen=True, kw_only=True):
+    """Another decode worker wants segments of its sequence held here. AnswerHold follows, at once or in the end.
+
+    `ask_id` is the shell's, for the answer.
+    """
+
+    ask_id: int
+    request: HoldRequest
+
+
+class PartHeld(WorkerEvent, frozen=True, kw_only=True):
+    """A lender answered AskHold: it holds the part under the number `hold`. The shell knows where it listens."""
+
+    order_id: str
+    worker_id: str
+    hold: int
+
+
+class PartNotHeld(WorkerEvent, frozen=True, kw_only=True):
+    """A lender did not take the part of AskHold, or did not answer."""
+
+    order_id: str
+    worker_id: str
+    reason: str
+
+
 # --- from store agents and prefill workers ------------------------------------------------------------------
 
 
@@ -68,6 +100,13 @@ class LayersCopied(WorkerEvent, frozen=True, kw_only=True):
     copy_id: int
 
 
+class HoldLoaded(WorkerEvent, frozen=True, kw_only=True):
+    """LoadHold is done. `problem` "": the blocks have what was asked for."""
+
+    hold: int
+    problem: str = ""
+
+
 class EngineIdled(WorkerEvent, frozen=True, kw_only=True):
     """The compute thread has nothing to do."""
 
@@ -77,6 +116,13 @@ class StepEnded(WorkerEvent, frozen=True, kw_only=True):
 
     tokens: list[SampledToken]
     step_ns: int
+
+
+class StepFailed(WorkerEvent, frozen=True, kw_only=True):
+    """RunStep made no token: `worker_id`, which holds parts of some of the batch, is lost or does not have them."""
+
+    worker_id: str
+    reason: str
 
 
 class SwappedOut(WorkerEvent, frozen=True, kw_only=True):
@@ -104,11 +150,16 @@ Event = (
     | AnnounceRequested
     | TokensTaken
     | ResendRequested
+    | HoldAsked
+    | PartHeld
+    | PartNotHeld
     | KvHeard
     | MemoryLost
     | LayersCopied
+    | HoldLoaded
     | EngineIdled
     | StepEnded
+    | StepFailed
     | SwappedOut
     | SwappedIn
     | OutputShared

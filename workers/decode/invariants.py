@@ -79,7 +79,8 @@ def _holders(orders: Orders) -> dict[DecodeSequence, None]:
 def _check_blocks(orders: Orders) -> None:
     """Every block is free, or in one table."""
     orders.blocks.check()
-    held = [block for sequence in _holders(orders) for block in sequence.table]
+    held = [block for sequence in _holders(orders) for block in sequence.own_blocks]
+    held += [block for hold in orders.holds.open.values() for block in hold.blocks]
     each_once = len(set(held)) == len(held)
     assert each_once, ("a block of two", {s.order_id: s.table for s in _holders(orders)})
     assert orders.blocks.are_used(held), ("a free block in a table", held)
@@ -89,9 +90,10 @@ def _check_blocks(orders: Orders) -> None:
 def _check_sequence(orders: Orders, sequence: DecodeSequence, copies: list[int]) -> None:
     """An open order. `copies`: how many layers of blocks each copy of it that is under way has."""
     order_id, kv, layout, output = sequence.order_id, sequence.kv, orders.layout, sequence.output
-    complete = kv.complete
+    complete = sequence.loaded
     assert kv.copying == len(copies), ("copies under way", order_id, kv.copying, len(copies))
     started = kv.started.count(1)
+    assert all(part.asked_ns for part in sequence.parts if part.hold), ("held unasked", order_id)
     assert kv.copied + sum(copies) == started, ("copied", order_id, kv.copied, copies, started)
     assert not sequence.finish_reason, ("finished and open", order_id, sequence.finish_reason)
     assert len(output) == len(sequence.tokens), ("output", order_id)
@@ -111,7 +113,7 @@ def _check_sequence(orders: Orders, sequence: DecodeSequence, copies: list[int])
         return
     if layout.layers:
         assert complete, ("joined before its KV", order_id, kv.copied, len(kv.started))
-        held = len(sequence.table) or sequence.held_blocks
+        held = len(sequence.table) or sequence.held_blocks + kv.away
         needed = sequence.length + (sequence in orders.in_step)
         assert held * layout.block_tokens >= needed, ("no block for its KV", order_id, held, needed)
     if sequence.stage is Stage.SWAPPED and sequence is not orders.moving_in:

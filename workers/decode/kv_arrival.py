@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from halfmoon.schemas.kv import KvReady, TransferOpened
 
+_COPIED, _ELSEWHERE = 1, 2
+
 
 class KvArrival:
     """A layer of a block is *readable* in the pool, then *started* (being copied), then *copied*.
 
-    Without layers there is no KV, and all of it is here from the start.
+    Without layers there is no KV, and all of it is here from the start. The first `away` blocks of the prompt do not
+    come here: others fetch them from the pool once they are readable.
     """
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, away: int = 0) -> None:
         self._layers = layers
+        self.away = away
         self.opened = False
         #: `slots[i]` of the pool holds prompt block i.
         self.slots: list[int] = []
         #: (layer, block) that were heard of and not started; one may stand here more than once.
         self.readable: list[tuple[int, int]] = []
-        #: `started[layer * blocks + block]` is 1 from the start of its copy on.
+        #: `started[layer * blocks + block]` is 1 from the start of its copy on, 2 where there will be none.
         self.started = bytearray()
         #: Copy instructions under way, and layers of blocks that were copied.
         self.copying = 0
@@ -27,7 +31,9 @@ class KvArrival:
     @property
     def complete(self) -> bool:
         """Everything is in the engine's cache."""
-        return self._layers == 0 or (self.opened and self.copied == len(self.started))
+        return self._layers == 0 or (
+            self.opened and self.copied == self._layers * (len(self.slots) - self.away)
+        )
 
     @property
     def announced(self) -> bool:
@@ -35,7 +41,7 @@ class KvArrival:
         if not self.opened:
             return False
         fresh = {place for place in self.readable if self._is_fresh(*place)}
-        return self.started.count(1) + len(fresh) == len(self.started)
+        return len(self.started) - self.started.count(0) + len(fresh) == len(self.started)
 
     def note(self, message: TransferOpened | KvReady) -> None:
         """The message says what is readable. It may come again at any time: the bus repeats what may be lost."""
@@ -58,8 +64,10 @@ class KvArrival:
         blocks = len(self.slots)
         for layer, block in self.readable:
             if self._is_fresh(layer, block):
-                self.started[layer * blocks + block] = 1
-                begun.append((layer, block))
+                away = block < self.away
+                self.started[layer * blocks + block] = _ELSEWHERE if away else _COPIED
+                if not away:
+                    begun.append((layer, block))
         self.readable = []
         return begun
 

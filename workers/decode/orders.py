@@ -18,13 +18,15 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished
 from halfmoon.schemas.kv import KvLoaded, KvMessage, KvReady, PrefillResult, TransferFailed, TransferOpened
+from halfmoon.schemas.lending import HoldRequest
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.workers.decode.actions import Action, CopyLayers, EndSpan, Release, ShareOutput, Wake
+from halfmoon.workers.decode.actions import Action, AskHold, CopyLayers, EndSpan, Release, ShareOutput, Wake
 from halfmoon.workers.decode.deliveries import deliveries_of
-from halfmoon.workers.decode.sequence import DecodeSequence, Stage
+from halfmoon.workers.decode.holds import Holds
+from halfmoon.workers.decode.sequence import DecodeSequence, LentPart, Stage
 from halfmoon.workers.decode.step_times import StepTimes
 from halfmoon.workers.machines import Report, TakeTokens, refusal
 from halfmoon.workers.model.block_allocator import BlockAllocator
@@ -35,6 +37,9 @@ EARLY_ORDERS_MAX = 256
 FINISHED_MAX = 512
 #: A request that ends with its first token lets the last layers of its KV arrive (they join the pool).
 LAST_LAYERS_NS = SECOND_NS // 2
+#: How long, and how often, a lender that does not take a part is asked again.
+LENDER_NS = 60 * SECOND_NS
+LENDER_PAUSE_NS = SECOND_NS // 10
 
 
 class Orders:
@@ -47,6 +52,7 @@ class Orders:
         self,
         *,
         worker_id: str,
+        node_id: str,
         layout: Layout,
         kv_blocks: int,
         profile: CostProfile,
@@ -54,7 +60,9 @@ class Orders:
         eos_ids: frozenset[int],
     ) -> None:
         self.worker_id, self.layout, self.has_store = worker_id, layout, has_store
+        self.node_id = node_id
         self.blocks = BlockAllocator(kv_blocks)
+        self.holds = Holds(layout, self.blocks)
         self.times = StepTimes(profile)
         #: Every order not yet answered; each is in one of `waiting`, `running` and `swapped`, or is `moving_in`.
         self.open: dict[str, DecodeSequence] = {}
@@ -110,7 +118,7 @@ class Orders:
         """Nothing, if it is known already."""
         if self.stopped or self.known(order.order_id) is not None:
             return
-        sequence = DecodeSequence(order, self.layout.layers, self.now_ns)
+        sequence = DecodeSequence(order, self.layout, self.now_ns)
         self.open[order.order_id] = self.waiting[order.order_id] = sequence
         self.out.append(TakeTokens(order.frontend_id, order.request_id, order.order_id))
         for author_id, message in self.early.pop(order.order_id, ()):
@@ -129,6 +137,8 @@ class Orders:
 
     def hear(self, author_id: str, message: KvMessage) -> None:
         """KV progress of an order that is open, or yet to come."""
+        if isinstance(message, KvLoaded):
+            return  # of a fetch, which is waited for as a whole
         sequence = self.open.get(message.order_id)
         if sequence is not None:
             self._on_kv(sequence, author_id, message)
@@ -157,7 +167,7 @@ class Orders:
                 self._fail(sequence, f"transfer: {message.reason}", retryable=True)
                 return
             case KvLoaded():
-                return  # for prefill workers
+                raise AssertionError(message)
             case _:
                 assert_never(message)
         self._advance(sequence)
@@ -176,6 +186,10 @@ class Orders:
         # Who was swapped out comes first: nothing new takes blocks before it is back.
         if sequence.kv.opened and (sequence.table or not self.swapped):
             self._load(sequence)
+        if sequence.loaded:
+            self._release(sequence)  # the pool's slots have done their duty
+        elif sequence.parts:
+            self._ask_lenders(sequence)
         if sequence.ready:
             sequence.ready_ns = sequence.ready_ns or self.now_ns
             sequence.ready_wall_ns = sequence.ready_wall_ns or self.wall_ns
@@ -218,9 +232,10 @@ class Orders:
         if not kv.readable:
             return
         if not sequence.table:
-            if not self.blocks.can_allocate(len(kv.slots)):
+            own = len(kv.slots) - kv.away
+            if not self.blocks.can_allocate(own):
                 return
-            sequence.table = self.blocks.allocate(len(kv.slots))
+            sequence.place(self.blocks.allocate(own))
         places = kv.start()
         if places:
             kv.copying += 1
@@ -229,6 +244,62 @@ class Orders:
             table = sequence.table
             copies = tuple((layer, kv.slots[block], table[block]) for layer, block in places)
             self.out.append(CopyLayers(self._copy_id, copies))
+
+    def _ask_lenders(self, sequence: DecodeSequence) -> None:
+        """Once all of its KV is in the node's pool, and its keys are known, the lenders fetch their parts."""
+        if not sequence.taken or not sequence.kv.announced:
+            return
+        for part in sequence.parts:
+            if not part.asked_ns:
+                part.asked_ns = self.now_ns
+                self._ask(sequence, part, 0)
+
+    def _ask(self, sequence: DecodeSequence, part: LentPart, after_ns: int) -> None:
+        order = sequence.order
+        request = HoldRequest(
+            owner_id=self.worker_id,
+            order_id=order.order_id,
+            source_node_ids=list(dict.fromkeys(filter(None, (self.node_id, order.prefill_node_id)))),
+            first_block=part.first_block,
+            block_keys=sequence.block_keys[: (part.first_block + part.blocks) * KEY_BYTES],
+            tenant=sequence.tenant,
+        )
+        self.out.append(AskHold(part.worker_id, request, after_ns))
+
+    def part_held(self, order_id: str, worker_id: str, hold: int) -> None:
+        """A lender has a part."""
+        found = self._part(order_id, worker_id)
+        if found is not None:
+            sequence, part = found
+            part.hold = hold
+            self._advance(sequence)
+
+    def part_not_held(self, order_id: str, worker_id: str, reason: str) -> None:
+        """It has not: the blocks are not in the pool yet, or it is full for now. It is asked again for a while."""
+        found = self._part(order_id, worker_id)
+        if found is None:
+            return
+        sequence, part = found
+        if self.now_ns - part.asked_ns > LENDER_NS:
+            self._fail(sequence, f"lender {worker_id}: {reason}", retryable=True)
+        else:
+            self._ask(sequence, part, LENDER_PAUSE_NS)
+
+    def _part(self, order_id: str, worker_id: str) -> tuple[DecodeSequence, LentPart] | None:
+        """The part that an open order waits for."""
+        sequence = self.open.get(order_id)
+        if sequence is None:
+            return None
+        for part in sequence.parts:
+            if part.worker_id == worker_id and part.asked_ns and not part.hold:
+                return sequence, part
+        return None
+
+    def lose_lender(self, worker_id: str, reason: str) -> None:
+        """Whatever it holds of the batch's sequences is lost."""
+        for sequence in list(self.running):
+            if any(part.worker_id == worker_id for part in sequence.parts):
+                self._fail(sequence, f"lender {worker_id}: {reason}", retryable=True)
 
     def copied(self, copy_id: int) -> None:
         """A CopyLayers is done."""
@@ -239,14 +310,12 @@ class Orders:
         if sequence.stage is Stage.ENDED:
             self._free_unless_busy(sequence)
             return
-        if kv.complete:
-            self._release(sequence)  # the pool's slots have done their duty
         self._advance(sequence)
 
     def lose_memory(self) -> None:
         """The pool is empty: what was on its way through it is lost; what runs is not."""
         for sequence in list(self.waiting.values()):
-            if not sequence.kv.complete:
+            if not sequence.loaded:
                 self._fail(sequence, "the node's store agent restarted", retryable=True)
         # KV that overtook its order: its slots are now somebody else's.
         for order_id, messages in self.early.items():
@@ -300,11 +369,19 @@ class Orders:
         self.early.pop(order_id, None)
         if (sequence := self.open.get(order_id)) is not None:
             self._drop(sequence)
+        if self.holds.drop(order_id, self.out):
+            self.blocks_freed()
 
     def drop_all(self) -> None:
-        """Cancel every order."""
+        """Cancel every order, and hold nothing for others."""
         for sequence in list(self.open.values()):
             self._drop(sequence)
+        self.holds.drop_all(self.out)
+
+    def hold_loaded(self, number: int, problem: str) -> None:
+        """A LoadHold is done."""
+        if self.holds.loaded(number, problem, self.out):
+            self.blocks_freed()
 
     def shared(self, order_id: str) -> None:
         """A ShareOutput is done."""
@@ -320,9 +397,8 @@ class Orders:
         sequence.stage = Stage.ENDED
         self._forget(sequence)
         self._free_unless_busy(sequence)
-        if not sequence.kv.complete:
-            answered = sequence.finish_reason in ("stop", "length")
-            self._release(sequence, LAST_LAYERS_NS if answered else 0)
+        answered = sequence.finish_reason in ("stop", "length")
+        self._release(sequence, LAST_LAYERS_NS if answered and not sequence.loaded else 0)
 
     def _forget(self, sequence: DecodeSequence) -> None:
         self.open.pop(sequence.order_id, None)
@@ -351,8 +427,12 @@ class Orders:
     def free(self, sequence: DecodeSequence) -> None:
         """Its blocks may be used by others."""
         if sequence.table:
-            self.blocks.free(sequence.table)
+            self.blocks.free(sequence.own_blocks)
             sequence.table = []
+        self.blocks_freed()
+
+    def blocks_freed(self) -> None:
+        """Go on with what waits for blocks."""
         if not self.stopped:
             self.load_waiting()
             if self.swapped:

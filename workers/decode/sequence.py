@@ -7,11 +7,13 @@ from enum import Enum
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.slo import tbt_ns
 from halfmoon.schemas.tokens import Delivery, TakeReply, Timing
 from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.model.sampling_params import SamplingParams
+from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.sample_requests import end_ids, params_of
 
 #: Of a sequence whose tokens have yet to come.
@@ -27,10 +29,31 @@ class Stage(Enum):
     ENDED = "ended"
 
 
+def _parts_of(order: StartDecode, layout: Layout) -> list[LentPart]:
+    parts: list[LentPart] = []
+    first_block = 0
+    for loan in order.loans:
+        blocks = loan.segments * (layout.segment_tokens // layout.block_tokens)
+        parts.append(LentPart(loan.worker_id, first_block, blocks))
+        first_block += blocks
+    return parts
+
+
+class LentPart:
+    """Consecutive whole segments of a sequence, which `worker_id` holds once it has said so."""
+
+    def __init__(self, worker_id: str, first_block: int, blocks: int) -> None:
+        self.worker_id, self.first_block, self.blocks = worker_id, first_block, blocks
+        #: 0: it does not hold them yet.
+        self.hold = 0
+        #: When it was asked first.
+        self.asked_ns = 0
+
+
 class DecodeSequence:
     """Made by a StartDecode order. Times are monotonic ns unless they say otherwise."""
 
-    def __init__(self, order: StartDecode, layers: int, now_ns: int) -> None:
+    def __init__(self, order: StartDecode, layout: Layout, now_ns: int) -> None:
         self.order = order
         self.order_id = order.order_id
         self.stage = Stage.WAITING
@@ -49,10 +72,12 @@ class DecodeSequence:
         self.replay: list[int] = []
         # From the prefill worker and the stores.
         self.result: PrefillResult | None = None
-        self.kv = KvArrival(layers)
+        self.parts = _parts_of(order, layout)
+        self.kv = KvArrival(layout.layers, sum(part.blocks for part in self.parts))
         #: Its lease on slots of the node's pool was given back.
         self.released = False
-        #: Blocks of the engine's cache; while it is swapped out, how many it needs again and what they held.
+        #: Blocks of the engine's cache, AWAY where others hold them; while it is swapped out, how many it needs again
+        #: and what they held.
         self.table: list[int] = []
         self.held_blocks = 0
         self.held: object = None
@@ -74,9 +99,23 @@ class DecodeSequence:
         return len(self.prompt) + len(self.output) - 1
 
     @property
+    def loaded(self) -> bool:
+        """All of its KV is where it is attended to: nothing of it is wanted of the node's pool any more."""
+        return self.kv.complete and all(part.hold for part in self.parts)
+
+    @property
     def ready(self) -> bool:
         """It may join the batch: tokens, first token and KV are here."""
-        return self.taken and bool(self.output) and self.kv.complete
+        return self.taken and bool(self.output) and self.loaded
+
+    @property
+    def own_blocks(self) -> list[int]:
+        """Those of `table` that are of this worker's cache."""
+        return self.table[self.kv.away :]
+
+    def place(self, blocks: list[int]) -> None:
+        """These are its own; the blocks before them are elsewhere."""
+        self.table = [AWAY] * self.kv.away + blocks
 
     def take(self, reply: TakeReply, eos_ids: frozenset[int]) -> None:
         """The frontend's answer; `eos_ids` end the text unless the request ignores them."""

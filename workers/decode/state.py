@@ -23,12 +23,17 @@ from halfmoon.workers.decode.events import (
     DecodeOrdered,
     EngineIdled,
     Event,
+    HoldAsked,
+    HoldLoaded,
     KvHeard,
     LayersCopied,
     MemoryLost,
     OutputShared,
+    PartHeld,
+    PartNotHeld,
     ResendRequested,
     StepEnded,
+    StepFailed,
     SwappedIn,
     SwappedOut,
 )
@@ -47,6 +52,7 @@ class DecodeState:
         self,
         *,
         worker_id: str,
+        node_id: str = "",
         incarnation: str,
         layout: Layout,
         kv_blocks: int,
@@ -58,6 +64,7 @@ class DecodeState:
         self.worker_id, self.incarnation = worker_id, incarnation
         self.orders = Orders(
             worker_id=worker_id,
+            node_id=node_id,
             layout=layout,
             kv_blocks=kv_blocks,
             profile=profile,
@@ -78,6 +85,16 @@ class DecodeState:
                 batch.after_step(event.tokens, event.step_ns)
             case KvHeard():
                 orders.hear(event.author_id, event.message)
+            case StepFailed():
+                batch.step_failed(event.worker_id, event.reason)
+            case HoldAsked():
+                orders.holds.ask(event.ask_id, event.request, orders.out)
+            case HoldLoaded():
+                orders.hold_loaded(event.hold, event.problem)
+            case PartHeld():
+                orders.part_held(event.order_id, event.worker_id, event.hold)
+            case PartNotHeld():
+                orders.part_not_held(event.order_id, event.worker_id, event.reason)
             case LayersCopied():
                 orders.copied(event.copy_id)
             case DecodeOrdered():
@@ -126,7 +143,7 @@ class DecodeState:
             step_ns=step_ns,
             step_sequences=sequences,
             step_context_tokens=context,
-            orders=list(orders.open),
+            orders=[*orders.open, *orders.holds.order_ids()],
             lacking=orders.lacking(),
             obeyed_seq=obeyed_seq,
         )

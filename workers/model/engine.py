@@ -71,7 +71,7 @@ class Engine:
         base = make_attention(attention, self.device, model.dtype, block_tokens, exact=exact)
         segment = default_segment_tokens(block_tokens) if segment_tokens is None else segment_tokens
         self.attention: Attention = ExactAttention(base, segment) if exact and segment else base
-        self._rows_multiple = decode_rows_multiple
+        self.decode_rows_multiple = decode_rows_multiple
 
     @property
     def attention_name(self) -> str:
@@ -134,7 +134,7 @@ class Engine:
             return None
         last = x[count - 1 : count]
         if self.exact:
-            last = torch.cat([last, last.new_zeros(self._rows_multiple - 1, last.shape[1])])
+            last = torch.cat([last, last.new_zeros(self.decode_rows_multiple - 1, last.shape[1])])
         return self._model.logits(last)[0]
 
     @torch.inference_mode()
@@ -143,21 +143,23 @@ class Engine:
         token_ids: Sequence[int],
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
-        elsewhere: Elsewhere | None = None,
+        elsewhere: Sequence[Elsewhere | None] = (),
     ) -> Tensor:
         """One token of each sequence: f32 `[batch, vocab]`. Writes the KV of each token at its position.
 
-        Segments whose blocks are AWAY in a table are attended to by `elsewhere`, in exact mode and for at most
-        `decode_rows_multiple` sequences.
+        Segments whose blocks are AWAY in a table are attended to by `elsewhere`, in exact mode: one for each group of
+        `decode_rows_multiple` sequences, whose rows it counts from 0; None where all of a group's are here.
         """
         batch = len(token_ids)
-        assert elsewhere is None or (self.exact and batch <= self._rows_multiple), batch
         assert batch == len(positions) == len(block_tables) > 0, (batch, len(positions), len(block_tables))
-        if not self.exact or batch <= self._rows_multiple:
-            return self._decode_rows(token_ids, positions, block_tables, elsewhere)
-        step = self._rows_multiple
-        parts = [slice(at, at + step) for at in range(0, batch, step)]
-        return torch.cat([self._decode_rows(token_ids[p], positions[p], block_tables[p]) for p in parts])
+        step = self.decode_rows_multiple if self.exact else batch
+        groups = [slice(at, at + step) for at in range(0, batch, step)]
+        assert not elsewhere or (self.exact and len(elsewhere) == len(groups)), (batch, len(elsewhere))
+        logits = [
+            self._decode_rows(token_ids[each], positions[each], block_tables[each], others)
+            for each, others in zip(groups, elsewhere or [None] * len(groups), strict=True)
+        ]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _decode_rows(
         self,
@@ -167,7 +169,7 @@ class Engine:
         elsewhere: Elsewhere | None = None,
     ) -> Tensor:
         batch = len(token_ids)
-        padded = self._rows_multiple if self.exact else batch
+        padded = self.decode_rows_multiple if self.exact else batch
         slots = self._slots(block_tables, positions)
         x, cos, sin = self._enter(token_ids, positions, padded)
         contexts = [position + 1 for position in positions]
