@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
 
 #: One token more than a block, and a prompt with two whole blocks and a part of one.
-SHORT = Form((257, 600), 3)
+SHORT = Form((257, 600), 6)
 WHOLE = Form(LENGTHS)
 SUBSET = Form((40, 257, 600, 2000))
 #: Greedy tokens of transformers' Llama on the same weights, by length of the prompt: `reference(WHOLE)`, written down.

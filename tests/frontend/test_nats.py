@@ -26,7 +26,7 @@ def test_the_micro_service_can_be_found_and_measured(run: Any) -> None:
         await cluster.stream("generate", BODY)
 
         async def srv(verb: str) -> Any:
-            return orjson.loads((await cluster.client.nc.request(f"$SRV.{verb}", b"", timeout=2)).data)
+            return orjson.loads((await cluster.client.nc.request(f"$SRV.{verb}", b"", timeout=20)).data)
 
         ping = await srv("PING")
         assert (ping["type"], ping["name"], ping["id"]) == (
@@ -176,7 +176,7 @@ def test_a_request_is_dropped_and_counted_when_its_reply_subject_is_no_inbox(run
         assert len(await cluster.double.wait_for(RequestArrived)) == 1
         assert deputy == []
         assert ours.stats["reconnects"] == 0
-        stats = orjson.loads((await nc.request("$SRV.STATS", b"", timeout=2)).data)["endpoints"]
+        stats = orjson.loads((await nc.request("$SRV.STATS", b"", timeout=20)).data)["endpoints"]
         dropped = {each["name"]: each["num_errors"] for each in stats}
         answered = len(NO_INBOXES) * 3
         assert dropped == {name: answered for name in names[1:5]} | {

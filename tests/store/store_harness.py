@@ -113,7 +113,7 @@ async def cluster(url: str) -> AsyncIterator[Cluster]:
         yield Cluster(url, stack)
 
 
-async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], *, timeout_s: float = 5.0) -> None:
+async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], *, timeout_s: float = 30.0) -> None:
     """Waits for it; fails when it does not come."""
     end = asyncio.get_running_loop().time() + timeout_s
     while True:

@@ -135,7 +135,7 @@ def test_another_tenants_mark_on_a_reservation_does_not_end_the_write_back(
         bus = await here.bus("n2")
         bad = b'{"type":"ReserveBlocks","order_id":"o","decode_worker_id":"w1","writer_node_id":"n2","blocks":1,' \
               b'"block_keys":"AAAAAAAAAAAAAAAAAAAAAA==","tenant":"not a mark"}'  # fmt: skip
-        answer = await bus.nc.request(subjects.store("n1", "reserve"), bad, timeout=2)
+        answer = await bus.nc.request(subjects.store("n1", "reserve"), bad, timeout=20)
         assert b"invalid_request" in answer.data
         owner = Owner("p", "w1")
         agent.context.guard.open_put(owner, [b"k" * 16], 1, writer="worker")

@@ -169,7 +169,7 @@ def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str)
         drain = DrainStore(target_node_ids=["n1", "n2", "n3"])
         drained = await bus.request(subjects.store("n1", "drain"), drain, Drained, timeout_s=30)
         assert drained == Drained(moved=15, elsewhere=1, left=4)
-        await asyncio.wait_for(agents["n1"].drained.wait(), 5)
+        await asyncio.wait_for(agents["n1"].drained.wait(), 30)
         await agents["n1"].stop(reason="drained")
         kept = set(agents["n2"].context.guard.keys()) | set(agents["n3"].context.guard.keys())
         assert len(kept) == 16

@@ -158,7 +158,7 @@ def test_a_peer_that_is_gone_is_unreachable_at_once(kind: str) -> None:
             with pytest.raises(HolderUnreachable):
                 await one.transport.read(peer, items, call())
             one.transport.forget("two")
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5  # the time of one call
 
     tell(kind, story)
 

@@ -57,7 +57,7 @@ class Bench:
         await self.bus.publish(subjects.give("p1", "silent"), given)
 
     async def result_of(self, number: int) -> None:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             while f"{number}-0" not in self.results:
                 await asyncio.sleep(0.005)
 
