@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import flash_attn_reference
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +16,9 @@ from halfmoon.workers.model.attention import Attention, SdpaAttention, StepRuns,
 from halfmoon.workers.model.attention_exact import ExactAttention, ExactPlan, own_token
 from halfmoon.workers.model.attention_flash import FlashAttention
 from halfmoon.workers.model.attention_states import StateStack
+from halfmoon.workers.model.paged_cache import PagedCache
+from halfmoon.workers.model.pooled_segments import PooledSegments
+from halfmoon.workers.model.segments import AWAY
 
 HEADS, KV_HEADS, DIM, BLOCK, SEGMENT = 6, 2, 32, 256, 512
 BLOCKS = 24
@@ -165,6 +171,39 @@ def test_a_chunk_has_its_bits_wherever_its_past_lies(base: Attention, dtype: tor
         found.append(out)
     assert not found[0].isnan().any()
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("rows", [100, 1])
+def test_a_chunk_has_its_bits_where_its_past_is_in_a_pool(
+    base: Attention, dtype: torch.dtype, rows: int
+) -> None:
+    """Segments 1 and 2 of five are not in the cache, and are copied to where they are attended to."""
+    attention, served = ExactAttention(base, SEGMENT), Served(dtype)
+    member = len(CONTEXTS) - 1
+    past = 2100
+    q = torch.randn(rows, HEADS, DIM, generator=torch.Generator().manual_seed(8)).to(dtype)
+    k, v = (each[member][past : past + rows] for each in (served.keys, served.values))
+    whole = list(range(9))
+    k_cache, v_cache = served.cache([whole], [member])
+    expected, found = torch.empty_like(q), torch.empty_like(q)
+    attention.attend(q, k, v, k_cache, v_cache, attention.plan([whole], [rows], [past + rows]), expected)
+
+    config: Any = SimpleNamespace(layers=1, kv_heads=KV_HEADS, head_dim=DIM)
+    pool = PagedCache(config, len(whole), BLOCK, dtype)
+    pool.k[0], pool.v[0] = k_cache[:9], v_cache[:9]
+    slots = np.zeros((len(whole), pool.layer_block_bytes), dtype=np.uint8)
+    for block in range(2, 6):
+        pool.read_block(0, block, slots[block])
+    pooled = PooledSegments(attention, PagedCache(config, 2, BLOCK, dtype), lambda block, layer: slots[block])
+    pooled.segments = range(1, 3)
+    plan = attention.plan([[0, 1, AWAY, AWAY, AWAY, AWAY, 6, 7, 8]], [rows], [past + rows])
+    assert isinstance(plan, ExactPlan)
+    plan.elsewhere = pooled
+    k_cache[2:6], v_cache[2:6] = float("nan"), float("nan")
+    pooled.ask(0, q)
+    attention.attend(q, k, v, k_cache, v_cache, plan, found)
+    assert not expected.isnan().any()
+    assert torch.equal(found, expected)
 
 
 def test_the_split_is_what_the_plan_says() -> None:
