@@ -46,6 +46,8 @@ class StreamTail:
         self._held: deque[tuple[str, bytes]] | None = None
         self._wake = asyncio.Event()
         self._losses = 0
+        #: Of the connection whose loss is known here.
+        self._reconnects = nc.stats["reconnects"]
         self._sub: Subscription | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -69,6 +71,7 @@ class StreamTail:
     def lost_connection(self) -> None:
         """Hold what comes from now on until what was missed has been read."""
         self._losses += 1
+        self._reconnects = self._nc.stats["reconnects"]
         if self._held is None:
             self._held = deque()
             self._tasks.append(asyncio.create_task(self._catch_up()))
@@ -82,6 +85,9 @@ class StreamTail:
                 await self._wake.wait()
 
     def _on_message(self, subject: bytes, _: bytes, payload: bytes, __: bytes | None) -> None:
+        # What comes by a new connection before the bus tells of it would overtake what the old one swallowed.
+        if self._nc.stats["reconnects"] != self._reconnects:
+            self.lost_connection()
         (self._received if self._held is None else self._held).append((subject.decode(), payload))
         self._wake.set()
 

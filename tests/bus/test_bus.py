@@ -332,7 +332,15 @@ async def test_decisions_survive_a_killed_server_without_loss_or_swap(tmp_path: 
     server.stop()
 
 
-async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(nats_url: str) -> None:
+@pytest.mark.parametrize("told_late", [False, True], ids=["", "told late"])
+async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(
+    nats_url: str, told_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where messages come by the new connection before the library tells of it."""
+    if told_late:
+        tell = Bus._after_reconnect
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(Bus, "_after_reconnect", lambda bus: loop.call_later(0.1, tell, bus))
     proxy = Proxy(nats_url)
     worker, conductor = await connect(await proxy.start(), "w"), await connect(nats_url, "c")
     tail = await worker.open_decisions("w1")

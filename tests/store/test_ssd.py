@@ -308,8 +308,11 @@ def test_a_disk_that_cannot_be_read_is_a_miss_and_the_rest_goes_on(nats_url: str
     ["full", "vanished", *(pytest.param(at, marks=pytest.mark.slow) for at in ("broken", "replaced", "cut"))],
 )
 def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(
-    nats_url: str, tmp_path: Path, what: str
+    nats_url: str, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Opened again, it would be lost a second time.
+    monkeypatch.setattr("halfmoon.store.tiers.ssd.REOPEN_S", 600.0)
+
     async def story(here: Cluster) -> None:
         path = tmp_path / "tier"
         agent, client = await start(here, path)
