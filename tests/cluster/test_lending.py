@@ -9,8 +9,9 @@ from tests.cluster.harness import PATIENT, Cluster, running
 from tests.cluster.prompts import prompt
 from tests.cluster.test_same_text import Form, written_down
 
-#: Blocks of 256 tokens: a decode worker's cache holds 1,280.
-CAPPED = ("--dtype", "float32", "--decode-kv-blocks", "5", "--worker-wait-s", "120", *PATIENT)
+#: Blocks of 256 tokens: a decode worker's cache holds 1,280, a prefill worker's 1,024, which prompts outgrow.
+SIZES = ("--decode-kv-blocks", "5", "--prefill-kv-blocks", "4")
+CAPPED = ("--dtype", "float32", *SIZES, "--worker-wait-s", "120", *PATIENT)
 LONG = 2000
 TOKENS = 12
 
