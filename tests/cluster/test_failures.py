@@ -194,8 +194,8 @@ async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster,
 
 
 async def test_a_drained_store_hands_over_what_no_other_node_holds(cluster: Cluster, nc: nats.NATS) -> None:
-    """First that of the decode node: its blocks are at the prefill node too, and then there alone."""
-    undisturbed = await cluster.generate(nc, **fields(600, 4, "calm"))
+    """First that of the decode node: the prompt's blocks are at the prefill node too, and then there alone."""
+    undisturbed = await cluster.generate(nc, **fields(600, 4, "drained"))
     nodes = [undisturbed["decode_worker"], undisturbed["prefill_worker"]]
     moved = []
     for node in nodes:
@@ -214,7 +214,7 @@ async def test_a_drained_store_hands_over_what_no_other_node_holds(cluster: Clus
                 await asyncio.sleep(0.1)
     assert moved[1] >= 2
     await all_ready(cluster)
-    again = await cluster.generate(nc, **fields(600, 4, "calm"))
+    again = await cluster.generate(nc, **fields(600, 4, "drained"))
     same(again, undisturbed)
     assert again["usage"]["cached_tokens"] == 512
     await nothing_held(cluster)
