@@ -60,6 +60,9 @@ def describe(status: dict[str, Any]) -> str:
             f"{node['id']:<24} {node['role']:<9} {node['state']:<10} {node['queued']:>7} {node['running']:>8} "
             f"{node['kv_used']:>10} {node['kv_total']:>10}"
         )
+    lenders = [f"{node['id']} {node['kv_lent']}" for node in status["nodes"] if node.get("kv_lent")]
+    if lenders:
+        lines += ["", f"blocks lent to other workers' requests: {', '.join(lenders)}"]
     inexact = [node["id"] for node in status["nodes"] if node.get("exact_numerics") == "not_held"]
     if inexact:
         lines += ["", f"exact numerics: not held on the CPU of {', '.join(inexact)}"]

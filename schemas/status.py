@@ -31,6 +31,8 @@ class NodeStatus(Part, frozen=True):
     #: Workers: blocks of the paged cache. Store agents: slots of the pool.
     kv_used: Blocks = 0
     kv_total: Blocks = 0
+    #: Decode workers: blocks of the cache that are promised to other workers' sequences.
+    kv_lent: Blocks = 0
     #: Reserved by the conductor: orders, and (prefill) the predicted time until the queue is empty.
     orders: Count = 0
     queue_ns: Ns = 0

@@ -117,9 +117,9 @@ def decide(
                 reason="no_room",
                 message="no decode worker has room for the request's KV",
                 predicted=_prediction(prefill, min(c.tbt_ns for c in open_decodes)),
-                retry_after_ns=min(
-                    _wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in open_decodes
-                ),
+                retry_after_ns=_borrowers_wait_ns(state, now_ns)
+                if borrows
+                else min(_wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in open_decodes),
             )
     decode = choose_decode(state, roomy or open_decodes, draw)
     assert decode is not None, (request, decodes)
@@ -321,6 +321,12 @@ def _room_at(state: State, candidate: DecodeCandidate, end_ns: int) -> bool:
     worker = state.workers[candidate.worker_id]
     load = decode_load(state, worker, end_ns)
     return has_room(worker, load.sequences, load.blocks, candidate.blocks)
+
+
+def _borrowers_wait_ns(state: State, now_ns: int) -> int:
+    """Time until the next request ends, which may leave enough room at its worker or its lenders."""
+    ends = (order.prefill_end_ns + order.decode_ns for order in state.orders.values())
+    return max(min(ends, default=0) - now_ns, RETRY_NS_MIN)
 
 
 def _wait_ns(

@@ -37,8 +37,12 @@ def lending_candidates(
         for worker in state.workers.values()
         if worker.role == "decode" and worker.lends and state.takes_orders(worker)
     ]
-    lenders = [worker for worker in lenders if worker.worker_id not in avoid] or lenders
-    candidates = (_candidate(state, worker, lenders, request, match, answer_tokens) for worker in lenders)
+    trusted = [worker for worker in lenders if worker.worker_id not in avoid]
+    # With the others' help rather than alone: who failed a request may still hold a part of it.
+    helpers = trusted if len(trusted) > 1 else lenders
+    candidates = (
+        _candidate(state, worker, helpers, request, match, answer_tokens) for worker in trusted or lenders
+    )
     return [candidate for candidate in candidates if candidate is not None]
 
 

@@ -11,7 +11,7 @@ from halfmoon.conductor.core.explanation import Explanation
 from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistory
 from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.text import clock, duration
-from halfmoon.schemas.decisions import Fetch
+from halfmoon.schemas.decisions import Fetch, Loan
 
 PREFILL_HEADS = (
     "",
@@ -144,6 +144,11 @@ def fetched(fetches: list[Fetch], sharing: int, from_ssd: bool) -> str:
     return ", ".join(parts) or "-"
 
 
+def lent(loan: Loan) -> str:
+    """A part that another worker holds, in words."""
+    return f"{loan.segments} {'segments' if loan.segments > 1 else 'segment'} at {loan.worker_id}"
+
+
 def decode_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None) -> list[tuple[str, ...]]:
     """As `prefill_rows`."""
     reasons = decode_reasons(why, chosen)
@@ -154,7 +159,7 @@ def decode_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None)
                 ">" if c.worker_id == chosen else "",
                 c.worker_id,
                 duration(c.tbt_ns),
-                f"{c.blocks}",
+                " + ".join([f"{c.blocks}", *(lent(loan) for loan in c.loans)]),
                 f"{c.reserved_blocks}" + ("" if c.room else " (no room)"),
                 f"{c.sequences}",
                 f"{c.prefix_blocks}",

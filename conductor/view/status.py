@@ -66,6 +66,7 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 running=worker.running,
                 kv_used=worker.kv_blocks_used,
                 kv_total=worker.kv_blocks,
+                kv_lent=sum(worker.lent.values()),
                 orders=len(worker.orders),
                 queue_ns=waiting_ns(worker, state.at_ns),
                 exact_numerics=worker.exact_numerics,

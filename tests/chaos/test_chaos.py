@@ -17,6 +17,7 @@ import pytest
 from halfmoon.conductor.core import machine, reconcile
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.store.pool.pool import Pool
+from halfmoon.workers.decode.holds import Holds
 from halfmoon.workers.decode.kv_arrival import KvArrival
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence
@@ -254,12 +255,31 @@ def leases_outlive_the_order(self: Job, error: str, out: list[Any]) -> None:
     out[:] = [action for action in out if not isinstance(action, EndOrder)]
 
 
+def a_part_of_an_order_that_is_over_is_kept(self: Holds, number: int, problem: str, out: list[Any]) -> bool:
+    self.open[number].over = False
+    return whole_loaded(self, number, problem, out)
+
+
+def a_lender_forgets_to_drop(self: Holds, order_id: str, out: list[Any]) -> bool:
+    return False
+
+
+def a_part_counts_as_held_before_it_is(self: Orders, sequence: DecodeSequence, part: Any, after_ns: int) -> None:
+    whole_ask(self, sequence, part, after_ns)
+    part.hold = 1
+
+
+def a_lost_lender_is_not_told(self: Orders, worker_id: str, reason: str) -> None:
+    """Its borrowers go on."""
+
+
 def overwritten_blocks_count_as_cached(
     self: CacheWindow, cache: list[int], block: int, blocks: int = 1
 ) -> list[int]:
     return [cache[i % len(cache)] for i in range(block + blocks)]
 
 
+whole_loaded, whole_ask = Holds.loaded, Orders._ask
 whole_take, whole_delivery = DecodeSequence.take, DecodeSequence.delivery
 whole_computed, whole_stored = Job._prompt_computed, Job._layer_stored
 whole_compute, whole_end = Job._compute, Job._end

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from halfmoon.schemas.decisions import StartDecode
+from halfmoon.schemas.events import DecodeStarted, RequestFinished
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.cluster.prompts import prompt
 from tests.cluster.test_same_text import Form, written_down
 
 #: Blocks of 256 tokens: a decode worker's cache holds 1,280, a prefill worker's 1,024, which prompts outgrow.
-SIZES = ("--decode-kv-blocks", "5", "--prefill-kv-blocks", "4")
-CAPPED = ("--dtype", "float32", *SIZES, "--worker-wait-s", "120", *PATIENT)
-LONG = 2000
-TOKENS = 12
+SIZES = ("--decode-kv-blocks", "5", "--prefill-kv-blocks", "4", "--prefill", "1", "--decode", "2")
+LENDING = ("--lend", "--dtype", "float32", *SIZES, "--worker-wait-s", "120", *PATIENT)
+LONG, TOKENS = 2000, 12
 
 
 async def ask(cluster: Cluster, nc: Any, **fields: Any) -> dict[str, Any]:
@@ -22,9 +26,54 @@ async def ask(cluster: Cluster, nc: Any, **fields: Any) -> dict[str, Any]:
     )
 
 
+def wanted() -> list[int]:
+    """Transformers' tokens."""
+    return written_down(Form((LONG,), TOKENS))[LONG]
+
+
+async def loans_of(cluster: Cluster) -> list[tuple[str, str, int]]:
+    """Decode worker, lender and segments of each order that borrowed."""
+    ordered = [one.decision for one in await cluster.decisions()]
+    orders = [one for one in ordered if isinstance(one, StartDecode)]
+    return [(one.worker_id, loan.worker_id, loan.segments) for one in orders for loan in one.loans]
+
+
+async def nothing_is_held(cluster: Cluster) -> None:
+    """Lenders have given back what they held."""
+    async with asyncio.timeout(20):
+        while any(
+            node.get("kv_used") for node in (await cluster.status())["nodes"] if node["role"] == "decode"
+        ):
+            await asyncio.sleep(0.1)
+
+
 async def test_a_prompt_longer_than_any_cache_has_its_text(tmp_path: Path) -> None:
-    with running(tmp_path, "--lend", "--prefill", "1", "--decode", "2", *CAPPED) as cluster:
+    with running(tmp_path, *LENDING) as cluster:
         nc = await cluster.connect()
         answer = await ask(cluster, nc)
-        assert answer["token_ids"] == written_down(Form((LONG,), TOKENS))[LONG]
+        assert answer["token_ids"] == wanted()
+        ((decode, lender, segments),) = await loans_of(cluster)
+        assert {decode, lender} == {"decode-0", "decode-1"}
+        assert segments == 1
+        await nothing_is_held(cluster)
+        await nc.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["lender", "borrower"])
+async def test_a_worker_that_dies_in_mid_answer_costs_no_text(tmp_path: Path, of: str) -> None:
+    with running(tmp_path, *LENDING) as cluster:
+        nc = await cluster.connect()
+        asked = asyncio.create_task(ask(cluster, nc))
+        async with asyncio.timeout(100):
+            while not any(isinstance(one.event, DecodeStarted) for one in await cluster.events()):
+                await asyncio.sleep(0.05)
+        ((decode, lender, _),) = await loans_of(cluster)
+        cluster.kill(lender if of == "lender" else decode)
+        answer = await asked
+        assert answer["token_ids"] == wanted()
+        finished = [one.event for one in await cluster.events() if isinstance(one.event, RequestFinished)]
+        assert len(finished) == 1
+        assert len(await loans_of(cluster)) > 1  # it was placed again, and borrowed again
+        await nothing_is_held(cluster)
         await nc.close()

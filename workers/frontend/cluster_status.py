@@ -122,6 +122,7 @@ class ClusterStatus:
                 "running": node.running,
                 "kv_used": node.kv_used,
                 "kv_total": node.kv_total,
+                "kv_lent": node.kv_lent,
                 "exact_numerics": node.exact_numerics,
             }
             for node in newest.nodes
