@@ -84,6 +84,7 @@ def _check_loans(state: State, worker: WorkerRecord) -> None:
     """All that is lent was borrowed, and there is room for it beside what the worker's own borrowers will need."""
     promised = 0
     for order_id, blocks in worker.lent.items():
+        assert order_id in state.orders, ("lent to no order", worker.worker_id, order_id)
         loans = [loan for loan in state.orders[order_id].loans if loan.worker_id == worker.worker_id]
         borrowed = [loan_blocks(worker, loan) for loan in loans]
         assert borrowed == [blocks], ("lent and not borrowed", worker.worker_id, order_id, blocks, borrowed)

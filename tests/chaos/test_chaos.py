@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from halfmoon.conductor.core import machine, reconcile
+from halfmoon.conductor.core import lending, machine, reconcile
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.store.pool.pool import Pool
 from halfmoon.workers.decode.holds import Holds
@@ -156,6 +156,16 @@ def test_a_full_queue_that_takes_more_is_found(monkeypatch: pytest.MonkeyPatch) 
     fails(0, "more than the queue takes")
 
 
+def test_room_at_a_lender_that_is_promised_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "_free_blocks", lambda worker: worker.kv_blocks)
+    fails(13, "promised twice")
+
+
+def test_a_loan_that_outlives_its_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.orders, "end_loans", lambda *_: None)
+    fails(13, "lent to no order")
+
+
 class Roomy:
     """A state as seen by somebody who does not count the queue."""
 
@@ -255,22 +265,15 @@ def leases_outlive_the_order(self: Job, error: str, out: list[Any]) -> None:
     out[:] = [action for action in out if not isinstance(action, EndOrder)]
 
 
-def a_part_of_an_order_that_is_over_is_kept(self: Holds, number: int, problem: str, out: list[Any]) -> bool:
-    self.open[number].over = False
-    return whole_loaded(self, number, problem, out)
-
-
 def a_lender_forgets_to_drop(self: Holds, order_id: str, out: list[Any]) -> bool:
     return False
 
 
-def a_part_counts_as_held_before_it_is(self: Orders, sequence: DecodeSequence, part: Any, after_ns: int) -> None:
+def a_part_counts_as_held_before_it_is(
+    self: Orders, sequence: DecodeSequence, part: Any, after_ns: int
+) -> None:
     whole_ask(self, sequence, part, after_ns)
     part.hold = 1
-
-
-def a_lost_lender_is_not_told(self: Orders, worker_id: str, reason: str) -> None:
-    """Its borrowers go on."""
 
 
 def overwritten_blocks_count_as_cached(
@@ -279,7 +282,7 @@ def overwritten_blocks_count_as_cached(
     return [cache[i % len(cache)] for i in range(block + blocks)]
 
 
-whole_loaded, whole_ask = Holds.loaded, Orders._ask
+whole_ask = Orders._ask
 whole_take, whole_delivery = DecodeSequence.take, DecodeSequence.delivery
 whole_computed, whole_stored = Job._prompt_computed, Job._layer_stored
 whole_compute, whole_end = Job._compute, Job._end
@@ -292,6 +295,8 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
     (DecodeSequence, "take", the_clients_tokens_are_forgotten, 30, "another token|another text|wrong text"),
     (DecodeSequence, "take", replayed_tokens_are_not_fed_again, 30, "of somebody else|output before"),
     (DecodeSequence, "delivery", a_delivery_begins_one_too_early, 0, "another token"),
+    (Holds, "drop", a_lender_forgets_to_drop, 1, "blocks used at d"),
+    (Orders, "_ask", a_part_counts_as_held_before_it_is, 16, "lease"),
     (Job, "cancel", a_cancelled_prefill_goes_on, 0, "cancelled and answered|orders at p"),
     (
         Job,
