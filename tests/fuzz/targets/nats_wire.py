@@ -66,6 +66,8 @@ def _sample(draw: random.Random, schema: dict[str, Any], named: dict[str, Any], 
                 for name, inner in schema.get("properties", {}).items()
                 if name in wanted or (deeper > 0 and draw.random() < 0.5)
             }
+        case "array" if places := schema.get("prefixItems"):  # a tuple
+            return [_sample(draw, inner, named, deeper - 1) for inner in places]
         case "array":
             inner = schema.get("items") or {}
             return [
