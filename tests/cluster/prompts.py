@@ -8,7 +8,7 @@ from pathlib import Path
 from halfmoon.workers.model.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m-instruct"
-LENGTHS = (10, 17, 40, 100, 200, 256, 257, 400, 600, 1000, 2000, 4000)
+LENGTHS = (10, 17, 40, 100, 200, 256, 257, 400, 600, 1000, 1100, 2000, 4000)
 
 
 @functools.cache

@@ -109,6 +109,7 @@ async def test_before_the_disk_is_full_new_requests_are_refused(disk: Path) -> N
         )
 
 
+@pytest.mark.slow
 async def test_what_was_accepted_on_a_full_disk_is_answered_when_there_is_room(disk: Path) -> None:
     with running(disk, *NULL, "--log-free-mib-min", "0") as cluster:
         timeout = aiohttp.ClientTimeout(total=60)

@@ -14,10 +14,10 @@ from tests.cluster.harness import PATIENT, Cluster, running
 from tests.cluster.prompts import prompt
 from tests.cluster.test_same_text import Form, written_down
 
-#: Blocks of 256 tokens: a decode worker's cache holds 1,280, a prefill worker's 1,024, which prompts outgrow.
-SIZES = ("--decode-kv-blocks", "5", "--prefill-kv-blocks", "4", "--prefill", "1", "--decode", "2")
+#: Blocks of 256 tokens: a worker's cache holds 1,024, which prompts outgrow.
+SIZES = ("--decode-kv-blocks", "4", "--prefill-kv-blocks", "4", "--prefill", "1", "--decode", "2")
 LENDING = ("--lend", "--dtype", "float32", *SIZES, "--worker-wait-s", "120", *PATIENT)
-LONG, TOKENS = 2000, 12
+LONG, TOKENS = 1100, 12
 
 
 async def ask(cluster: Cluster, nc: Any, **fields: Any) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_simulate_prints_a_table_and_draws(trace_file: Path, tmp_path: Path) -> 
 
 
 def test_capacity_and_size_answer(trace_file: Path) -> None:
-    few = ("--trace", trace_file, "--requests", 120, "--json")
+    few = ("--trace", trace_file, "--requests", 50, "--json")
     found = json.loads(
         halfmoon("capacity", *few, "--prefill", 2, "--decode", 1, "--tbt-limits", "100,200").stdout
     )

@@ -120,6 +120,7 @@ def test_a_cache_folder_that_takes_no_files_costs_only_time(
     assert_equal(load_model(path, dtype=torch.float32), expected)
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_parse_once(empty_cache: Path) -> None:
     path = tiny_gguf(empty_cache / "m.gguf")
     script = """
