@@ -51,6 +51,7 @@ class BlockIndex:
     def join(self, node_id: str) -> None:
         """A node starts, with no blocks. What was known of it is forgotten."""
         if node_id in self._bits:
+            # It starts again: with the bit that it had, no other node's masks change.
             self._purge(self._bits[node_id])
             return
         if "" not in self._slots:
@@ -80,6 +81,7 @@ class BlockIndex:
             mask = masks.get(key, 0)
             if mask & bit:
                 if mask == bit:
+                    # A mask of nobody would keep the key for ever: blocks come and go by millions.
                     del masks[key]
                 else:
                     masks[key] = mask ^ bit
@@ -112,6 +114,8 @@ class BlockIndex:
             masks = map(self._dram.get, keys, repeat(0))
             if self._ssd and not dram_only:
                 masks = map(or_, masks, map(self._ssd.get, keys, repeat(0)))
+            # held[i]: who has every block before place start + i. One `and` is a block of all nodes at once, however
+            # many they are.
             held = list(accumulate(masks, and_, initial=mask))
             if held[-1] != mask:
                 for blocks, still in enumerate(held, start - 1):
@@ -129,6 +133,7 @@ class BlockIndex:
 
     def _nodes(self, mask: int) -> list[str]:
         """The nodes whose bits are set, by id."""
+        # Mostly it is one, which has no need of the list of all bits.
         if not mask & (mask - 1):
             return [self._slots[mask.bit_length() - 1]]
         bits = f"{mask:b}"[::-1].encode().translate(_BITS)

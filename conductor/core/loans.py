@@ -22,6 +22,7 @@ def end_loans(state: State, order: Order, out: StepOutput) -> None:
     """The order is over: its lenders are told, and their blocks are free."""
     for loan in order.loans:
         lender = state.workers.get(loan.worker_id)
+        # A lender that left, or started again since, has nothing to give back.
         if lender is None or order.order_id not in lender.lent:
             continue
         lender.reserved_blocks -= lender.lent.pop(order.order_id)

@@ -113,6 +113,7 @@ class Core:
         """The decisions that `stamped` makes necessary, in order."""
         assert stamped.seq > self.seq, ("the log ran backwards", stamped.seq, self.seq)
         if isinstance(stamped.event, ClusterConfigured):
+            # Another log begins: what an earlier one said may decide nothing in it, or a replay would decide otherwise.
             self.state = State(index=BlockIndex())
         state = self.state
         at_ns = log_time_ns(state, stamped.at_ns)

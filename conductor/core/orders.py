@@ -217,6 +217,7 @@ def end(state: State, request: Request) -> None:
 
 def remember_finished(state: State, request_id: str) -> None:
     state.finished[request_id] = True
+    # Oldest first: an id that comes again does so soon after its end, when an answer was lost.
     if len(state.finished) > FINISHED_MAX:
         del state.finished[next(iter(state.finished))]
 

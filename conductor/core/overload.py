@@ -29,6 +29,7 @@ class Offered(msgspec.Struct, kw_only=True):
 
 
 def learn_offered(offered: Offered, prefill_ns: int, now_ns: int) -> None:
+    # A plain mean of the first arrivals, a running one from then on: the first few weigh what they say.
     if offered.count:
         offered.gap_ns += (now_ns - offered.last_ns - offered.gap_ns) // min(offered.count, OFFERED_WINDOW)
     offered.count += 1
@@ -40,4 +41,5 @@ def queue_allowed_ns(offered: Offered, workers: int, prefill_ns: int, ttft_limit
     """The longest queue that a prompt of `prefill_ns` may find; without overload, the TTFT limit itself."""
     if offered.count < OFFERED_MIN or offered.prefill_ns <= workers * offered.gap_ns:
         return ttft_limit_ns
+    # Half of the limit for the mean prompt, and in proportion: see the module.
     return ttft_limit_ns * offered.prefill_ns // (2 * max(1, prefill_ns))

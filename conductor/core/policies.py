@@ -137,4 +137,5 @@ def _next(ids: Sequence[str], last: str) -> int:
 def _drawn(seed: int, draw: str, count: int) -> int:
     """A number below `count`, from the seed and the name of the draw alone."""
     raw = blake2b(f"{seed}:{draw}".encode(), digest_size=8).digest()
+    # Scaled down, and no remainder taken: that would favour the first few.
     return int.from_bytes(raw, "big") * count >> 64

@@ -29,6 +29,7 @@ def spread_hot_prefix(state: State, request: RequestArrived, prefill: Candidate,
         return
     blocks = prefill.cached_blocks
     keys = request.block_keys[: blocks * KEY_BYTES]
+    # The last block stands for the chain: chains are evicted from their tail.
     holders = state.index.holders(keys[-KEY_BYTES:])
     lacking = [
         (store.slots_used * 1_000_000 // max(1, store.slots), store.node_id)

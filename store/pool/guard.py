@@ -285,6 +285,7 @@ class PoolGuard:
             if not reason:
                 self._receiving[owner] += 1
                 if self._receiving[owner] == 1:
+                    # Without a deadline: a thread of this very process writes, and closes it whatever happens.
                     self._pool.open_writer(owner, "tcp", deadline_ns=2**63 - 1)
                 self._pool.renew(owner, expires_ns=self._expiry())
             return reason
