@@ -248,6 +248,21 @@ def test_a_part_that_is_not_there_is_named(engine: Engine, borrower: Borrower) -
     step(engine, tables, tokens, 0, borrower.remote)
 
 
+def test_a_part_that_was_dropped_is_refused_though_it_was_listed(engine: Engine, borrower: Borrower) -> None:
+    """Its blocks may have others' KV by then."""
+    tables, tokens = start(engine)
+    borrower.lend("attention-1", 0, tables, 0, 1)
+    _, tokens = step(engine, tables, tokens, 0, borrower.remote)
+    ((hold, held),) = borrower.places["attention-1"].server.holds.items()
+    del borrower.places["attention-1"].server.holds[hold]
+    with pytest.raises(PartRefused, match=f"attention-1: hold {hold} was dropped"):
+        step(engine, tables, tokens, 1, borrower.remote)
+    # Held again under the number, by whatever chance: it is not what was listed.
+    borrower.places["attention-1"].server.holds[hold] = HeldSegments(held.blocks, held.tokens)
+    with pytest.raises(PartRefused, match="was dropped"):
+        step(engine, tables, tokens, 1, borrower.remote)
+
+
 def test_a_place_that_dies_is_lost_by_name(engine: Engine, borrower: Borrower) -> None:
     tables, tokens = start(engine)
     borrower.lend("attention-1", 0, tables, 0, 1)
