@@ -106,6 +106,7 @@ async def idle(cluster: Cluster) -> list[dict[str, Any]]:
     return busy
 
 
+@pytest.mark.slow
 async def test_a_whole_cluster_refuses_all_that_is_wrong_and_goes_on(tmp_path: Path) -> None:
     with running(tmp_path, "--engine", "null") as cluster:
         processes = sorted(children(cluster.process.pid))

@@ -26,7 +26,6 @@ from halfmoon.workers.model.tokenizer import Tokenizer
 from tests.cluster.harness import running
 from tests.cluster.prompts import MODEL, prompt
 from tests.cluster.steering import prefill_of
-from tests.lengths import sizes
 
 LAYERS, BLOCK_TOKENS, KV_BYTES_A_TOKEN = 30, 256, 46_080
 #: In messages that come however long a request takes: heartbeats, and what nats-server says of streams.
@@ -37,10 +36,9 @@ def files_with(directory: Path, needle: bytes) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and needle in path.read_bytes()]
 
 
-@pytest.mark.parametrize("prompt_tokens", sizes(300, 4_000))
-async def test_a_long_prompt_moves_its_kv_beside_nats(
-    tmp_path_factory: pytest.TempPathFactory, prompt_tokens: int
-) -> None:
+@pytest.mark.slow
+async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.TempPathFactory) -> None:
+    prompt_tokens = 4_000
     text = Tokenizer.load(MODEL).decode(prompt(prompt_tokens))
     place = tmp_path_factory.mktemp("planes")
     with contextlib.ExitStack() as stack:

@@ -97,6 +97,7 @@ def begun(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
 # --- the end ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_ctrl_c_lets_an_open_request_finish_and_leaves_nothing(begun: Callable[..., Cluster]) -> None:
     cluster = begun(*NULL)
     asked = asyncio.ensure_future(ask(cluster, LONG))
@@ -169,6 +170,7 @@ async def test_kill_9_of_up_takes_the_children_along_and_the_next_up_removes_the
     nothing_left(third)
 
 
+@pytest.mark.slow
 async def test_nats_server_is_started_again_under_open_requests(begun: Callable[..., Cluster]) -> None:
     cluster = begun(*NULL)
     before = asyncio.ensure_future(ask(cluster, LONG))
@@ -191,6 +193,7 @@ async def test_nats_server_is_started_again_under_open_requests(begun: Callable[
 # --- a server of the user's, options from three places ------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

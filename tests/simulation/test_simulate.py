@@ -173,6 +173,7 @@ def test_without_a_pool_nothing_is_reused() -> None:
     assert report.token_reuse == 0
 
 
+@pytest.mark.slow
 def test_a_slow_network_is_felt(conversation: list[Arrival]) -> None:
     fast, slow = (
         simulate(
