@@ -47,18 +47,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     add_worker(parser)
-    parser.add_argument(
-        "--prefill-kv-blocks",
-        type=int,
-        default=0,
-        help="blocks of a prefill worker's own cache, which prompts may outgrow in exact numerics; 0: --kv-blocks",
-    )
-    parser.add_argument(
-        "--decode-kv-blocks",
-        type=int,
-        default=0,
-        help="blocks of a decode worker's own cache; 0: --kv-blocks",
-    )
+    for role in WORKER_ROLES:
+        parser.add_argument(
+            f"--{role}-kv-blocks",
+            type=int,
+            default=0,
+            help=f"blocks of a {role} worker's own cache; 0: --kv-blocks",
+        )
     add_store(parser)
     add_frontend(parser)
     add_policy(parser)

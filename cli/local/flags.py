@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import assert_never
 
 from halfmoon.cli.metrics import Targets
 from halfmoon.cli.options import PREFIX
@@ -88,16 +87,9 @@ def store_flags(args: argparse.Namespace) -> list[str]:
 
 
 def worker_flags(args: argparse.Namespace, role: WorkerRole) -> list[str]:
-    match role:
-        case "prefill":
-            kv_blocks = args.prefill_kv_blocks
-        case "decode":
-            kv_blocks = args.decode_kv_blocks
-        case _:
-            assert_never(role)
     flags = [
         "--kv-blocks",
-        str(kv_blocks or args.kv_blocks),
+        str(getattr(args, f"{role}_kv_blocks") or args.kv_blocks),
         "--batch-max",
         str(args.batch_max),
         "--threads",
