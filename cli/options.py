@@ -270,7 +270,7 @@ def _from_toml(file: str, command: str, commands: Mapping[str, argparse.Argument
     except RecursionError:
         raise OptionInvalid(f"--config {file}: nested too deep") from None
     except ValueError as problem:  # of TOML, or a number of thousands of digits
-        raise OptionInvalid(f"--config {file}: {problem}") from None
+        raise OptionInvalid(f"--config {file}: {_short(problem)}") from None
     known = {name: {action.dest for action in parser._actions} for name, parser in commands.items()}
     top: dict[str, Any] = {}
     table: dict[str, Any] = {}
@@ -279,15 +279,23 @@ def _from_toml(file: str, command: str, commands: Mapping[str, argparse.Argument
         if isinstance(value, dict) and key in commands:
             for inner, inner_value in value.items():
                 if inner.replace("-", "_") not in known[key]:
-                    raise OptionInvalid(f"--config {file}: [{key}] {inner}: there is no such option")
+                    raise OptionInvalid(f"--config {file}: [{key}] {_short(inner)}: there is no such option")
                 if key == command:
                     table[inner.replace("-", "_")] = inner_value
         elif isinstance(value, dict) or not any(dest in options for options in known.values()):
             what = "command" if isinstance(value, dict) else "option"
-            raise OptionInvalid(f"--config {file}: {key}: there is no such {what}")
+            raise OptionInvalid(f"--config {file}: {_short(key)}: there is no such {what}")
         elif dest in known[command]:
             top[dest] = value
     return top | table
+
+
+def _short(text: Exception | str) -> str:
+    """What a file said, or a problem with it: it may be of any length."""
+    # A command whose options are right needs none of it, and starts sooner.
+    from halfmoon.schemas.codec import one_line
+
+    return one_line(text)
 
 
 def _apply(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: str) -> None:
@@ -305,10 +313,10 @@ def _apply(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: s
             else:
                 converted = value if isinstance(value, list) else str(value)
         except (TypeError, ValueError) as problem:
-            raise OptionInvalid(f"{source}: {flag}: {problem}") from None
+            raise OptionInvalid(f"{source}: {flag}: {_short(problem)}") from None
         if action.choices is not None and converted not in action.choices:
             raise OptionInvalid(
-                f"{source}: {flag}: {converted!r} is none of {', '.join(map(str, action.choices))}"
+                f"{source}: {flag}: {_short(repr(converted))} is none of {', '.join(map(str, action.choices))}"
             )
         action.required = False
         parser.set_defaults(**{dest: converted})

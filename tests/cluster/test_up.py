@@ -277,6 +277,8 @@ def test_options_that_mean_nothing_are_one_line_that_names_them(
     assert f"--config {file}: upp: there is no such command" in config("[upp]\nprefill = 3\n")
     assert f"{file}: --prefill: invalid" in config("prefill = 'many'\n")
     assert f"--config {file}: " in config("[up\n")
+    for text in ("engine = '{}'\n", "prefill = '{}'\n", "{} = 3\n", "[up]\n{} = 3\n"):
+        assert len(config(text.format("x" * 5_000))) < 1_000
     monkeypatch.setenv("HALFMOON_ENGINE", "steam")
     assert "environment: --engine: 'steam' is none of" in refusal()
     monkeypatch.setenv("HALFMOON_PREFILL", "many")
