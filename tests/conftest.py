@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from halfmoon.bus.embedded import EmbeddedServer
+
+# The same examples each time: a change is judged by what it changed. `--hypothesis-profile=default` draws others.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 
 @pytest.hookimpl(optionalhook=True)

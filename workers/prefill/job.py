@@ -219,7 +219,7 @@ class Job:
         )
 
     def _put_opened(self, event: SlotsReserved, out: list[Action]) -> None:
-        if self.stage is not PrefillStage.OPENING_PUT:
+        if self.stage is not PrefillStage.OPENING_PUT or self.paused:
             return
         self.stage = PrefillStage.PREPARED
         self.put_ns = event.at_ns - self.asked_ns
