@@ -291,7 +291,7 @@ def _from_toml(file: str, command: str, commands: Mapping[str, argparse.Argument
 
 
 def _short(text: Exception | str) -> str:
-    """What a file said, or a problem with it: it may be of any length."""
+    """Text of a file, or of a problem with it, which may be of any length."""
     # A command whose options are right needs none of it, and starts sooner.
     from halfmoon.schemas.codec import one_line
 

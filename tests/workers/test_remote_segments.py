@@ -26,6 +26,8 @@ from tests.store.channel_harness import addresses, hello, options
 
 BLOCK, SEGMENT, LAYERS, STEPS = 16, 32, 3, 6
 EACH = SEGMENT // BLOCK
+#: Threads of several products may keep each other from the processors for seconds.
+WAIT_S = 60.0
 LENGTHS = (200, 33, 130, 20)
 PROMPTS = [
     [(i * i * 31 + 17 * i + 900 * seed) % 40000 + 20 for i in range(n)] for seed, n in enumerate(LENGTHS)
@@ -53,7 +55,7 @@ class Place:
         self.cache.v.fill_(float("nan"))
         attention = SdpaAttention(BLOCK, torch.device("cpu"))
         self.server = SegmentServer(attention, self.cache, segment_tokens=SEGMENT, heads=config.heads)
-        self.listener = ChannelListener(hello(name), options(kind))
+        self.listener = ChannelListener(hello(name), options(kind, timeout_s=WAIT_S))
         self.kind, self.name = kind, name
         self._over = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self.listener, self._over.is_set))
@@ -90,7 +92,10 @@ class Borrower:
         self.engine, self.places = engine, {place.name: place for place in places}
         self.channels = {
             place.name: connect(
-                addresses(place.listener, place.kind), hello("decode-0"), options(place.kind), peer=place.name
+                addresses(place.listener, place.kind),
+                hello("decode-0"),
+                options(place.kind, timeout_s=WAIT_S),
+                peer=place.name,
             )
             for place in places
         }
