@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import assert_never
 
+import msgspec
+
 from halfmoon.conductor.core.fetch_plan import (
     FetchPlan,
     Prompt,
@@ -20,12 +22,12 @@ from halfmoon.conductor.core.fetch_plan import (
     plan_as_printed,
     plan_from_own_ssd,
 )
-from halfmoon.conductor.core.lending import lending_candidates, longest_with_loans
+from halfmoon.conductor.core.lending import Borrowing, borrowings, longest_with_loans
 from halfmoon.conductor.core.load_index import queue_ns, tokens_max
 from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.policies import FetchRule, rules_of
 from halfmoon.conductor.core.prefix_match import PrefixMatch
-from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.records import WorkerRecord, loan_blocks
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Fetch
@@ -166,10 +168,13 @@ def decode_candidates(
         for worker in state.workers.values()
         if worker.role == "decode" and state.takes_orders(worker) and decode_fits(state, worker, request)
     ]
-    if not fitting:
-        return lending_candidates(state, request, match, answer_tokens, avoid=avoid)
-    workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     context = request.prompt_tokens + answer_tokens
+    if not fitting:
+        return [
+            _borrowing_candidate(state, one, request, match, context)
+            for one in borrowings(state, request, avoid=avoid)
+        ]
+    workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     return [decode_candidate_of(state, worker, match, context) for worker in workers]
 
 
@@ -190,6 +195,17 @@ def decode_candidate_of(
         sequences=sequences,
         full=sequences - worker.batch_max >= state.policy.queued_max_per_worker,
     )
+
+
+def _borrowing_candidate(
+    state: State, borrowing: Borrowing, request: RequestArrived, match: PrefixMatch, context_tokens: int
+) -> DecodeCandidate:
+    worker, loans, room = borrowing
+    # Not for the expected answer but for the longest: lenders can take no more later.
+    blocks = -(-(request.prompt_tokens + request.max_tokens) // worker.block_tokens)
+    blocks -= sum(loan_blocks(worker, loan) for loan in loans)
+    alone = decode_candidate_of(state, worker, match, context_tokens)
+    return msgspec.structs.replace(alone, blocks=blocks, room=room, loans=loans)
 
 
 def decode_fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:

@@ -10,11 +10,10 @@ when a request is placed; it is not moved while it is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from halfmoon.conductor.core.measures import DecodeCandidate
-from halfmoon.conductor.core.prefix_match import PrefixMatch
-from halfmoon.conductor.core.records import WorkerRecord, loan_blocks
+from halfmoon.conductor.core.records import WorkerRecord
 from halfmoon.conductor.core.state import State
 from halfmoon.schemas.decisions import Loan
 from halfmoon.schemas.events import RequestArrived
@@ -23,15 +22,16 @@ from halfmoon.schemas.events import RequestArrived
 BlocksOf = Callable[[WorkerRecord], int]
 
 
-def lending_candidates(
-    state: State,
-    request: RequestArrived,
-    match: PrefixMatch,
-    answer_tokens: int,
-    *,
-    avoid: Sequence[str] = (),
-) -> list[DecodeCandidate]:
-    """Decode workers that could take the request with the help of others, by id."""
+class Borrowing(NamedTuple):
+    """A decode worker that could take a request with the help of others, and whether they have room for it now."""
+
+    worker: WorkerRecord
+    loans: list[Loan]
+    room: bool
+
+
+def borrowings(state: State, request: RequestArrived, *, avoid: Sequence[str] = ()) -> Iterator[Borrowing]:
+    """One for each decode worker that could take the request with the help of others, by id."""
     lenders = [
         worker
         for worker in state.workers.values()
@@ -40,48 +40,19 @@ def lending_candidates(
     trusted = [worker for worker in lenders if worker.worker_id not in avoid]
     # With the others' help rather than alone: who failed a request may still hold a part of it.
     helpers = trusted if len(trusted) > 1 else lenders
-    candidates = (
-        _candidate(state, worker, helpers, request, match, answer_tokens) for worker in trusted or lenders
-    )
-    return [candidate for candidate in candidates if candidate is not None]
-
-
-def _candidate(
-    state: State,
-    worker: WorkerRecord,
-    lenders: list[WorkerRecord],
-    request: RequestArrived,
-    match: PrefixMatch,
-    answer_tokens: int,
-) -> DecodeCandidate | None:
     tokens = request.prompt_tokens + request.max_tokens
-    if tokens > worker.context_tokens_max or request.prompt_tokens > state.pool_tokens(worker):
-        return None
-    others = [one for one in lenders if one is not worker and one.layout == worker.layout]
-    sequences = len(worker.orders)
-    loans = None
-    if sequences < worker.batch_max:
-        loans = _loans(worker, others, request, tokens, _free_blocks)
-    room = loans is not None
-    if loans is None:
-        loans = _loans(worker, others, request, tokens, lambda one: one.kv_blocks)
-    if loans is None:
-        return None
-    context = request.prompt_tokens + answer_tokens
-    lent = sum(loan_blocks(worker, loan) for loan in loans)
-    return DecodeCandidate(
-        worker_id=worker.worker_id,
-        node_id=worker.node_id,
-        tbt_ns=worker.cost.step_ns(sequences + 1, worker.context_tokens + context),
-        # Not for the expected answer but for the longest: lenders can take no more later.
-        blocks=-(-tokens // worker.block_tokens) - lent,
-        reserved_blocks=worker.reserved_blocks,
-        room=room,
-        prefix_blocks=match.held.get(worker.node_id, 0),
-        sequences=sequences,
-        full=sequences - worker.batch_max >= state.policy.queued_max_per_worker,
-        loans=loans,
-    )
+    for worker in trusted or lenders:
+        if tokens > worker.context_tokens_max or request.prompt_tokens > state.pool_tokens(worker):
+            continue
+        others = [one for one in helpers if one is not worker and one.layout == worker.layout]
+        loans = None
+        if len(worker.orders) < worker.batch_max:
+            loans = _loans(worker, others, request, tokens, _free_blocks)
+        room = loans is not None
+        if loans is None:
+            loans = _loans(worker, others, request, tokens, lambda one: one.kv_blocks)
+        if loans is not None:
+            yield Borrowing(worker, loans, room)
 
 
 def _loans(
