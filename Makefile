@@ -5,6 +5,7 @@
 #   make test [ARGS=...]    environment with tools, then the default tests, in PROCESSES processes (pytest ARGS)
 #   make test-slow          environment with tools, then the tests that are left out there for their length, and those
 #                           of drawn input again with all their examples
+#   make test-attention     environment with tools, then clusters that lend, move KV and have attention workers, some killed
 #   make test-clocks        environment with tools, then a real cluster whose clocks are set by hours and whose processes stop
 #                           for a minute each (needs a C compiler)
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
@@ -39,7 +40,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-clocks test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-attention test-clocks test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -71,6 +72,9 @@ test: $(DEV_STAMP)
 test-slow: $(DEV_STAMP)
 	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -n 2 -o faulthandler_timeout=1000 -m "slow or hypothesis" $(ARGS)
 
+test-attention: $(DEV_STAMP)
+	HALFMOON_TEST_ATTENTION=1 $(BIN)/python -m pytest -m slow tests/cluster/test_attention_workers.py tests/cluster/test_moves.py tests/cluster/test_lending.py $(ARGS)
+
 test-clocks: $(DEV_STAMP)
 	HALFMOON_TEST_CLOCKS=1 $(BIN)/python -m pytest -m slow tests/cluster/test_clocks.py $(ARGS)
 
@@ -85,7 +89,7 @@ lint: $(DEV_STAMP)
 	exit $$status
 
 bench: $(RUN_STAMP)
-	@for program in canonical_split channels conductors control_plane eviction kv_reuse numerics outgrown_cache remote_attention replay page simulation_live simulation_scale ssd transfer; do \
+	@for program in attention_offloading canonical_split channels conductors control_plane eviction kv_reuse numerics outgrown_cache piggyback remote_attention replay page simulation_live simulation_scale ssd transfer; do \
 	  echo "== $$program"; $(BIN)/python benchmarks/$$program.py --save $$program || exit 1; done
 
 test-rdma: $(DEV_STAMP)
@@ -100,7 +104,7 @@ chaos: $(RUN_STAMP)
 	$(BIN)/python tests/chaos/run.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000)) $(ARGS)
 
 crash-points: $(DEV_STAMP)
-	$(BIN)/python tests/store/crash_points.py --points $(or $(POINTS),1500)
+	$(BIN)/python tests/store/crash_points.py --points $(or $(POINTS),1500) $(if $(SEED),--seed $(SEED))
 
 fuzz: $(DEV_STAMP)
 	$(BIN)/python tests/fuzz/run.py $(TARGET) --seconds $(or $(SECONDS),60) $(if $(SEED),--first $(SEED)) \
@@ -136,10 +140,15 @@ build/audit/.stamp: requirements-audit.lock | $(BIN)/python
 lock: build/audit/.stamp
 	$(BIN)/python docker/lock.py $(AUDIT)/uv requirements*.lock
 
-# Strict: a package that the service does not know is a failure, and no silence.
+# Strict: a package that the service does not know is a failure, and no silence. ADVISORIES=DIR: no service is asked.
+ifdef ADVISORIES
+audit: $(RUN_STAMP)
+	$(BIN)/python docker/audit_offline.py $(ADVISORIES) requirements*.lock
+else
 audit: build/audit/.stamp
 	@for lock in requirements*.lock; do \
 	  echo "== $$lock"; $(AUDIT)/pip-audit --strict --disable-pip --require-hashes -r $$lock || exit 1; done
+endif
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

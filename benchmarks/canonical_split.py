@@ -17,10 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from clusters import finish, parser, spread
 
-from halfmoon.workers.model.attention import Attention
-from halfmoon.workers.model.attention_choice import make_attention
+from halfmoon.workers.model.attention.choice import make_attention
+from halfmoon.workers.model.attention.kernel import Attention
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import load_model
+from halfmoon.workers.model.loading.files import load_model
 
 BLOCK_TOKENS, BLOCKS = 256, 72
 DECODE = ((1, 500), (8, 500), (1, 2000), (8, 2000), (1, 4000), (4, 4000))

@@ -14,7 +14,7 @@ import torch
 from clusters import finish, parser, spread
 
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import load_model
+from halfmoon.workers.model.loading.files import load_model
 
 BLOCK_TOKENS, PROMPT_TOKENS, CONTEXT_TOKENS, FAST_CHUNK_TOKENS = 256, 2048, 1000, 1024
 

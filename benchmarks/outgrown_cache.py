@@ -23,7 +23,7 @@ from clusters import finish, parser, spread
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import load_model
+from halfmoon.workers.model.loading.files import load_model
 from halfmoon.workers.model.segments import segment_tokens
 from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import CacheWindow

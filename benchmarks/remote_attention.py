@@ -1,5 +1,5 @@
 """A decode step whose KV lies partly at another worker, against the same step with all of it here: time of a step,
-bytes both ways, and that the logits are the same bits.
+bytes both ways, and that the logits are the same bits; and how fast KV is pushed there.
 
     python benchmarks/remote_attention.py [--rounds N] [--save NAME]
 
@@ -23,15 +23,18 @@ import torch
 from channels import hello
 from clusters import finish, parser, spread
 
+from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import Op
 from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.opening import connect
 from halfmoon.store.channels.options import ChannelOptions, channel_secret
+from halfmoon.workers.attention.held import HeldSegments
+from halfmoon.workers.attention.push import push_tokens
 from halfmoon.workers.attention.remote_segments import HeldPart, RemoteSegments
-from halfmoon.workers.attention.server import HeldSegments, SegmentServer
-from halfmoon.workers.model.attention import SdpaAttention
+from halfmoon.workers.attention.server import SegmentServer
+from halfmoon.workers.model.attention.kernel import SdpaAttention
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import load_model
+from halfmoon.workers.model.loading.files import load_model
 from halfmoon.workers.model.paged_cache import PagedCache
 from halfmoon.workers.model.segments import AWAY, segment_tokens
 
@@ -61,6 +64,8 @@ def hold(words: Connection) -> None:
     for row, table in enumerate(tables()):
         half = SEGMENTS // 2
         server.holds[row] = HeldSegments(table[: half * EACH], half * SEGMENT)
+        # Nobody asks for what lies in the rest of the blocks: there is room for pushes.
+        server.holds[BATCH + row] = HeldSegments(table[half * EACH :], 0, expected=half * SEGMENT)
     with ChannelListener(hello("attention-0"), OPTIONS) as listener:
         words.send(listener.addresses)
         server.run(listener, words.poll)
@@ -69,6 +74,13 @@ def hold(words: Connection) -> None:
 def tables() -> list[list[int]]:
     need = BLOCKS // BATCH
     return [list(range(row * need, (row + 1) * need)) for row in range(BATCH)]
+
+
+def push_mib_per_s(channel: WorkerChannel, cache: PagedCache, row: int) -> float:
+    """The first half of a sequence's tokens."""
+    started, half = time.perf_counter(), SEGMENTS // 2
+    size = push_tokens(channel, BATCH + row, cache, tables()[row][: half * EACH], 0, half * SEGMENT)
+    return size / 2**20 / (time.perf_counter() - started)
 
 
 def main() -> None:
@@ -88,7 +100,7 @@ def main() -> None:
     away = [[AWAY] * (half * EACH) + table[half * EACH :] for table in tables()]
     parts = [HeldPart(row, 0, half, row) for row in range(BATCH)]
     rows: list[dict[str, Any]] = []
-    for address in addresses:
+    for kind, address in enumerate(addresses):
         with connect([address], hello("decode-0"), OPTIONS, peer="attention-0") as channel:
             remote = RemoteSegments(
                 {"attention-0": channel},
@@ -119,6 +131,7 @@ def main() -> None:
                     "ratio": spread([r / m for r, m in zip(remote_ms, local_ms, strict=True)]),
                     "query_bytes_a_step": channel.sent.payload_bytes(Op.QUERY) // steps,
                     "partial_bytes_a_step": channel.received.payload_bytes(Op.PARTIAL) // steps,
+                    "push_mib_per_s": round(push_mib_per_s(channel, engine.cache, kind)),
                 }
             )
     words.send(None)
@@ -128,7 +141,8 @@ def main() -> None:
         f"{row['channel']:>5}: {what}: {row['remote_ms']['p50']:.1f} ms a step,"
         f" all here {row['local_ms']['p50']:.1f} ms,"
         f" ratio {row['ratio']['p50']:.2f} ({row['ratio']['min']:.2f} to {row['ratio']['max']:.2f}), the same bits;"
-        f" {row['query_bytes_a_step']:,} bytes up, {row['partial_bytes_a_step']:,} down"
+        f" {row['query_bytes_a_step']:,} bytes up, {row['partial_bytes_a_step']:,} down;"
+        f" KV pushed at {row['push_mib_per_s']:,} MiB/s"
         for row in rows
     ]
     finish(

@@ -23,8 +23,8 @@ from halfmoon.bus.streams import StreamLimits
 from halfmoon.cli.bench.clients import NatsTarget
 from halfmoon.cli.bench.driver import Driver, Limits
 from halfmoon.cli.bench.workload import Texts, traced
-from halfmoon.conductor.core.cost import prefill_fit, refit_prefill
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.state.cost import prefill_fit, refit_prefill
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import error

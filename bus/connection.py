@@ -34,7 +34,7 @@ from halfmoon.bus.tasks import end_tasks, within
 from halfmoon.schemas import subjects
 from halfmoon.schemas.authors import kv_author, names_itself, said_by
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
-from halfmoon.schemas.decisions import Ordered, StartPrefill
+from halfmoon.schemas.decisions import Decision, Ordered, StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.events import EVENT_TYPES, Event, Stamped
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.tokens import ProcessError
@@ -273,9 +273,16 @@ class Bus:
         """Publish a decision in its turn; sent again until it is stored."""
         self._submit_order(ordered, target_id, None)
 
+    @staticmethod
+    def _places(decision: Decision) -> bool:
+        """It is the first that is heard of an order."""
+        return isinstance(decision, StartPrefill | StartMixed) or (
+            isinstance(decision, StartDecode) and decision.resumes != ""
+        )
+
     def _submit_order(self, ordered: Ordered, target_id: str, done: asyncio.Future[int] | None) -> None:
         decision = ordered.decision
-        frontend_id = decision.frontend_id if isinstance(decision, StartPrefill) else ""
+        frontend_id = getattr(decision, "frontend_id", "") if self._places(decision) else ""
         self._publisher.submit(
             subjects.decision(target_id, type(decision).__name__, frontend_id),
             encode(ordered),

@@ -15,11 +15,11 @@ comes where it was not asked for, and is dropped there because it does not decod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
 from halfmoon.schemas import subjects
-from halfmoon.schemas.roles import ProcessRole, WorkerRole
+from halfmoon.schemas.roles import ELASTIC_ROLES, ProcessRole, WorkerRole
 from halfmoon.schemas.subjects import ROOT
 
 #: "supervisor": `halfmoon up`, which tells of the deaths of the processes that it started.
@@ -32,6 +32,7 @@ _EVENTS, _DECISIONS, _KV, _SNAPSHOTS = subjects.STREAMS
 _ANSWERS = [f"{ROOT}.inbox.>"]
 _CLIENT_INBOXES = ["_INBOX.>"]
 _PLACES = [f"{_JS}.STREAM.INFO.{stream}" for stream in subjects.STREAMS]
+_DECODE = ("DecodeStarted", "DecodeRefused", "DecodeFailed", "RequestFinished", "KvMoved", "KvMoveRefused")
 _MISSED = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in (_DECISIONS, _KV)]
 _WORKER = ("WorkerJoined", "WorkerHeartbeat", "WorkerDraining", "WorkerLeft")
 _SAID: dict[str, tuple[str, ...]] = {
@@ -48,11 +49,17 @@ _SAID: dict[str, tuple[str, ...]] = {
         "StoreSuspected",
     ),
     "prefill": (*_WORKER, "PrefillFinished", "PrefillFailed"),
-    "decode": (*_WORKER, "DecodeStarted", "DecodeRefused", "DecodeFailed", "RequestFinished"),
-    "operator": ("PolicyChanged",),
+    "decode": (*_WORKER, *_DECODE),
+    "attention": _WORKER,
+    "mixed": (*_WORKER, "PrefillFinished", "PrefillFailed", "DecodeStarted", "RequestFinished"),
+    "operator": ("PolicyChanged", "RoleWanted"),
     "supervisor": ("ClusterConfigured", "WorkerLeft", "StoreLeft", "FrontendLeft"),
 }
+#: Nothing of its orders goes to another node.
+_ASKED_BY_MIXED = ("attach", "open_put", "fetch", "commit", "release", "status", "keep")
 _ASKED_BY_WORKERS = ("attach", "open_put", "fetch", "commit", "open_push", "close_push", "release", "status")
+#: Through the pool of its node it brings blocks into its cache, and nothing out of it.
+_ASKED_BY_ATTENTION = ("attach", "open_put", "fetch", "release", "status", "keep")
 #: By programs that use a store as their own cache: none of them is in a cluster of containers, so nobody may.
 _ASKED_BY_PROGRAMS = ("probe", "take", "remove", "pin")
 _ASKED_BY_STORES = (
@@ -84,9 +91,24 @@ class Identity:
     #: Of a client that is one tenant's.
     tenant: str = ""
     public_key: str = ""
+    #: Of a worker that may take these roles too: all that any of them may say and hear.
+    also: tuple[WorkerRole, ...] = ()
 
     @property
     def publish(self) -> list[str]:
+        """Subjects, with NATS' wildcards."""
+        return list(dict.fromkeys(subject for each in self._each() for subject in each._publishes()))
+
+    @property
+    def subscribe(self) -> list[str]:
+        """As `publish`."""
+        return list(dict.fromkeys(subject for each in self._each() for subject in each._hears()))
+
+    def _each(self) -> list[Identity]:
+        return [self, *(replace(self, role=role, also=()) for role in self.also)]
+
+    def _publishes(self) -> list[str]:
+        """In its own role."""
         me = self.name
         said = [
             subjects.event(self.node_id if self.role == "store" else me, kind)
@@ -123,6 +145,14 @@ class Identity:
                 return [*said, subjects.kv("*", "PrefillResult", me), *self._worker()]
             case "decode":
                 return [*said, subjects.tokens("*", me), subjects.hold("*", me), *self._worker(), *_ANSWERS]
+            case "mixed":
+                verbs = [subjects.store(self.node_id, verb) for verb in _ASKED_BY_MIXED]
+                own = [subjects.tokens("*", me), subjects.take("*", me)]
+                return [*said, *own, *verbs, *_PLACES, f"{_JS}.STREAM.MSG.GET.{_DECISIONS}", *_ANSWERS]
+            case "attention":
+                verbs = [subjects.store(self.node_id, verb) for verb in _ASKED_BY_ATTENTION]
+                missed = f"{_JS}.STREAM.MSG.GET.{_DECISIONS}"
+                return [*said, *verbs, *_PLACES, missed, *_ANSWERS]
             case "operator":
                 gets = [f"{_JS}.STREAM.MSG.GET.{stream}" for stream in subjects.STREAMS]
                 stores = [subjects.store("*", verb) for verb in _ASKED_BY_OPERATORS]
@@ -140,8 +170,8 @@ class Identity:
             case _:
                 assert_never(self.role)
 
-    @property
-    def subscribe(self) -> list[str]:
+    def _hears(self) -> list[str]:
+        """In its own role."""
         me, inbox = self.name, f"{subjects.inbox(self.name)}.>"
         match self.role:
             case "conductor":
@@ -164,6 +194,12 @@ class Identity:
                 return [inbox, *self._worker_hears()]
             case "decode":
                 return [inbox, *self._worker_hears(), subjects.resend(me, "*"), subjects.hold(me, "*")]
+            case "mixed":
+                fetched = subjects.kv(me, "KvLoaded", self.node_id)
+                own = [subjects.decisions_for(me), subjects.give(me, "*"), fetched]
+                return [inbox, *own, subjects.resend(me, "*")]
+            case "attention":
+                return [inbox, subjects.decisions_for(me), subjects.hold(me, "*")]
             case "operator":
                 return [f"{subjects.inbox('*')}.>", *_CLIENT_INBOXES]
             case "client":
@@ -190,9 +226,17 @@ class Identity:
 
 
 def cluster_identities(
-    *, conductors: int, frontends: int, workers: Mapping[WorkerRole, int], tenants: Sequence[str] = ()
+    *,
+    conductors: int,
+    frontends: int,
+    workers: Mapping[WorkerRole, int],
+    tenants: Sequence[str] = (),
+    elastic: bool = False,
 ) -> list[Identity]:
-    """Every process of a cluster with so many of each, an operator, a client, and a client of each tenant."""
+    """Every process of a cluster with so many of each, an operator, a client, and a client of each tenant.
+
+    `elastic`: a prefill worker may become a decode worker, and the reverse.
+    """
     found = [Identity(role="operator", name=subjects.OPERATOR), Identity(role="client", name="client")]
     found += [Identity(role="tenant", name=f"tenant-{tenant}", tenant=tenant) for tenant in tenants]
     found += [Identity(role="conductor", name=f"conductor-{n}") for n in range(conductors)]
@@ -201,7 +245,10 @@ def cluster_identities(
         for n in range(count):
             node = f"{role}-{n}"
             found.append(Identity(role="store", name=f"store-{node}", node_id=node))
-            found.append(Identity(role=role, name=node, node_id=node))
+            also = tuple(
+                other for other in ELASTIC_ROLES if elastic and role in ELASTIC_ROLES and other != role
+            )
+            found.append(Identity(role=role, name=node, node_id=node, also=also))
     return found
 
 

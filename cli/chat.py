@@ -16,11 +16,15 @@ from halfmoon.cli.api_client import ApiClient, ApiFailure, add_tenant, api_clien
 from halfmoon.cli.generate import add_sampling, sampling_body, show
 from halfmoon.cli.options import add_bus, add_config
 
+#: Of an answer, where nothing else is said: a small model may never come to an end by itself.
+CHAT_TOKENS = 1024
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", nargs="?", help="say this, print the answer, and end; else a conversation")
     parser.add_argument("--system", default="", metavar="TEXT", help="how the model is to behave")
     add_sampling(parser)
+    parser.set_defaults(max_tokens=CHAT_TOKENS)
     parser.add_argument("--json", action="store_true", help="print each whole answer as JSON, at its end")
     add_bus(parser)
     add_tenant(parser)

@@ -28,10 +28,20 @@ COMMANDS = (
     Command("bench", "halfmoon.cli.bench.command", "a load on a live cluster, and what its clients saw"),
     Command("events", "halfmoon.cli.events", "the event log: save, tail, show"),
     Command("replay", "halfmoon.cli.replay", "step over a saved log; compare, explain"),
-    Command("simulate", "halfmoon.cli.simulate", "the same conductor over a trace, in a simulated cluster"),
-    Command("capacity", "halfmoon.cli.capacity", "the highest replay speed that a simulated cluster holds"),
-    Command("size", "halfmoon.cli.size", "the fewest prefill and decode workers that hold a trace"),
-    Command("experiments", "halfmoon.cli.experiments", "reproduce the papers' tables and plots"),
+    Command(
+        "simulate",
+        "halfmoon.cli.simulation.simulate",
+        "the same conductor over a trace, in a simulated cluster",
+    ),
+    Command(
+        "capacity",
+        "halfmoon.cli.simulation.capacity",
+        "the highest replay speed that a simulated cluster holds",
+    ),
+    Command(
+        "size", "halfmoon.cli.simulation.size", "the fewest prefill and decode workers that hold a trace"
+    ),
+    Command("experiments", "halfmoon.cli.simulation.experiments", "reproduce the papers' tables and plots"),
     Command("policy", "halfmoon.cli.policy", "show or change the conductors' policy"),
     Command("profile", "halfmoon.cli.profile", "measure this machine's cost coefficients"),
     Command(
@@ -40,6 +50,7 @@ COMMANDS = (
     Command(
         "container", "halfmoon.cli.container", "a role's process in a container, under the first free name"
     ),
+    Command("role", "halfmoon.cli.role", "let a prefill worker become a decode worker, or the reverse"),
     Command("drain", "halfmoon.cli.drain", "let a node's store leave, its blocks kept"),
     Command(
         "conductor",

@@ -65,6 +65,8 @@ async def run(args: argparse.Namespace) -> int:
     store = ["store", "--node", name, *common, *_metrics(args, 1), *_known_as(args, f"store-{name}")]
     if not os.environ.get("HALFMOON_ADVERTISE"):
         store += ["--advertise", socket.gethostname()]
+    if not os.environ.get("HALFMOON_CHANNEL_ADVERTISE"):
+        worker += ["--channel-advertise", socket.gethostname()]
     return await _node(name, store, worker, drain_s=args.drain_s)
 
 

@@ -49,7 +49,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on to --max-tokens")
     group.add_argument("--tenant", help="whose KVCache may be reused")
     group.add_argument("--cache-salt", help="a secret that sets its KVCache apart")
-    group.add_argument("--priority", type=int, help="under overload smaller is refused first")
+    group.add_argument("--priority", type=int, help="as vLLM's: smaller is earlier, larger is refused first")
     group.add_argument("--ttft-slo-ms", dest="slo_ttft_ms", type=float, metavar="MS")
     group.add_argument("--tbt-slo-ms", dest="slo_tbt_ms", type=float, metavar="MS")
 

@@ -20,7 +20,7 @@ from typing import Any
 from halfmoon.bus.errors import BusError
 from halfmoon.cli.commands import COMMANDS
 from halfmoon.cli.options import OptionInvalid, parse
-from halfmoon.workers.model.errors import ModelError
+from halfmoon.workers.model.loading.errors import ModelError
 
 
 class _Version(argparse.Action):

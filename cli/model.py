@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from halfmoon.schemas.codec import one_line
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import ExactNumerics
-from halfmoon.workers.model.files import ModelConfig, load_config, model_fingerprint
+from halfmoon.workers.kept_profile import ProfileCheck, doubt
+from halfmoon.workers.model.loading.files import ModelConfig, load_config, model_fingerprint
 from halfmoon.workers.model.segments import segment_tokens
 
 NULL_CONTEXT_TOKENS = 131_072
@@ -72,7 +74,9 @@ def context_tokens_max(args: argparse.Namespace) -> int:
     return NULL_CONTEXT_TOKENS if args.engine == "null" else load_config(args.model).context_tokens_max
 
 
-def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) -> Any:
+def build_engine(
+    args: argparse.Namespace, layout: Layout, *, kv_blocks: int, cache_elsewhere: bool = False
+) -> Any:
     """The engine, with its weights loaded and warm."""
     if layout.layers == 0:
         from halfmoon.workers.model.null_engine import NullEngine
@@ -82,11 +86,9 @@ def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) ->
     import torch
 
     from halfmoon.workers.model.engine import Engine
-    from halfmoon.workers.model.files import load_model
+    from halfmoon.workers.model.loading.files import load_model
 
-    if args.threads < 1:
-        raise OptionInvalid(f"--threads {args.threads}: at least 1")
-    torch.set_num_threads(args.threads)
+    _set_threads(args)
     device = _usable_device(args)
     dtype = getattr(torch, layout.dtype)
     if device == "cpu":
@@ -98,16 +100,50 @@ def build_engine(args: argparse.Namespace, layout: Layout, *, kv_blocks: int) ->
             num_blocks=kv_blocks,
             block_tokens=layout.block_tokens,
             exact=layout.numerics == "exact",
-            attention=args.attention,
+            attention=args.attention_kernel,
             segment_tokens=layout.segment_tokens,
+            query_first=cache_elsewhere,
         )
-    except (RuntimeError, MemoryError) as problem:  # torch has no type of its own for it on CPUs
-        if "memory" not in str(problem):
-            raise
-        size = kv_blocks * layout.block_bytes >> 20
-        raise OptionInvalid(
-            f"--kv-blocks {kv_blocks}: a cache of {size} MiB does not fit in memory"
-        ) from None
+    except (RuntimeError, MemoryError) as problem:
+        raise _no_memory(problem, layout, kv_blocks) from None
+
+
+def build_attention(args: argparse.Namespace, layout: Layout, *, kv_blocks: int, kv_heads: int) -> Any:
+    """A cache of so many KV heads and the attention operator: no weights are read."""
+    import torch
+
+    from halfmoon.workers.model.attention.engine import AttentionEngine
+
+    _set_threads(args)
+    try:
+        return AttentionEngine(
+            load_config(args.model),
+            kv_heads=kv_heads,
+            num_blocks=kv_blocks,
+            block_tokens=layout.block_tokens,
+            segment_tokens=layout.segment_tokens,
+            dtype=getattr(torch, layout.dtype),
+            device=_usable_device(args),
+            attention=args.attention_kernel,
+        )
+    except (RuntimeError, MemoryError) as problem:
+        raise _no_memory(problem, layout, kv_blocks) from None
+
+
+def _set_threads(args: argparse.Namespace) -> None:
+    import torch
+
+    if args.threads < 1:
+        raise OptionInvalid(f"--threads {args.threads}: at least 1")
+    torch.set_num_threads(args.threads)
+
+
+def _no_memory(problem: Exception, layout: Layout, kv_blocks: int) -> Exception:
+    """The error of a cache that cannot be had; the problem itself where it is another."""
+    if "memory" not in str(problem):  # torch has no type of its own for it on CPUs
+        return problem
+    size = kv_blocks * layout.block_bytes >> 20
+    return OptionInvalid(f"--kv-blocks {kv_blocks}: a cache of {size} MiB does not fit in memory")
 
 
 def _usable_device(args: argparse.Namespace) -> str:
@@ -124,7 +160,7 @@ def _usable_device(args: argparse.Namespace) -> str:
 
 def _check_memory(args: argparse.Namespace, element_bytes: int) -> None:
     """Raises OptionInvalid for weights that this machine cannot hold, before hours go into reading them."""
-    from halfmoon.workers.model.weight_table import weight_elements
+    from halfmoon.workers.model.loading.weight_table import weight_elements
 
     needed = weight_elements(load_config(args.model)) * element_bytes
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -140,6 +176,28 @@ def measure_profile(engine: Any, layout: Layout) -> CostProfile:
     from halfmoon.workers.profiler import measured_profile
 
     return measured_profile(engine)
+
+
+def profile_check(
+    engine: Any, profile: CostProfile, say: Callable[[str], None], *, steps: bool
+) -> ProfileCheck:
+    """Doubts the kept profile for the next start when what the worker computes says so. `steps`: they are its own."""
+    from halfmoon.workers.profiler import profile_key
+
+    def doubted(why: str) -> None:
+        say(why)
+        doubt(profile_key(engine))
+
+    return ProfileCheck(profile, doubted, steps=steps)
+
+
+def measure_attention(engine: Any) -> CostProfile:
+    """The cost of attention alone on an attention worker's engine, kept as a profile is; nothing on other devices."""
+    if engine.cache.device.type != "cpu":
+        return CostProfile()
+    from halfmoon.workers.profiler import attention_profile
+
+    return attention_profile(engine)
 
 
 def exact_numerics(engine: Any, layout: Layout) -> tuple[ExactNumerics, str]:
@@ -165,10 +223,13 @@ def exact_numerics(engine: Any, layout: Layout) -> tuple[ExactNumerics, str]:
 
 __all__ = [
     "ModelConfig",
+    "build_attention",
     "build_engine",
     "context_tokens_max",
     "device_of",
     "exact_numerics",
     "layout_of",
+    "measure_attention",
     "measure_profile",
+    "profile_check",
 ]

@@ -107,6 +107,10 @@ def bus_config(args: argparse.Namespace, *, name: str = "operator") -> BusConfig
     url, key = args.nats, args.nats_nkey_file
     stated = key or args.nats_user or args.nats_token or args.nats_credentials or args.nats_cert
     running = None if url and stated else _running(args)
+    if running is None and not url and args.cluster != DEFAULT_CLUSTER:
+        raise OptionInvalid(
+            f"--cluster {args.cluster}: none of this name runs on this machine (--nats says where another's server is)"
+        )
     if running is not None:
         url = url or running.nats
         if running.credentials and not stated:
@@ -249,6 +253,12 @@ def parse(
         }
         known = {action.dest for action in sub._actions}
         _apply(sub, {key: value for key, value in environment.items() if key in known}, "environment")
+        if argv[0] == command:
+            # Intermixed: options may stand before, between and behind what has no name. And it is this command's usage
+            # that an error shows.
+            args = sub.parse_intermixed_args(list(argv[1:]))
+            args.command = command
+            return args
     return parser.parse_args(argv)
 
 

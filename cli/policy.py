@@ -48,14 +48,9 @@ async def run(args: argparse.Namespace) -> int:
         raise OptionInvalid(
             "policy set: KEY=VALUE is missing" if args.action == "set" else "policy show takes no KEY"
         )
+    bus = await operator_bus(args, "policy")
     try:
-        bus = await Bus.connect(bus_config(args), name="policy", limits=existing_streams())
-    except StreamRefused as refused:
-        if refused.code != NO_STREAM:
-            raise
-        raise OptionInvalid(NO_CONDUCTOR) from None  # none has ever been there
-    try:
-        policy = (await _status(bus)).policy
+        policy = (await conductor_status(bus)).policy
         if args.changes:
             policy = changed(policy, args.changes)
             await _put_in_force(bus, policy)
@@ -68,6 +63,16 @@ async def run(args: argparse.Namespace) -> int:
         for name, value in values.items():
             print(f"{name:<24} {_for_people(name, value)}")
     return 0
+
+
+async def operator_bus(args: argparse.Namespace, name: str) -> Bus:
+    """Connected as the operator. Raises OptionInvalid, BusError."""
+    try:
+        return await Bus.connect(bus_config(args), name=name, limits=existing_streams())
+    except StreamRefused as refused:
+        if refused.code != NO_STREAM:
+            raise
+        raise OptionInvalid(NO_CONDUCTOR) from None  # none has ever been there
 
 
 def changed(policy: Policy, changes: list[str]) -> Policy:
@@ -114,13 +119,14 @@ async def _put_in_force(bus: Bus, policy: Policy) -> None:
     seq = await bus.append(PolicyChanged(policy=policy), source_id=subjects.OPERATOR, within_s=STORED_S)
     try:
         async with asyncio.timeout(IN_FORCE_S):
-            while (await _status(bus)).seq < seq:
+            while (await conductor_status(bus)).seq < seq:
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise OptionInvalid(f"the change is event {seq} of the log; no conductor has read it yet") from None
 
 
-async def _status(bus: Bus) -> ConductorStatus:
+async def conductor_status(bus: Bus) -> ConductorStatus:
+    """By any conductor. Raises OptionInvalid where none answers."""
     try:
         return await bus.request(
             subjects.status(subjects.CONDUCTORS), StatusRequest(), ConductorStatus, timeout_s=ANSWER_S

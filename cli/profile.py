@@ -10,15 +10,39 @@ import orjson
 
 from halfmoon.cli import model as models
 from halfmoon.cli.options import add_config, add_model
+from halfmoon.schemas.cost_profile import CostProfile
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_config(parser)
-    parser.add_argument("--attention", choices=("auto", "sdpa", "flash"), default="auto")
+    parser.add_argument("--attention-kernel", choices=("auto", "sdpa", "flash"), default="auto")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--budget-s", type=float, default=30.0, help="how long to measure")
     parser.add_argument("--json", action="store_true")
+
+
+def of_parts(cost: CostProfile) -> list[str]:
+    """The table of a decode step's parts, to read."""
+    if not cost.attention_token_ps:
+        return ["  a step's parts: not measured, as attention runs elsewhere in exact numerics on CPUs only"]
+    lines = [
+        f"  without attention: {cost.linear_group_ns / 1e6:.2f} ms·groups + {cost.linear_row_ns / 1e6:.3f} ms·batch,"
+        f" in groups of up to {cost.group_rows}",
+        f"  attention, here or elsewhere: {cost.attention_group_ns / 1e6:.2f} ms·groups"
+        f" + {cost.attention_row_ns / 1e6:.3f} ms·batch + {cost.attention_token_ps / 1e9:.3e} ms·context tokens",
+    ]
+    linear_ns = cost.linear_ns(1, cost.group_rows)
+    for tokens in (1_000, 4_000):
+        attention_ns = cost.attention_ns(1, cost.group_rows, cost.group_rows * tokens)
+        keep_up = max(1, -(-attention_ns // max(1, linear_ns)))
+        lines.append(f"  attention workers that keep up, at {tokens} tokens a sequence: {keep_up}")
+    if cost.channel_trip_ns:
+        lines.append(
+            f"  channel on this host: {cost.channel_trip_ns / 1e3:.1f} µs a round trip"
+            f" + {cost.channel_byte_ps / 1e3:.3f} ns·bytes, up and down"
+        )
+    return lines
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -48,6 +72,7 @@ async def run(args: argparse.Namespace) -> int:
         f"  decode step: {profile.decode_base_ns / 1e6:.2f} ms + {profile.decode_per_sequence_ns / 1e6:.3f} ms·batch"
         f" + {profile.decode_per_context_token_ps / 1e9:.3e} ms·context tokens"
     )
+    print("\n".join(of_parts(profile)))
     if held:
         print(
             f"  {warning or 'exact numerics hold: again, from a cache and in a batch the same bits as alone'}"

@@ -16,7 +16,7 @@ from halfmoon.cli.options import OptionInvalid, add_config, read_option_file
 from halfmoon.cli.policy import changed
 from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay import state_text, whatif
-from halfmoon.conductor.replay.explain import explained
+from halfmoon.conductor.replay.explain import explained, role_changed
 from halfmoon.conductor.replay.histories import request_histories
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.page import page
@@ -34,7 +34,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--state", action="store_true", help="the conductor's whole state, at the end or at --until"
     )
     parser.add_argument(
-        "--explain", default="", metavar="REQUEST", help="each candidate, and what then happened"
+        "--explain",
+        default="",
+        metavar="REQUEST",
+        help="each candidate, and what then happened; of a worker: why it changed its role (`roles`: of all)",
     )
     parser.add_argument(
         "--html", default="", metavar="OUT", help="one page that shows the run, and why, request by request"
@@ -81,7 +84,13 @@ def _state(args: argparse.Namespace, log: LogFile) -> int:
 
 def _explain(args: argparse.Namespace, log: LogFile) -> int:
     replay = Replay(log, until=args.until, explain_requests=lambda name: name == args.explain)
-    history = request_histories(replay).of.get(args.explain)
+    histories = request_histories(replay)
+    history = histories.of.get(args.explain)
+    changes = [why for why in histories.roles if args.explain in ("roles", why.worker_id)]
+    if history is None and changes:
+        text = "\n\n".join(role_changed(why) for why in changes)
+        print(msgspec.json.encode(changes).decode() if args.json else text)
+        return _warned(replay)
     if history is None:
         raise OptionInvalid(f"--explain {args.explain}: no such request in {args.file}")
     print(msgspec.json.encode(history).decode() if args.json else explained(history))

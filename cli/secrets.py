@@ -26,6 +26,7 @@ from halfmoon.bus.credentials import CredentialsBroken, key_file, make_key, publ
 from halfmoon.bus.permissions import Identity, authorization, cluster_identities
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.output import say
+from halfmoon.cli.processes.options import add_elastic
 from halfmoon.schemas import subjects
 from halfmoon.schemas.roles import ROLES, WORKER_ROLES
 
@@ -60,7 +61,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conductors", type=int, default=5, help="how many of each there may be at most")
     parser.add_argument("--frontends", type=int, default=4)
     for role in WORKER_ROLES:
-        parser.add_argument(f"--{role}", type=int, default=8)
+        parser.add_argument(f"--{role}", type=int, default=8 if ROLES[role].nodes else 0)
+    add_elastic(parser)
     parser.add_argument(
         "--tenants", default="", metavar="NAMES", help="a client's credentials for each, by commas"
     )
@@ -73,9 +75,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
+    least: dict[str, int] = {role: ROLES[role].nodes_min for role in WORKER_ROLES}
     for option in ("conductors", "frontends", *WORKER_ROLES, "log_gib_max"):
-        if getattr(args, option) < 1:
-            raise OptionInvalid(f"--{option.replace('_', '-')}: at least 1")
+        if getattr(args, option) < least.get(option, 1):
+            raise OptionInvalid(f"--{option.replace('_', '-')}: at least {least.get(option, 1)}")
     if shutil.which("openssl") is None:
         raise OptionInvalid("secrets: needs the openssl command")
     await asyncio.to_thread(make, args)
@@ -133,6 +136,7 @@ def _wanted(args: argparse.Namespace) -> list[Identity]:
         frontends=args.frontends,
         workers=workers,
         tenants=_tenants(args),
+        elastic=args.elastic != "off",
     )
 
 

@@ -45,6 +45,19 @@ def _longest(status: dict[str, Any]) -> str:
     return f", for requests of up to {tokens} tokens" if tokens else ""
 
 
+def _roles(roles: dict[str, Any]) -> list[str]:
+    """The workers that the load asks for, where roles may change by it."""
+    if roles.get("elastic", "off") == "off":
+        return []
+    pools = ", ".join(
+        f"{role} {pool['wanted']} ({pool['workers']} there)" for role, pool in roles["pools"].items()
+    )
+    lines = ["", f"roles by load ({roles['elastic']}): {roles['changes']} changed; workers wanted: {pools}"]
+    if advised := roles.get("advised"):
+        lines.append(f"advised: halfmoon role {advised['worker']} {advised['role']}: {advised['reason']}")
+    return lines
+
+
 def describe(status: dict[str, Any]) -> str:
     """For people."""
     lines = [
@@ -63,6 +76,25 @@ def describe(status: dict[str, Any]) -> str:
     lenders = [f"{node['id']} {node['kv_lent']}" for node in status["nodes"] if node.get("kv_lent")]
     if lenders:
         lines += ["", f"blocks lent to other workers' requests: {', '.join(lenders)}"]
+    moves = status.get("moves", {})
+    if moves.get("done") or moves.get("refused"):
+        lines.append(
+            f"KV moved while decoding: {moves['tokens']} tokens ({moves['bytes']} bytes) in {moves['done']} moves; "
+            f"{moves['refused']} refused"
+        )
+    slow = [
+        f"{node['id']} ({node['slow_wait_ms']} ms of a step, where {node['slow_expected_ms']} were measured)"
+        for node in status["nodes"]
+        if node.get("slow_wait_ms")
+    ]
+    if slow:
+        lines += ["", f"slow, and avoided for new KV: {', '.join(slow)}"]
+    changing = [
+        f"{node['id']} becomes a {node['becomes']} worker" for node in status["nodes"] if node.get("becomes")
+    ]
+    if changing:
+        lines += ["", "; ".join(changing)]
+    lines += _roles(status.get("roles", {}))
     inexact = [node["id"] for node in status["nodes"] if node.get("exact_numerics") == "not_held"]
     if inexact:
         lines += ["", f"exact numerics: not held on the CPU of {', '.join(inexact)}"]

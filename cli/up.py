@@ -28,7 +28,7 @@ from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import add_frontend, add_policy, add_store, add_worker
 from halfmoon.cli.run_file import RunFile
 from halfmoon.cli.tracing import add_tracing, check_endpoint
-from halfmoon.schemas.roles import WORKER_ROLES
+from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WORKER_ROLES
 
 if sys.platform != "linux":  # the shared memory segments and the parent's death signal are Linux's
     raise RuntimeError("halfmoon runs on Linux")
@@ -36,7 +36,19 @@ if sys.platform != "linux":  # the shared memory segments and the parent's death
 
 def add(parser: argparse.ArgumentParser) -> None:
     for role in WORKER_ROLES:
-        parser.add_argument(f"--{role}", type=int, default=2, help=f"{role} nodes")
+        nodes = ROLES[role].nodes
+        parser.add_argument(
+            f"--{role}",
+            type=int,
+            help=f"{role} nodes (default: {nodes}{', with --mixed 0' if role in ELASTIC_ROLES else ''})",
+        )
+    parser.add_argument(
+        "--attention-split",
+        choices=("request", "heads", "sequence"),
+        default="request",
+        help="what each attention worker holds: whole requests, an equal part of the KV heads of all, or whole requests"
+        " and segments of those that no single one has room for",
+    )
     parser.add_argument("--conductors", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="HTTP port (default: 8000, or a free one)")
     parser.add_argument(
@@ -64,9 +76,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    for option in (*WORKER_ROLES, "conductors"):
-        if getattr(args, option) < 1:
-            raise OptionInvalid(f"--{option}: at least 1")
+    count_nodes(args)
+    if args.conductors < 1:
+        raise OptionInvalid("--conductors: at least 1")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", args.cluster):
         raise OptionInvalid(f"--cluster {args.cluster}: letters, digits, - and _, at most 64")
     check_endpoint(args)
@@ -113,13 +125,32 @@ async def run(args: argparse.Namespace) -> int:
             cluster.say("stopped")
 
 
+def count_nodes(args: argparse.Namespace) -> None:
+    """Each role's nodes where no option says: with mixed workers there need be no others. Raises OptionInvalid."""
+    for role in WORKER_ROLES:
+        pair = role in ELASTIC_ROLES
+        if getattr(args, role) is None:
+            setattr(args, role, 0 if pair and args.mixed else ROLES[role].nodes)
+        least = 0 if pair and args.mixed else ROLES[role].nodes_min
+        if getattr(args, role) < least:
+            raise OptionInvalid(f"--{role}: at least {least}")
+    if bool(args.prefill) != bool(args.decode):
+        raise OptionInvalid("--prefill and --decode: some of both, or with --mixed none of either")
+    if args.attention and not args.decode:
+        raise OptionInvalid("--attention: its KV is that of decode workers, of which there are none")
+
+
 def _print_addresses(cluster: LocalCluster, directory: Path) -> None:
     args = cluster.args
     metrics = cluster.targets.write(directory / "prometheus.json")
     credentials = "" if cluster.server is None else str(credentials_of(directory))
     RunFile(nats=args.nats, http=cluster.http, pid=os.getpid(), credentials=credentials).write(directory)
     where = "" if args.cluster == DEFAULT_CLUSTER else f" --cluster {args.cluster}"
-    cluster.say(f"ready: {args.prefill} prefill and {args.decode} decode nodes")
+    attention = f", whose KV lies at {args.attention} attention nodes" if args.attention else ""
+    nodes = [f"{args.prefill} prefill and {args.decode} decode nodes{attention}"] if args.decode else []
+    if args.mixed:
+        nodes.append(f"{args.mixed} mixed node{'s' * (args.mixed > 1)}")
+    cluster.say(f"ready: {', '.join(nodes)}")
     print(
         f"\n  NATS  {args.nats}\n  HTTP  {cluster.http}\n{metrics}\n"
         f'Try, in another terminal:\n\n  halfmoon generate "The moon is"{where}\n\n'

@@ -7,9 +7,11 @@ which one began it.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 #: Meaning of the events; those of older logs are understood too.
 LOG_VERSION = 2
@@ -23,7 +25,15 @@ def code_version() -> str:
     """For example `0.1.0+5f0c2a91`."""
     sources = blake2b(digest_size=4)
     for package in DECIDING:
-        for entry in sorted(files(package).iterdir(), key=lambda entry: entry.name):
-            if entry.name.endswith(".py"):
-                sources.update(entry.read_bytes())
+        for source in _sources(files(package)):
+            sources.update(source.read_bytes())
     return f"{importlib.metadata.version('halfmoon')}+{sources.hexdigest()}"
+
+
+def _sources(folder: Traversable) -> Iterator[Traversable]:
+    """The Python files in it and in the folders below it, in the order of their names."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _sources(entry)
+        elif entry.name.endswith(".py"):
+            yield entry

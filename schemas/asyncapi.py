@@ -28,10 +28,10 @@ Node = dict[str, Any]
 def message_classes() -> list[type]:
     """Every message that a module of `halfmoon.schemas` defines: Message classes, and the bodies of the client API."""
     found: list[type] = []
-    for module_found in pkgutil.iter_modules(halfmoon.schemas.__path__):
-        if module_found.name == "asyncapi":
+    for module_found in pkgutil.walk_packages(halfmoon.schemas.__path__, "halfmoon.schemas."):
+        if module_found.name == "halfmoon.schemas.asyncapi":
             continue
-        module = importlib.import_module(f"halfmoon.schemas.{module_found.name}")
+        module = importlib.import_module(module_found.name)
         for name, kind in vars(module).items():
             if inspect.isclass(kind) and kind.__module__ == module.__name__ and not name.startswith("_"):
                 is_body = issubclass(kind, msgspec.Struct) and name.endswith("Body")

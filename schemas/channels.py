@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from halfmoon.schemas import (
-    api,
     decisions,
     events,
     kv,
@@ -22,6 +21,7 @@ from halfmoon.schemas import (
     tokens,
     view,
 )
+from halfmoon.schemas.api import bodies
 from halfmoon.schemas.types import Message
 
 
@@ -48,7 +48,7 @@ _CLIENT_API: tuple[Channel, ...] = (
         address=f"{subjects.API}.generate",
         summary="Complete a prompt.",
         action="receive",
-        messages=(api.CompletionBody,),
+        messages=(bodies.CompletionBody,),
         answered="An OpenAI completion; with `stream`, any number of chunks and a last one. Errors: `{error: {...}}`.",
     ),
     Channel(
@@ -56,7 +56,7 @@ _CLIENT_API: tuple[Channel, ...] = (
         address=f"{subjects.API}.chat",
         summary="Answer a conversation.",
         action="receive",
-        messages=(api.ChatBody,),
+        messages=(bodies.ChatBody,),
         answered="An OpenAI chat completion, or chunks of one, as for `generate`. Errors: `{error: {...}}`.",
     ),
     Channel(
@@ -64,7 +64,7 @@ _CLIENT_API: tuple[Channel, ...] = (
         address=f"{subjects.API}.tokenize",
         summary="The token ids of a text or a conversation.",
         action="receive",
-        messages=(api.TokenizeBody,),
+        messages=(bodies.TokenizeBody,),
         answered="`{tokens, count, max_model_len}`.",
     ),
     Channel(
@@ -72,7 +72,7 @@ _CLIENT_API: tuple[Channel, ...] = (
         address=f"{subjects.API}.cancel",
         summary="Nothing more of a request is wanted.",
         action="receive",
-        messages=(api.CancelBody,),
+        messages=(bodies.CancelBody,),
         answered="Whether there was such a request.",
     ),
     Channel(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from halfmoon.schemas.roles import MemberRole
-from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, Message, Ns, Part, Seq, Text, Tokens
+from halfmoon.schemas.roles import MemberRole, WorkerRole
+from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, KvHeads, Message, Ns, Part, Seq, Text, Tokens
 
 RejectReason = Literal[
     "ttft_slo",  # predicted time to first token is over the SLO
@@ -77,6 +77,18 @@ class Loan(Part, frozen=True):
     segments: Blocks
 
 
+class CachePlace(Part, frozen=True):
+    """`kv_heads` KV heads of a sequence, from `first_kv_head` on, lie at the attention worker: of `segments` whole
+    segments of the prompt, from `first_segment` on, or (0 of them) of all tokens from there on, new ones too.
+    """
+
+    worker_id: Id
+    first_kv_head: KvHeads
+    kv_heads: KvHeads
+    first_segment: Blocks = 0
+    segments: Blocks = 0
+
+
 class StartDecode(Message, frozen=True):
     """To a decode worker: expect the KV of a prompt and decode it. Sent with its StartPrefill, under the same order_id.
 
@@ -99,6 +111,57 @@ class StartDecode(Message, frozen=True):
     prefill_node_id: str = ""
     #: Who holds the first segments of the prompt, in order; what follows them is the worker's own.
     loans: list[Loan] = []
+    #: The attention workers that hold its KV, each its heads or its segments; []: the worker itself does.
+    cache: list[CachePlace] = []
+    #: An earlier order of the request, whose decode worker is gone: `cache` still has the KV of all tokens that were
+    #: delivered, under that order's id. No prefill goes with this one. "": an order like any other.
+    resumes: str = ""
+
+
+class StartMixed(Message, frozen=True):
+    """To a mixed worker: compute the prompt and decode it, both here. It is an order's both halves.
+
+    PrefillFinished says that the prompt is computed, DecodeStarted that it decodes. One of PrefillFailed and
+    RequestFinished answers.
+    """
+
+    order_id: Id
+    request_id: Id
+    frontend_id: Id
+    worker_id: Id
+    prompt_tokens: Tokens
+    max_tokens: Tokens
+    #: How many whole blocks the conductor believes to be on the worker's node.
+    local_blocks: Blocks = 0
+    fetches: list[Fetch] = []
+    #: 1 for the first placement of the request.
+    placement: Count = 1
+    predicted: Prediction = Prediction()
+
+
+class MoveKv(Message, frozen=True):
+    """To a decode worker: have `lender_id` hold the next segments of a running request, and go on without them here.
+
+    They follow those that others hold already. Their room at the lender is booked. One of KvMoved, KvMoveRefused
+    answers, unless the order ends before.
+    """
+
+    plan_id: Id
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    lender_id: Id
+    segments: Blocks
+    #: Tokens that are sent while one decode step is made, at most.
+    tokens_per_step: Tokens
+
+
+class EndMove(Message, frozen=True):
+    """To a lender: a move to it came to nothing; drop what it holds for it. No answer."""
+
+    plan_id: Id
+    order_id: Id
+    worker_id: Id
 
 
 class CancelOrder(Message, frozen=True):
@@ -147,6 +210,18 @@ class AnnounceYourself(Message, frozen=True):
     target_id: Id
 
 
+class ChangeRole(Message, frozen=True):
+    """To a worker: finish what you have, leave, and join as a worker of `role`; the weights stay loaded.
+
+    Nothing is placed there from now on. `WorkerLeft` and `WorkerJoined` answer.
+    """
+
+    worker_id: Id
+    role: WorkerRole
+    #: The load that it changes for; "": an operator wanted it.
+    reason: Text = ""
+
+
 class ReplicateBlocks(Message, frozen=True):
     """To a store agent: many read these blocks from `source_node_id`; hold them too. `BlocksStored` is the answer."""
 
@@ -166,12 +241,16 @@ class SetTimer(Message, frozen=True):
 Decision = (
     StartPrefill
     | StartDecode
+    | StartMixed
+    | MoveKv
+    | EndMove
     | CancelOrder
     | ReleaseOrder
     | RejectRequest
     | FailRequest
     | AnnounceYourself
     | ReplicateBlocks
+    | ChangeRole
     | SetTimer
 )
 DECISION_TYPES: tuple[type[Message], ...] = get_args(Decision)

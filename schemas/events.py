@@ -20,6 +20,7 @@ from halfmoon.schemas.types import (
     Count,
     ExactNumerics,
     Id,
+    KvHeads,
     Message,
     Ns,
     Part,
@@ -50,6 +51,17 @@ class PolicyChanged(Message, frozen=True):
     """An operator chose another policy; in force from the next event on."""
 
     policy: Policy
+
+
+class RoleWanted(Message, frozen=True):
+    """An operator wants a worker to take another of the roles that it may have. `ChangeRole` is the answer.
+
+    It is passed over where no worker of the role that it has would be left, or the worker may not.
+    """
+
+    #: The worker; whose word it is, its subject says.
+    target_id: Id
+    role: WorkerRole
 
 
 class TimerFired(Message, frozen=True):
@@ -91,8 +103,31 @@ class WorkerJoined(Message, frozen=True):
     exact_numerics: ExactNumerics = ""
     #: Prefill: the longest prompt, where one may be longer than the worker's cache; 0, as in older logs: none may.
     prompt_tokens_max: Tokens = 0
-    #: Decode: it holds, and attends to, segments of others' sequences, and has others hold some of its own.
+    #: Decode: it holds, and attends to, segments of others' sequences, and has others hold some of its own. Attention:
+    #: it holds part of a sequence, in whole segments, where no such worker has room for all.
     lends: bool = False
+    #: Decode: the KV of its sequences lies at attention workers, all of it.
+    cache_elsewhere: bool = False
+    #: Attention: its cache has so many KV heads of each token, from this one on; 0: all heads.
+    first_kv_head: KvHeads = 0
+    kv_heads: KvHeads = 0
+    #: Roles that the process takes when it is told to (`ChangeRole`), its own among them; []: it keeps its own.
+    may_become: list[WorkerRole] = []
+    #: Decode with `cache_elsewhere`: in so many groups its rows take turns; 0: as many as its profile says are best.
+    decode_groups: Count = 0
+    #: Mixed: tokens of prompts and of answers that one iteration computes at most.
+    token_budget: Tokens = 0
+
+
+class PlaceWait(Part, frozen=True):
+    """How long a step waits for another worker that holds parts of its sequences, and what that was measured to take.
+
+    Of the newest steps it is the one in the middle.
+    """
+
+    worker_id: Id
+    waited_ns: Ns
+    expected_ns: Annotated[int, Meta(ge=1, le=2**62)]
 
 
 class WorkerHeartbeat(Message, frozen=True):
@@ -117,6 +152,8 @@ class WorkerHeartbeat(Message, frozen=True):
     lacking: list[Id] = []
     #: `cause_seq` of the newest decision that the worker has obeyed, of whatever kind; 0: none yet.
     obeyed_seq: Seq = 0
+    #: Decode: of those who were asked for attention in several steps since the last heartbeat.
+    places: list[PlaceWait] = []
 
 
 class WorkerDraining(Message, frozen=True):
@@ -286,7 +323,9 @@ class RequestCancelled(Message, frozen=True):
 
 
 class PrefillFinished(Message, frozen=True):
-    """Every KV block of the prompt was delivered to the decode node. Answers one `StartPrefill`."""
+    """Every KV block of the prompt was delivered to the decode node. Answers one `StartPrefill`; of a mixed worker: the
+    prompt is computed, and stays.
+    """
 
     order_id: Id
     request_id: Id
@@ -302,10 +341,14 @@ class PrefillFinished(Message, frozen=True):
     fetch_ns: Ns = 0
     pushed_bytes: Bytes = 0
     push_ns: Ns = 0
+    #: Of the prompt as it was computed, cached ones included; 0, as in older logs: not said.
+    prompt_tokens: Tokens = 0
 
 
 class PrefillFailed(Message, frozen=True):
-    """The order will not be finished. Answers one `StartPrefill`. `retryable`: another placement may do better."""
+    """The order will not be finished. Answers one `StartPrefill` or `StartMixed`. `retryable`: another placement may
+    do better.
+    """
 
     order_id: Id
     request_id: Id
@@ -344,7 +387,9 @@ class DecodeFailed(Message, frozen=True):
 
 
 class RequestFinished(Message, frozen=True):
-    """The last token was sent. Answers one `StartDecode`; the measures are the request's whole life."""
+    """The last token was sent. Answers one `StartDecode` or `StartMixed`; the measures are the request's whole
+    life.
+    """
 
     order_id: Id
     request_id: Id
@@ -358,9 +403,36 @@ class RequestFinished(Message, frozen=True):
     preemptions: Count = 0
 
 
+class KvMoved(Message, frozen=True):
+    """Another worker holds these blocks of a running request now, and attends to them. Answers one `MoveKv`.
+
+    `moved_bytes`: of K and V, all layers.
+    """
+
+    plan_id: Id
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    blocks: Blocks
+    moved_bytes: Bytes = 0
+
+
+class KvMoveRefused(Message, frozen=True):
+    """The request goes on as it was: the lender has no room, or is lost, or the request does not run. Answers one
+    `MoveKv`.
+    """
+
+    plan_id: Id
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    reason: Text
+
+
 Event = (
     ClusterConfigured
     | PolicyChanged
+    | RoleWanted
     | TimerFired
     | StateDigested
     | WorkerJoined
@@ -386,6 +458,8 @@ Event = (
     | DecodeRefused
     | DecodeFailed
     | RequestFinished
+    | KvMoved
+    | KvMoveRefused
 )
 EVENT_TYPES: tuple[type[Message], ...] = get_args(Event)
 

@@ -5,7 +5,17 @@ Only these few words go over NATS; queries and states go over a channel (`halfmo
 
 from __future__ import annotations
 
-from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, Message, Text, check_whole_keys
+from halfmoon.schemas.types import (
+    BlockKeys,
+    Blocks,
+    Count,
+    Id,
+    KvHeads,
+    Message,
+    Text,
+    Tokens,
+    check_whole_keys,
+)
 
 
 class HoldRequest(Message, frozen=True):
@@ -23,6 +33,16 @@ class HoldRequest(Message, frozen=True):
     #: Keys of all blocks up to the last one wanted, from the sequence's first on.
     block_keys: BlockKeys
     tenant: Text = ""
+    #: Of a move: the blocks follow over a channel, and none is read from a pool; so many.
+    plan_id: Text = ""
+    room_blocks: Blocks = 0
+    #: At an attention worker: the tokens from `first_block` on that there must be room for, beyond those blocks too,
+    #: and the KV heads (0: all). 0 tokens: those blocks are all there is to hold.
+    tokens: Tokens = 0
+    first_kv_head: KvHeads = 0
+    kv_heads: KvHeads = 0
+    #: At an attention worker: nothing new, but what it holds of this earlier order, from now on under `order_id`.
+    adopts: Text = ""
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

@@ -21,7 +21,12 @@ PolicyName = Literal[
     "random",
     "dynamo",
 ]
+#: Where there are mixed workers and pairs of others: whichever is predicted to be better, mixed workers while they take
+#: it, or never a mixed one.
+MixedChoice = Literal["predicted", "preferred", "never"]
 AdmissionName = Literal["predicted", "early", "late", "none"]
+#: Whether the conductor changes roles of workers by load: never, or it says what it would change, or it does.
+ElasticMode = Literal["off", "advise", "on"]
 
 
 class Policy(Part, frozen=True):
@@ -51,6 +56,9 @@ class Policy(Part, frozen=True):
     arrival_wait_ns_max: Ns = 0
     #: Refuse prompts that no node's pool could hold, were it empty.
     pools_bound: bool = False
+    #: Objectives that no request names are not below twice what it takes alone, and at an idle worker a prediction that
+    #: nothing recent supports refuses nothing. As in older logs: whatever is predicted above the objective is refused.
+    idle_served: bool = False
     #: Expected of a transfer between two nodes until one was measured: bandwidth of a link, of an SSD, and latency.
     link_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 2_000_000_000
     ssd_bytes_s: Annotated[int, Meta(ge=1, le=2**50)] = 500_000_000
@@ -64,6 +72,38 @@ class Policy(Part, frozen=True):
     clock_step_ns_max: Ns = 0
     #: Tell decode workers from which node KV comes, so that they believe no other; as in older logs: they are not told.
     sources_named: bool = False
+    #: How often KV of running requests may move from decode workers without room to those with it, where decode workers
+    #: lend; 0, as in older logs: never.
+    move_period_ns: Ns = 0
+    #: A decode worker gives KV away from so much of its cache reserved on, and takes some below so much, in percent.
+    move_from_percent: Annotated[int, Meta(ge=1, le=1_000)] = 90
+    move_to_percent: Annotated[int, Meta(ge=1, le=100)] = 70
+    #: So much of a lender's cache, in percent, a move leaves free.
+    move_reserve_percent: Annotated[int, Meta(ge=0, le=100)] = 10
+    #: Tokens that a worker sends during one decode step at most.
+    move_step_tokens: Annotated[int, Meta(ge=1, le=65536)] = 32
+    #: How a mixed worker is chosen over a prefill and a decode worker; older logs have no mixed workers.
+    mixed_choice: MixedChoice = "predicted"
+    #: A move that its decode worker has not answered for so long is over; 0, as in older logs: it stays booked until
+    #: its order ends.
+    move_answer_ns: Ns = 0
+    #: Who holds KV for others and takes so much of what its attention was measured to take, in percent, gets no new KV
+    #: while others have room; 0, as in older logs: it does. And for how long since this was seen last.
+    slow_place_percent: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    slow_place_ns: Ns = 30 * SECOND_NS
+    #: Prefill and decode workers that may change roles do so by load; as in older logs: when they are told to.
+    elastic: ElasticMode = "off"
+    #: How often the load is looked at, and the arrivals of which time tell it.
+    elastic_period_ns: Ns = 1 * SECOND_NS
+    elastic_window_ns: Ns = 15 * SECOND_NS
+    #: A pool gives a worker if it is so much emptier then than the other one was, in percent, for so long in a row.
+    elastic_gain_percent: Annotated[int, Meta(ge=1, le=100)] = 10
+    elastic_hold_ns: Ns = 2 * SECOND_NS
+    #: And where it is at least so full.
+    elastic_from_percent: Annotated[int, Meta(ge=0, le=1_000)] = 60
+    #: From one change to the next at least; and so many under way at once.
+    elastic_pause_ns: Ns = 1 * SECOND_NS
+    elastic_changes_max: Annotated[int, Meta(ge=1, le=1_000)] = 1
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 

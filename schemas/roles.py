@@ -8,10 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-WorkerRole = Literal["prefill", "decode"]
+WorkerRole = Literal["prefill", "decode", "attention", "mixed"]
 #: Who is a member of the cluster: joins, beats and leaves by events.
 MemberRole = Literal[WorkerRole, "store", "frontend"]
 ProcessRole = Literal["conductor", MemberRole]
+
+
+#: Roles that one process may change between.
+ELASTIC_ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +30,20 @@ class RoleTraits:
     drain_rank: int
     #: The longest requests that a worker's own cache holds at once, where no option says otherwise.
     contexts: int = 0
+    #: Workers of it that `halfmoon up` starts where no option says otherwise, and how many there must be.
+    nodes: int = 2
+    nodes_min: int = 1
 
 
 ROLES: dict[ProcessRole, RoleTraits] = {
     "frontend": RoleTraits(member="frontend", has_secret=True, drain_rank=0),
     "prefill": RoleTraits(member="worker", has_secret=True, drain_rank=1, contexts=1),
     "decode": RoleTraits(member="worker", has_secret=True, drain_rank=1, contexts=2),
-    "store": RoleTraits(member="store", has_secret=True, drain_rank=2),
-    "conductor": RoleTraits(member="none", has_secret=False, drain_rank=3),
+    # Decode workers need the KV that it holds as long as they decode.
+    "attention": RoleTraits(member="worker", has_secret=True, drain_rank=2, contexts=4, nodes=0, nodes_min=0),
+    # It prefills and decodes in one loop: either pair of pools, or it, serves a cluster.
+    "mixed": RoleTraits(member="worker", has_secret=True, drain_rank=1, contexts=2, nodes=0, nodes_min=0),
+    "store": RoleTraits(member="store", has_secret=True, drain_rank=3),
+    "conductor": RoleTraits(member="none", has_secret=False, drain_rank=4),
 }
 WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)

@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from halfmoon.schemas.policy import Policy
-from halfmoon.schemas.roles import MemberRole
-from halfmoon.schemas.types import Blocks, Count, ExactNumerics, Id, Message, Ns, Part, Seq, Tokens
+from halfmoon.schemas.policy import ElasticMode, Policy
+from halfmoon.schemas.roles import MemberRole, WorkerRole
+from halfmoon.schemas.types import Blocks, Count, ExactNumerics, Id, Message, Ns, Part, Seq, Text, Tokens
 
 
 class StatusRequest(Message, frozen=True):
@@ -38,6 +38,36 @@ class NodeStatus(Part, frozen=True):
     queue_ns: Ns = 0
     #: Workers: whether exact numerics hold on its CPU; "": not known, or not claimed.
     exact_numerics: ExactNumerics = ""
+    #: Workers: roles that they take when they are told to, their own among them; and the one that they are taking.
+    may_become: list[WorkerRole] = []
+    becomes: WorkerRole | Literal[""] = ""
+    #: Workers that hold KV for others and are avoided for new: how long a step waits for them, and was measured to. 0:
+    #: they are not.
+    slow_wait_ns: Ns = 0
+    slow_expected_ns: Ns = 0
+
+
+class PoolWanted(Part, frozen=True):
+    """Prefill or decode workers that the load of the last while asks for, and those that are there or on their way."""
+
+    role: WorkerRole
+    wanted: Count
+    workers: Count
+    #: Thousandths of a worker.
+    needed: Count
+
+
+class ElasticStatus(Part, frozen=True):
+    """Roles by load: what the pools want, what was changed, and what an operator is advised to change."""
+
+    mode: ElasticMode = "off"
+    pools: list[PoolWanted] = []
+    changes: Count = 0
+    #: A worker, the role that it should take, since when and why; "": none.
+    advised_worker: str = ""
+    advised_role: WorkerRole | Literal[""] = ""
+    advised_ns: Ns = 0
+    reason: Text = ""
 
 
 class RequestCounts(Part, frozen=True):
@@ -53,6 +83,11 @@ class RequestCounts(Part, frozen=True):
     prompt_tokens: Count = 0
     cached_local_tokens: Count = 0
     cached_fetched_tokens: Count = 0
+    #: Of KV between decode workers that lend: done, refused, and what they moved.
+    moves: Count = 0
+    moves_refused: Count = 0
+    moved_tokens: Count = 0
+    moved_bytes: Count = 0
 
 
 class ConductorStatus(Message, frozen=True):
@@ -80,9 +115,11 @@ class ConductorStatus(Message, frozen=True):
     counts: RequestCounts = RequestCounts()
     #: How long the oldest of its orders and events waits to be stored.
     unstored_ns: Ns = 0
+    elastic: ElasticStatus = ElasticStatus()
 
     @property
     def ready(self) -> bool:
-        """Requests can be placed: a prefill and a decode worker and a frontend are there."""
-        roles = [node.role for node in self.nodes if node.state == "ready"]
-        return self.caught_up and all(role in roles for role in ("prefill", "decode", "frontend"))
+        """Requests can be placed: a frontend is there, and a prefill and a decode worker or a mixed one."""
+        roles = {node.role for node in self.nodes if node.state == "ready"}
+        pair = {"prefill", "decode"} <= roles
+        return self.caught_up and "frontend" in roles and (pair or "mixed" in roles)

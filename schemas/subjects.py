@@ -64,7 +64,9 @@ def events_of_kind(kind: str) -> str:
 
 
 def decision(target_id: str, kind: str, frontend_id: str = "") -> str:
-    """`frontend_id`: of a placement (StartPrefill), so that the frontend hears of it too."""
+    """`frontend_id`: of a placement (StartPrefill, StartMixed, or a StartDecode without one): the frontend hears of it
+    too.
+    """
     subject = f"{ROOT}.decisions.{target_id}.{kind}"
     return f"{subject}.{frontend_id}" if frontend_id else subject
 
@@ -75,7 +77,7 @@ def decisions_for(target_id: str) -> str:
 
 def placements_for(frontend_id: str) -> str:
     """Where the requests of a frontend were placed, whichever worker it was."""
-    return f"{ROOT}.decisions.*.StartPrefill.{frontend_id}"
+    return f"{ROOT}.decisions.*.*.{frontend_id}"
 
 
 def kv(worker_id: str, kind: str, author_id: str) -> str:

@@ -9,6 +9,10 @@ import pytest
 
 WHOLE = os.environ.get("HALFMOON_TEST_EXAMPLES") == "all"
 _SHORTER = 8
+#: Several minutes of clusters, beyond what `make test-slow` has room for.
+by_make_test_attention = pytest.mark.skipif(
+    not os.environ.get("HALFMOON_TEST_ATTENTION"), reason="minutes of clusters: `make test-attention`"
+)
 
 
 def seeds(few: int, *, of: int, first: int = 0) -> list[Any]:

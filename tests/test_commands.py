@@ -23,7 +23,8 @@ TALK = {"asyncio", "msgspec", "nats", "orjson", "ssl", "uvloop"}
 IMPORTED_BY_HELP = {
     "halfmoon.bus", "halfmoon.bus.errors", "halfmoon.cli", "halfmoon.cli.commands", "halfmoon.cli.main",
     "halfmoon.cli.options", "halfmoon.schemas", "halfmoon.schemas.numbers", "halfmoon.schemas.roles",
-    "halfmoon.workers", "halfmoon.workers.model", "halfmoon.workers.model.errors",
+    "halfmoon.workers", "halfmoon.workers.model", "halfmoon.workers.model.loading",
+    "halfmoon.workers.model.loading.errors",
 }  # fmt: skip
 PROGRAM = """
 import sys
@@ -62,6 +63,19 @@ def test_status_imports_what_talking_needs() -> None:
     }  # fmt: skip
     assert len(found) <= STATUS_MODULES_MAX, sorted(found)
     assert "tqdm" in imported_by("simulate", "--help")  # it is seen where it is needed
+
+
+@pytest.mark.slow
+def test_a_worker_without_a_model_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys\n"
+        "import halfmoon.workers.decode.worker, halfmoon.workers.prefill.worker\n"
+        "import halfmoon.workers.model.null_engine\n"
+        "assert 'torch' not in sys.modules\n"
+        "import halfmoon.workers.attention.lender, halfmoon.workers.decode.borrower\n"
+        "assert 'torch' in sys.modules  # where they attend for each other\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_module_that_is_executed_when_it_is_used_is_whole_then() -> None:

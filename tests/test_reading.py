@@ -110,14 +110,12 @@ def defines(path: str, name: str) -> bool:
 
 
 def imports(path: str) -> set[str]:
-    """Names of the modules of its own folder that a file imports."""
-    package = "halfmoon." + ".".join(Path(path).parent.parts)
+    """Paths of the modules of ours that a file imports."""
     found = set()
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
-            found.add(str(node.module).removeprefix(f"{package}.") + ".py")
-        elif isinstance(node, ast.ImportFrom) and node.module == package:
-            found |= {f"{alias.name}.py" for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfmoon."):
+            module = str(node.module).removeprefix("halfmoon.").replace(".", "/")
+            found |= {f"{module}.py", *(f"{module}/{alias.name}.py" for alias in node.names)}
     return found
 
 
@@ -140,12 +138,14 @@ def test_one_reads_from_the_order_of_a_request_to_the_rule_that_chooses_by_names
     (step,) = [step for step in reading_order() if step.startswith("How one request finds its workers")]
     folder = re.search(r"in `([\w/]+)/`", step)
     assert folder is not None
-    for name, function in re.findall(r"`(\w+\.py)` \(`(\w+)`\)", step):
+    for name, function in re.findall(r"`([\w/]+\.py)` \(`(\w+)`\)", step):
         assert defines(f"{folder[1]}/{name}", function), (name, function)
     way = step.split("The formulas")[0]
     read: list[str] = []
-    for name in re.findall(r"`(\w+\.py)`", way):
-        assert not read or any(name in imports(f"{folder[1]}/{before}") for before in read), name
-        read.append(name)
-    assert {"orders.py", "admission.py", "policies.py", "fetch_plan.py"} <= set(read)
-    assert defines(f"{folder[1]}/policies.py", "choose_prefill")
+    for name in re.findall(r"`([\w/]+\.py)`", way):
+        path = f"{folder[1]}/{name}"
+        assert not read or any(path in imports(before) for before in read), name
+        read.append(path)
+    last = ("orders.py", "admission.py", "placement/policies.py", "placement/fetch_plan.py")
+    assert {f"{folder[1]}/{name}" for name in last} <= set(read)
+    assert defines(f"{folder[1]}/placement/policies.py", "choose_prefill")

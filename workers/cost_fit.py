@@ -35,6 +35,16 @@ class DecodeTime:
     elapsed_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """A part of one measured step of one group of rows, or (0 rows) of one round trip."""
+
+    rows: int
+    #: Cached tokens of all rows; of a round trip, bytes both ways.
+    size: int
+    elapsed_ns: int
+
+
 def fit_non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Coefficients >= 0 with the least sum of squared relative errors, one per column of `rows`.
 
@@ -73,6 +83,34 @@ def fit_profile(prefills: Sequence[PrefillTime], decodes: Sequence[DecodeTime]) 
         decode_base_ns=round(b[0]),
         decode_per_sequence_ns=round(b[1]),
         decode_per_context_token_ps=round(b[2] * 1_000),
+    )
+
+
+def fit_attention(profile: CostProfile, times: Sequence[PartTime]) -> CostProfile:
+    """`profile` with the cost of attention."""
+    group, row, token = fit_non_negative([(1, t.rows, t.size) for t in times], [t.elapsed_ns for t in times])
+    return replace(
+        profile,
+        attention_group_ns=round(group),
+        attention_row_ns=round(row),
+        attention_token_ps=round(token * 1_000),
+    )
+
+
+def fit_linear(profile: CostProfile, times: Sequence[PartTime], group_rows: int) -> CostProfile:
+    """`profile` with the cost of all but attention, in groups of at most `group_rows`."""
+    group, row = fit_non_negative([(1, t.rows) for t in times], [t.elapsed_ns for t in times])
+    return replace(profile, linear_group_ns=round(group), linear_row_ns=round(row), group_rows=group_rows)
+
+
+def fit_channel(profile: CostProfile, trips: Sequence[PartTime], query_row_bytes: int) -> CostProfile:
+    """`profile` with the cost of a channel, and what a row of queries weighs on it."""
+    trip, byte = fit_non_negative([(1, t.size) for t in trips], [t.elapsed_ns for t in trips])
+    return replace(
+        profile,
+        channel_trip_ns=round(trip),
+        channel_byte_ps=round(byte * 1_000),
+        query_row_bytes=query_row_bytes,
     )
 
 

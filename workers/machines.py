@@ -20,6 +20,8 @@ from halfmoon.schemas.events import (
     DecodeFailed,
     DecodeRefused,
     DecodeStarted,
+    KvMoved,
+    KvMoveRefused,
     PrefillFailed,
     PrefillFinished,
     RequestFinished,
@@ -74,7 +76,16 @@ class TakeTokens(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """Append to the log."""
 
-    event: PrefillFinished | PrefillFailed | DecodeStarted | RequestFinished | DecodeRefused | DecodeFailed
+    event: (
+        PrefillFinished
+        | PrefillFailed
+        | DecodeStarted
+        | RequestFinished
+        | DecodeRefused
+        | DecodeFailed
+        | KvMoved
+        | KvMoveRefused
+    )
 
 
 class Announce(msgspec.Struct, frozen=True):

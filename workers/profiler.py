@@ -1,34 +1,40 @@
-"""Measures what prefill and decode cost on an engine, and keeps the result.
+"""Measures what prefill and decode cost on an engine.
 
-A worker calls `measured_profile` at its start: from the cache (by model, dtype, device, CPU and threads), or measured
-for two seconds.
+A worker calls `measured_profile` at its start: kept from an earlier one (by model, dtype, device, CPU and threads), or
+measured for some four seconds, longer where its times differ (`kept_profile`). An attention worker, which has no
+weights, measures its attention alone (`attention_profile`).
 """
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 import xxhash
 
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.workers.cost_fit import DecodeTime, PrefillTime, by_prompt, fit_profile
-from halfmoon.workers.model.cache_files import cache_folder, held_lock, replace_file
+from halfmoon.workers.cost_fit import DecodeTime, PrefillTime, by_prompt, fit_attention, fit_profile
+from halfmoon.workers.kept_profile import apart_permille, kept_profile
+from halfmoon.workers.model.attention.engine import AttentionEngine
 from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.part_costs import attention_times, with_parts
 
 _QUICK_BUDGET_S = 2.0
+#: Sequences of the step against which a profile is held.
+_CHECKED_ROWS = 4
+#: Of an attention worker's cache.
+_ATTENTION_BLOCKS = 16
 
 
 def measure(engine: Engine, *, budget_s: float) -> CostProfile:
-    """Takes about `budget_s`, a little more on a slow machine; borrows the engine's free blocks meanwhile.
+    """Takes about one and a half times `budget_s`, a little more on a slow machine; borrows the engine's free blocks
+    meanwhile.
 
-    Half the time goes to prefill, chunk after chunk of one growing prompt; half to decode steps, of a few batches
-    and contexts in turn.
+    A third of the time goes to prefill, chunk after chunk of one growing prompt; a third to decode steps, of a few
+    batches and contexts in turn; and a third to a step's parts, where attention may run elsewhere.
     """
     size = engine.block_tokens
     longest = engine.config.context_tokens_max // size
@@ -46,9 +52,10 @@ def measure(engine: Engine, *, budget_s: float) -> CostProfile:
         prefills = _measure_prefill(engine, table, time.monotonic() + budget_s / 2)
         context = min(limit * size, max(t.prompt_tokens for t in prefills))
         decodes = _measure_decode(engine, blocks, context, time.monotonic() + budget_s / 2)
+        profile = by_prompt(fit_profile(prefills, decodes), size, head_ns)
+        return with_parts(engine, profile, blocks, context, budget_s / 2)
     finally:
         engine.allocator.free(blocks)
-    return by_prompt(fit_profile(prefills, decodes), size, head_ns)
 
 
 def _measure_head(engine: Engine, table: list[int]) -> int:
@@ -98,8 +105,15 @@ def _time_prefill(
     return PrefillTime(start + tokens, start, time.perf_counter_ns() - begin)
 
 
-def _measure_decode(engine: Engine, table: list[int], context: int, until_s: float) -> list[DecodeTime]:
-    shapes = [(1, 16), (1, context), (4, context // 2), (8, 16), (8, context)]
+def _measure_decode(
+    engine: Engine,
+    table: list[int],
+    context: int,
+    until_s: float,
+    *,
+    shapes: Sequence[tuple[int, int]] = (),
+) -> list[DecodeTime]:
+    shapes = shapes or [(1, 16), (1, context), (4, context // 2), (8, 16), (8, context)]
     fastest: dict[tuple[int, int], int] = {}
     rounds = 0
     while rounds < 2 or (time.monotonic() < until_s and rounds < 20):
@@ -123,7 +137,7 @@ def profile_key(engine: Engine) -> str:
     """Names everything that the measured times depend on."""
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else _cpu_name()
     parts = (
-        "3", engine.fingerprint, str(engine.dtype), device, torch.get_num_threads(), torch.__version__,
+        "5", engine.fingerprint, str(engine.dtype), device, torch.get_num_threads(), torch.__version__,
         engine.block_tokens, engine.exact, engine.attention_name,
     )  # fmt: skip
     return xxhash.xxh3_128_hexdigest(repr(parts).encode())
@@ -131,27 +145,48 @@ def profile_key(engine: Engine) -> str:
 
 def measured_profile(engine: Engine, *, budget_s: float = _QUICK_BUDGET_S) -> CostProfile:
     """The profile in the cache folder, or measured now. When several workers start at once, one measures."""
-    path = cache_folder("profiles") / f"{profile_key(engine)}.json"
-    known = _read(path)
-    if known is not None:
-        return known
-    with held_lock(path.with_suffix(".lock")):
-        known = _read(path)
-        if known is None:
-            known = measure(engine, budget_s=budget_s)
-            text = json.dumps(msgspec.structs.asdict(known), indent=1)
-            replace_file(path, lambda place: place.write_text(text))
-    return known
+    return kept_profile(
+        profile_key(engine),
+        lambda: measure(engine, budget_s=budget_s),
+        lambda profile: apart_now_permille(engine, profile),
+    )
 
 
-def _read(path: Path) -> CostProfile | None:
+def apart_now_permille(engine: Engine, profile: CostProfile) -> int:
+    """How far a profile is from a chunk and a step that are timed now, in thousandths of the shorter."""
+    blocks = engine.allocator.allocate(1)
+    size, rows = engine.block_tokens, _CHECKED_ROWS
     try:
-        fields = json.loads(path.read_text())
-        profile = msgspec.convert(fields, CostProfile)
-    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
-        return None
-    # A field that is missing would count as 0.
-    return profile if fields.keys() == set(CostProfile.__struct_fields__) else None
+        chunk_ns = min(_time_prefill(engine, blocks, size, 0, logits=True).elapsed_ns for _ in range(2))
+        steps = _measure_decode(engine, blocks, size, time.monotonic(), shapes=[(rows, size)])
+    finally:
+        engine.allocator.free(blocks)
+    step_ns = profile.step_ns(rows, rows * size)
+    return apart_permille([(chunk_ns, profile.prefill_ns(size, 0)), (steps[0].elapsed_ns, step_ns)])
+
+
+def attention_profile(engine: AttentionEngine, *, budget_s: float = _QUICK_BUDGET_S) -> CostProfile:
+    """The cost of attention alone, of an engine whose cache holds nothing yet; kept as a profile is."""
+    cache, config = engine.cache, engine.config
+    parts = (
+        "5", config.layers, config.heads, config.kv_heads, config.head_dim, str(engine.dtype), _cpu_name(),
+        torch.get_num_threads(), torch.__version__, cache.block_tokens, engine.attention.segment_tokens,
+        engine.attention.name,
+    )  # fmt: skip
+
+    def measure_now() -> CostProfile:
+        blocks = list(range(min(cache.num_blocks, _ATTENTION_BLOCKS)))
+        for block in blocks:
+            cache.k[:, block] = 0.01
+            cache.v[:, block] = 0.01
+        context = len(blocks) * cache.block_tokens
+        return fit_attention(CostProfile(), attention_times(engine, blocks, context, budget_s / 2))
+
+    def apart_now(profile: CostProfile) -> int:
+        again = measure_now()
+        return apart_permille([(profile.attention_ns(1, 4, 4_000), again.attention_ns(1, 4, 4_000))])
+
+    return kept_profile(xxhash.xxh3_128_hexdigest(repr(parts).encode()), measure_now, apart_now)
 
 
 def _cpu_name() -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import Literal
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError, PeerUnreachable
 from halfmoon.schemas import subjects
+from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.tokens import ORDER_UNKNOWN, TakeReply, TakeRequest, TokensGiven
 
 #: What was not given by then is asked for: a message of core NATS may be lost.
@@ -35,7 +35,7 @@ class TokenInbox:
         await self._bus.subscribe(subject, TokensGiven, self._on_given, author="frontend_id")
 
     async def take(
-        self, frontend_id: str, request_id: str, order_id: str, role: Literal["prefill", "decode"]
+        self, frontend_id: str, request_id: str, order_id: str, role: WorkerRole
     ) -> TakeReply | None:
         """The request's tokens; None: its frontend does not answer."""
         mark = frontend_id, order_id

@@ -1,4 +1,4 @@
-"""The shell that prefill and decode workers share: joining, heartbeats, orders, tokens from the frontend, leaving.
+"""The shell that workers share: joining, heartbeats, orders, tokens from the frontend, leaving.
 
 A worker is one asyncio loop, which obeys and reports, and one compute thread, which owns the engine. Orders
 come from the DECISIONS stream; each is answered by exactly one event, or cancelled.
@@ -12,13 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import Decision
+from halfmoon.schemas.decisions import ChangeRole, Decision
 from halfmoon.schemas.events import WorkerDraining, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
@@ -27,6 +27,7 @@ from halfmoon.schemas.types import ExactNumerics, Message
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.options import ChannelOptions
+from halfmoon.workers.kept_profile import ProfileCheck
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
 
@@ -63,14 +64,40 @@ class WorkerConfig:
     chunk_tokens: int = 1024
     #: Whether exact numerics hold on this CPU; "": not tried, or not claimed.
     exact_numerics: ExactNumerics = ""
-    #: Decode: how it attends for others and they for it (exact numerics only); None: it does not lend.
+    #: How it attends for others, or they for it (exact numerics only); None: neither.
     lending: LendingConfig | None = None
+    #: Decode: the KV of its sequences lies at attention workers.
+    cache_elsewhere: bool = False
+    #: Decode: into so many groups a batch is divided then, which are computed in turn; 0: as the profile says.
+    decode_groups: int = 0
+    #: Mixed: tokens of one iteration, of prompts and answers together.
+    token_budget: int = 0
+    #: Attention: the KV heads that its cache has, and the first of them.
+    first_kv_head: int = 0
+    kv_heads: int = 0
+    #: Attention: it may hold part of a sequence, in whole segments.
+    holds_segments: bool = False
+    #: Roles that its process can take, its own among them; (): it keeps its own.
+    may_become: tuple[WorkerRole, ...] = ()
+
+
+class WorkerMachine(Protocol):
+    """The part of a worker's pure machine that every shell tells of."""
+
+    @property
+    def kv_blocks_used(self) -> int: ...
+
+    def heartbeat(self, obeyed_seq: int) -> WorkerHeartbeat: ...
 
 
 class Worker(ABC):
-    """Base of `PrefillWorker` and `DecodeWorker`."""
+    """Base of `PrefillWorker`, `DecodeWorker`, `MixedWorker` and `AttentionWorker`."""
 
     role: WorkerRole
+    #: Every decision is in it; `prepare` makes it.
+    state: WorkerMachine
+    #: Frontends give it the tokens of requests.
+    takes_tokens = True
 
     def __init__(self, bus: Bus, engine: Any, store: AgentClient | None, config: WorkerConfig) -> None:
         self.bus = bus
@@ -83,6 +110,8 @@ class Worker(ABC):
             self, node_id=config.node_id, model=config.layout.model, kv_blocks=config.kv_blocks
         )
         self.draining = False
+        #: Where the profile was measured on this machine.
+        self.profile_check: ProfileCheck | None = None
         #: OpenTelemetry, where it is switched on.
         self.tracing: Tracing | None = None
         #: Cause of the newest decision that was obeyed; heartbeats tell it beside the open orders.
@@ -94,13 +123,16 @@ class Worker(ABC):
         self._loop = asyncio.get_running_loop()
         #: Gets the exception of a task that should never have failed: the process must end.
         self.failed: asyncio.Future[None] = self._loop.create_future()
+        #: Gets the role that the process is to take when this worker has left.
+        self.next_role: asyncio.Future[WorkerRole] = self._loop.create_future()
 
     # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Listen for orders, then join; the first order may come at once."""
         reader = await self.bus.open_decisions(self.config.worker_id)
-        await self.inbox.open()
+        if self.takes_tokens:
+            await self.inbox.open()
         await self.prepare()
         self.spawn(self._obey_all(reader))
         self.announce()
@@ -121,14 +153,17 @@ class Worker(ABC):
         self._stopped = True
         await self.release_all()
         self.bus.append_soon(
-            WorkerLeft(worker_id=worker_id, incarnation=self.incarnation, reason="stopped"),
+            WorkerLeft(worker_id=worker_id, incarnation=self.incarnation, reason=self._why_it_leaves()),
             source_id=worker_id,
         )
         await end_tasks(self._tasks)
-        if not self.failed.done():
-            self.failed.cancel()
+        self.failed.cancel()
+        self.next_role.cancel()
         self._compute.shutdown(wait=True, cancel_futures=True)
         self._copies.shutdown(wait=True, cancel_futures=True)
+
+    def _why_it_leaves(self) -> str:
+        return f"becomes a {self.next_role.result()} worker" if self.next_role.done() else "stopped"
 
     def announce(self) -> None:
         config = self.config
@@ -145,7 +180,14 @@ class Worker(ABC):
                 profile=config.profile,
                 exact_numerics=config.exact_numerics,
                 prompt_tokens_max=self.prompt_tokens_max(),
-                lends=config.lending is not None,
+                lends=config.holds_segments
+                or (self.role == "decode" and config.lending is not None and not config.cache_elsewhere),
+                cache_elsewhere=config.cache_elsewhere,
+                first_kv_head=config.first_kv_head,
+                decode_groups=config.decode_groups,
+                token_budget=config.token_budget if self.role == "mixed" else 0,
+                kv_heads=config.kv_heads,
+                may_become=list(config.may_become),
             ),
             source_id=config.worker_id,
         )
@@ -153,11 +195,15 @@ class Worker(ABC):
     async def _heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self.config.heartbeat_ns / SECOND_NS)
-            self.bus.append_soon(self.heartbeat(), source_id=self.config.worker_id)
+            self.report(self.heartbeat())
 
     async def _obey_all(self, reader: Any) -> None:
         async for ordered in self.bus.follow_decisions(reader):
-            self.obey(ordered.decision)
+            match ordered.decision:
+                case ChangeRole(role=role) if role in self.config.may_become and not self.next_role.done():
+                    self.next_role.set_result(role)
+                case decision:
+                    self.obey(decision)
             self.obeyed_seq = max(self.obeyed_seq, ordered.cause_seq)
 
     # --- for the subclasses ---------------------------------------------------------------------------------
@@ -170,17 +216,17 @@ class Worker(ABC):
     def obey(self, decision: Decision) -> None:
         """Begin, or end, what the decision says; returns at once."""
 
-    @abstractmethod
     def heartbeat(self) -> WorkerHeartbeat:
         """How the worker is, and which orders it has open."""
+        return self.state.heartbeat(self.obeyed_seq)
 
     @abstractmethod
     def orders_open(self) -> int:
         """Orders not yet answered."""
 
-    @abstractmethod
     def kv_blocks_used(self) -> int:
         """Blocks of the engine's own paged cache in use."""
+        return self.state.kv_blocks_used
 
     def prompt_tokens_max(self) -> int:
         """The longest prompt that is computed here though the cache does not hold it; 0: it must."""
@@ -209,6 +255,12 @@ class Worker(ABC):
             return work(*args)
         return await self._loop.run_in_executor(self._compute, work, *args)
 
+    async def on_copy_thread(self, copy: Callable[[], None]) -> None:
+        """`copy` on the thread that moves KV between the node's pool and the engine's cache."""
+        await self._loop.run_in_executor(self._copies, copy)
+
     def report(self, event: Message) -> None:
         self.metrics.saw(event)
+        if self.profile_check is not None:
+            self.profile_check.saw(event)
         self.bus.append_soon(event, source_id=self.config.worker_id)  # type: ignore[arg-type]

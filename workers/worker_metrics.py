@@ -1,4 +1,4 @@
-"""Metrics of a prefill or decode worker: its answers to orders, its steps, its own cache.
+"""Metrics of a worker: its answers to orders, its steps, its own cache.
 
 Each worker measures the parts of a request that it sees. The prefill worker: queue, fetch, compute and push. The
 decode worker: waiting for KV, waiting for room in the batch, and the first step.
@@ -124,6 +124,11 @@ class WorkerMetrics(Collector):
                 yield from self._prefill(model)
             case "decode":
                 yield from self._decode(model)
+            case "mixed":
+                yield from self._prefill(model)
+                yield from self._decode(model)
+            case "attention":
+                pass  # its cache is all there is to show
             case _:
                 assert_never(worker.role)
 

@@ -26,7 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.logs import RateLimit
-from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.numbers import SECOND_NS
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -146,7 +146,8 @@ class HttpServer:
             return response
         except ApiError as error:
             self._on_refusal(error.status)
-            response = refusal(error)
+            named = client_request_id(request)
+            response = refusal(error, {"x-request-id": named} if named else None)
             if connection.reserved or error.code in ("bad_body", "timeout"):
                 response.force_close()
             return response
@@ -202,6 +203,12 @@ async def read_body(request: web.BaseRequest, limits: HttpLimits) -> bytes:
     ) as problem:  # chunks, or what is packed, are not what they say
         message = f"the body cannot be read: {_first_line(problem)}"
         raise ApiError(400, message, code="bad_body") from None
+
+
+def client_request_id(request: web.BaseRequest) -> str:
+    """The client's own name for its request, which a header of the answer repeats; "": none that fits there."""
+    named = request.headers.get("x-request-id", "")
+    return named if re.fullmatch(r"[\x21-\x7e]{1,256}", named) else ""
 
 
 def _first_line(problem: BaseException | str) -> str:

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from halfmoon.bus.connection import Bus
-from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.numbers import SECOND_NS
 
 if TYPE_CHECKING:

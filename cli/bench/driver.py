@@ -120,7 +120,8 @@ class Driver:
             "max_tokens": planned.max_tokens,
             "ignore_eos": True,
             "temperature": 0,
-            "priority": planned.priority,
+            # In a trace a larger one is earlier.
+            "priority": -planned.priority,
         }
 
 

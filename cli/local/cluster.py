@@ -8,8 +8,9 @@ import secrets
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.credentials import key_file, write_private
@@ -17,15 +18,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.cli import model as models
 from halfmoon.cli.local.credentials import credentials_of, make_credentials
-from halfmoon.cli.local.flags import (
-    DRAIN_S,
-    common_flags,
-    frontend_flags,
-    policy_flags,
-    secret_environment,
-    store_flags,
-    worker_flags,
-)
+from halfmoon.cli.local.flags import DRAIN_S, process_flags, secret_environment, worker_flags
 from halfmoon.cli.local.log_server import LogServer
 from halfmoon.cli.local.ports import port_or_free, wanted_port
 from halfmoon.cli.local.supervisor import Child, Supervisor
@@ -36,6 +29,7 @@ from halfmoon.cli.options import (
     stream_limits,
 )
 from halfmoon.cli.output import say
+from halfmoon.cli.processes.attention import check_attention
 from halfmoon.cli.processes.options import policy_of
 from halfmoon.conductor.live.bootstrap import bootstrap_core
 from halfmoon.conductor.log_reading import LogUnreadable
@@ -97,6 +91,7 @@ class LocalCluster:
     async def start(self) -> None:
         args = self.args
         layout = models.layout_of(args)
+        check_attention(args, layout)
         self.http_port = wanted_port("--port", args.port, args.http_host)
         if not self.http_port and args.http_port != 8000:
             self.http_port = wanted_port("--http-port", args.http_port, args.http_host)
@@ -144,26 +139,24 @@ class LocalCluster:
     async def _start_children(self, layout: Layout) -> set[str]:
         args = self.args
         for number in range(args.conductors):
-            await self._child(
-                f"conductor-{number}", "conductor", ["--id", f"conductor-{number}", *policy_flags(args)]
-            )
+            await self._child(f"conductor-{number}", "conductor", {"id": f"conductor-{number}"})
         nodes = [(role, n) for role in WORKER_ROLES for n in range(getattr(args, role))]
         names = {"frontend-0"}
-        for role, number in nodes:
+        for count, (role, number) in enumerate(nodes):
             node = f"{role}-{number}"
             if layout.block_bytes:
-                await self._child(f"store-{node}", "store", ["--node", node, *store_flags(args)])
+                await self._child(f"store-{node}", "store", {"node": node}, node_number=count)
                 names.add(f"store-{node}")
-            await self._child(node, role, ["--node", node, "--id", node, *worker_flags(args, role)])
+            own = {"node": node, "id": node, **worker_flags(args, role)}
+            await self._child(node, role, own, node_number=count)
             names.add(node)
         http_port = self.http_port or port_or_free(8000)
         self.http = f"http://{args.http_host}:{http_port}"
-        flags = ["--id", "frontend-0", "--http-host", args.http_host, "--http-port", str(http_port)]
-        flags += frontend_flags(args)
-        if self.server is not None:
-            flags += ["--log-dir", str(self.server.directory)]
+        log_dir = str(self.server.directory) if self.server is not None else ""
         self.targets.add("frontend", self.http.removeprefix("http://"))
-        await self._child("frontend-0", "frontend", flags)
+        await self._child(
+            "frontend-0", "frontend", {"id": "frontend-0", "http_port": http_port, "log_dir": log_dir}
+        )
         return names
 
     def _as(self, name: str) -> argparse.Namespace:
@@ -174,16 +167,17 @@ class LocalCluster:
         stated = {"nats_nkey_file": str(key), "nats_user": "", "nats_password": "", "nats_token": ""}
         return argparse.Namespace(**{**vars(self.args), **stated})
 
-    async def _child(self, name: str, command: str, flags: list[str]) -> None:
+    async def _child(self, name: str, command: str, own: Mapping[str, Any], *, node_number: int = 0) -> None:
         args = self._as(name)
         if self.server is not None and command != "conductor":
             args.nats_replicas = 0  # conductors make the streams; the others may not
-        common = common_flags(args, command, self.directory, self.targets)
+        own = {"layout_file": self.directory / "layout.json", "drain_s": DRAIN_S, **own}
+        flags = process_flags(args, command, own, node_number=node_number) + self.targets.flags(command)
         log = self.directory / "output" / f"{name}.log"
         log.parent.mkdir(exist_ok=True)
         log.write_text("")
         environment = secret_environment(args)
-        await self.supervisor.start(Child(name, [command, *flags, *common], log, environment))
+        await self.supervisor.start(Child(name, [command, *flags], log, environment))
 
     async def _watch(self, after: int) -> None:
         assert self.bus is not None

@@ -1,120 +1,100 @@
-"""The flags that `halfmoon up` hands on to its processes."""
+"""The flags that `halfmoon up` gives its processes.
+
+What it was told reaches every process whose command has that option. So nothing is lost on the way, and a new option of
+a process needs no line here.
+"""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import importlib
+from collections.abc import Mapping
+from typing import Any
 
-from halfmoon.cli.metrics import Targets
-from halfmoon.cli.options import PREFIX
+from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.options import PREFIX, OptionInvalid
+from halfmoon.cli.processes.attention import decode_attention
 from halfmoon.schemas.roles import WorkerRole
 
 DRAIN_S = 8.0
+PORT_MAX = 65535
+#: Values that are no flags: other users of this machine see the words of a command, but not its environment.
+SECRETS = ("nats_user", "nats_password", "nats_token")
+#: Flags that `up` decides on for each process, or for itself.
+_UNSAID = frozenset((*SECRETS, "config", "metrics", "health_file"))
+#: Of each node: the first has what the option says, each further one the next.
+_PORTS = frozenset(("data_port", "channel_port"))
+_ADDRESSES = frozenset(("kv_events", "kv_events_replay"))
 
 
-def common_flags(args: argparse.Namespace, command: str, directory: Path, targets: Targets) -> list[str]:
-    """Flags of every process: how to reach NATS, which cluster it belongs to, and which model that serves."""
-    common = ["--nats", args.nats, "--cluster", args.cluster, "--secret-file", args.secret_file]
-    for flag in ("nkey_file", "credentials", "ca", "cert", "key"):
-        if value := getattr(args, f"nats_{flag}"):
-            common += [f"--nats-{flag.replace('_', '-')}", value]
-    if args.otlp:
-        common += ["--otlp", args.otlp]
-    for flag in ("nats_replicas", "log_mib_max", "log_hours_max"):
-        common += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
-    common += ["--drain-s", str(DRAIN_S)]
-    common += targets.flags(command)
-    if command != "conductor":
-        common += ["--layout-file", str(directory / "layout.json"), "--model", args.model]
-        common += [
-            "--engine",
-            args.engine,
-            "--device",
-            args.device,
-            "--block-tokens",
-            str(args.block_tokens),
-        ]
-    return common
+def process_flags(
+    args: argparse.Namespace, command: str, own: Mapping[str, Any], *, node_number: int = 0
+) -> list[str]:
+    """Flags of one process, by its command's parser: `own` by name, and else what `args`, of `up`, has of that name.
+
+    Defaults are said too, since the process's environment may say something else. Raises OptionInvalid.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    (module,) = (each.module for each in COMMANDS if each.name == command)
+    importlib.import_module(module).add(parser)
+    flags: list[str] = []
+    for action in parser._actions:
+        name = action.dest
+        if name in own:
+            flags += _said(action, own[name])
+        elif name not in _UNSAID and hasattr(args, name):
+            flags += _said(action, _at_node(name, getattr(args, name), node_number))
+    return flags
+
+
+def _said(action: argparse.Action, value: Any) -> list[str]:
+    option = action.option_strings[-1]
+    if value is None:
+        return []
+    if action.nargs == 0:  # a switch
+        return [option] if value else []
+    values = value if isinstance(value, list) else [value]
+    return [
+        word
+        for each in values
+        for word in ([f"{option}={each}"] if f"{each}"[:1] == "-" else [option, f"{each}"])
+    ]
+
+
+def _at_node(name: str, value: Any, number: int) -> Any:
+    """Nodes of one machine cannot listen at one place."""
+    if not value or not number:
+        return value
+    if name in _PORTS:
+        return _port(name, value, number)
+    if name not in _ADDRESSES:
+        return value
+    scheme, _, place = value.partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme == "tcp" and port.isdecimal():
+        return f"tcp://{host}:{_port(name, int(port), number)}"
+    return f"{value}-{number}"
+
+
+def _port(name: str, first: int, number: int) -> int:
+    if first + number > PORT_MAX:
+        raise OptionInvalid(
+            f"--{name.replace('_', '-')}: there is no port {first + number} for node {number}"
+        )
+    return first + number
 
 
 def secret_environment(args: argparse.Namespace) -> dict[str, str]:
-    """Values that are no flags: other users of this machine see the words of a command, but not its environment."""
-    names = ("nats_user", "nats_password", "nats_token")
-    return {f"{PREFIX}{name.upper()}": getattr(args, name) for name in names}
+    """The environment of every process, beside its flags."""
+    return {f"{PREFIX}{name.upper()}": getattr(args, name) for name in SECRETS}
 
 
-def policy_flags(args: argparse.Namespace) -> list[str]:
-    return [
-        "--policy",
-        args.policy,
-        "--admission",
-        args.admission,
-        "--ttft-slo-ms",
-        str(args.ttft_slo_ms),
-        "--tbt-slo-ms",
-        str(args.tbt_slo_ms),
-        "--fetch-replicas",
-        str(args.fetch_replicas),
-        "--hot-transfers",
-        str(args.hot_transfers),
-        "--worker-wait-s",
-        str(args.worker_wait_s),
-    ]
-
-
-def store_flags(args: argparse.Namespace) -> list[str]:
-    return [
-        "--pool-mib",
-        str(args.pool_mib),
-        "--bind",
-        args.bind,
-        "--transport",
-        args.transport,
-        "--encryption",
-        args.encryption,
-        "--eviction",
-        args.eviction,
-        "--rdma",
-        args.rdma,
-        "--ssd",
-        args.ssd,
-        "--ssd-bytes",
-        str(args.ssd_bytes),
-        "--ssd-hits",
-        str(args.ssd_hits),
-        *(flag for quota in args.quota for flag in ("--quota", quota)),
-    ]
-
-
-def worker_flags(args: argparse.Namespace, role: WorkerRole) -> list[str]:
-    flags = [
-        "--kv-blocks",
-        str(getattr(args, f"{role}_kv_blocks") or args.kv_blocks),
-        "--batch-max",
-        str(args.batch_max),
-        "--threads",
-        str(args.threads),
-    ]
-    flags += ["--attention", args.attention, "--chunk-tokens", str(args.chunk_tokens)]
-    flags += ["--channel-bind", args.channel_bind, "--channel-encryption", args.channel_encryption]
-    flags += [f"--{name.replace('_', '-')}" for name in ("no_stream_layers", "lend") if getattr(args, name)]
-    return flags
-
-
-def frontend_flags(args: argparse.Namespace) -> list[str]:
-    flags = []
-    for option in (
-        "open_requests_max",
-        "client_inboxes",
-        "silence_s",
-        "http_connections_max",
-        "http_connections_per_address_max",
-        "http_head_s",
-        "http_body_s",
-        "log_free_mib_min",
-    ):
-        flags += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
-    for option in ("api_keys_file", "http_allowed_hosts"):
-        if value := getattr(args, option):
-            flags += [f"--{option.replace('_', '-')}", value]
-    return flags
+def worker_flags(args: argparse.Namespace, role: WorkerRole) -> dict[str, Any]:
+    """Options of a worker that follow from several of `up`'s."""
+    return {
+        "kv_blocks": getattr(args, f"{role}_kv_blocks") or args.kv_blocks,
+        "decode_attention": decode_attention(args, attention_workers=args.attention),
+        "iteration_ms": args.tbt_slo_ms,
+        "attention_parts": args.attention if role == "attention" and args.attention_split == "heads" else 1,
+        "attention_segments": role == "attention" and args.attention_split == "sequence",
+    }

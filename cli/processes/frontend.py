@@ -32,7 +32,7 @@ async def run(args: argparse.Namespace) -> int:
     from halfmoon.workers.frontend.config import FrontendConfig
     from halfmoon.workers.frontend.frontend import Frontend
     from halfmoon.workers.frontend.tenants import read_keys
-    from halfmoon.workers.model.tokenizer import Tokenizer
+    from halfmoon.workers.model.text.tokenizer import Tokenizer
 
     layout = models.layout_of(args)
     tokenizer = Tokenizer.load(args.model)

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,19 @@ def _touch(file: str) -> None:
     Path(file).touch()
 
 
+@contextlib.asynccontextmanager
+async def healthy(bus: Bus, file: str) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """The file is kept fresh within, by the tasks that are given, and gone afterwards; "": none."""
+    keeping = [asyncio.create_task(_keep_healthy(bus, file))] if file else []
+    try:
+        yield keeping
+    finally:
+        await end_tasks(keeping)
+        if file:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file)
+
+
 async def _keep_healthy(bus: Bus, file: str) -> None:
     """Keeps a file fresh while the event loop turns and NATS is there: a container's health check looks at it."""
     while True:
@@ -56,22 +70,34 @@ async def _keep_healthy(bus: Bus, file: str) -> None:
         await asyncio.sleep(HEALTH_S)
 
 
-async def until_stopped(bus: Bus, health_file: str, *others: asyncio.Future[Any]) -> None:
-    """Returns at SIGTERM or SIGINT; raises what one of `others` raised."""
-    _settle_memory()
+def stop_signal() -> asyncio.Event:
+    """Set at SIGTERM or SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    waiting = asyncio.ensure_future(stop.wait())
-    healthy = [asyncio.ensure_future(_keep_healthy(bus, health_file))] if health_file else []
+    return stop
+
+
+async def until_stopped(
+    bus: Bus,
+    health_file: str,
+    *others: asyncio.Future[Any],
+    stop: asyncio.Event | None = None,
+    over: asyncio.Future[Any] | None = None,
+) -> None:
+    """Returns at SIGTERM or SIGINT (`stop`, where the process had one before), and when `over` is done; raises what
+    one of `others` raised.
+    """
+    _settle_memory()
+    waiting: set[asyncio.Task[Any]] = {asyncio.create_task((stop or stop_signal()).wait())}
+    if over is not None:
+        waiting.add(asyncio.create_task(asyncio.wait([over])))
     try:
-        done, _ = await asyncio.wait({waiting, *healthy, *others}, return_when=asyncio.FIRST_COMPLETED)
-        for future in done - {waiting}:
-            future.result()
-            raise RuntimeError("a part of the process ended by itself")
+        async with healthy(bus, health_file) as keeping:
+            done, _ = await asyncio.wait({*waiting, *keeping, *others}, return_when=asyncio.FIRST_COMPLETED)
+            for future in done - waiting:
+                future.result()
+                raise RuntimeError("a part of the process ended by itself")
     finally:
-        await end_tasks(healthy)
-        if health_file:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(health_file)
+        await end_tasks(waiting)

@@ -7,13 +7,19 @@ from typing import get_args
 
 from halfmoon.cli.metrics import add_metrics
 from halfmoon.cli.options import add_bus, add_config, add_secret
+from halfmoon.cli.processes.attention import add_decode_attention
+from halfmoon.cli.processes.mixed import add_token_budget
 from halfmoon.cli.tracing import add_tracing
 from halfmoon.schemas.events import TransportName
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+from halfmoon.schemas.policy import AdmissionName, ElasticMode, MixedChoice, Policy, PolicyName
 
 #: Longer than a server is away when it is started again: time that passed then does count.
 CLOCK_STEP_NS_MAX = 60 * SECOND_NS
+#: Longer than a lender is asked for room, and than the KV of the longest prompts takes beside decode steps.
+MOVE_ANSWER_NS = 300 * SECOND_NS
+#: Of what attention elsewhere was measured to take. On a busy machine it is several times that.
+SLOW_PLACE_PERCENT = 1_000
 
 
 def add_process(parser: argparse.ArgumentParser) -> None:
@@ -49,10 +55,22 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         "--hot-transfers", type=int, default=4, help="copy a prefix that so many read at once; 0: never"
     )
     group.add_argument(
+        "--move-period-s",
+        type=float,
+        default=1.0,
+        help="how often KV of running requests may move between decode workers that lend; 0: it stays",
+    )
+    group.add_argument(
         "--worker-wait-s",
         type=float,
         default=30.0,
         help="how long a new request waits for a worker where a pool has none; 0: it is refused at once",
+    )
+    group.add_argument(
+        "--mixed-choice",
+        choices=get_args(MixedChoice),
+        default=defaults.mixed_choice,
+        help="where there are mixed workers and others: by what is predicted, mixed while they take it, or never",
     )
     group.add_argument("--ttft-slo-ms", type=int, default=defaults.ttft_slo_ns // 1_000_000)
     group.add_argument("--tbt-slo-ms", type=int, default=defaults.tbt_slo_ns // 1_000_000)
@@ -64,12 +82,18 @@ def policy_of(args: argparse.Namespace) -> Policy:
         admission=args.admission,
         ttft_slo_ns=args.ttft_slo_ms * 1_000_000,
         tbt_slo_ns=args.tbt_slo_ms * 1_000_000,
+        mixed_choice=args.mixed_choice,
         fetch_replicas=args.fetch_replicas,
         hot_transfers=args.hot_transfers,
+        move_period_ns=int(args.move_period_s * SECOND_NS),
+        move_answer_ns=MOVE_ANSWER_NS,
         clock_step_ns_max=CLOCK_STEP_NS_MAX,
         arrival_wait_ns_max=int(args.worker_wait_s * SECOND_NS),
         pools_bound=True,
+        idle_served=True,
         sources_named=True,
+        slow_place_percent=SLOW_PLACE_PERCENT,
+        elastic=args.elastic,
     )
 
 
@@ -89,7 +113,10 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--ssd-hits", type=int, default=0, metavar="K", help="only blocks that were hit so often"
     )
     group.add_argument(
-        "--kv-events", default="", metavar="ADDRESS", help="publish KV events (ZMQ, as vLLM does)"
+        "--kv-events",
+        default="",
+        metavar="ADDRESS",
+        help="publish KV events (ZMQ, as vLLM does); `up`: of the first node, the others next to it",
     )
     group.add_argument(
         "--kv-events-replay", default="", metavar="ADDRESS", help="answer who asks for past ones"
@@ -111,13 +138,35 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--topology", default="", metavar="FILE", help="TOML: NUMA nodes of memory and NICs, over sysfs"
     )
-    group.add_argument("--data-port", type=int, default=0, help="its port; 0: any free one")
+    group.add_argument(
+        "--data-port", type=int, default=0, help="its port (`up`: of the first node); 0: any free one"
+    )
     group.add_argument("--advertise", default="", help="address that other nodes use, when it is not --bind")
     group.add_argument("--transport", choices=("auto", *get_args(TransportName)), default="auto")
     group.add_argument(
         "--rdma", default="auto", metavar="DEVICE[:PORT[:GID]]", help="RDMA port; auto, or off"
     )
     group.add_argument("--encryption", choices=("auto", "always", "never"), default="auto")
+
+
+def elastic_mode(text: str) -> str:
+    """The mode that is meant; containers have switched it by 1 and 0."""
+    word = text.lower()
+    return {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}.get(word, word)
+
+
+def add_elastic(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--elastic",
+        nargs="?",
+        type=elastic_mode,
+        choices=get_args(ElasticMode),
+        const="on",
+        default="off",
+        metavar="off|advise|on",
+        help="prefill and decode workers take each other's role: when halfmoon role says so, and status says when the "
+        "load asks for it (advise), or also by themselves, by load (on, or no value)",
+    )
 
 
 def add_worker(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +176,7 @@ def add_worker(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--batch-max", type=int, default=16, help="sequences in one decode batch")
     group.add_argument("--threads", type=int, default=1, help="torch threads")
-    group.add_argument("--attention", choices=("auto", "sdpa", "flash"), default="auto")
+    group.add_argument("--attention-kernel", choices=("auto", "sdpa", "flash"), default="auto")
     group.add_argument("--chunk-tokens", type=int, default=1024, help="of a prefill chunk in fast numerics")
     group.add_argument(
         "--no-stream-layers", action="store_true", help="push KV after the last layer, to compare"
@@ -137,10 +186,15 @@ def add_worker(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="decode: hold parts of requests that are too long for another worker's cache, and have them held",
     )
+    add_elastic(group)
+    add_decode_attention(group)
+    add_token_budget(group)
     group.add_argument(
         "--channel-bind", default="127.0.0.1", help='address of that; "": for workers of this host alone'
     )
-    group.add_argument("--channel-port", type=int, default=0, help="its port; 0: any free one")
+    group.add_argument(
+        "--channel-port", type=int, default=0, help="its port (`up`: of the first node); 0: any free one"
+    )
     group.add_argument(
         "--channel-advertise", default="", help="address that others use, when it is not --channel-bind"
     )

@@ -1,140 +1,203 @@
-"""`halfmoon prefill` and `halfmoon decode`: a worker beside a store agent."""
+"""`halfmoon prefill`, `halfmoon decode`, `halfmoon mixed` and `halfmoon attention`: a worker beside a store agent."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import os
-from typing import Any, assert_never
+import time
+from typing import TYPE_CHECKING, Any, assert_never
 
 from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.cli import model as models
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import OptionInvalid, add_model, secret
+from halfmoon.cli.options import OptionInvalid, add_model
 from halfmoon.cli.output import say
-from halfmoon.cli.processes.lifecycle import connect, until_stopped
+from halfmoon.cli.processes.attention import channels, decode_attention, decode_groups, heads_of_part
+from halfmoon.cli.processes.lifecycle import connect, healthy, stop_signal, until_stopped
+from halfmoon.cli.processes.mixed import add_iteration, token_budget_of
 from halfmoon.cli.processes.options import add_process, add_worker
 from halfmoon.cli.tracing import start_tracing, stop_tracing
+from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.roles import ROLES, WorkerRole
+from halfmoon.schemas.roles import ELASTIC_ROLES, ROLES, WorkerRole
 from halfmoon.schemas.types import ExactNumerics
+
+if TYPE_CHECKING:
+    from halfmoon.workers.worker import Worker, WorkerConfig
+
+#: Through them goes what of a prompt is no whole block, on its way to attention workers.
+TAIL_BLOCKS = 8
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", required=True, help="name of the node whose pool it maps")
     parser.add_argument("--id", default="", help="default: the node's name")
     add_worker(parser)
+    parser.add_argument(
+        "--attention-parts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="attention: hold an equal part of the KV heads, of N, by the number that the id ends in",
+    )
+    parser.add_argument(
+        "--attention-segments",
+        action="store_true",
+        help="attention: also hold part of a sequence, in whole segments, where no such worker has room for all",
+    )
+    add_iteration(parser)
     add_model(parser)
     add_process(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
-    from halfmoon.store.agent_client import AgentClient
-    from halfmoon.workers.decode.worker import DecodeWorker
-    from halfmoon.workers.prefill.worker import PrefillWorker
     from halfmoon.workers.worker import WorkerConfig
 
-    role: WorkerRole = args.command
+    role: WorkerRole | None = args.command
+    assert role is not None
     worker_id = args.id or args.node
     layout = models.layout_of(args)
+    elsewhere = role == "decode" and decode_attention(args) == "remote"
+    may_become = roles_of(args, role, elsewhere=elsewhere)
     context = models.context_tokens_max(args)
-    per_request = layout.blocks(context)
-    kv_blocks = args.kv_blocks or ROLES[role].contexts * per_request
-    if layout.layers == 0 and not args.kv_blocks:
-        kv_blocks = 1 << 16
-    loop = asyncio.get_running_loop()
+    kv_blocks = args.kv_blocks or max(
+        _kv_blocks(each, layout, context, elsewhere=elsewhere) for each in (role, *may_become)
+    )
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # two workers on two cores collapse when idle threads spin
     say(f"{role} worker {worker_id}: loading {layout.model} ({layout.dtype}, {layout.numerics} numerics)")
-    started = loop.time()
-    engine = models.build_engine(args, layout, kv_blocks=kv_blocks)
-    loaded = loop.time()
-    profile = models.measure_profile(engine, layout)
-    took = f"loaded in {loaded - started:.1f} s, measured in {loop.time() - loaded:.1f} s"
-    say(f"{role} worker {worker_id}: {took}")
+    first_kv_head, kv_heads = heads_of_part(args, layout, worker_id) if role == "attention" else (0, 0)
+    lending = channels(args, worker_id, layout)
+    engine, profile = _engine(
+        args,
+        layout,
+        f"{role} worker {worker_id}",
+        kv_blocks=kv_blocks,
+        kv_heads=kv_heads,
+        elsewhere=elsewhere,
+    )
+    config = WorkerConfig(
+        worker_id=worker_id,
+        node_id=args.node,
+        layout=layout,
+        profile=profile,
+        kv_blocks=kv_blocks,
+        context_tokens_max=context,
+        batch_max=args.batch_max if layout.layers else 1024,
+        stream_layers=not args.no_stream_layers,
+        chunk_tokens=args.chunk_tokens,
+        token_budget=token_budget_of(args, role, layout, profile, kv_blocks),
+        exact_numerics="" if role == "attention" else _tried(engine, layout, f"{role} worker {worker_id}"),
+        lending=lending,
+        cache_elsewhere=elsewhere,
+        decode_groups=decode_groups(args),
+        first_kv_head=first_kv_head,
+        kv_heads=kv_heads,
+        holds_segments=role == "attention" and args.attention_segments,
+        may_become=may_become,
+    )
+    stop = stop_signal()
+    while role is not None:
+        role = await _serve(args, role, engine, config, stop)
+    return 0
+
+
+async def _serve(
+    args: argparse.Namespace, role: WorkerRole, engine: Any, config: WorkerConfig, stop: asyncio.Event
+) -> WorkerRole | None:
+    """The worker's life in one role; the role that it is to take next, None: it was told to stop.
+
+    A connection and a store client of its own for each role, so that nothing of one is heard in the other.
+    """
+    from halfmoon.store.agent_client import AgentClient
+
+    worker_id = config.worker_id
     tracing = start_tracing(args, role, worker_id)
     bus = await connect(args, worker_id)
-    store = AgentClient(bus, node_id=args.node, worker_id=worker_id) if layout.block_bytes else None
-    kind: type[PrefillWorker | DecodeWorker]
-    match role:
-        case "prefill":
-            kind = PrefillWorker
-        case "decode":
-            kind = DecodeWorker
-        case _:
-            assert_never(role)
-    worker = kind(
-        bus,
-        engine,
-        store,
-        WorkerConfig(
-            worker_id=worker_id,
-            node_id=args.node,
-            layout=layout,
-            profile=profile,
-            kv_blocks=kv_blocks,
-            context_tokens_max=context,
-            batch_max=args.batch_max if layout.layers else 1024,
-            stream_layers=not args.no_stream_layers,
-            chunk_tokens=args.chunk_tokens,
-            exact_numerics=_tried(engine, layout, f"{role} worker {worker_id}"),
-            lending=_lending(args, worker_id, layout, engine),
-        ),
-    )
+    store = AgentClient(bus, node_id=args.node, worker_id=worker_id) if config.layout.block_bytes else None
+    worker = _kind(role)(bus, engine, store, config)
     worker.tracing = tracing
+    # An iteration of a mixed worker is neither a prefill nor a step of the profile's.
+    if config.layout.layers and role in ("prefill", "decode"):
+        own_steps = config.lending is None and not config.cache_elsewhere
+        worker.profile_check = models.profile_check(
+            engine, config.profile, lambda why: say(f"{role} worker {worker_id}: {why}"), steps=own_steps
+        )
     await worker.start()
     say(f"{role} worker {worker_id} takes orders")
     registry = process_registry(bus, role=role, process_id=worker_id, node_id=args.node)
     registry.register(worker.metrics)
     try:
         async with shown(args, registry):
-            await until_stopped(bus, args.health_file, worker.failed)
+            await until_stopped(bus, args.health_file, worker.failed, stop=stop, over=worker.next_role)
+            if not stop.is_set():  # a container that changes its role is well all the while
+                async with healthy(bus, args.health_file):
+                    await worker.stop(drain_s=args.drain_s)
     finally:
         await worker.stop(drain_s=args.drain_s)
         if store is not None:
             await store.close()
         await bus.close()
         stop_tracing(tracing)
-    return 0
+    return None if stop.is_set() else worker.next_role.result()
 
 
-def _lending(args: argparse.Namespace, worker_id: str, layout: Layout, engine: Any) -> Any:
-    """A `LendingConfig`, or None. Raises OptionInvalid."""
-    if not args.lend or args.command != "decode":
-        return None
-    from halfmoon.bus.telemetry.version import VERSION
-    from halfmoon.store.channels.hello import ChannelHello
-    from halfmoon.store.channels.options import ChannelOptions, channel_secret
-    from halfmoon.workers.worker import LendingConfig
+def roles_of(args: argparse.Namespace, role: WorkerRole, *, elsewhere: bool) -> tuple[WorkerRole, ...]:
+    """Those that the process may take with `--elastic`; (): it keeps its own. Raises OptionInvalid."""
+    if args.elastic == "off" or role not in ELASTIC_ROLES:
+        return ()
+    if elsewhere:
+        raise OptionInvalid("--elastic: a decode worker whose KV lies at attention workers cannot prefill")
+    return ELASTIC_ROLES
 
-    if not layout.segment_tokens or not layout.block_bytes:
-        raise OptionInvalid("--lend: only exact numerics of a real model split attention into segments")
-    hello = ChannelHello(
-        worker_id=worker_id,
-        cluster=args.cluster,
-        version=VERSION,
-        model=layout.model_fingerprint,
-        layers=layout.layers,
-        heads=engine.config.heads,
-        kv_heads=layout.kv_heads,
-        head_dim=layout.head_dim,
-        exact=True,
-        segment_tokens=layout.segment_tokens,
-        dtype=layout.dtype,
-    )
-    try:
-        options = ChannelOptions(
-            secret=channel_secret(secret(args)),
-            bind=args.channel_bind,
-            port=args.channel_port,
-            advertise=args.channel_advertise,
-            encryption=args.channel_encryption,
-        )
-    except ValueError as problem:
-        raise OptionInvalid(f"--channel-{problem}") from None
-    return LendingConfig(hello=hello, options=options)
+
+def _kind(role: WorkerRole) -> type[Worker]:
+    match role:
+        case "prefill":
+            from halfmoon.workers.prefill.worker import PrefillWorker
+
+            return PrefillWorker
+        case "decode":
+            from halfmoon.workers.decode.worker import DecodeWorker
+
+            return DecodeWorker
+        case "mixed":
+            from halfmoon.workers.mixed.worker import MixedWorker
+
+            return MixedWorker
+        case "attention":
+            from halfmoon.workers.attention.worker import AttentionWorker
+
+            return AttentionWorker
+        case _:
+            assert_never(role)
+
+
+def _engine(
+    args: argparse.Namespace, layout: Layout, who: str, *, kv_blocks: int, kv_heads: int, elsewhere: bool
+) -> tuple[Any, CostProfile]:
+    """An engine (of an attention worker: a cache of `kv_heads` and the operator), and what work costs on it."""
+    if kv_heads:
+        operator = models.build_attention(args, layout, kv_blocks=kv_blocks, kv_heads=kv_heads)
+        return operator, models.measure_attention(operator)
+    started = time.monotonic()
+    engine = models.build_engine(args, layout, kv_blocks=kv_blocks, cache_elsewhere=elsewhere)
+    loaded = time.monotonic()
+    profile = models.measure_profile(engine, layout)
+    say(f"{who}: loaded in {loaded - started:.1f} s, measured in {time.monotonic() - loaded:.1f} s")
+    return engine, profile
+
+
+def _kv_blocks(role: WorkerRole, layout: Layout, context: int, *, elsewhere: bool) -> int:
+    """Blocks of the worker's own cache where no option says otherwise."""
+    if layout.layers == 0:
+        return 1 << 16
+    if elsewhere:
+        return TAIL_BLOCKS
+    return ROLES[role].contexts * layout.blocks(context)
 
 
 def _tried(engine: Any, layout: Layout, who: str) -> ExactNumerics:

@@ -1,8 +1,8 @@
 """Placement or refusal of a request: `decide` joins the choice of its workers and early rejection.
 
-The choice is made by `best_first` where its short cut holds, else by the policy's rule (`policies`). `decide` gives a
-placement or a refusal with its reason, and changes nothing. Each admission mode looks at the load of decode in its own
-way:
+The choice is made by `placement.best_first` where its short cut holds, else by the policy's rule
+(`placement.policies`). `decide` gives a placement or a refusal with its reason, and changes nothing. Each admission
+mode looks at the load of decode in its own way:
 
 - `none`: everything is queued; only what can never run, full queues, and what must borrow and finds no room are
   refused.
@@ -14,7 +14,7 @@ way:
 
 Priorities scale the limits: priority 0 is held to its SLO, -1000 is refused from half of it on, 1000 is accepted up to
 one and a half times. So under growing load smaller priorities are refused first. Under `predicted` some policies refuse
-larger prompts first as well (`overload`).
+larger prompts first as well (`state.overload`).
 
 Source: Mooncake (ARXIV), section 7; priorities and retry-after are ours.
 """
@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import msgspec
 
-from halfmoon.conductor.core.best_first import earliest_first_token, shortest_step
-from halfmoon.conductor.core.candidates import candidates, capacity, decode_candidates, has_room
-from halfmoon.conductor.core.cost import answer_class, expected_decode_ns, expected_tokens
-from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
-from halfmoon.conductor.core.overload import queue_allowed_ns
-from halfmoon.conductor.core.policies import choose_decode, choose_prefill, rules_of
-from halfmoon.conductor.core.prefix_match import PrefixMatch, match_prefix
-from halfmoon.conductor.core.records import Request, WorkerRecord
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.objectives import limit_ns, slo_ns, tbt_limit_ns, ttft_limit_ns
+from halfmoon.conductor.core.placement.best_first import earliest_first_token, shortest_step
+from halfmoon.conductor.core.placement.candidates import candidates, capacity, decode_candidates, has_room
+from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.placement.policies import choose_decode, choose_prefill, rules_of
+from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
+from halfmoon.conductor.core.placement.prices import Row, row_of, step_price
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import answer_class, expected_decode_ns, expected_tokens
+from halfmoon.conductor.core.state.overload import queue_allowed_ns
+from halfmoon.conductor.core.state.records import Request, WorkerRecord
 from halfmoon.schemas.decisions import Prediction, RejectReason
 from halfmoon.schemas.events import RequestArrived
 
@@ -39,8 +41,15 @@ from halfmoon.schemas.events import RequestArrived
 RETRY_NS_MIN = 1_000_000
 
 
+class AdmissionLimits(msgspec.Struct, frozen=True):
+    """Predictions from which a request is refused at the workers that were chosen."""
+
+    ttft_ns: int
+    tbt_ns: int
+
+
 class Placement(msgspec.Struct, kw_only=True):
-    """A pair of workers for a request, and what is expected of it there."""
+    """A pair of workers for a request, or one mixed worker twice, and what is expected of it there."""
 
     prefill: Candidate
     decode: DecodeCandidate
@@ -48,6 +57,12 @@ class Placement(msgspec.Struct, kw_only=True):
     answer_tokens: int
     #: How long decode is to last.
     decode_ns: int
+    limits: AdmissionLimits | None = None
+
+    @property
+    def mixed(self) -> bool:
+        """One mixed worker does both."""
+        return self.prefill.worker_id == self.decode.worker_id
 
 
 class Refusal(msgspec.Struct, kw_only=True):
@@ -57,6 +72,7 @@ class Refusal(msgspec.Struct, kw_only=True):
     message: str
     predicted: Prediction = Prediction()
     retry_after_ns: int = 0
+    limits: AdmissionLimits | None = None
 
 
 class Load(msgspec.Struct):
@@ -65,16 +81,7 @@ class Load(msgspec.Struct):
     sequences: int
     context_tokens: int
     blocks: int
-
-
-def slo_ns(state: State, request: RequestArrived) -> tuple[int, int]:
-    """TTFT and TBT objective of a request: its own, or the cluster's."""
-    return request.ttft_slo_ns or state.policy.ttft_slo_ns, request.tbt_slo_ns or state.policy.tbt_slo_ns
-
-
-def limit_ns(objective_ns: int, priority: int) -> int:
-    """The prediction from which a request of this priority is refused."""
-    return objective_ns * (1_000 + priority // 2) // 1_000
+    rows: list[Row] = []
 
 
 def waits_ns(state: State, request: RequestArrived, refusal: Refusal) -> int:
@@ -91,7 +98,7 @@ def waits_ns(state: State, request: RequestArrived, refusal: Refusal) -> int:
 def decide(
     state: State, request: RequestArrived, now_ns: int, draw: str, *, waited_ns: int = 0
 ) -> Placement | Refusal:
-    """A placement or a refusal for a request that was never placed, and has waited for a worker so long."""
+    """A prefill and a decode worker, or a refusal, for a request that was never placed, and has waited so long."""
     matched = match_prefix(state, request, now_ns)
     answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
     best = earliest_first_token(state, request, matched, now_ns)
@@ -107,37 +114,38 @@ def decide(
     roomy = [c for c in open_decodes if c.room]
     end_ns = now_ns + prefill.ttft_ns
     admission = state.policy.admission
-    borrows = any(c.loans for c in open_decodes)
+    borrows = any(c.needs_others for c in open_decodes)
     # What borrows is never queued: two that hold parts of each other would wait for each other.
     if not roomy and (borrows or admission in ("early", "predicted")):
         # When lenders will have room is not predicted.
-        roomy = [] if borrows else [c for c in open_decodes if _room_at(state, c, end_ns)]
+        roomy = [] if borrows else [c for c in open_decodes if room_at(state, c, end_ns)]
         if not roomy:
             return Refusal(
                 reason="no_room",
                 message="no decode worker has room for the request's KV",
-                predicted=_prediction(prefill, min(c.tbt_ns for c in open_decodes)),
+                predicted=prediction(prefill, min(c.tbt_ns for c in open_decodes)),
                 retry_after_ns=_borrowers_wait_ns(state, now_ns)
                 if borrows
-                else min(_wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in open_decodes),
+                else min(wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in open_decodes),
             )
     decode = choose_decode(state, roomy or open_decodes, draw)
     assert decode is not None, (request, decodes)
-    placement = _placement(state, request, prefill, decode, answer_tokens)
+    placement = placement_of(state, request, prefill, decode, answer_tokens)
     if admission == "none":
         return placement
+    limits = placement.limits = limits_of(state, request, placement)
     workers = len(state.loads.prefill.rows) if best is not None else len(prefills)
     tbt_ns_max = max(c.tbt_ns for c in decodes) if short is None else short.tbt_ns_max
     return (
-        _over_slo(state, request, matched, placement, tbt_ns_max, now_ns, waited_ns)
-        or _too_large_now(state, request, placement, workers)
+        _over_slo(state, request, matched, placement, limits, tbt_ns_max, now_ns, waited_ns)
+        or too_large_now(state, placement, limits, workers)
         or placement
     )
 
 
 def place_again(state: State, request: Request, now_ns: int, draw: str) -> Placement | None:
-    """The best placement of a request that was accepted before, whatever it takes; None when there is no worker, or
-    no room at lenders.
+    """The best pair for a request that was accepted before, whatever it takes; None when there is no worker, or no room
+    at lenders.
     """
     event = request.event
     matched = match_prefix(state, event, now_ns)
@@ -145,26 +153,35 @@ def place_again(state: State, request: Request, now_ns: int, draw: str) -> Place
     prefill = choose_prefill(state, candidates(state, event, matched, now_ns, avoid=request.avoid), draw)
     decodes = decode_candidates(state, event, matched, answer_tokens, avoid=request.avoid)
     roomy = [c for c in decodes if c.room]
-    decode = choose_decode(state, roomy or [c for c in decodes if not c.loans], draw)
+    decode = choose_decode(state, roomy or [c for c in decodes if not c.needs_others], draw)
     if prefill is None or decode is None:
         return None
-    return _placement(state, event, prefill, decode, answer_tokens)
+    return placement_of(state, event, prefill, decode, answer_tokens)
 
 
-def _placement(
+def limits_of(state: State, request: RequestArrived, placement: Placement) -> AdmissionLimits:
+    """Predictions from which the request is refused where it is placed."""
+    context = request.prompt_tokens + placement.answer_tokens
+    return AdmissionLimits(
+        ttft_limit_ns(state, request, placement.prefill),
+        tbt_limit_ns(state, request, placement.decode, context),
+    )
+
+
+def placement_of(
     state: State, request: RequestArrived, prefill: Candidate, decode: DecodeCandidate, answer_tokens: int
 ) -> Placement:
     answers = state.answers.get(answer_class(request.max_tokens))
     return Placement(
         prefill=prefill,
         decode=decode,
-        predicted=_prediction(prefill, decode.tbt_ns),
+        predicted=prediction(prefill, decode.tbt_ns),
         answer_tokens=answer_tokens,
         decode_ns=expected_decode_ns(answers, answer_tokens, decode.tbt_ns),
     )
 
 
-def _prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
+def prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
     return Prediction(
         queue_ns=prefill.queue_ns,
         transfer_ns=prefill.transfer_ns,
@@ -182,15 +199,18 @@ def _cannot(
     now_ns: int,
 ) -> Refusal | None:
     """A refusal that holds under every admission mode: no worker there, too long for all, all queues full."""
-    for role, pool in (("prefill", state.loads.prefill), ("decode", state.loads.decode)):
-        if not pool.workers:
+    pools = {"prefill": state.loads.prefill.workers, "decode": state.loads.decode.workers}
+    if all(worker.cache_elsewhere for worker in state.loads.decode.workers):
+        pools["attention"] = state.loads.attention.workers
+    for role, workers in pools.items():
+        if not workers:
             return Refusal(
                 reason="no_worker",
                 message=f"no {role} worker is there",
                 retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
             )
     if not prefills or not decodes:
-        return Refusal(reason="too_long", message=_too_long(state, request))
+        return Refusal(reason="too_long", message=too_long(state, request))
     if all(c.full for c in prefills):
         return Refusal(
             reason="queue_full",
@@ -199,14 +219,14 @@ def _cannot(
             retry_after_ns=max(min(c.queue_ns // c.orders for c in prefills), RETRY_NS_MIN),
         )
     if all(c.full for c in decodes):
-        wait = min(_wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in decodes)
+        wait = min(wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in decodes)
         return Refusal(
             reason="queue_full", message="the queue of every decode worker is full", retry_after_ns=wait
         )
     return None
 
 
-def _too_long(state: State, request: RequestArrived) -> str:
+def too_long(state: State, request: RequestArrived) -> str:
     message = f"{request.prompt_tokens} prompt tokens and {request.max_tokens} more fit no worker"
     if state.policy.pools_bound:  # a log of before has the message of before
         prompt_tokens, tokens = capacity(state)
@@ -219,23 +239,16 @@ def _over_slo(
     request: RequestArrived,
     matched: PrefixMatch,
     placement: Placement,
+    limits: AdmissionLimits,
     tbt_ns_max: int,
     now_ns: int,
     waited_ns: int,
 ) -> Refusal | None:
     """A refusal because the prediction is over an SLO. `tbt_ns_max`: no worker that could take it has a longer step."""
-    ttft_slo, tbt_slo = slo_ns(state, request)
-    ttft_limit, tbt_limit = limit_ns(ttft_slo, request.priority), limit_ns(tbt_slo, request.priority)
-    ttft_ns = placement.prefill.ttft_ns + waited_ns
-    if ttft_ns > ttft_limit:
-        wait = ttft_ns - ttft_limit
-        return Refusal(
-            reason="ttft_slo",
-            message=f"predicted time to first token {ttft_ns // 1_000_000} ms is over {ttft_limit // 1_000_000} ms",
-            predicted=placement.predicted,
-            # The queue drains at one second a second; what is not queue does not.
-            retry_after_ns=max(wait, RETRY_NS_MIN) if wait <= placement.prefill.queue_ns else 0,
-        )
+    tbt_limit = limits.tbt_ns
+    refusal = late(placement, limits, waited_ns)
+    if refusal is not None:
+        return refusal
     if state.policy.admission == "late":
         return None
     # With all reservations counted the load can only be higher than at any one time: mostly this is enough.
@@ -249,26 +262,43 @@ def _over_slo(
     worker = state.workers[decode.worker_id]
     context = request.prompt_tokens + placement.answer_tokens
     load = decode_load(state, worker, end_ns)
-    tbt_ns = worker.cost.step_ns(load.sequences + 1, load.context_tokens + context)
+    load.rows.append(Row(context, decode.loans, decode.cache))
+    tbt_ns = step_price(state, worker, load.sequences + 1, load.context_tokens + context, load.rows).ns
     if tbt_ns <= tbt_limit and _pool_tbt_ns(state, decodes, end_ns) <= tbt_limit:
         return None
     return Refusal(
         reason="tbt_slo",
         message=f"predicted time between tokens {tbt_ns // 1_000_000} ms; the limit is {tbt_limit // 1_000_000} ms",
         predicted=msgspec.structs.replace(placement.predicted, tbt_ns=tbt_ns),
-        retry_after_ns=_wait_ns(state, worker, decode, tbt_limit, now_ns, context),
+        limits=limits,
+        retry_after_ns=wait_ns(state, worker, decode, tbt_limit, now_ns, context),
     )
 
 
-def _too_large_now(
-    state: State, request: RequestArrived, placement: Placement, workers: int
+def late(placement: Placement, limits: AdmissionLimits, waited_ns: int) -> Refusal | None:
+    """A refusal because the first token is predicted to come too late."""
+    ttft_ns = placement.prefill.ttft_ns + waited_ns
+    if ttft_ns <= limits.ttft_ns:
+        return None
+    wait = ttft_ns - limits.ttft_ns
+    return Refusal(
+        reason="ttft_slo",
+        message=f"predicted time to first token {ttft_ns // 1_000_000} ms is over {limits.ttft_ns // 1_000_000} ms",
+        predicted=placement.predicted,
+        limits=limits,
+        # The queue drains at one second a second; what is not queue does not.
+        retry_after_ns=max(wait, RETRY_NS_MIN) if wait <= placement.prefill.queue_ns else 0,
+    )
+
+
+def too_large_now(
+    state: State, placement: Placement, limits: AdmissionLimits, workers: int
 ) -> Refusal | None:
     """A refusal because under overload larger prompts go first (ours)."""
     if not rules_of(state).large_refused_first or state.policy.admission != "predicted":
         return None
-    limit = limit_ns(slo_ns(state, request)[0], request.priority)
     prefill = placement.prefill
-    allowed_ns = queue_allowed_ns(state.offered, workers, prefill.prefill_ns, limit)
+    allowed_ns = queue_allowed_ns(state.offered, workers, prefill.prefill_ns, limits.ttft_ns)
     if prefill.queue_ns <= allowed_ns:
         return None
     return Refusal(
@@ -276,6 +306,7 @@ def _too_large_now(
         message=f"overload: a prompt that takes {prefill.prefill_ns // 1_000_000} ms may find "
         f"{allowed_ns // 1_000_000} ms queued and finds {prefill.queue_ns // 1_000_000} ms",
         predicted=placement.predicted,
+        limits=limits,
         retry_after_ns=max(prefill.queue_ns - allowed_ns, RETRY_NS_MIN),
     )
 
@@ -303,6 +334,8 @@ def decode_load(state: State, worker: WorkerRecord, end_ns: int) -> Load:
             load.sequences += 1
             load.context_tokens += order.context_tokens
             load.blocks += order.reserved_blocks
+            if worker.priced:
+                load.rows.append(row_of(order))
     return load
 
 
@@ -313,11 +346,11 @@ def _pool_tbt_ns(state: State, decodes: list[DecodeCandidate], end_ns: int) -> i
         worker = state.workers[candidate.worker_id]
         load = decode_load(state, worker, end_ns)
         if load.sequences:
-            total += worker.cost.step_ns(load.sequences, load.context_tokens)
+            total += step_price(state, worker, load.sequences, load.context_tokens, load.rows).ns
     return total // len(decodes)
 
 
-def _room_at(state: State, candidate: DecodeCandidate, end_ns: int) -> bool:
+def room_at(state: State, candidate: DecodeCandidate, end_ns: int) -> bool:
     worker = state.workers[candidate.worker_id]
     load = decode_load(state, worker, end_ns)
     return has_room(worker, load.sequences, load.blocks, candidate.blocks)
@@ -329,7 +362,7 @@ def _borrowers_wait_ns(state: State, now_ns: int) -> int:
     return max(min(ends, default=0) - now_ns, RETRY_NS_MIN)
 
 
-def _wait_ns(
+def wait_ns(
     state: State,
     worker: WorkerRecord,
     candidate: DecodeCandidate,
@@ -343,6 +376,8 @@ def _wait_ns(
         for order in [state.orders[order_id] for order_id in worker.orders]
     )
     sequences, tokens, blocks = len(ends), worker.context_tokens, worker.reserved_blocks
+    rows = {order_id: row_of(state.orders[order_id]) for _, order_id in ends if worker.priced}
+    new = Row(context, candidate.loans, candidate.cache)
     for end_ns, order_id in ends:
         order = state.orders[order_id]
         sequences, tokens, blocks = (
@@ -350,7 +385,9 @@ def _wait_ns(
             tokens - order.context_tokens,
             blocks - order.reserved_blocks,
         )
-        within = tbt_limit_ns == 0 or worker.cost.step_ns(sequences + 1, tokens + context) <= tbt_limit_ns
+        rows.pop(order_id, None)
+        step = step_price(state, worker, sequences + 1, tokens + context, [*rows.values(), new])
+        within = tbt_limit_ns == 0 or step.ns <= tbt_limit_ns
         if within and has_room(worker, sequences, blocks, candidate.blocks):
             return max(end_ns - now_ns, RETRY_NS_MIN)
     return 0

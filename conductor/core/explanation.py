@@ -10,16 +10,22 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.conductor.core.admission import Placement, Refusal, limit_ns, slo_ns, waits_ns
-from halfmoon.conductor.core.candidates import candidates, decode_candidates
-from halfmoon.conductor.core.cost import answer_class, expected_tokens
-from halfmoon.conductor.core.measures import Candidate, DecodeCandidate
-from halfmoon.conductor.core.prefix_match import match_prefix
-from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.admission import AdmissionLimits, Placement, Refusal, waits_ns
+from halfmoon.conductor.core.choice import both_ways
+from halfmoon.conductor.core.objectives import limit_ns, slo_ns
+from halfmoon.conductor.core.placement.cache_places import free_blocks
+from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates
+from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
+from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.core.role_rules import fits
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
+from halfmoon.conductor.core.state.records import WorkerRecord
+from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import AdmissionName, PolicyName
+from halfmoon.schemas.roles import WorkerRole
 
 
 class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
@@ -48,6 +54,14 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     decode: list[DecodeCandidate]
     #: Workers that could not be chosen: id to why.
     left_out: dict[str, str]
+    #: Mixed workers that could do both halves, and what the way that was not taken (pair or mixed) would have been;
+    #: None: there was one way only.
+    mixed: list[MixedCandidate] = []
+    other_way: Placement | Refusal | None = None
+    #: Attention workers that could hold KV: blocks that were free, and all that they have.
+    attention: dict[str, tuple[int, int]] = {}
+    #: Who holds KV for others and is avoided, as slow: how long a step waited for it, and was expected to, ns.
+    slow: dict[str, tuple[int, int]] = {}
     #: None: no worker could take it; it waits.
     verdict: Placement | Refusal | None
 
@@ -61,14 +75,19 @@ def explain(
     seq: int,
     avoid: Sequence[str] = (),
     lost_reason: str = "",
+    other_way: Placement | Refusal | None = None,
 ) -> Explanation:
     """The grounds of `verdict`, in the state in which it was found."""
     matched = match_prefix(state, request, at_ns)
     tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
     prefills = candidates(state, request, matched, at_ns, avoid=avoid)
     decodes = decode_candidates(state, request, matched, tokens, avoid=avoid)
-    found = dict.fromkeys([c.worker_id for c in prefills] + [c.worker_id for c in decodes])
+    mixed = mixed_candidates(state, request, matched, at_ns, tokens, avoid=avoid)
+    found = dict.fromkeys(c.worker_id for each in (prefills, decodes, mixed) for c in each)
     ttft_slo, tbt_slo = slo_ns(state, request)
+    limits = verdict.limits if verdict is not None else None
+    if limits is None:
+        limits = AdmissionLimits(limit_ns(ttft_slo, request.priority), limit_ns(tbt_slo, request.priority))
     return Explanation(
         request_id=request.request_id,
         seq=seq,
@@ -77,30 +96,59 @@ def explain(
         admission=state.policy.admission,
         ttft_slo_ns=ttft_slo,
         tbt_slo_ns=tbt_slo,
-        ttft_limit_ns=limit_ns(ttft_slo, request.priority),
-        tbt_limit_ns=limit_ns(tbt_slo, request.priority),
+        ttft_limit_ns=limits.ttft_ns,
+        tbt_limit_ns=limits.tbt_ns,
         lost_reason=lost_reason,
         last_chosen=dict(state.round_robin),
         prefix_blocks=dict(sorted(matched.held.items())),
         answer_tokens=tokens,
         prefill=prefills,
         decode=decodes,
+        mixed=mixed,
+        other_way=other_way,
         left_out={
             worker.worker_id: _why_not(state, worker, request)
             for worker in state.workers.values()
-            if worker.worker_id not in found
+            if worker.worker_id not in found and not _holds_only(state, worker)
+        },
+        attention={
+            worker.worker_id: (free_blocks(worker), worker.kv_blocks)
+            for worker in state.workers.values()
+            if _holds_only(state, worker)
+        },
+        slow={
+            worker.worker_id: (mark.waited_ns, mark.expected_ns)
+            for worker in state.workers.values()
+            if (mark := slow_mark(state, worker)) is not None
         },
         verdict=verdict,
     )
 
 
 def explain_arrival(
-    state: State, request: RequestArrived, at_ns: int, verdict: Placement | Refusal, *, seq: int
+    state: State, request: RequestArrived, at_ns: int, verdict: Placement | Refusal, *, seq: int, draw: str
 ) -> Explanation:
     """The grounds of `verdict` on a request that was never placed: it may wait instead of being refused."""
     if isinstance(verdict, Refusal) and waits_ns(state, request, verdict):
         return explain(state, request, at_ns, None, seq=seq, lost_reason=verdict.message)
-    return explain(state, request, at_ns, verdict, seq=seq)
+    return explain(
+        state, request, at_ns, verdict, seq=seq, other_way=_other_way(state, request, at_ns, verdict, draw)
+    )
+
+
+def _other_way(
+    state: State, request: RequestArrived, at_ns: int, verdict: Placement | Refusal, draw: str
+) -> Placement | Refusal | None:
+    """The pair as it would have been where a mixed worker was chosen, and the reverse."""
+    if not isinstance(verdict, Placement):
+        return None
+    pair, mixed = both_ways(state, request, at_ns, draw)
+    pairs = state.loads.prefill.workers and state.loads.decode.workers
+    return mixed if not verdict.mixed else pair if pairs else None
+
+
+def _holds_only(state: State, worker: WorkerRecord) -> bool:
+    return worker.role == "attention" and state.takes_orders(worker)
 
 
 def _why_not(state: State, worker: WorkerRecord, request: RequestArrived) -> str:
@@ -111,3 +159,62 @@ def _why_not(state: State, worker: WorkerRecord, request: RequestArrived) -> str
     return (
         "it failed this request before" if fits(state, worker, request) else "the request is too long for it"
     )
+
+
+class RoleGrounds(msgspec.Struct, kw_only=True):
+    """Why a worker was told to take another role by load, or why that was advised. Needs and loads are permille."""
+
+    worker_id: str
+    role: WorkerRole
+    becomes: WorkerRole
+    seq: int
+    at_ns: int
+    advised: bool
+    reason: str
+    #: By role: workers needed for what arrives, for what is there, and workers that it has.
+    arriving: dict[WorkerRole, int]
+    present: dict[WorkerRole, int]
+    workers: dict[WorkerRole, int]
+    #: How full each pool is, and will be.
+    load_before: dict[WorkerRole, int]
+    load_after: dict[WorkerRole, int]
+    #: How long it has been so; what arrived in the window before.
+    held_ns: int
+    window_ns: int
+    requests: int
+    prefill_ns: int
+    answer_tokens: int
+    #: Until it has finished what it has, and each other one that could have gone, as predicted.
+    done_ns: int
+    others: dict[str, int]
+
+
+class MoveGrounds(msgspec.Struct, kw_only=True):
+    """Why a part of a request went where it went: what the plan looked at."""
+
+    plan_id: str
+    request_id: str
+    order_id: str
+    seq: int
+    at_ns: int
+    owner_id: str
+    lender_id: str
+    segments: int
+    tokens: int
+    #: The owner's batch and what waited for its room; whether that was one that might come.
+    batch: int
+    waiting: int
+    proactive: bool
+    #: Of each cache, percent reserved before the move.
+    owner_use: int
+    lender_use: int
+    #: Requests that fit in the owner's batch with the move, and thousandths of a token a second of both workers, before
+    #: and after.
+    joining: int
+    rate_before: int
+    rate_after: int
+    #: Of a step with the move: the lender's attention to what it has of the owner's, and the owner's to its own.
+    away_ns: int
+    own_ns: int
+    #: Creditors that were passed over: id and percent reserved.
+    others: dict[str, int]

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from halfmoon.conductor.core.records import WorkerRecord, loan_blocks
+from halfmoon.conductor.core import moves
+from halfmoon.conductor.core.loans import held_for
 from halfmoon.conductor.core.role_rules import expected_load
-from halfmoon.conductor.core.state import FINISHED_MAX, State
+from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
+from halfmoon.conductor.core.state.records import Order, WorkerRecord
 
 
 def check(state: State) -> None:
     """Raises AssertionError."""
     _check_orders(state)
+    check_ledger(state)
     _check_requests(state)
     _check_load(state)
     _check_members(state)
     state.index.check()
     assert state.index.node_ids == sorted(state.stores), ("index", state.index.node_ids, list(state.stores))
+
+
+def check_ledger(state: State) -> None:
+    """Who holds what for whom, alone: cheap enough for every step. Raises AssertionError."""
+    for order in state.orders.values():
+        if order.loans or order.cache or order.move is not None or order.moved_loans:
+            _check_borrowed(state, order, state.workers[order.decode_id])
+    for worker in state.workers.values():
+        if worker.lent or worker.lends:
+            _check_loans(state, worker)
 
 
 def _check_orders(state: State) -> None:
@@ -26,13 +39,8 @@ def _check_orders(state: State) -> None:
         assert decode is not None, ("decode half nowhere", order)
         assert order_id in decode.orders, ("decode half nowhere", order)
         prefill = state.workers.get(order.prefill_id)
-        held = prefill is not None and order_id in prefill.orders
+        held = prefill is not None and order_id in prefill.prefills
         assert held == (order.phase == "prefill"), ("prefill half", order.phase, order)
-        for loan in order.loans:
-            lender = state.workers.get(loan.worker_id)
-            assert lender is not None, ("borrowed of nobody", order)
-            assert order_id in lender.lent, ("borrowed and not lent", order)
-            assert lender is not decode, ("borrowed of itself", order)
         leaves = order_id in state.leaving.get(order.fetch_node_id, {})
         assert leaves == (order.phase == "prefill" and order.fetch_node_id != ""), ("fetch", order)
     for node_id, ends in state.leaving.items():
@@ -43,6 +51,37 @@ def _check_orders(state: State) -> None:
                 node_id,
                 order_id,
             )
+
+
+def _check_borrowed(state: State, order: Order, decode: WorkerRecord) -> None:
+    """Each block has one place: at a lender, on its way to one, or at the decode worker."""
+    moving = [order.move.loan] if order.move is not None else []
+    held = held_for(state, order)
+    assert len(held) == len(order.loans) + len(moving) + len(order.cache), ("borrowed of nobody", order)
+    # Those of whole prompt segments have all heads; the others have them together, from the next segment on.
+    ends = [place for place in order.cache if not place.segments]
+    heads = sum(place.kv_heads for place in ends)
+    assert heads == (decode.layout.kv_heads if order.cache else 0), ("heads of its cache", order)
+    first_segments = [sum(place.segments for place in order.cache[:i]) for i in range(len(order.cache))]
+    assert [place.first_segment for place in order.cache] == first_segments, ("segments of its cache", order)
+    for lender, _ in held:
+        assert order.order_id in lender.lent, ("borrowed and not lent", order)
+        assert lender is not decode, ("borrowed of itself", order)
+    assert 0 <= order.moved_loans <= len(order.loans), ("moved loans", order)
+    if not (moving or order.moved_loans):
+        return
+    assert order.running, ("moves and does not run", order)
+    assert moves.movable_segments(state, order) >= sum(loan.segments for loan in moving), (
+        "moved twice",
+        order,
+    )
+    # No part moves on, and no debts go round: who has moved something away holds nothing that was moved.
+    for order_id in decode.lent:
+        other = state.orders[order_id]
+        made = other.loans[len(other.loans) - other.moved_loans :]
+        made += [other.move.loan] if other.move is not None else []
+        lenders = [loan.worker_id for loan in made]
+        assert decode.worker_id not in lenders, ("a chain of moves", decode.worker_id, order, other)
 
 
 def _check_requests(state: State) -> None:
@@ -65,7 +104,6 @@ def _check_load(state: State) -> None:
     for worker_id, worker in state.workers.items():
         orders = [state.orders[order_id] for order_id in worker.orders]
         expected = expected_load(worker, orders)
-        _check_loans(state, worker)
         reserved = (
             worker.reserved_ns,
             worker.pending_blocks,
@@ -85,18 +123,30 @@ def _check_loans(state: State, worker: WorkerRecord) -> None:
     promised = 0
     for order_id, blocks in worker.lent.items():
         assert order_id in state.orders, ("lent to no order", worker.worker_id, order_id)
-        loans = [loan for loan in state.orders[order_id].loans if loan.worker_id == worker.worker_id]
-        borrowed = [loan_blocks(worker, loan) for loan in loans]
-        assert borrowed == [blocks], ("lent and not borrowed", worker.worker_id, order_id, blocks, borrowed)
+        held = held_for(state, state.orders[order_id])
+        borrowed = [each for lender, each in held if lender is worker]
+        assert borrowed, ("lent and not borrowed", worker.worker_id, order_id, blocks)
+        assert sum(borrowed) == blocks, (
+            "lent and not borrowed",
+            worker.worker_id,
+            order_id,
+            blocks,
+            borrowed,
+        )
         promised += blocks
     for order_id, blocks in worker.orders.items():
-        if worker.role == "decode" and state.orders[order_id].loans:
+        # What was lent at the placement is for as long as the request can get; what moved later, for as long as it is.
+        order = state.orders[order_id]
+        if worker.role == "decode" and len(order.loans) > order.moved_loans:
             promised += blocks
-    assert promised <= worker.kv_blocks or not worker.lends, ("promised twice", worker.worker_id, promised)
+    holds = worker.lends or worker.role == "attention"
+    assert promised <= worker.kv_blocks or not holds, ("promised twice", worker.worker_id, promised)
 
 
 def _check_members(state: State) -> None:
     assert list(state.workers) == sorted(state.workers), ("not sorted", list(state.workers))
+    for worker in state.workers.values():
+        assert worker.draining or not worker.becomes, ("changes its role and takes orders", worker)
     members = [
         *((worker.role, worker.worker_id, worker.incarnation) for worker in state.workers.values()),
         *(("store", store.node_id, store.incarnation) for store in state.stores.values()),

@@ -1,32 +1,119 @@
-"""The ledger of loans: what an order borrows is booked at its lenders, until the order ends."""
+"""The ledger of what others hold for an order, its loans and its cache: booked there until the order ends.
+
+A move is booked at the lender the moment that it is ordered. Once the KV is there it is a loan like any other, and the
+owner's room grows by it; where it is refused, nothing stays booked.
+"""
 
 from __future__ import annotations
 
-from halfmoon.conductor.core.records import Order, loan_blocks
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.placement.cache_places import place_blocks
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.records import Order, PendingMove, WorkerRecord, loan_blocks
 from halfmoon.conductor.core.step_output import StepOutput
-from halfmoon.schemas.decisions import CancelOrder
+from halfmoon.schemas.decisions import CancelOrder, EndMove
+from halfmoon.schemas.events import KvMoved, KvMoveRefused
+
+
+def held_for(state: State, order: Order) -> list[tuple[WorkerRecord, int]]:
+    """Who holds how many blocks for the order's decode worker, or is to, of those that are there."""
+    each = [*order.loans, order.move.loan] if order.move is not None else order.loans
+    loans = [(state.workers.get(loan.worker_id), loan) for loan in each]
+    held = [(lender, loan_blocks(lender, loan)) for lender, loan in loans if lender is not None]
+    places = [(state.workers.get(place.worker_id), place) for place in order.cache]
+    return held + [
+        (holder, place_blocks(holder.layout, place, order.cache_blocks))
+        for holder, place in places
+        if holder is not None
+    ]
 
 
 def book_loans(state: State, order: Order) -> None:
-    """Reserve at the lenders what an order of theirs borrows."""
-    for loan in order.loans:
-        lender = state.workers[loan.worker_id]
-        blocks = loan_blocks(lender, loan)
-        lender.lent[order.order_id] = blocks
-        lender.reserved_blocks += blocks
-        state.loads.changed(lender)
+    """Reserve at the others what they hold for an order."""
+    for lender, blocks in held_for(state, order):
+        _book(state, order, lender, blocks)
+
+
+def _book(state: State, order: Order, lender: WorkerRecord, blocks: int) -> None:
+    lender.lent[order.order_id] = lender.lent.get(order.order_id, 0) + blocks
+    lender.reserved_blocks += blocks
+    state.loads.changed(lender)
 
 
 def end_loans(state: State, order: Order, out: StepOutput) -> None:
-    """The order is over: its lenders are told, and their blocks are free."""
-    for loan in order.loans:
-        lender = state.workers.get(loan.worker_id)
-        # A lender that left, or started again since, has nothing to give back.
-        if lender is None or order.order_id not in lender.lent:
+    """The order is over: who held something for it is told, and their blocks are free."""
+    for lender, _ in held_for(state, order):
+        # One that started again since has nothing to give back; one of two loans is told once.
+        if order.order_id not in lender.lent:
             continue
         lender.reserved_blocks -= lender.lent.pop(order.order_id)
         state.loads.changed(lender)
         out.append(
-            CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=loan.worker_id)
+            CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=lender.worker_id)
         )
+
+
+# --- moves --------------------------------------------------------------------------------------------------
+
+
+def book_move(state: State, order: Order, move: PendingMove) -> None:
+    """Reserve the room of segments that are to go to a lender."""
+    assert order.move is None, order
+    order.move = move
+    lender = state.workers[move.loan.worker_id]
+    _book(state, order, lender, loan_blocks(lender, move.loan))
+
+
+def end_move(state: State, order: Order) -> None:
+    """It came to nothing: what was booked for it is free, if the lender is still the one that was asked."""
+    move = order.move
+    assert move is not None, order
+    order.move = None
+    lender = state.workers.get(move.loan.worker_id)
+    if lender is None or order.order_id not in lender.lent:
+        return
+    blocks = loan_blocks(lender, move.loan)
+    lender.lent[order.order_id] -= blocks
+    if not lender.lent[order.order_id]:
+        del lender.lent[order.order_id]
+    lender.reserved_blocks -= blocks
+    state.loads.changed(lender)
+
+
+def kv_moved(state: State, order: Order, event: KvMoved) -> bool:
+    """The loan counts, and the owner's room has grown. False: it is of another move, or repeated."""
+    move = order.move
+    if move is None or move.plan_id != event.plan_id:
+        return False
+    order.move = None
+    order.loans = [*order.loans, move.loan]
+    order.moved_loans += 1
+    owner = state.workers[order.decode_id]
+    blocks = loan_blocks(owner, move.loan)
+    owner.orders[order.order_id] -= blocks
+    owner.reserved_blocks -= blocks
+    order.reserved_blocks -= blocks
+    state.loads.changed(owner)
+    counters = state.counters
+    counters.moves += 1
+    counters.moved_tokens += blocks * owner.block_tokens
+    counters.moved_bytes += event.moved_bytes
+    return True
+
+
+def kv_move_refused(state: State, order: Order, event: KvMoveRefused, out: StepOutput) -> bool:
+    """The request goes on as it was, and nothing stays booked. False: it is of another move, or repeated."""
+    move = order.move
+    if move is None or move.plan_id != event.plan_id:
+        return False
+    give_up_move(state, order, out)
+    return True
+
+
+def give_up_move(state: State, order: Order, out: StepOutput) -> None:
+    """Nothing stays booked for it, and the lender drops what it has of it."""
+    move = order.move
+    assert move is not None, order
+    end_move(state, order)
+    state.counters.moves_refused += 1
+    if move.loan.worker_id in state.workers:
+        out.append(EndMove(plan_id=move.plan_id, order_id=order.order_id, worker_id=move.loan.worker_id))

@@ -22,25 +22,25 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import membership, orders
-from halfmoon.conductor.core.admission import decide
-from halfmoon.conductor.core.block_index import BlockIndex, IndexImage
-from halfmoon.conductor.core.cost import (
+from halfmoon.conductor.core import elastic, membership, moves, orders, roles
+from halfmoon.conductor.core.choice import choose
+from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_arrival
+from halfmoon.conductor.core.invariants import check
+from halfmoon.conductor.core.loans import end_loans, kv_move_refused, kv_moved
+from halfmoon.conductor.core.reconcile import reconcile_orders
+from halfmoon.conductor.core.state.block_index import BlockIndex, IndexImage
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import (
     Answers,
     Link,
     answer_class,
     learn_answer,
     measured_link,
-    refit_decode,
-    refit_prefill,
 )
-from halfmoon.conductor.core.explanation import Explanation, explain_arrival
-from halfmoon.conductor.core.invariants import check
-from halfmoon.conductor.core.loans import end_loans
-from halfmoon.conductor.core.log_clock import log_time_ns
-from halfmoon.conductor.core.reconcile import reconcile_orders
-from halfmoon.conductor.core.records import Half, Order
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.state.log_clock import log_time_ns
+from halfmoon.conductor.core.state.records import Half, Order
+from halfmoon.conductor.core.state.slow_places import judge_places
+from halfmoon.conductor.core.step_learning import learn_prefill, learn_step
 from halfmoon.conductor.core.step_output import Explains, StepOutput, explain_none
 from halfmoon.schemas.codec import digest, one_line
 from halfmoon.schemas.decisions import Decision
@@ -55,12 +55,15 @@ from halfmoon.schemas.events import (
     FrontendHeartbeat,
     FrontendJoined,
     FrontendLeft,
+    KvMoved,
+    KvMoveRefused,
     PolicyChanged,
     PrefillFailed,
     PrefillFinished,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
+    RoleWanted,
     Stamped,
     StateDigested,
     StoreHeartbeat,
@@ -78,6 +81,8 @@ from halfmoon.schemas.events import (
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
 SNAPSHOT_VERSION = 5
+#: After them there may be room for a request that waits until it can borrow.
+_MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
 
 
 class SnapshotInvalid(ValueError):
@@ -98,6 +103,8 @@ class Core:
         #: For which requests placements are explained, and what the last step noted of them.
         self.explain_requests: Explains = explain_none
         self.notes: list[Explanation] = []
+        self.move_notes: list[MoveGrounds] = []
+        self.role_notes: list[RoleGrounds] = []
 
     @property
     def seq(self) -> int:
@@ -124,7 +131,11 @@ class Core:
         state.timers_in_row = state.timers_in_row + 1 if isinstance(stamped.event, TimerFired) else 0
         out = StepOutput(self.explain_requests)
         _apply(state, stamped.event, out)
-        self.notes = out.notes
+        if state.orders_now:
+            moves.keep_planning(state, out)
+        if isinstance(stamped.event, RequestArrived | PolicyChanged):
+            elastic.keep_looking(state, out)
+        self.notes, self.move_notes, self.role_notes = out.notes, out.moves, out.roles
         if self.checked:
             check(state)
         return out
@@ -135,8 +146,9 @@ class Core:
         `random` draws by the place in the log: here, by the next one. The grounds of real decisions are in `notes`.
         """
         state = self.state
-        verdict = decide(state, request, at_ns, f"{state.seq + 1}:0")
-        return explain_arrival(state, request, at_ns, verdict, seq=state.seq + 1)
+        draw = f"{state.seq + 1}:0"
+        verdict = choose(state, request, at_ns, draw)
+        return explain_arrival(state, request, at_ns, verdict, seq=state.seq + 1, draw=draw)
 
     def digest(self) -> str:
         """Names the whole state; equal for equal logs, whatever the process."""
@@ -197,11 +209,12 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
                 orders.accept_or_reject(state, event, out)
         case PrefillFinished():
             _prefill_finished(state, event)
-        case DecodeStarted() | StateDigested():
+        case DecodeStarted() | KvMoved() | KvMoveRefused():
+            _decode_goes_on(state, event, out)
+        case StateDigested():
             pass
         case RequestFinished():
             _request_finished(state, event, out)
-            orders.place_borrowers(state, out)
         case WorkerHeartbeat():
             _worker_heartbeat(state, event, out)
         case StoreHeartbeat():
@@ -212,13 +225,10 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             _timer_fired(state, event, out)
         case PrefillFailed() | DecodeFailed():
             _half_failed(state, event, out)
-            orders.place_borrowers(state, out)
         case DecodeRefused():
             _decode_refused(state, event, out)
-            orders.place_borrowers(state, out)
         case RequestCancelled():
             _request_cancelled(state, event, out)
-            orders.place_borrowers(state, out)
         case StoreInventory():
             store = membership.known_store(state, event.node_id, event.incarnation)
             if store is not None and event.part not in store.parts_seen:
@@ -246,10 +256,13 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
         case ClusterConfigured():
             state.policy, state.code_version = event.policy, event.code_version
         case PolicyChanged():
-            state.policy = event.policy
-            state.members_changed()
+            moves.policy_changed(state, event, out)
+        case RoleWanted():
+            roles.role_wanted(state, event, out)
         case _:
             assert_never(event)
+    if isinstance(event, _MAY_END_AN_ORDER):
+        orders.place_borrowers(state, out)
 
 
 def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
@@ -261,6 +274,10 @@ def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
         membership.loss_timer_fired(state, event.key, event.at_ns, out)
     elif kind == "unplaced":
         orders.end_waiting(state, state.requests[subject], out)
+    elif event.key == moves.TIMER:
+        moves.plan_moves(state, out)
+    elif event.key == elastic.TIMER:
+        elastic.plan_roles(state, out)
 
 
 def _answered(state: State, order_id: str, request_id: str, worker_id: str, half: Half) -> Order | None:
@@ -280,27 +297,16 @@ def _answered(state: State, order_id: str, request_id: str, worker_id: str, half
 def _prefill_finished(state: State, event: PrefillFinished) -> None:
     order = _answered(state, event.order_id, event.request_id, event.worker_id, "prefill")
     if order is None:
+        # An answer of one token may have ended it already.
+        if event.order_id not in state.orders:
+            learn_prefill(state, event, event.prompt_tokens, of_request=event.prompt_tokens)
         return
     orders.free_prefill(state, order)
     order.prefill_end_ns = state.at_ns
     request = state.requests[order.request_id]
-    cached = event.cached_local_tokens + event.cached_fetched_tokens
-    counters = state.counters
-    counters.prompt_tokens += request.event.prompt_tokens
-    counters.cached_local_tokens += event.cached_local_tokens
-    counters.cached_fetched_tokens += event.cached_fetched_tokens
-    worker = state.workers.get(order.prefill_id)
-    # A request that was placed before may carry tokens of its answer, so its length is not known here.
-    if (
-        worker is not None
-        and worker.learns
-        and request.placements == 1
-        and cached < request.event.prompt_tokens
-    ):
-        worker.cost = refit_prefill(
-            worker.fit, worker.cost, request.event.prompt_tokens, cached, event.compute_ns
-        )
-        state.loads.refitted(worker)
+    # In an older log only the request tells its length; placed once more, it may have tokens of its answer on top.
+    known = event.prompt_tokens or (request.event.prompt_tokens if request.placements == 1 else 0)
+    learn_prefill(state, event, known, of_request=request.event.prompt_tokens)
     if event.fetch_node_id and event.fetch_node_id in state.stores:
         links = state.ssd_links if order.fetch_ssd else state.links
         sharing = order.fetch_sharing if order.fetch_node_id == event.fetch_node_id else 1
@@ -347,16 +353,14 @@ def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> 
     worker = membership.worker_heartbeat(state, event, out)
     if (
         worker is not None
-        and worker.role == "decode"
+        and worker.role in ("decode", "mixed")
         and worker.learns
         and event.steps
         and event.step_sequences
     ):
-        worker.cost = refit_decode(
-            worker.fit, worker.cost, event.step_sequences, event.step_context_tokens, event.step_ns
-        )
-        state.loads.refitted(worker)
+        learn_step(state, worker, event)
     if worker is not None:
+        judge_places(state, worker, event)
         reconcile_orders(state, worker, event, out)
 
 
@@ -379,6 +383,23 @@ def _request_finished(state: State, event: RequestFinished, out: StepOutput) -> 
             min(event.completion_tokens, request.event.max_tokens),
             event.decode_ns,
         )
+
+
+def _decode_goes_on(state: State, event: DecodeStarted | KvMoved | KvMoveRefused, out: StepOutput) -> None:
+    order = _answered(state, event.order_id, event.request_id, event.worker_id, "decode")
+    if order is None:
+        return
+    match event:
+        case DecodeStarted():
+            order.running = True
+        case KvMoved():
+            if kv_moved(state, order, event):
+                orders.place_borrowers(state, out)
+        case KvMoveRefused():
+            if kv_move_refused(state, order, event, out):
+                orders.place_borrowers(state, out)
+        case _:
+            assert_never(event)
 
 
 def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOutput) -> None:

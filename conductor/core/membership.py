@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from halfmoon.conductor.core.loans import end_move
 from halfmoon.conductor.core.orders import arm, end, place_parked, withdraw
 from halfmoon.conductor.core.reconcile import lose_orders
-from halfmoon.conductor.core.records import FrontendRecord, StoreRecord, WorkerRecord
 from halfmoon.conductor.core.role_rules import first_fit
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import prefill_fit
+from halfmoon.conductor.core.state.records import FrontendRecord, StoreRecord, WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import AnnounceYourself, FailRequest
@@ -83,22 +85,32 @@ def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
         exact_numerics=event.exact_numerics,
         prompt_tokens_max=event.prompt_tokens_max,
         lends=event.lends,
+        cache_elsewhere=event.cache_elsewhere,
+        first_kv_head=event.first_kv_head,
+        kv_heads=event.kv_heads,
+        may_become=event.may_become,
+        decode_groups=event.decode_groups,
+        token_budget=event.token_budget,
+        prompt_fit=prefill_fit(profile) if event.role == "mixed" else None,
     )
 
 
 def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
     """The same process joins once more: what it does goes on."""
-    worker.orders = known.orders
+    worker.orders, worker.prompts = known.orders, known.prompts
     worker.reserved_ns = known.reserved_ns
     worker.pending_blocks = known.pending_blocks
     worker.prompt_blocks = known.prompt_blocks
     worker.reserved_blocks = known.reserved_blocks
     worker.context_tokens = known.context_tokens
     worker.lent = known.lent
+    worker.slow_by = known.slow_by
     worker.head_since_ns = known.head_since_ns
     worker.draining = known.draining
+    worker.becomes = known.becomes
     if known.profile == worker.profile:
-        worker.cost, worker.fit = known.cost, known.fit
+        worker.cost, worker.fit, worker.prompt_fit = known.cost, known.fit, known.prompt_fit
+        worker.elsewhere_permille = known.elsewhere_permille
 
 
 def worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> WorkerRecord | None:
@@ -118,7 +130,8 @@ def worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> W
 def worker_draining(state: State, event: WorkerDraining, out: StepOutput) -> None:
     worker = state.workers.get(event.worker_id)
     if worker is not None and worker.incarnation == event.incarnation:
-        worker.draining = event.draining
+        # One that changes its role stays on its way out, whatever it says: the change would never come to its end.
+        worker.draining = event.draining or worker.becomes != ""
         state.members_changed()
         place_parked(state, out)
 
@@ -135,8 +148,14 @@ def worker_left(state: State, worker_id: str, incarnation: str, out: StepOutput)
 
 
 def _orphans(state: State, worker_id: str) -> list[str]:
+    """Orders that need the worker; a move to it is over, and its order goes on."""
     worker = state.workers.get(worker_id)
-    return [*worker.orders, *worker.lent] if worker is not None else []
+    if worker is None:
+        return []
+    for order in state.orders.values():
+        if order.move is not None and order.move.loan.worker_id == worker_id:
+            end_move(state, order)
+    return [*worker.orders, *worker.lent]
 
 
 def _was_lost(worker_id: str) -> str:
@@ -277,7 +296,7 @@ def loss_timer_fired(state: State, key: str, at_ns: int, out: StepOutput) -> Non
             member = state.stores.get(process_id)
         case "frontend":
             member = state.frontends.get(process_id)
-        case "prefill" | "decode":
+        case "prefill" | "decode" | "attention" | "mixed":
             member = state.workers.get(process_id)
         case _:
             raise AssertionError(("a timer of no role", key))

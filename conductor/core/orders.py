@@ -10,17 +10,19 @@ import msgspec
 from halfmoon.conductor.core.admission import (
     Placement,
     Refusal,
-    decide,
-    place_again,
-    slo_ns,
     waits_ns,
 )
+from halfmoon.conductor.core.choice import choose, choose_again
 from halfmoon.conductor.core.explanation import explain, explain_arrival
 from halfmoon.conductor.core.loans import book_loans, end_loans
-from halfmoon.conductor.core.overload import learn_offered
-from halfmoon.conductor.core.records import Order, Request
+from halfmoon.conductor.core.objectives import slo_ns, tbt_objective_ns
+from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.replication import spread_hot_prefix
-from halfmoon.conductor.core.state import FINISHED_MAX, State
+from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
+from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
+from halfmoon.conductor.core.state.demand import learn_demand
+from halfmoon.conductor.core.state.overload import learn_offered
+from halfmoon.conductor.core.state.records import Order, Request
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
     CancelOrder,
@@ -30,6 +32,7 @@ from halfmoon.schemas.decisions import (
     ReleaseOrder,
     SetTimer,
     StartDecode,
+    StartMixed,
     StartPrefill,
 )
 from halfmoon.schemas.events import RequestArrived
@@ -41,8 +44,11 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
     verdict = _decide(state, request)
+    _learn_demand(state, event, verdict)
     if out.explains(event.request_id):
-        out.notes.append(explain_arrival(state, event, state.at_ns, verdict, seq=state.seq))
+        out.notes.append(
+            explain_arrival(state, event, state.at_ns, verdict, seq=state.seq, draw=_draw(state))
+        )
     if not isinstance(verdict, Refusal):
         state.requests[event.request_id] = request
         _order(state, request, verdict, out)
@@ -55,10 +61,33 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
 
 def _decide(state: State, request: Request) -> Placement | Refusal:
     waited_ns = state.at_ns - request.arrived_ns
-    verdict = decide(state, request.event, state.at_ns, _draw(state), waited_ns=waited_ns)
+    verdict = choose(state, request.event, state.at_ns, _draw(state), waited_ns=waited_ns)
     if verdict.predicted.prefill_ns:
         learn_offered(state.offered, verdict.predicted.prefill_ns, state.at_ns)
     return verdict
+
+
+def _learn_demand(state: State, event: RequestArrived, verdict: Placement | Refusal) -> None:
+    """Count its demand on both pools, whether it is placed or not."""
+    if isinstance(verdict, Refusal):
+        if verdict.reason == "too_long":
+            return  # no number of workers would serve it
+    elif verdict.mixed:
+        return  # the pools have nothing to do with it
+    # A refusal without a prediction looked at no worker.
+    prefill_ns = verdict.predicted.prefill_ns or state.offered.prefill_ns
+    some = next(iter(state.workers.values()), None)
+    if not prefill_ns and some is not None:
+        prefill_ns = some.cost.prefill_ns(event.prompt_tokens, 0)
+    learn_demand(
+        state.demand,
+        state.at_ns,
+        state.policy.elastic_window_ns,
+        prefill_ns=prefill_ns,
+        prompt_tokens=event.prompt_tokens,
+        answer_tokens=expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens),
+        decode_refused=isinstance(verdict, Refusal) and verdict.reason in ("tbt_slo", "no_room"),
+    )
 
 
 def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool) -> None:
@@ -100,7 +129,7 @@ def place(state: State, request: Request, lost_reason: str, out: StepOutput) -> 
         message = f"placed {request.placements} times, and each time lost; last: {lost_reason or 'no reason was given'}"
         fail(state, request, message, out)
         return
-    placement = place_again(state, request, state.at_ns, _draw(state))
+    placement = choose_again(state, request, state.at_ns, _draw(state))
     _note(state, request, placement, lost_reason, out)
     if placement is None:
         park(state, request, state.policy.unplaced_ns_max, out)
@@ -121,7 +150,7 @@ def place_parked(state: State, out: StepOutput) -> None:
         if not request.placements:  # never accepted
             _decide_again(state, request, out, wait=True)
             continue
-        placement = place_again(state, request, state.at_ns, _draw(state))
+        placement = choose_again(state, request, state.at_ns, _draw(state))
         if placement is not None:
             _note(state, request, placement, "it waited for a worker", out)
             unpark(state, request)
@@ -129,8 +158,8 @@ def place_parked(state: State, out: StepOutput) -> None:
 
 
 def place_borrowers(state: State, out: StepOutput) -> None:
-    """Place those that wait for room at lenders. Call it when an order has ended."""
-    if state.parked and any(worker.lends for worker in state.workers.values()):
+    """Place those that wait for room at others. Call it when an order has ended, or some of its KV has moved."""
+    if state.parked and any(worker.lends or worker.cache_elsewhere for worker in state.workers.values()):
         place_parked(state, out)
 
 
@@ -224,7 +253,9 @@ def remember_finished(state: State, request_id: str) -> None:
 
 def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool, decode_runs: bool) -> None:
     """Take an order back: free what is reserved, cancel the halves that still run, release what stores hold for it."""
-    prefill_runs = prefill_runs and order.phase == "prefill"
+    if order.mixed:  # one worker, which has let go of it where either half has failed
+        prefill_runs = decode_runs = prefill_runs and decode_runs
+    prefill_runs = prefill_runs and order.phase == "prefill" and not order.mixed
     free_prefill(state, order)
     free_decode(state, order)
     end_loans(state, order, out)
@@ -235,6 +266,11 @@ def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool,
     for worker_id, runs in halves:
         if runs and worker_id in state.workers:
             out.append(CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=worker_id))
+    release_nodes(state, order, out)
+
+
+def release_nodes(state: State, order: Order, out: StepOutput) -> None:
+    """Have the stores drop what they hold for an order."""
     nodes = dict.fromkeys((order.prefill_node_id, order.decode_node_id, order.fetch_node_id))
     out.extend(
         ReleaseOrder(order_id=order.order_id, node_id=node_id) for node_id in nodes if node_id in state.stores
@@ -252,11 +288,11 @@ def free_prefill(state: State, order: Order) -> None:
         if not leaving:
             del state.leaving[order.fetch_node_id]
     worker = state.workers.get(order.prefill_id)
-    if worker is None or order.order_id not in worker.orders:
+    if worker is None or order.order_id not in worker.prefills:
         return
-    if next(iter(worker.orders)) == order.order_id:
+    if next(iter(worker.prefills)) == order.order_id:
         worker.head_since_ns = state.at_ns
-    del worker.orders[order.order_id]
+    del worker.prefills[order.order_id]
     worker.reserved_ns -= order.reserved_ns
     worker.pending_blocks -= order.pending_blocks
     worker.prompt_blocks -= order.prompt_blocks
@@ -306,7 +342,8 @@ def _order(state: State, request: Request, placement: Placement, out: StepOutput
     request.placements += 1
     request.order_id = order_id
     state.counters.placed += 1
-    state.round_robin["prefill"], state.round_robin["decode"] = prefill.worker_id, decode.worker_id
+    if not placement.mixed:
+        state.round_robin["prefill"], state.round_robin["decode"] = prefill.worker_id, decode.worker_id
     order = Order(
         order_id=order_id,
         request_id=event.request_id,
@@ -328,27 +365,52 @@ def _order(state: State, request: Request, placement: Placement, out: StepOutput
         fetch_sharing=prefill.fetch_sharing,
         fetch_ssd=prefill.from_ssd,
         loans=decode.loans,
+        cache=decode.cache,
+        cache_blocks=decode.cache_blocks,
     )
     _reserve(state, order, now_ns + prefill.transfer_ns)
-    out.append(
-        StartPrefill(
-            order_id=order_id,
-            request_id=event.request_id,
-            frontend_id=event.frontend_id,
-            worker_id=prefill.worker_id,
-            decode_worker_id=decode.worker_id,
-            decode_node_id=decode.node_id,
-            prompt_tokens=event.prompt_tokens,
-            local_blocks=prefill.local_blocks,
-            fetches=prefill.fetches,
-            predicted=predicted,
-        )
-    )
-    out.append(_start_decode(state, request, order))
+    _give(state, request, order, prefill, out)
     spread_hot_prefix(state, event, prefill, out)
 
 
-def _start_decode(state: State, request: Request, order: Order) -> StartDecode:
+def _give(state: State, request: Request, order: Order, prefill: Candidate, out: StepOutput) -> None:
+    """To the two workers of an order, or to the mixed one."""
+    event = request.event
+    if order.mixed:
+        out.append(
+            StartMixed(
+                order_id=order.order_id,
+                request_id=event.request_id,
+                frontend_id=event.frontend_id,
+                worker_id=order.prefill_id,
+                prompt_tokens=event.prompt_tokens,
+                max_tokens=event.max_tokens,
+                local_blocks=prefill.local_blocks,
+                fetches=prefill.fetches,
+                placement=request.placements,
+                predicted=order.predicted,
+            )
+        )
+        return
+    out.append(
+        StartPrefill(
+            order_id=order.order_id,
+            request_id=event.request_id,
+            frontend_id=event.frontend_id,
+            worker_id=order.prefill_id,
+            decode_worker_id=order.decode_id,
+            decode_node_id=order.decode_node_id,
+            prompt_tokens=event.prompt_tokens,
+            local_blocks=prefill.local_blocks,
+            fetches=prefill.fetches,
+            predicted=order.predicted,
+        )
+    )
+    out.append(start_decode(state, request, order))
+
+
+def start_decode(state: State, request: Request, order: Order) -> StartDecode:
+    """The decode half of an order."""
     event = request.event
     return StartDecode(
         order_id=order.order_id,
@@ -358,22 +420,33 @@ def _start_decode(state: State, request: Request, order: Order) -> StartDecode:
         prefill_worker_id=order.prefill_id,
         prompt_tokens=event.prompt_tokens,
         max_tokens=event.max_tokens,
-        # Under `none` everything is queued: nothing is refused, nor is it after its prefill.
-        tbt_slo_ns=0 if state.policy.admission == "none" else slo_ns(state, event)[1],
+        tbt_slo_ns=_tbt_slo_ns(state, event, order),
         placement=request.placements,
         predicted=order.predicted,
         prefill_node_id=order.prefill_node_id if state.policy.sources_named else "",
         loans=order.loans,
+        cache=order.cache,
+        resumes=order.resumes,
     )
+
+
+def _tbt_slo_ns(state: State, event: RequestArrived, order: Order) -> int:
+    """The time between tokens to which the order's decode worker holds it; 0: none."""
+    # Under `none` everything is queued: nothing is refused, nor is it after its prefill.
+    if state.policy.admission == "none":
+        return 0
+    worker = state.workers[order.decode_id]
+    idle = len(worker.orders) == 1  # this one
+    return tbt_objective_ns(state, event, worker, order.context_tokens, order.loans, order.cache, idle=idle)
 
 
 def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     """Book the order on both workers, and until `fetched_ns` on the node that it fetches from."""
     state.orders[order.order_id] = order
     worker = state.workers[order.prefill_id]
-    if not worker.orders:
+    if not worker.prefills:
         worker.head_since_ns = order.placed_ns
-    worker.orders[order.order_id] = order.reserved_ns
+    worker.prefills[order.order_id] = order.reserved_ns
     worker.reserved_ns += order.reserved_ns
     worker.pending_blocks += order.pending_blocks
     worker.prompt_blocks += order.prompt_blocks

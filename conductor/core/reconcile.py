@@ -16,8 +16,9 @@ two heartbeats say so, the KV is lost (its progress is told once), and the reque
 from __future__ import annotations
 
 from halfmoon.conductor.core.orders import avoid, place, withdraw
-from halfmoon.conductor.core.records import WorkerRecord
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.resume import resume
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import CancelOrder
 from halfmoon.schemas.events import WorkerHeartbeat
@@ -33,6 +34,8 @@ def lose_orders(
     requests = []
     for order_id in order_ids:
         order = state.orders[order_id]
+        if not told and order.decode_id == worker_id and resume(state, order, out):
+            continue
         requests.append(state.requests[order.request_id])
         withdraw(
             state,
@@ -59,7 +62,7 @@ def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat,
         if order_id not in listed and state.orders[order_id].placed_seq <= event.obeyed_seq
     ]
     # An order that ended a moment ago is a stray until its worker has heard of the end: so two heartbeats must name it.
-    strays = [order_id for order_id in listed if order_id not in state.orders]
+    strays = [order_id for order_id in listed if _is_stray(state, worker, order_id)]
     worker.unlisted_ns, lost = _confirmed_twice(state, worker.unlisted_ns, unlisted)
     worker.stray_ns, unknown = _confirmed_twice(state, worker.stray_ns, strays)
     out.extend(CancelOrder(order_id=order_id, worker_id=worker.worker_id) for order_id in unknown)
@@ -71,6 +74,15 @@ def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat,
     worker.lacking_ns, lost = _confirmed_twice(state, worker.lacking_ns, lacking)
     reason = "its KV or its first token did not reach the decode worker"
     lose_orders(state, worker.worker_id, lost, reason, out, told=True)
+
+
+def _is_stray(state: State, worker: WorkerRecord, order_id: str) -> bool:
+    if order_id not in state.orders:
+        # What is held of an order that another goes on with is asked for under the new one's id.
+        resumed = (state.orders[each].resumes for each in worker.lent if each in state.orders)
+        return order_id not in resumed
+    # A decode worker may still hold something of it for a move that was given up.
+    return worker.role == "decode" and order_id not in worker.orders and order_id not in worker.lent
 
 
 def _is_overdue(state: State, worker: WorkerRecord, order_id: str) -> bool:

@@ -10,9 +10,9 @@ Source: Mooncake (2407.00079), section 6.2 (cache load balancing); the rule is o
 
 from __future__ import annotations
 
-from halfmoon.conductor.core.measures import Candidate
-from halfmoon.conductor.core.prefix_match import transfers_leaving
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.placement.measures import Candidate
+from halfmoon.conductor.core.placement.prefix_match import transfers_leaving
+from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import ReplicateBlocks
 from halfmoon.schemas.events import RequestArrived

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from halfmoon.conductor.core.explanation import Explanation
+from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds
 from halfmoon.schemas.decisions import Decision
 
 #: Whether the placements of a request, by its id, are explained.
@@ -20,10 +20,14 @@ def explain_none(request_id: str) -> bool:
 
 
 class StepOutput(list[Decision]):
-    """StepOutput in order; in `notes` the grounds of those on a request for which `explains` is true."""
+    """StepOutput in order; in `notes` and `moves` the grounds of those on a request for which `explains` is true, in
+    `roles` those of changes by load.
+    """
 
-    __slots__ = ("explains", "notes")
+    __slots__ = ("explains", "moves", "notes", "roles")
 
     def __init__(self, explains: Explains = explain_none) -> None:
         self.explains = explains
         self.notes: list[Explanation] = []
+        self.moves: list[MoveGrounds] = []
+        self.roles: list[RoleGrounds] = []

@@ -18,12 +18,15 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError, StreamRefused
 from halfmoon.bus.tasks import within
 from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge, histogram
-from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.pool_needs import pool_needs
+from halfmoon.conductor.core.state.load_index import queue_ns
+from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Decision, RejectReason
 from halfmoon.schemas.events import EVENT_TYPES
 from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.roles import WORKER_ROLES
 
 REFRESH_S = 1.0
 
@@ -112,7 +115,7 @@ class ConductorMetrics(Collector):
     def _cluster(self) -> Iterable[Metric]:
         state = self._core.state
         members: Counter[tuple[str, ...]] = Counter(
-            {(role, "ready"): 0 for role in ("prefill", "decode", "store", "frontend")}
+            {(role, "ready"): 0 for role in (*WORKER_ROLES, "store", "frontend")}
         )
         for worker in state.workers.values():
             members[worker.role, "draining" if worker.draining else "ready"] += 1
@@ -124,14 +127,32 @@ class ConductorMetrics(Collector):
         yield gauge(
             "halfmoon_store_suspected", "1 while others cannot reach the node's store.", ("node",), suspected
         )
+        slow: Values = {
+            (at,): slow_mark(state, it) is not None
+            for at, it in state.workers.items()
+            if it.role == "attention" or it.lends
+        }
+        yield gauge(
+            "halfmoon_place_slow", "1 while who holds KV for others is avoided for new.", ("worker",), slow
+        )
         queues: Values = {
             (at,): queue_ns(it, state.at_ns) / SECOND_NS
             for at, it in state.workers.items()
-            if it.role == "prefill"
+            if it.role in ("prefill", "mixed")
         }
         yield gauge(
-            "halfmoon_predicted_queue_seconds", "Until a prefill worker is done.", ("worker",), queues
+            "halfmoon_predicted_queue_seconds",
+            "Until a worker has computed all its prompts.",
+            ("worker",),
+            queues,
         )
+        needs = pool_needs(state)
+        wanted: Values = {(role,): need.wanted for role, need in needs.items()}
+        yield gauge("halfmoon_wanted_workers", "Workers that the load asks for.", ("role",), wanted)
+        load: Values = {(role,): need.permille / 1_000 for role, need in needs.items()}
+        yield gauge("halfmoon_needed_workers", "The same, not rounded.", ("role",), load)
+        changed: Values = {(): state.demand.changes}
+        yield counter("halfmoon_role_changes", "Roles that changed by load.", (), changed)
         orders: Values = {(it.role, at): len(it.orders) for at, it in state.workers.items()}
         yield gauge("halfmoon_worker_orders", "Orders reserved on a worker.", ("role", "worker"), orders)
         yield gauge(
@@ -156,6 +177,10 @@ class ConductorMetrics(Collector):
         yield counter(
             "halfmoon_cluster_wasted_prefills", "Refused by a decode worker after prefill.", (), wasted
         )
+        moves: Values = {("done",): counts.moves, ("refused",): counts.moves_refused}
+        yield counter("halfmoon_cluster_kv_moves", "Moves of KV between decode workers.", ("result",), moves)
+        yield counter("halfmoon_cluster_kv_moved_tokens", "Tokens that moved.", (), {(): counts.moved_tokens})
+        yield counter("halfmoon_cluster_kv_moved_bytes", "Of their KV.", (), {(): counts.moved_bytes})
         yield counter("halfmoon_cluster_prompt_tokens", "Tokens of prompts.", (), {(): counts.prompt_tokens})
         cached = {("local",): counts.cached_local_tokens, ("fetched",): counts.cached_fetched_tokens}
         yield counter("halfmoon_cluster_cached_tokens", "Of these, not computed.", ("source",), cached)

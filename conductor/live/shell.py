@@ -41,14 +41,18 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
     CancelOrder,
+    ChangeRole,
     Decision,
+    EndMove,
     FailRequest,
+    MoveKv,
     Ordered,
     RejectRequest,
     ReleaseOrder,
     ReplicateBlocks,
     SetTimer,
     StartDecode,
+    StartMixed,
     StartPrefill,
 )
 from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested, TimerFired
@@ -65,7 +69,15 @@ OVERLOAD_WAIT_S = 1.0
 def target(decision: Decision) -> str:
     """The process that a decision is for."""
     match decision:
-        case StartPrefill() | StartDecode() | CancelOrder():
+        case (
+            StartPrefill()
+            | StartDecode()
+            | StartMixed()
+            | MoveKv()
+            | EndMove()
+            | CancelOrder()
+            | ChangeRole()
+        ):
             return decision.worker_id
         case ReleaseOrder() | ReplicateBlocks():
             return decision.node_id

@@ -7,11 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from halfmoon.conductor.core.admission import Placement, Refusal
-from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistory
-from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
+from halfmoon.conductor.core.explanation import Explanation, RoleGrounds
+from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
+from halfmoon.conductor.replay.histories import MoveHistory, PlacementAttempt, RequestHistory
+from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons, way_reason
 from halfmoon.conductor.replay.text import clock, duration
-from halfmoon.schemas.decisions import Fetch, Loan
+from halfmoon.schemas.decisions import CachePlace, Fetch, Loan
 
 PREFILL_HEADS = (
     "",
@@ -39,6 +40,8 @@ def explained(history: RequestHistory) -> str:
     orders = {attempt.seq: attempt for attempt in history.attempts}
     for why in history.why:
         lines += ["", *_decided(why, orders.get(why.seq))]
+    for move in history.moves:
+        lines += ["", *moved(move)]
     lines += ["", _ended(history)]
     return "\n".join(lines)
 
@@ -66,6 +69,8 @@ def verdict_text(why: Explanation) -> str:
     match why.verdict:
         case Placement():
             prefill_id, decode_id = chosen(why.verdict)
+            if why.verdict.mixed:
+                return f"placed on {prefill_id}, which prefills and decodes"
             return f"placed on {prefill_id} and {decode_id}"
         case Refusal(reason=reason, message=message, retry_after_ns=later_ns):
             later = f"; come back in {duration(later_ns)}" if later_ns else ""
@@ -84,9 +89,55 @@ def chosen(verdict: Placement | Refusal | None) -> tuple[str, str]:
 def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     """Workers that could not be chosen, and how the placement came to nothing."""
     found = [f"{worker_id}: left out, {reason}" for worker_id, reason in why.left_out.items()]
+    found += [
+        f"{c.worker_id}: of a step, {duration(c.waits_ns)} wait for attention elsewhere"
+        + (f", in {c.groups} group{'s' * (c.groups > 1)}" if c.groups else "")
+        for c in why.decode
+        if c.waits_ns
+    ]
+    found += [mixed_line(c, chosen(why.verdict)[0]) for c in why.mixed]
+    found += [reason] if (reason := way_reason(why)) else []
+    if attempt is not None and attempt.finished is not None and is_mixed(why.verdict):
+        done = attempt.finished
+        found.append(
+            f"happened: first token {duration(done.ttft_ns)}, {duration(done.tbt_ns)} between tokens, "
+            f"{done.completion_tokens} tokens in {duration(done.decode_ns)}"
+        )
+    held = dict.fromkeys(place.worker_id for place in _cache_of(why.verdict))
+    for worker_id, (free, blocks) in why.attention.items():
+        found.append(
+            f"{worker_id}: {'holds the KV, ' if worker_id in held else ''}{free} of {blocks} blocks were free"
+        )
+    found += [
+        f"{worker_id}: slow, and avoided for new KV: {duration(waited_ns)} of a step, where {duration(expected_ns)} "
+        "were measured"
+        for worker_id, (waited_ns, expected_ns) in why.slow.items()
+    ]
     if attempt is not None and attempt.lost:
         found.append(f"given up after {duration(attempt.end_ns - attempt.at_ns)}: {attempt.lost}")
     return found
+
+
+def is_mixed(verdict: Placement | Refusal | None) -> bool:
+    """One mixed worker has both halves."""
+    return isinstance(verdict, Placement) and verdict.mixed
+
+
+def mixed_line(c: MixedCandidate, chosen: str) -> str:
+    """The cost of a request at a mixed worker, in words."""
+    prefill, decode = c.prefill, c.decode
+    return (
+        f"{'> ' if c.worker_id == chosen else ''}{c.worker_id}, mixed: first token {duration(prefill.ttft_ns)} (queue "
+        f"{duration(prefill.queue_ns)}, transfer {duration(prefill.transfer_ns)}, prefill beside its decodes "
+        f"{duration(prefill.prefill_ns)}, {prefill.cached_tokens} tokens cached), {duration(decode.tbt_ns)} between "
+        f"tokens beside {decode.sequences} others; {decode.blocks} KV blocks, {decode.reserved_blocks} reserved"
+        + ("" if decode.room else " (no room)")
+        + (", its queue is full" if c.full else "")
+    )
+
+
+def _cache_of(verdict: Placement | Refusal | None) -> list[CachePlace]:
+    return verdict.decode.cache if isinstance(verdict, Placement) else []
 
 
 def prefill_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None) -> list[tuple[str, ...]]:
@@ -149,6 +200,19 @@ def lent(loan: Loan) -> str:
     return f"{loan.segments} {'segments' if loan.segments > 1 else 'segment'} at {loan.worker_id}"
 
 
+def held_at(place: CachePlace, blocks: int) -> str:
+    """A place that holds KV of a request of so many blocks, in words."""
+    if place.segments or place.first_segment:
+        last = place.first_segment + place.segments - 1
+        if last < place.first_segment:
+            return f"the rest at {place.worker_id}, from segment {place.first_segment} on"
+        these = f"segments {place.first_segment} to {last}" if place.segments > 1 else f"segment {last}"
+        return f"{these} at {place.worker_id}"
+    first, last = place.first_kv_head, place.first_kv_head + place.kv_heads - 1
+    heads = f"heads {first} to {last}" if last > first else f"head {first}"
+    return f"{blocks} at {place.worker_id}, {heads}"
+
+
 def decode_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None) -> list[tuple[str, ...]]:
     """As `prefill_rows`."""
     reasons = decode_reasons(why, chosen)
@@ -159,7 +223,9 @@ def decode_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None)
                 ">" if c.worker_id == chosen else "",
                 c.worker_id,
                 duration(c.tbt_ns),
-                " + ".join([f"{c.blocks}", *(lent(loan) for loan in c.loans)]),
+                " + ".join(
+                    [f"{c.blocks}", *map(lent, c.loans), *(held_at(one, c.cache_blocks) for one in c.cache)]
+                ),
                 f"{c.reserved_blocks}" + ("" if c.room else " (no room)"),
                 f"{c.sequences}",
                 f"{c.prefix_blocks}",
@@ -182,6 +248,51 @@ def decode_rows(why: Explanation, chosen: str, attempt: PlacementAttempt | None)
                 )
             )
     return rows
+
+
+def moved(move: MoveHistory) -> list[str]:
+    """Why a part went where it went, and what then happened, in words."""
+    why = move.grounds
+    room = f"{why.waiting} waiting for room" if not why.proactive else "one more that may come"
+    lines = [
+        f"event {why.seq}, {clock(why.at_ns)}: {why.segments} "
+        f"{'segments' if why.segments > 1 else 'segment'} ({why.tokens} tokens) to move from {why.owner_id} to "
+        f"{why.lender_id}",
+        f"  {why.owner_id}: a batch of {why.batch}, {why.owner_use} % of its cache reserved, {room}; with the move "
+        f"{why.joining} more can join",
+        f"  {why.lender_id}: {why.lender_use} % reserved"
+        + "".join(f"; {worker_id}: {use} %, passed over" for worker_id, use in why.others.items()),
+        f"  of a step, attention at {why.lender_id} takes {duration(why.away_ns)}, hidden behind "
+        f"{duration(why.own_ns)} at {why.owner_id}",
+        f"  tokens a second of both: {why.rate_before / 1e3:.1f}, with the move {why.rate_after / 1e3:.1f}",
+    ]
+    took = duration(move.end_ns - why.at_ns) if move.end_ns else ""
+    if move.refused:
+        lines.append(f"  given up after {took}: {move.refused}")
+    elif took:
+        lines.append(f"  moved in {took}: {move.moved_bytes:,} bytes")
+    else:
+        lines.append("  not answered")
+    return lines
+
+
+def role_changed(why: RoleGrounds) -> str:
+    """Why a worker took another role by load, or should, in words."""
+    how = "is advised to become" if why.advised else "becomes"
+    lines = [
+        f"event {why.seq}, {clock(why.at_ns)}: {why.worker_id}, a {why.role} worker, {how} a {why.becomes} worker",
+        f"  in {duration(why.window_ns)} {why.requests} requests: prompts of {duration(why.prefill_ns)}, answers of "
+        f"{why.answer_tokens} tokens; so for {duration(why.held_ns)}",
+    ]
+    for role, workers in why.workers.items():
+        lines.append(
+            f"  {role}: {why.arriving[role] / 1e3:.2f} workers for what arrives, {why.present[role] / 1e3:.2f} for "
+            f"what is there; {workers} are {why.load_before[role] / 10:.0f} % full, then "
+            f"{why.load_after[role] / 10:.0f} %"
+        )
+    others = "".join(f"; {name}: in {duration(ns)}" for name, ns in why.others.items())
+    lines.append(f"  it has finished what it has in {duration(why.done_ns)}{others}")
+    return "\n".join(lines)
 
 
 def _ended(history: RequestHistory) -> str:
@@ -216,7 +327,10 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 def decided_rows(history: RequestHistory) -> list[dict[str, Any]]:
     """Each decision on a request in words: rows are (class, cells), the chosen one `won`, what then came `then`."""
     orders = {attempt.seq: attempt for attempt in history.attempts}
-    return [_why(why, orders.get(why.seq)) for why in history.why]
+    rows = [_why(why, orders.get(why.seq)) for why in history.why]
+    if rows:
+        rows[-1]["more"] += [line.strip() for move in history.moves for line in moved(move)]
+    return rows
 
 
 def _why(why: Explanation, attempt: PlacementAttempt | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from halfmoon.conductor.core.explanation import Explanation
+from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.replay.logfile import EventLine, Line, ProgressLine, SnapshotLine
 from halfmoon.conductor.replay.verify import Replay
@@ -21,6 +21,8 @@ from halfmoon.schemas.decisions import (
     FailRequest,
     RejectRequest,
     ReleaseOrder,
+    StartDecode,
+    StartMixed,
     StartPrefill,
 )
 from halfmoon.schemas.events import (
@@ -29,6 +31,8 @@ from halfmoon.schemas.events import (
     DecodeStarted,
     FrontendJoined,
     FrontendLeft,
+    KvMoved,
+    KvMoveRefused,
     PrefillFailed,
     PrefillFinished,
     RequestArrived,
@@ -71,6 +75,16 @@ class PlacementAttempt(msgspec.Struct, kw_only=True):
     marks: list[Mark] = []
 
 
+class MoveHistory(msgspec.Struct, kw_only=True):
+    """A part of the request that was to go to a lender while it was decoded. `end_ns` 0: no answer came."""
+
+    grounds: MoveGrounds
+    end_ns: int = 0
+    moved_bytes: int = 0
+    #: Why it came to nothing; "" when it did not.
+    refused: str = ""
+
+
 class RequestHistory(msgspec.Struct, kw_only=True, rename={"attempts": "placed"}):
     """One request, from its arrival to its end."""
 
@@ -79,6 +93,7 @@ class RequestHistory(msgspec.Struct, kw_only=True, rename={"attempts": "placed"}
     arrived_ns: int
     attempts: list[PlacementAttempt] = []
     why: list[Explanation] = []
+    moves: list[MoveHistory] = []
     ending: Ending = "open"
     end_ns: int = 0
     #: How it finished, or why it did not.
@@ -96,6 +111,8 @@ class RequestHistories:
     def __init__(self, wanted: Callable[[str], bool] = lambda _: True) -> None:
         self._wanted = wanted
         self.of: dict[str, RequestHistory] = {}
+        #: Changes of role by load, made or advised.
+        self.roles: list[RoleGrounds] = []
         self._orders: dict[str, tuple[RequestHistory, PlacementAttempt]] = {}
         #: Requests that have not ended.
         self._open: dict[str, RequestHistory] = {}
@@ -109,8 +126,12 @@ class RequestHistories:
                 for note in core.notes:
                     if note.request_id in self.of:
                         self.of[note.request_id].why.append(note)
+                self.roles += core.role_notes
+                for grounds in core.move_notes:
+                    if grounds.request_id in self.of:
+                        self.of[grounds.request_id].moves.append(MoveHistory(grounds=grounds))
                 for decision in decisions:
-                    self._decision(decision, line)
+                    self._decision(decision, line, core)
                 if isinstance(line.event, _MAY_CANCEL):
                     gone = [
                         history
@@ -180,6 +201,14 @@ class RequestHistories:
                     self._over(
                         known[1], line.at_ns, f"{type(event).__name__} {event.worker_id}: {event.reason}"
                     )
+            case KvMoved() | KvMoveRefused() if event.request_id in self.of:
+                for move in self.of[event.request_id].moves:
+                    if move.grounds.plan_id == event.plan_id and not move.end_ns:
+                        move.end_ns = line.at_ns
+                        if isinstance(event, KvMoved):
+                            move.moved_bytes = event.moved_bytes
+                        else:
+                            move.refused = event.reason
             case _:
                 pass
 
@@ -202,24 +231,23 @@ class RequestHistories:
                 history.finished = attempt.finished = event
                 self._end(history, "finished", at_ns, event.finish_reason)
 
-    def _decision(self, decision: Decision, line: EventLine) -> None:
+    def _decision(self, decision: Decision, line: EventLine, core: Core) -> None:
         match decision:
-            case StartPrefill() | RejectRequest() | FailRequest() if not self._wanted(decision.request_id):
+            case StartPrefill() | StartDecode() | StartMixed() | RejectRequest() | FailRequest() if (
+                not self._wanted(decision.request_id)
+            ):
                 pass
+            case StartDecode():
+                if decision.resumes:
+                    self._gone_on(decision, line)
             case StartPrefill():
-                history = self.of[decision.request_id]
-                if history.attempts:
-                    self._over(
-                        history.attempts[-1],
-                        line.at_ns,
-                        history.why[-1].lost_reason if history.why else "placed again",
-                    )
-                attempt = PlacementAttempt(order=decision, seq=line.seq, at_ns=line.at_ns)
-                history.attempts.append(attempt)
-                self._orders[decision.order_id] = (history, attempt)
+                self._placed(decision, line)
+            case StartMixed():
+                self._placed(_both_halves(decision), line)
             case CancelOrder() | ReleaseOrder():
                 known = self._orders.get(decision.order_id)
-                if known is not None:
+                # One that goes on may be taken back from a lender that should hold nothing of it any more.
+                if known is not None and decision.order_id not in core.state.orders:
                     self._over(known[1], line.at_ns, f"taken back on {type(line.event).__name__}")
             case RejectRequest():
                 history = self.of[decision.request_id]
@@ -229,6 +257,27 @@ class RequestHistories:
                 self._end(self.of[decision.request_id], "failed", line.at_ns, decision.message)
             case _:
                 pass
+
+    def _placed(self, order: StartPrefill, line: EventLine) -> None:
+        history = self.of[order.request_id]
+        if history.attempts:
+            why = history.why[-1].lost_reason if history.why else "placed again"
+            self._over(history.attempts[-1], line.at_ns, why)
+        attempt = PlacementAttempt(order=order, seq=line.seq, at_ns=line.at_ns)
+        history.attempts.append(attempt)
+        self._orders[order.order_id] = (history, attempt)
+
+    def _gone_on(self, order: StartDecode, line: EventLine) -> None:
+        """Another decode worker goes on where one is gone: an attempt without a prefill."""
+        history = self.of[order.request_id]
+        earlier = history.attempts[-1].order
+        self._over(history.attempts[-1], line.at_ns, f"{order.worker_id} goes on with its KV")
+        start = msgspec.structs.replace(
+            earlier, order_id=order.order_id, decode_worker_id=order.worker_id, decode_node_id=""
+        )
+        attempt = PlacementAttempt(order=start, seq=line.seq, at_ns=line.at_ns, prefill_end_ns=line.at_ns)
+        history.attempts.append(attempt)
+        self._orders[order.order_id] = (history, attempt)
 
     def forget(self, request_id: str) -> None:
         """Nothing more of it is noted."""
@@ -249,6 +298,22 @@ class RequestHistories:
         self._open.pop(history.arrived.request_id, None)
         if history.attempts:
             self._over(history.attempts[-1], at_ns, reason if ending != "finished" else "")
+
+
+def _both_halves(order: StartMixed) -> StartPrefill:
+    """An order of a mixed worker as one of a pair that is the same worker twice."""
+    return StartPrefill(
+        order_id=order.order_id,
+        request_id=order.request_id,
+        frontend_id=order.frontend_id,
+        worker_id=order.worker_id,
+        decode_worker_id=order.worker_id,
+        decode_node_id=order.worker_id,
+        prompt_tokens=order.prompt_tokens,
+        local_blocks=order.local_blocks,
+        fetches=order.fetches,
+        predicted=order.predicted,
+    )
 
 
 def request_histories(replay: Replay) -> RequestHistories:

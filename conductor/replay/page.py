@@ -49,8 +49,8 @@ def _run(timeline: Timeline, facts: str) -> dict[str, Any]:
     lanes = {lane: number for number, lane in enumerate(timeline.lanes)}
     histories, start_ns = timeline.histories, timeline.start_ns
     samples = timeline.samples
-    prefills = [lane for lane, role in timeline.lanes.items() if role == "prefill"]
-    decodes = [lane for lane, role in timeline.lanes.items() if role == "decode"]
+    prefills = [lane for lane, role in timeline.lanes.items() if role in ("prefill", "mixed")]
+    decodes = [lane for lane, role in timeline.lanes.items() if role in ("decode", "mixed")]
     told = (
         f"{timeline.model}, policy {timeline.policy.name}, {clock(start_ns)} UTC, "
         f"{duration(timeline.end_ns - start_ns)}, {len(histories):,} requests, {timeline.events:,} events, "

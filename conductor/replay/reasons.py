@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
+from halfmoon.conductor.core.admission import Placement, Refusal
+from halfmoon.conductor.core.choice import way_rank
 from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.core.measures import C, Candidate, CandidateMeasure, DecodeCandidate
-from halfmoon.conductor.core.policies import POLICIES, Drawn, InTurn, Least
+from halfmoon.conductor.core.placement.measures import C, Candidate, CandidateMeasure, DecodeCandidate
+from halfmoon.conductor.core.placement.policies import POLICIES, Drawn, InTurn, Least
 from halfmoon.conductor.replay.text import duration
 
 _ID = "the smaller id"
@@ -44,6 +46,8 @@ def _reasons(
         worker_id = candidate.worker_id
         if worker_id in passed and worker_id != chosen:
             reasons[worker_id] = passed[worker_id]
+        elif winner is None and isinstance(why.verdict, Placement):
+            reasons[worker_id] = "a mixed worker does both"
         elif winner is None:
             reasons[worker_id] = _refused(candidate, why)
         else:
@@ -102,3 +106,28 @@ def _amount(measure: CandidateMeasure[C], value: int) -> str:
             return str(value)
         case _:
             assert_never(measure.unit)
+
+
+def way_reason(why: Explanation) -> str:
+    """Why one mixed worker was taken and not a pair, or the reverse; "": there was one way only."""
+    verdict, other = why.verdict, why.other_way
+    if not isinstance(verdict, Placement) or other is None:
+        return ""
+    if isinstance(other, Refusal):
+        return f"{'a pair' if verdict.mixed else 'a mixed worker'} was refused: {other.message}"
+    names = (
+        other.prefill.worker_id if other.mixed else f"{other.prefill.worker_id} and {other.decode.worker_id}"
+    )
+    own, others = way_rank(verdict), way_rank(other)
+    preferred = ", but mixed workers are preferred" if verdict.mixed and others < own else ""
+    first, between, orders = (there - here for here, there in zip(own, others, strict=True))
+    if first:
+        word = f"{duration(abs(first))} {'later' if first > 0 else 'earlier'}"
+        return f"not {names}: the first token would come {word}{preferred}"
+    if between:
+        word = f"{duration(abs(between))} {'more' if between > 0 else 'less'} between tokens"
+        return f"not {names}: as early, with {word}{preferred}"
+    if orders:
+        word = f"{abs(orders)} {'more' if orders > 0 else 'fewer'} orders"
+        return f"not {names}: as fast by what is predicted, with {word}{preferred}"
+    return f"not {names}: nothing would be better there, and KV would move"

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from halfmoon.conductor.core.block_index import BlockIndex
-from halfmoon.conductor.core.cost import Link
-from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.records import WorkerRecord
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.state.block_index import BlockIndex
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import Link
+from halfmoon.conductor.core.state.load_index import queue_ns
+from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.replay.explain import table
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.types import KEY_BYTES
@@ -42,6 +42,8 @@ def described(core: Core) -> str:
         "policy: " + " ".join(f"{name}={_value(name, value)}" for name, value in _policy(state)),
         _section("prefill workers", _prefill(state)),
         _section("decode workers", _decode(state)),
+        _section("mixed workers", _mixed(state)) if any(_of_role(state, "mixed")) else "",
+        _section("attention workers", _attention(state)) if any(_of_role(state, "attention")) else "",
         _section("store agents", _stores(state)),
         _section("frontends", _frontends(state)),
         _section("requests", _requests(state)),
@@ -146,6 +148,46 @@ def _of_role(state: State, role: str) -> list[WorkerRecord]:
 def _standing(state: State, worker: WorkerRecord) -> str:
     away = worker.block_bytes and worker.node_id not in state.stores
     return "draining" if worker.draining else "no store" if away else "ready"
+
+
+def _mixed(state: State) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("worker", "node", "state", "orders", "prompts", "queue", "KV reserved", "of", "context", "budget")
+    ]
+    for worker in _of_role(state, "mixed"):
+        rows.append(
+            (
+                worker.worker_id,
+                worker.node_id,
+                _standing(state, worker),
+                str(len(worker.orders)),
+                str(len(worker.prompts)),
+                duration(queue_ns(worker, state.at_ns)),
+                str(worker.reserved_blocks),
+                str(worker.kv_blocks),
+                str(worker.context_tokens),
+                str(worker.token_budget),
+            )
+        )
+    return rows
+
+
+def _attention(state: State) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("worker", "node", "state", "holds", "KV reserved", "of", "KV heads")]
+    for worker in _of_role(state, "attention"):
+        last = worker.first_kv_head + (worker.kv_heads or worker.layout.kv_heads) - 1
+        rows.append(
+            (
+                worker.worker_id,
+                worker.node_id,
+                _standing(state, worker),
+                str(len(worker.lent)),
+                str(worker.reserved_blocks),
+                str(worker.kv_blocks),
+                f"{worker.first_kv_head} to {last}",
+            )
+        )
+    return rows
 
 
 def _stores(state: State) -> list[tuple[str, ...]]:
@@ -270,5 +312,7 @@ def _counters(state: State) -> str:
         f"since the log began: {counters.arrived} arrived, {counters.placed} placements, {counters.finished} finished, "
         f"{counters.failed} failed, {counters.cancelled} cancelled, rejected: {rejected}; {counters.wasted_prefills} "
         f"prefills wasted; of {counters.prompt_tokens} prompt tokens {counters.cached_local_tokens} were on the node, "
-        f"{counters.cached_fetched_tokens} on another; {state.index.blocks} blocks in the index"
+        f"{counters.cached_fetched_tokens} on another; {state.index.blocks} blocks in the index; "
+        f"{counters.moves} moves of KV while decoding ({counters.moved_tokens} tokens), "
+        f"{counters.moves_refused} refused"
     )

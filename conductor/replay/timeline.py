@@ -12,8 +12,8 @@ from typing import get_args
 
 import msgspec
 
-from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine
 from halfmoon.conductor.replay.text import message
@@ -24,6 +24,7 @@ from halfmoon.schemas.events import (
     FrontendJoined,
     FrontendLeft,
     PolicyChanged,
+    RoleWanted,
     StoreJoined,
     StoreLeft,
     StoreSuspected,
@@ -72,8 +73,8 @@ class Sample(msgspec.Struct):
     """Load and cache at one time."""
 
     at_ns: int
-    #: Predicted queue of each prefill worker; sequences and share of KV (in thousandths) of each decode
-    #: worker.
+    #: Predicted queue of each prefill worker; sequences and share of KV (in thousandths) of each decode worker. Mixed
+    #: ones have all.
     queue_ns: dict[str, int]
     sequences: dict[str, int]
     kv_share: dict[str, int]
@@ -134,10 +135,19 @@ def timeline(replay: Replay) -> Timeline:
                 step_ns = max(1, 2 * step_ns, (line.at_ns - start_ns) // SAMPLES_MAX)
     for worker in replay.core.state.workers.values():
         roles.setdefault(worker.worker_id, worker.role)
-    lanes = dict(sorted(roles.items(), key=lambda lane: (ROLES.index(lane[1]), _natural(lane[0]))))
     histories = list(found.of.values())
     prefill, decode = _bars(histories, start_ns, end_ns)
-    rows = _stack(prefill) | _stack(decode)
+    # A worker may have left, or have died before a log that begins late; a damaged log may name one that never was.
+    for name in [bar.lane for bar in prefill] + [name for sample in samples for name in sample.queue_ns]:
+        roles.setdefault(name, "prefill")
+    for name in [bar.lane for bar in decode] + [name for sample in samples for name in sample.sequences]:
+        roles.setdefault(name, "decode")
+    lanes = dict(sorted(roles.items(), key=lambda lane: (ROLES.index(lane[1]), _natural(lane[0]))))
+    mixed = [bar for bar in (*prefill, *decode) if roles[bar.lane] == "mixed"]
+    rows = _stack([bar for bar in prefill if roles[bar.lane] != "mixed"]) | _stack(mixed)
+    alone = [bar for bar in decode if roles[bar.lane] != "mixed"]
+    for name, count in _stack(alone).items():  # a worker may have had both roles
+        rows[name] = max(count, rows.get(name, 0))
     return Timeline(
         start_ns=start_ns,
         end_ns=end_ns,
@@ -193,8 +203,25 @@ def happened(event: Event, at_ns: int, roles: Mapping[str, str], core: Core) -> 
             return [Happening(at_ns, "joined", "", f"frontend {event.frontend_id} joined")]
         case FrontendLeft():
             return [Happening(at_ns, "lost", "", f"frontend {event.frontend_id} left: {event.reason}")]
+        case RoleWanted(target_id=lane):
+            taken = lane in core.state.workers and core.state.workers[lane].becomes == event.role
+            how = (
+                "finishes what it has, and becomes" if taken else "may not, or is needed too much, to become"
+            )
+            return [Happening(at_ns, "role", lane, f"worker {lane} {how} a {event.role} worker")]
         case PolicyChanged():
             return [Happening(at_ns, "policy", "", f"policy: {message(event.policy)}")]
+        case TimerFired() if core.role_notes:
+            return [
+                Happening(
+                    at_ns,
+                    "role",
+                    why.worker_id,
+                    f"worker {why.worker_id} {'is advised to become' if why.advised else 'becomes'} a {why.becomes} "
+                    f"worker: {why.reason}",
+                )
+                for why in core.role_notes
+            ]
         case TimerFired() if event.key.startswith("lost:") and event.key.count(":") == 3:
             _, role, name, _ = event.key.split(":")
             state = core.state
@@ -212,8 +239,8 @@ def _at_node(node_id: str, core: Core) -> str:
 
 def _sample(core: Core, at_ns: int) -> Sample:
     state = core.state
-    prefills = [worker for worker in state.workers.values() if worker.role == "prefill"]
-    decodes = [worker for worker in state.workers.values() if worker.role == "decode"]
+    prefills = [worker for worker in state.workers.values() if worker.role in ("prefill", "mixed")]
+    decodes = [worker for worker in state.workers.values() if worker.role in ("decode", "mixed")]
     counters = state.counters
     return Sample(
         at_ns=at_ns,

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from halfmoon.conductor.core.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.records import WorkerRecord
+from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
+from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.replay.explain import table
 from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine
@@ -95,7 +95,10 @@ def recorded(replay: Replay) -> Recorded:
                 changed += 1
             policy = state.policy
             if isinstance(line.event, WorkerJoined):
-                workers[line.event.worker_id] = line.event
+                # Who changes its role is simulated from the one that it had first.
+                known = workers.get(line.event.worker_id)
+                role = known.role if known is not None else line.event.role
+                workers[line.event.worker_id] = msgspec.structs.replace(line.event, role=role)
             elif isinstance(line.event, StoreJoined):
                 stores[line.event.node_id] = line.event
             costs.update(
@@ -162,6 +165,8 @@ def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) ->
         ]
         return max(held, default=0)
 
+    if any(worker.role == "mixed" for worker in workers):
+        raise NothingToSimulate("mixed workers had a part in it, which are not simulated here")
     return ClusterShape(
         prefill=sum(worker.role == "prefill" for worker in workers),
         decode=sum(worker.role == "decode" for worker in workers),

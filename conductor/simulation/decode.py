@@ -40,7 +40,10 @@ class SimulatedSequence:
 class SimulatedDecode:
     """Answers every StartDecode by RequestFinished or DecodeRefused, unless it is cancelled."""
 
-    def __init__(self, context: SimulationContext, worker_id: str, kv_blocks: int) -> None:
+    def __init__(
+        self, context: SimulationContext, worker_id: str, kv_blocks: int, *, incarnation: str = "i1"
+    ) -> None:
+        self.incarnation = incarnation
         self.context, self.worker_id = context, worker_id
         self.steps = Steps(context.profile.cost)
         self.open: dict[str, SimulatedSequence] = {}
@@ -61,7 +64,7 @@ class SimulatedDecode:
         context, self._context_steps = self._context_steps, 0
         return WorkerHeartbeat(
             worker_id=self.worker_id,
-            incarnation="i1",
+            incarnation=self.incarnation,
             queued=len(self.waiting),
             running=len(self.batch),
             steps=steps,
@@ -71,6 +74,9 @@ class SimulatedDecode:
             orders=list(self.open),
             obeyed_seq=self.obeyed_seq,
         )
+
+    def orders_open(self) -> int:
+        return len(self.open)
 
     def start(self, order: StartDecode) -> None:
         context = self.context

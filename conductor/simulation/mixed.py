@@ -1,12 +1,14 @@
 """A simulated colocated worker: it prefills and decodes on the same device, as the baselines do.
 
+The batch former says what an iteration holds:
+
 - Prefill first (vLLM's first scheduler): whoever waits and fits is prefilled at once, whole; decode stands
   still.
 - Chunked prefill: every iteration decodes the whole batch and computes prompt tokens up to the budget beside
   it. It takes the base once, the chunk's part of its prefill, and the batch's part of a step.
 
-Running requests hold the cache that they will grow to; with prefix caching the rest keeps blocks of those
-that ended.
+Running requests hold the cache that they will grow to, so nobody is preempted; with prefix caching the rest
+keeps blocks of those that ended. Iterations of decodes alone are summed (`batch`).
 
 Source: vLLM (SOSP'23), section 4; SARATHI (arXiv 2308.16369) and Sarathi-Serve (OSDI'24), section 4, for the
 batches.
@@ -14,22 +16,22 @@ batches.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
+from halfmoon.conductor.simulation.batching.iteration_times import ProfileTimes
 from halfmoon.conductor.simulation.block_cache import BlockCache
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
+from halfmoon.workers.batch_former import BatchFormer, Batching, Iteration
 
 
-class MixedRequest:
+class SimulatedMixedRequest:
     """One request in hand."""
 
     __slots__ = (
         "blocks",
-        "computed",
         "first_interval",
         "held",
         "joined",
@@ -44,8 +46,8 @@ class MixedRequest:
 
     def __init__(self, name: str, outcome: Outcome, keys: list[bytes], blocks: int) -> None:
         self.name, self.outcome, self.keys, self.blocks = name, outcome, keys, blocks
-        #: Prompt tokens that are in the cache now, and that were when it was admitted.
-        self.computed = self.used = 0
+        #: Prompt tokens that were in the cache when it was admitted.
+        self.used = 0
         self.held: list[bytes] = []
         self.private = 0
         self.joined = 0
@@ -53,8 +55,8 @@ class MixedRequest:
         self.first_interval = 0.0
 
 
-class MixedWorker:
-    """`start` takes a request; `ended` is called with each that has ended."""
+class SimulatedMixed:
+    """`start` takes a request; `ended` is called with each that has ended. It is its batch former's room."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class MixedWorker:
         kv_blocks: int,
         chunk_tokens: int,
         prefix_caching: bool,
-        ended: Callable[[MixedRequest], None],
+        ended: Callable[[SimulatedMixedRequest], None],
     ) -> None:
         self.worker_id, self.clock, self.profile = worker_id, clock, profile
         self.block_tokens, self.kv_blocks = block_tokens, kv_blocks
@@ -76,9 +78,16 @@ class MixedWorker:
         self.pool = BlockCache(kv_blocks)
         self._ended = ended
         self.steps = Steps(profile.cost)
-        self.waiting: deque[MixedRequest] = deque()
-        self.prefilling: deque[MixedRequest] = deque()
-        self.batch: dict[str, MixedRequest] = {}
+        self.times = ProfileTimes(profile.cost)
+        # Prefill first: no prompt fits the budget, so each goes alone.
+        self._former = BatchFormer(
+            self,
+            budget_tokens=chunk_tokens or 1,
+            sequences_max=profile.batch_max,
+            batching=Batching.STALL_FREE if chunk_tokens else Batching.PREFILL_FIRST,
+        )
+        self._requests: dict[str, SimulatedMixedRequest] = {}
+        self.batch: dict[str, SimulatedMixedRequest] = {}
         #: Cache blocks that are in no pool: not yet computed, partial, or of answers.
         self.private = 0
         #: Predicted prefill time, and blocks to compute, of all that wait or are prefilled.
@@ -90,62 +99,81 @@ class MixedWorker:
         self._epoch = 0
         self._stalled_since_ns = -1
 
-    def cached_blocks(self, request: MixedRequest) -> int:
+    def cached_blocks(self, request: SimulatedMixedRequest) -> int:
         """Cached blocks of the prompt, now; at least one token is computed."""
         if not self.prefix_caching:
             return 0
         usable = (request.outcome.prompt_tokens - 1) // self.block_tokens
         return min(self.pool.run(request.keys), usable)
 
-    def predicted_ns(self, request: MixedRequest) -> int:
+    def predicted_ns(self, request: SimulatedMixedRequest) -> int:
         used = self.cached_blocks(request) * self.block_tokens
         return self.profile.cost.prefill_ns(request.outcome.prompt_tokens, used)
 
-    def start(self, request: MixedRequest) -> None:
+    def start(self, request: SimulatedMixedRequest) -> None:
         request.queued_ns = self.predicted_ns(request)
         self.queue_ns += request.queued_ns
         self.prompt_blocks += -(-request.outcome.prompt_tokens // self.block_tokens)
         self.active_blocks += request.blocks
-        self.waiting.append(request)
+        self._requests[request.name] = request
+        self._former.add(request.name, request.outcome.prompt_tokens)
         if self._state == "idle":
             self._next()
-        elif self._state == "decode" and self._fits(self.waiting[0]):
+        elif self._state == "decode" and self._fits(self._requests[self._former.waiting[0]]):
             self._book_run(self.steps.steps_until(self.clock.now_ns))
+
+    @property
+    def running(self) -> int:
+        return len(self.batch)
+
+    @property
+    def queued(self) -> int:
+        return len(self._former.waiting) + self._former.prefilling
+
+    def step_ns(self) -> float:
+        """A step of those who decode now."""
+        return self.steps.step_ns(self.steps.sequences, self.steps.context_tokens)
 
     # --- what comes next ------------------------------------------------------------------------------------
 
     def _next(self) -> None:
         """The device is free."""
-        if self.waiting and (not self.chunk_tokens or not self.prefilling):
-            self._admit()
-        if self.prefilling:
-            if self.chunk_tokens:
-                self._iterate()
-            else:
-                self._prefill_whole(self.prefilling.popleft())
-        elif self.batch:
-            self._decode()
+        made = self._former.form()
+        if made.chunks and self.chunk_tokens:
+            self._iterate(made)
+        elif made.chunks:
+            self._prefill_whole(self._requests[made.chunks[0].name])
         else:
-            self._state = "idle"
+            self._former.made()
+            if self.batch:
+                self._decode()
+            else:
+                self._state = "idle"
 
-    def _admit(self) -> None:
-        while self.waiting and self._fits(self.waiting[0]):
-            request = self.waiting.popleft()
-            request.used = self.cached_blocks(request) * self.block_tokens
-            request.computed = request.used
-            request.held = self.pool.hold(request.keys[: request.used // self.block_tokens])
-            request.private = request.blocks - len(request.held)
-            self.private += request.private
-            self._resize()
-            request.started_ns = self.clock.now_ns
-            request.outcome.queue_ns = self.clock.now_ns - request.outcome.arrived_ns
-            request.outcome.local_tokens = request.used
-            self.prefilling.append(request)
-            if not self.chunk_tokens:
-                break
+    def enter(self, name: str, tokens: int) -> int | None:
+        """Room for all that the request will grow to."""
+        request = self._requests[name]
+        if not self._fits(request):
+            return None
+        request.used = self.cached_blocks(request) * self.block_tokens
+        request.held = self.pool.hold(request.keys[: request.used // self.block_tokens])
+        request.private = request.blocks - len(request.held)
+        self.private += request.private
+        self._resize()
+        request.started_ns = self.clock.now_ns
+        request.outcome.queue_ns = self.clock.now_ns - request.outcome.arrived_ns
+        request.outcome.local_tokens = request.used
+        return request.used
 
-    def _fits(self, request: MixedRequest) -> bool:
-        if len(self.batch) + len(self.prefilling) >= self.profile.batch_max:
+    def grow(self, name: str) -> bool:
+        """Its room was taken when it entered."""
+        return True
+
+    def leave(self, name: str) -> None:
+        """Its room is given up in `_end`."""
+
+    def _fits(self, request: SimulatedMixedRequest) -> bool:
+        if len(self._former.running) >= self.profile.batch_max:
             return False
         # Blocks that it shares with nobody who runs must be free, whether they are cached or not.
         shared = self.pool.held_of(request.keys[: self.cached_blocks(request)])
@@ -156,7 +184,7 @@ class MixedWorker:
 
     # --- prefill first --------------------------------------------------------------------------------------
 
-    def _prefill_whole(self, request: MixedRequest) -> None:
+    def _prefill_whole(self, request: SimulatedMixedRequest) -> None:
         self._state = "prefill"
         if self._stalled_since_ns < 0:
             self._stalled_since_ns = self.clock.now_ns
@@ -166,11 +194,12 @@ class MixedWorker:
         request.outcome.compute_ns = took_ns
         self.clock.after(took_ns, self._prefilled, request)
 
-    def _prefilled(self, request: MixedRequest) -> None:
+    def _prefilled(self, request: SimulatedMixedRequest) -> None:
+        self._former.made()
         self._first_token(request)
         self._next()
 
-    def _first_token(self, request: MixedRequest) -> None:
+    def _first_token(self, request: SimulatedMixedRequest) -> None:
         outcome = request.outcome
         outcome.first_token_ns = self.clock.now_ns
         self.queue_ns -= request.queued_ns
@@ -227,38 +256,25 @@ class MixedWorker:
 
     # --- chunks beside decode -------------------------------------------------------------------------------
 
-    def _iterate(self) -> None:
+    def _iterate(self, made: Iteration) -> None:
         self._state = "iteration"
         cost = self.profile.cost
-        budget = max(1, self.chunk_tokens - self.steps.sequences)
-        took_ns, done, computed = float(cost.prefill_base_ns), [], 0
-        while budget > 0 and self.prefilling:
-            request = self.prefilling[0]
-            tokens = min(budget, request.outcome.prompt_tokens - request.computed)
-            after = request.computed + tokens
-            part_ns = cost.prefill_ns(after, request.computed) - cost.prefill_base_ns
-            request.outcome.compute_ns += part_ns
-            computed += part_ns
-            request.computed = after
-            budget -= tokens
-            if after == request.outcome.prompt_tokens:
-                done.append(self.prefilling.popleft())
-            if not self.prefilling and self.waiting:
-                self._admit()
-        self.prefill_ns += computed + cost.prefill_base_ns
-        took_ns += computed
-        if self.steps.sequences:
-            took_ns += (
-                self.steps.step_ns(self.steps.sequences, self.steps.context_tokens) - cost.decode_base_ns
-            )
+        chunks = [(chunk.start, chunk.tokens) for chunk in made.chunks]
+        for chunk in made.chunks:
+            part_ns = cost.prefill_ns(chunk.start + chunk.tokens, chunk.start) - cost.prefill_base_ns
+            self._requests[chunk.name].outcome.compute_ns += part_ns
+        self.prefill_ns += int(self.times.iteration_ns(chunks, 0, 0))
+        took_ns = self.times.iteration_ns(chunks, self.steps.sequences, self.steps.context_tokens)
         took_ns *= self.clock.jitter()
-        self.clock.after(int(took_ns), self._iterated, took_ns, done)
+        self.clock.after(int(took_ns), self._iterated, took_ns, made)
 
-    def _iterated(self, took_ns: float, done: list[MixedRequest]) -> None:
+    def _iterated(self, took_ns: float, made: Iteration) -> None:
+        self._former.made()
         if self.batch:
             self._end_all(self.steps.single(took_ns))
-        for request in done:
-            self._first_token(request)
+        for chunk in made.chunks:
+            if chunk.last:
+                self._first_token(self._requests[chunk.name])
         self._next()
 
     # --- the end --------------------------------------------------------------------------------------------
@@ -276,7 +292,9 @@ class MixedWorker:
             outcome.tbt_ns = tbt_ns(intervals)
             self._end(request)
 
-    def _end(self, request: MixedRequest) -> None:
+    def _end(self, request: SimulatedMixedRequest) -> None:
+        self._former.remove(request.name)
+        del self._requests[request.name]
         self.pool.release(request.held)
         self.private -= request.private
         self.active_blocks -= request.blocks

@@ -132,6 +132,28 @@ def curves(
     return save(figure, path)
 
 
+def bars(
+    path: Path,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    *,
+    ylabel: str,
+    title: str,
+    level: float,
+) -> Path:
+    """Groups of bars, one group for each name, with a line across at `level`."""
+    figure, axis = plt.subplots(figsize=(max(SIZE[0], 1.0 * len(names)), SIZE[1]))
+    width = 0.8 / len(series)
+    for place, (label, heights) in enumerate(series.items()):
+        left = [at + (place - (len(series) - 1) / 2) * width for at in range(len(names))]
+        axis.bar(left, heights, width, label=label)
+    axis.set_xticks(range(len(names)), names, fontsize=7)
+    axis.axhline(level, color="grey", linestyle="--", linewidth=1)
+    axis.set(ylabel=ylabel, title=title, ylim=(0, 1.25 * max(map(max, series.values()))))
+    axis.legend(frameon=False, loc="upper left", ncols=len(series))
+    return save(figure, path)
+
+
 def hits(path: Path, outcomes: Mapping[str, Outcome], windows: int = 60) -> Path:
     """Share of prompt tokens found on the worker's node and on others, by time of arrival."""
     computed = [outcome for outcome in outcomes.values() if outcome.compute_ns]

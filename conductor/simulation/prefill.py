@@ -73,7 +73,10 @@ class SimulatedPrefill:
         worker_id: str,
         node: Node,
         decode_workers: Mapping[str, SimulatedDecode],
+        *,
+        incarnation: str = "i1",
     ) -> None:
+        self.incarnation = incarnation
         self._decode_workers = decode_workers
         self.context, self.worker_id, self.node = context, worker_id, node
         self.queue: deque[SimulatedJob] = deque()
@@ -85,12 +88,15 @@ class SimulatedPrefill:
     def heartbeat(self) -> WorkerHeartbeat:
         return WorkerHeartbeat(
             worker_id=self.worker_id,
-            incarnation="i1",
+            incarnation=self.incarnation,
             queued=len(self.queue),
             running=len(self.jobs) - len(self.queue),
             orders=list(self.jobs),
             obeyed_seq=self.obeyed_seq,
         )
+
+    def orders_open(self) -> int:
+        return len(self.jobs)
 
     def start(self, order: StartPrefill) -> None:
         job = SimulatedJob(order, self.context.keys(order.request_id), self.context.clock.now_ns)
@@ -262,6 +268,7 @@ class SimulatedPrefill:
                 fetch_node_id=job.fetch_from.node_id if job.fetch_from is not None else "",
                 fetch_ns=job.fetch_ns,
                 pushed_bytes=job.push_missing,
+                prompt_tokens=order.prompt_tokens,
             )
         )
         self._decode_workers[order.decode_worker_id].kv_there(order.order_id)

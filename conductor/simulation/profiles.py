@@ -150,6 +150,35 @@ LLAMA3_H800 = _node_of_eight(
     network_bytes_s=100_000_000_000,
 )
 
+
+def _two_a100() -> Profile:
+    """LLaMA2-70B on 2 GPUs, decode alone: prefill is the other profile's, on a quarter of its GPUs."""
+    gpus, token_bytes = 2, LLAMA2_A800.token_bytes
+    weight_bytes, bytes_s = 2 * 68.98e9, 2 * 2.039e12 * MEMORY_SHARE
+    cost = msgspec.structs.replace(
+        LLAMA2_A800.cost,
+        decode_base_ns=int(weight_bytes / bytes_s * 1e9) + 2 * LLAMA2_A800.layers * ALL_REDUCE_NS,
+        decode_per_sequence_ns=LLAMA2_A800.cost.decode_per_sequence_ns * 8 // gpus,
+        decode_per_context_token_ps=int(token_bytes / bytes_s * 1e12),
+        prefill_base_ns=int(weight_bytes / bytes_s * 1e9) + 2 * LLAMA2_A800.layers * ALL_REDUCE_NS,
+        prefill_per_token_ps=LLAMA2_A800.cost.prefill_per_token_ps * 8 // gpus,
+        prefill_per_token2_fs=LLAMA2_A800.cost.prefill_per_token2_fs * 8 // gpus,
+    )
+    return msgspec.structs.replace(
+        LLAMA2_A800,
+        name="llama2-70b-2xa100",
+        cost=cost,
+        kv_bytes=int(gpus * 80e9 * 0.9 - weight_bytes),
+        notes=[
+            "LLaMA2-70B on 2 × A100-SXM4-80GB (2 TB/s, 312 TFLOP/s, as A800): an instance of Infinite-LLM",
+            f"as {LLAMA2_A800.name}, with a quarter of its compute and memory bandwidth",
+            "KV of a worker: 90 % of 2 × 80 GB without the weights",
+        ],
+    )
+
+
+LLAMA2_TWO_A100 = _two_a100()
+
 # --- this machine -------------------------------------------------------------------------------------------
 
 SMOLLM2_CPU = Profile(
@@ -179,7 +208,9 @@ SMOLLM2_CPU = Profile(
     ],
 )
 
-PROFILES = {profile.name: profile for profile in (LLAMA3_A800, LLAMA2_A800, LLAMA3_H800, SMOLLM2_CPU)}
+PROFILES = {
+    profile.name: profile for profile in (LLAMA3_A800, LLAMA2_A800, LLAMA3_H800, LLAMA2_TWO_A100, SMOLLM2_CPU)
+}
 #: Short names that mean the same.
 ALIASES = {"a800": LLAMA3_A800.name, "h800": LLAMA3_H800.name, "cpu": SMOLLM2_CPU.name}
 

@@ -71,7 +71,8 @@ def simulate(
     with _memory_settled():
         complete = world.run(paced, sample_ns=sample_ns, progress=progress)
     end_ns = world.clock.now_ns
-    prefill_ns = sum(worker.compute_ns for worker in world.prefill_workers.values())
+    prefill_ns = world.prefill_ns + sum(worker.compute_ns for worker in world.prefill_workers.values())
+    decode_ns = world.decode_ns + sum(worker.busy_ns for worker in world.decode_workers.values())
     report = SimulationReport(
         system="halfmoon",
         policy=policy.name,
@@ -84,13 +85,14 @@ def simulate(
         complete=complete,
         slo=slo,
         prefill_gpu_s=round(prefill_ns / 1e9, 6),
-        decode_gpu_s=round(sum(worker.busy_ns for worker in world.decode_workers.values()) / 1e9, 6),
+        decode_gpu_s=round(decode_ns / 1e9, 6),
         bytes_moved=world.context.network.bytes_moved,
         bytes_fetched=world.context.fetched_bytes,
         bytes_pushed=world.context.pushed_bytes,
         failed_fetches=world.context.failed_fetches,
         events=world.events,
         digest=world.digest(),
+        role_changes=world.role_changes,
         load=world.samples,
     )
     summarise(report, world.outcomes, end_ns)

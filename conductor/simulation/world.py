@@ -14,8 +14,8 @@ from typing import assert_never
 import msgspec
 
 from halfmoon.conductor.core.invariants import check
-from halfmoon.conductor.core.load_index import queue_ns
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.decode import SimulatedDecode
@@ -28,6 +28,7 @@ from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.schemas.decisions import (
     AnnounceYourself,
     CancelOrder,
+    ChangeRole,
     Decision,
     FailRequest,
     RejectRequest,
@@ -35,6 +36,7 @@ from halfmoon.schemas.decisions import (
     ReplicateBlocks,
     SetTimer,
     StartDecode,
+    StartMixed,
     StartPrefill,
 )
 from halfmoon.schemas.events import (
@@ -47,15 +49,22 @@ from halfmoon.schemas.events import (
     StoreHeartbeat,
     StoreJoined,
     TimerFired,
+    WorkerDraining,
+    WorkerHeartbeat,
     WorkerJoined,
+    WorkerLeft,
 )
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Policy
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import ELASTIC_ROLES, WorkerRole
 from halfmoon.schemas.types import KEY_BYTES
 
 HEARTBEAT_NS = 10 * SECOND_NS
 LOST_AFTER_NS = 4 * HEARTBEAT_NS
+#: From the end of what a worker had in one role to its first order in the other; live it was 0.2 s.
+CHANGE_NS = SECOND_NS // 5
+#: How often one that changes looks whether it is done.
+LOOK_NS = SECOND_NS // 50
 #: The invariants are looked at once in so many events, and in no fewer than there are blocks: they look at
 #: each.
 CHECK_EVERY = 5_000
@@ -90,6 +99,9 @@ class LoadSample(msgspec.Struct):
     decode_load: float
     queued: int
     running: int
+    #: Workers of each role.
+    prefill: int = 0
+    decode: int = 0
 
 
 class World:
@@ -104,7 +116,10 @@ class World:
         seed: int = 0,
         noise_percent: int = 0,
         outcomes: dict[str, Outcome] | None = None,
+        elastic: bool = False,
     ) -> None:
+        #: Workers may change roles: by the policy's planner, or as `RoleWanted` says.
+        self.elastic = elastic or policy.elastic != "off"
         self.profile = profile
         self.layout = profile.layout(cluster.block_tokens)
         link_bytes_s = cluster.link_bytes_s or profile.link_bytes_s
@@ -141,6 +156,11 @@ class World:
         self.open = 0
         self.prefill_workers: dict[str, SimulatedPrefill] = {}
         self.decode_workers: dict[str, SimulatedDecode] = {}
+        #: What those computed who have another role by now.
+        self.prefill_ns = self.decode_ns = 0
+        #: Workers that finish what they have before they change, and how many have changed.
+        self._changing: dict[str, WorkerRole] = {}
+        self.role_changes = 0
         self._build(cluster)
 
     def _build(self, cluster: ClusterShape) -> None:
@@ -173,35 +193,79 @@ class World:
         context, node_id = self.context, f"node-{worker_id}"
         number = 2 * len(context.nodes)
         node = context.nodes[node_id] = Node(self.say, node_id, slots)
-        worker: SimulatedPrefill | SimulatedDecode
-        match role:
-            case "prefill":
-                worker = SimulatedPrefill(context, worker_id, node, self.decode_workers)
-                self.prefill_workers[worker_id] = worker
-            case "decode":
-                worker = self.decode_workers[worker_id] = SimulatedDecode(context, worker_id, kv_blocks)
-            case _:
-                assert_never(role)
         self.say(
             StoreJoined(
                 node_id=node_id, incarnation="i1", host=node_id, layout=self.layout, slots=slots, endpoints=[]
             )
         )
+        self._join(role, worker_id, kv_blocks, "i1")
+        self._beat(lambda: self._store_heartbeat(node), number, self._processes)
+        self._beat(lambda: self._heartbeat(worker_id), number + 1, self._processes)
+
+    def _join(self, role: WorkerRole, worker_id: str, kv_blocks: int, incarnation: str) -> None:
+        context, node_id = self.context, f"node-{worker_id}"
+        match role:
+            case "prefill":
+                self.prefill_workers[worker_id] = SimulatedPrefill(
+                    context, worker_id, context.nodes[node_id], self.decode_workers, incarnation=incarnation
+                )
+            case "decode":
+                self.decode_workers[worker_id] = SimulatedDecode(
+                    context, worker_id, kv_blocks, incarnation=incarnation
+                )
+            case "attention" | "mixed":
+                raise ValueError(f"{role} workers are not simulated here")
+            case _:
+                assert_never(role)
         self.say(
             WorkerJoined(
                 worker_id=worker_id,
                 role=role,
                 node_id=node_id,
-                incarnation="i1",
+                incarnation=incarnation,
                 layout=self.layout,
                 kv_blocks=kv_blocks,
                 context_tokens_max=self.profile.context_tokens_max,
                 batch_max=self.profile.batch_max,
                 profile=self.profile.cost,
+                may_become=list(ELASTIC_ROLES) if self.elastic else [],
             )
         )
-        self._beat(lambda: self._store_heartbeat(node), number, self._processes)
-        self._beat(worker.heartbeat, number + 1, self._processes)
+
+    # --- roles ----------------------------------------------------------------------------------------------
+
+    def _change(self, worker_id: str, role: WorkerRole) -> None:
+        """Finish what is open, leave, and join in the other role."""
+        self._changing[worker_id] = role
+        incarnation = self._worker(worker_id).incarnation
+        self.say(WorkerDraining(worker_id=worker_id, incarnation=incarnation))
+        self._leave_if_done(worker_id)
+
+    def _leave_if_done(self, worker_id: str) -> None:
+        worker, role = self._worker(worker_id), self._changing[worker_id]
+        if worker.orders_open():
+            self.clock.after(LOOK_NS, self._leave_if_done, worker_id)
+            return
+        del self._changing[worker_id]
+        known = self.core.state.workers[worker_id]
+        self.prefill_workers.pop(worker_id, None)
+        self.decode_workers.pop(worker_id, None)
+        if isinstance(worker, SimulatedPrefill):
+            self.prefill_ns += worker.compute_ns
+        else:
+            self.decode_ns += worker.busy_ns
+        self.say(WorkerLeft(worker_id=worker_id, incarnation=worker.incarnation))
+        self.role_changes += 1
+        incarnation = f"i{int(worker.incarnation[1:]) + 1}"
+        self.clock.after(CHANGE_NS, self._join, role, worker_id, known.kv_blocks, incarnation)
+
+    def _worker(self, worker_id: str) -> SimulatedPrefill | SimulatedDecode:
+        return self.prefill_workers.get(worker_id) or self.decode_workers[worker_id]
+
+    def _heartbeat(self, worker_id: str) -> WorkerHeartbeat | None:
+        """None while it is between two roles."""
+        worker = self.prefill_workers.get(worker_id) or self.decode_workers.get(worker_id)
+        return worker.heartbeat() if worker is not None else None
 
     # --- the log --------------------------------------------------------------------------------------------
 
@@ -242,9 +306,7 @@ class World:
             case FailRequest():
                 self.ended(decision.request_id, "failed")
             case CancelOrder():
-                worker = (
-                    self.prefill_workers.get(decision.worker_id) or self.decode_workers[decision.worker_id]
-                )
+                worker = self._worker(decision.worker_id)
                 worker.obeyed_seq = self._events
                 worker.cancel(decision.order_id)
             case SetTimer():
@@ -256,8 +318,10 @@ class World:
                 pass  # the worker let go of it
             case ReplicateBlocks():
                 pass  # a simulated pool has copies of what was fetched, and no others
-            case AnnounceYourself():
-                raise AssertionError(("a simulated process was forgotten", decision))
+            case ChangeRole():
+                self._change(decision.worker_id, decision.role)
+            case AnnounceYourself() | StartMixed():
+                raise AssertionError(("no simulated process is forgotten, or mixed", decision))
 
     @property
     def events(self) -> int:
@@ -268,11 +332,13 @@ class World:
         """A name of all decisions, in order."""
         return self._digest.hexdigest()
 
-    def _beat(self, heartbeat: Callable[[], Event], number: int, of: int) -> None:
+    def _beat(self, heartbeat: Callable[[], Event | None], number: int, of: int) -> None:
         """Send a heartbeat every HEARTBEAT_NS, as number `number` of `of` spread over that time."""
 
         def beat() -> None:
-            self._append(heartbeat())
+            event = heartbeat()
+            if event is not None:
+                self._append(event)
             self.clock.after(HEARTBEAT_NS, beat)
 
         self.clock.after(HEARTBEAT_NS + HEARTBEAT_NS * number // of, beat)
@@ -355,7 +421,7 @@ class World:
         """Predicted queue of prefill and present step of decode, over their SLOs."""
         workers = self.core.state.workers
         now_ns = self.clock.now_ns
-        queued = sum(queue_ns(workers[worker_id], now_ns) for worker_id in self.prefill_workers)
+        queued = sum(queue_ns(workers[at], now_ns) for at in self.prefill_workers if at in workers)
         steps = 0.0
         for decode in self.decode_workers.values():
             if decode.batch:
@@ -364,10 +430,12 @@ class World:
         self.samples.append(
             LoadSample(
                 at_ns=now_ns,
-                prefill_load=queued / len(self.prefill_workers) / max(1, policy.ttft_slo_ns),
-                decode_load=steps / len(self.decode_workers) / max(1, policy.tbt_slo_ns),
+                prefill_load=queued / max(1, len(self.prefill_workers)) / max(1, policy.ttft_slo_ns),
+                decode_load=steps / max(1, len(self.decode_workers)) / max(1, policy.tbt_slo_ns),
                 queued=sum(len(worker.jobs) for worker in self.prefill_workers.values()),
                 running=sum(len(worker.batch) for worker in self.decode_workers.values()),
+                prefill=len(self.prefill_workers),
+                decode=len(self.decode_workers),
             )
         )
         self.clock.after(sample_ns, self._sample, sample_ns)

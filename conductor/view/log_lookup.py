@@ -16,7 +16,7 @@ import msgspec
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.log_reading import log_start_seq, usable_snapshot
 from halfmoon.conductor.replay.explain import DECODE_HEADS, PREFILL_HEADS, decided_rows, explained
 from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory

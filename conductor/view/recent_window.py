@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import msgspec
 
-from halfmoon.conductor.core.admission import slo_ns
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.objectives import slo_ns
+from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.replay.timeline import happened
 from halfmoon.conductor.view.status import request_counts
 from halfmoon.schemas.decisions import Decision, FailRequest, Prediction, RejectRequest
@@ -26,6 +26,7 @@ from halfmoon.schemas.events import (
     PolicyChanged,
     PrefillFinished,
     RequestFinished,
+    RoleWanted,
     Stamped,
     StoreJoined,
     StoreLeft,
@@ -57,6 +58,7 @@ _OF_PROCESSES = frozenset(
         FrontendJoined,
         FrontendLeft,
         PolicyChanged,
+        RoleWanted,
         TimerFired,
         StoreJoined,
         StoreLeft,

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.records import Order
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.records import Order
 from halfmoon.conductor.core.step_output import explain_all, explain_none
 from halfmoon.conductor.replay.histories import PlacementAttempt, RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine, SnapshotLine
@@ -127,7 +127,7 @@ def stage_of(order: Order, state: State, decoding: dict[str, bool]) -> Stage:
         begun = order.order_id in decoding or now_ns - order.prefill_end_ns > HANDOVER_NS_MAX
         return "decode" if begun else "handover"
     worker = state.workers.get(order.prefill_id)
-    if worker is None or next(iter(worker.orders), "") != order.order_id:
+    if worker is None or next(iter(worker.prefills), "") != order.order_id:
         return "queued"
     loading_ns = order.predicted.transfer_ns if order.fetch_node_id else 0
     return "transfer" if now_ns - max(worker.head_since_ns, order.placed_ns) < loading_ns else "prefill"

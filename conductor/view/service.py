@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 from halfmoon.bus.connection import Bus
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.records import WorkerRecord
 from halfmoon.conductor.core.role_rules import predicted_against_slo
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.step_output import explain_none
 from halfmoon.conductor.replay.text import message
 from halfmoon.conductor.view.log_lookup import LogLookup, story
@@ -188,7 +188,7 @@ class ViewService:
 
 def _load(worker: WorkerRecord, state: State) -> WorkerLoad:
     """The predicted first token, or time between tokens, of what the worker has, against the cluster's SLO."""
-    predicted_ns, slo_ns = predicted_against_slo(worker, state.policy, state.at_ns)
+    predicted_ns, slo_ns = predicted_against_slo(state, worker)
     return WorkerLoad(worker_id=worker.worker_id, load=1_000 * predicted_ns // max(1, slo_ns))
 
 

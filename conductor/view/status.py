@@ -7,11 +7,13 @@ from typing import Literal
 
 import msgspec
 
-from halfmoon.conductor.core.candidates import capacity
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.placement.candidates import capacity
+from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.role_rules import waiting_ns
-from halfmoon.conductor.core.state import State
-from halfmoon.schemas.status import ConductorStatus, NodeStatus, RequestCounts
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.slow_places import slow_mark
+from halfmoon.schemas.status import ConductorStatus, ElasticStatus, NodeStatus, PoolWanted, RequestCounts
 
 
 def conductor_status(
@@ -35,6 +37,25 @@ def conductor_status(
         request_tokens_max=min(capacity(state)),
         counts=request_counts(state),
         unstored_ns=unstored_ns,
+        elastic=elastic_status(state),
+    )
+
+
+def elastic_status(state: State) -> ElasticStatus:
+    """Workers that the pools want now, whether or not anybody changes anything for it."""
+    demand = state.demand
+    advice = demand.advice
+    return ElasticStatus(
+        mode=state.policy.elastic,
+        pools=[
+            PoolWanted(role=role, wanted=need.wanted, workers=need.workers, needed=need.permille)
+            for role, need in pool_needs(state).items()
+        ],
+        changes=demand.changes,
+        advised_worker=advice.worker_id if advice is not None else "",
+        advised_role=advice.role if advice is not None else "",
+        advised_ns=advice.since_ns if advice is not None else 0,
+        reason=advice.reason if advice is not None else "",
     )
 
 
@@ -55,6 +76,7 @@ def node_statuses(state: State) -> list[NodeStatus]:
     """Workers, store agents, frontends, each by id."""
     nodes = []
     for worker in state.workers.values():
+        slow = slow_mark(state, worker)
         orders_state: Literal["ready", "draining"] = "draining" if worker.draining else "ready"
         nodes.append(
             NodeStatus(
@@ -70,6 +92,10 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 orders=len(worker.orders),
                 queue_ns=waiting_ns(worker, state.at_ns),
                 exact_numerics=worker.exact_numerics,
+                may_become=worker.may_become,
+                becomes=worker.becomes,
+                slow_wait_ns=slow.waited_ns if slow is not None else 0,
+                slow_expected_ns=slow.expected_ns if slow is not None else 0,
             )
         )
     for node_id, store in sorted(state.stores.items()):

@@ -14,10 +14,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import BusError
 from halfmoon.bus.telemetry.tracing import Tracing
-from halfmoon.schemas import subjects
-from halfmoon.schemas.events import StoreJoined, StoreLeft
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.follow import follow_decisions
 from halfmoon.store.agent.kv_events import KvEvents
@@ -60,11 +57,7 @@ class StoreAgent:
             replicator = Replicator(context)
             decisions = await context.bus.open_decisions(config.node_id)
             context.spawn(follow_decisions(context, decisions, replicator))
-            joined = subjects.events_of_kind(StoreJoined.__name__)
-            self._subscriptions = [
-                *await serve_all(context, self._processes, replicator),
-                await context.bus.subscribe(joined, StoreJoined, self._agent_joined),
-            ]
+            self._subscriptions = await serve_all(context, self._processes, replicator)
             self._kv_events.start()
             if context.tier is not None:
                 self._kv_events.add(await context.tier.start())
@@ -76,7 +69,7 @@ class StoreAgent:
 
     async def stop(self, *, reason: str = "stopped") -> None:
         """Leaves: ends what runs, tells the log, unlinks the segment. Idempotent."""
-        context, node_id = self.context, self.context.config.node_id
+        context = self.context
         if context.segment is None:
             return
         for subscription in self._subscriptions:
@@ -87,15 +80,9 @@ class StoreAgent:
         if context.tier is not None:
             await context.tier.stop()
         await self._kv_events.stop()
-        await context.announcer.stop()
-        with contextlib.suppress(BusError):
-            left = StoreLeft(node_id=node_id, incarnation=context.incarnation, reason=reason)
-            context.bus.append_soon(left, source_id=node_id)
+        await context.announcer.leave(reason)
         # Peers may read and write until here; nothing touches the memory once the transports are closed.
         await context.transports.close()
         context.executor.shutdown(wait=True)
         context.segment.close()
         context.segment = None
-
-    async def _agent_joined(self, event: StoreJoined) -> None:
-        await self._processes.agent_seen(event.node_id, event.incarnation)

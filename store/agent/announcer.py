@@ -23,6 +23,7 @@ from halfmoon.schemas.events import (
     StoreHeartbeat,
     StoreInventory,
     StoreJoined,
+    StoreLeft,
     StoreSuspected,
     TierLost,
 )
@@ -65,15 +66,16 @@ class Announcer:
         self.announce()
         self._beating = asyncio.create_task(self._beat())
 
-    async def stop(self) -> None:
+    async def leave(self, reason: str) -> None:
+        """Tells what is still to be told, and that this store is gone."""
         if self._beating is not None:
             self._beating.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._beating
         self.flush()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        with contextlib.suppress(BusError):
+            left = StoreLeft(node_id=self._node_id, incarnation=self._incarnation, reason=reason)
+            self._bus.append_soon(left, source_id=self._node_id)
 
     def add(self, changes: list[Change]) -> None:
         """Called with the pool's changes, in order, on the event loop."""

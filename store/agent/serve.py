@@ -11,6 +11,7 @@ from halfmoon.bus.errors import PeerError
 from halfmoon.schemas import replicas as copies
 from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
+from halfmoon.schemas.events import StoreJoined
 from halfmoon.schemas.types import Message
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.processes import KnownProcesses
@@ -91,14 +92,22 @@ def answers(context: AgentContext, processes: KnownProcesses, replicator: Replic
 async def serve_all(
     context: AgentContext, processes: KnownProcesses, replicator: Replicator
 ) -> list[Subscription]:
-    """Subscribes every verb."""
+    """Subscribes every verb, and hears of the other agents that join."""
     bus, node_id = context.bus, context.config.node_id
     answer_of = answers(context, processes, replicator)
+
+    async def agent_joined(event: StoreJoined) -> None:
+        await processes.agent_seen(event.node_id, event.incarnation)
+
+    joined = subjects.events_of_kind(StoreJoined.__name__)
     return [
-        await (bus.subscribe if verb == "keep" else bus.serve)(
-            subjects.store(node_id, verb), kind, answer_of[verb]
-        )
-        for verb, kind in VERBS.items()
+        await bus.subscribe(joined, StoreJoined, agent_joined),
+        *[
+            await (bus.subscribe if verb == "keep" else bus.serve)(
+                subjects.store(node_id, verb), kind, answer_of[verb]
+            )
+            for verb, kind in VERBS.items()
+        ],
     ]
 
 

@@ -36,22 +36,25 @@ class Op(enum.IntEnum):
     ERROR = 3
     #: Rows of q of one layer.
     QUERY = 16
-    #: Rows of new k, then v, of one layer, which follow their query.
+    #: Rows of new k, then v, of one layer, which follow their query, where all of the past is at the other end.
     KEY_VALUE = 17
     #: States of `parts` parts: `out`, then the f32 log-sum-exp. Answers a QUERY.
     PARTIAL = 18
     #: Rows of the residual, from one range of layers to the next.
     ACTIVATION = 19
-    #: k, then v, of whole blocks of one layer, for the cache.
+    #: k, then v, of `rows` tokens of one layer, from token `step` of hold `slots` on; `parts` more messages of the
+    #: same push follow. The last one is answered.
     APPEND = 20
     #: The slots of the list are free.
     DROP = 21
-    #: The slot list of number `slots`, which the headers after it name. Payload: i32.
+    #: The slot list of number `slots`, which the headers after it name. Payload: i32. `parts` 1: of whole caches.
     SLOTS = 22
     #: Answers what has no other answer (APPEND, DROP): done.
     DONE = 23
-    #: Answers any message: not done, and why, in UTF-8. The channel goes on.
+    #: Answers any message: not done, and why, in UTF-8; `rows`: the hold that it is about, 0: all. The channel goes on.
     REFUSED = 24
+    #: Rows of attention's result. Answers a KEY_VALUE, and the query before it.
+    OUT = 25
 
 
 class Dtype(enum.IntEnum):
@@ -71,7 +74,7 @@ class MessageHeader(NamedTuple):
     dtype: Dtype = Dtype.NONE
     group: int = 0
     layer: int = 0
-    #: Parts (segments) of each row, where the payload is states.
+    #: Parts (segments) of each row, where the payload is states; of an APPEND, messages that follow it.
     parts: int = 0
     rows: int = 0
     step: int = 0

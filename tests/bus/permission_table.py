@@ -19,21 +19,24 @@ halfmoon.events.<me>.ClusterConfigured     conductor supervisor
 halfmoon.events.<me>.TimerFired            conductor
 halfmoon.events.<me>.StateDigested         conductor
 halfmoon.events.<me>.PolicyChanged         operator
+halfmoon.events.<me>.RoleWanted            operator
 halfmoon.events.<me>.FrontendJoined        frontend
 halfmoon.events.<me>.FrontendHeartbeat     frontend
 halfmoon.events.<me>.FrontendLeft          frontend supervisor
 halfmoon.events.<me>.RequestArrived        frontend
 halfmoon.events.<me>.RequestCancelled      frontend
-halfmoon.events.<me>.WorkerJoined          prefill decode
-halfmoon.events.<me>.WorkerHeartbeat       prefill decode
-halfmoon.events.<me>.WorkerDraining        prefill decode
-halfmoon.events.<me>.WorkerLeft            prefill decode supervisor
-halfmoon.events.<me>.PrefillFinished       prefill
-halfmoon.events.<me>.PrefillFailed         prefill
-halfmoon.events.<me>.DecodeStarted         decode
+halfmoon.events.<me>.WorkerJoined          prefill decode attention mixed
+halfmoon.events.<me>.WorkerHeartbeat       prefill decode attention mixed
+halfmoon.events.<me>.WorkerDraining        prefill decode attention mixed
+halfmoon.events.<me>.WorkerLeft            prefill decode attention supervisor mixed
+halfmoon.events.<me>.PrefillFinished       prefill mixed
+halfmoon.events.<me>.PrefillFailed         prefill mixed
+halfmoon.events.<me>.DecodeStarted         decode mixed
 halfmoon.events.<me>.DecodeRefused         decode
 halfmoon.events.<me>.DecodeFailed          decode
-halfmoon.events.<me>.RequestFinished       decode
+halfmoon.events.<me>.RequestFinished       decode mixed
+halfmoon.events.<me>.KvMoved               decode
+halfmoon.events.<me>.KvMoveRefused         decode
 halfmoon.events.<node>.StoreJoined         store
 halfmoon.events.<node>.StoreHeartbeat      store
 halfmoon.events.<node>.StoreLeft           store
@@ -56,19 +59,19 @@ halfmoon.give.*.<me>                       frontend
 halfmoon.resend.*.<me>                     frontend
 halfmoon.hold.*.<me>                       decode
 halfmoon.cancel                            frontend
-halfmoon.take.*.<me>                       prefill decode
-halfmoon.tokens.*.<me>                     decode
+halfmoon.take.*.<me>                       prefill decode mixed
+halfmoon.tokens.*.<me>                     decode mixed
 
-halfmoon.store.<node>.attach               prefill decode
-halfmoon.store.<node>.open_put             prefill decode
-halfmoon.store.<node>.fetch                prefill decode
-halfmoon.store.<node>.commit               prefill decode
+halfmoon.store.<node>.attach               prefill decode attention mixed
+halfmoon.store.<node>.open_put             prefill decode attention mixed
+halfmoon.store.<node>.fetch                prefill decode attention mixed
+halfmoon.store.<node>.commit               prefill decode mixed
 halfmoon.store.<node>.open_push            prefill decode
 halfmoon.store.<node>.push                 prefill decode
-halfmoon.store.<node>.keep                 prefill decode
+halfmoon.store.<node>.keep                 prefill decode attention mixed
 halfmoon.store.<node>.close_push           prefill decode
-halfmoon.store.<node>.release              prefill decode
-halfmoon.store.<node>.status               prefill decode
+halfmoon.store.<node>.release              prefill decode attention mixed
+halfmoon.store.<node>.status               prefill decode attention mixed
 halfmoon.store.*.status                    operator store
 halfmoon.store.*.drain                     operator
 halfmoon.store.*.hello                     store
@@ -88,20 +91,20 @@ halfmoon.status.*                          operator
 halfmoon.view.conductors                   frontend
 halfmoon.explain.*                         frontend
 
-halfmoon.inbox.>                           conductor frontend store decode
+halfmoon.inbox.>                           conductor frontend store decode attention mixed
 _INBOX.>                                   frontend
 
-$JS.API.STREAM.INFO.EVENTS                 conductor frontend store prefill decode operator supervisor
-$JS.API.STREAM.INFO.DECISIONS              conductor frontend store prefill decode operator supervisor
-$JS.API.STREAM.INFO.KV                     conductor frontend store prefill decode operator supervisor
-$JS.API.STREAM.INFO.SNAPSHOTS              conductor frontend store prefill decode operator supervisor
+$JS.API.STREAM.INFO.EVENTS                 conductor frontend store prefill decode attention operator supervisor mixed
+$JS.API.STREAM.INFO.DECISIONS              conductor frontend store prefill decode attention operator supervisor mixed
+$JS.API.STREAM.INFO.KV                     conductor frontend store prefill decode attention operator supervisor mixed
+$JS.API.STREAM.INFO.SNAPSHOTS              conductor frontend store prefill decode attention operator supervisor mixed
 $JS.API.STREAM.CREATE.EVENTS               conductor supervisor
 $JS.API.STREAM.CREATE.DECISIONS            conductor supervisor
 $JS.API.STREAM.CREATE.KV                   conductor supervisor
 $JS.API.STREAM.CREATE.SNAPSHOTS            conductor supervisor
 $JS.API.STREAM.PURGE.SNAPSHOTS             conductor
 $JS.API.STREAM.MSG.GET.EVENTS              conductor operator supervisor
-$JS.API.STREAM.MSG.GET.DECISIONS           conductor operator frontend store prefill decode supervisor
+$JS.API.STREAM.MSG.GET.DECISIONS           conductor operator frontend store prefill decode attention supervisor mixed
 $JS.API.STREAM.MSG.GET.KV                  operator frontend store prefill decode
 $JS.API.STREAM.MSG.GET.SNAPSHOTS           conductor operator supervisor
 $JS.API.CONSUMER.CREATE.EVENTS             conductor operator supervisor
@@ -117,7 +120,7 @@ $JS.FC.>                                   conductor operator supervisor
 
 #: Subscribed to.
 HEARS = """
-halfmoon.inbox.<me>.>                      conductor frontend store prefill decode supervisor
+halfmoon.inbox.<me>.>                      conductor frontend store prefill decode attention supervisor mixed
 halfmoon.inbox.*.>                         operator
 _INBOX.>                                   operator client
 _INBOX.<tenant>.>                          tenant
@@ -128,12 +131,13 @@ $SRV.>                                     frontend
 halfmoon.cancel                            frontend
 halfmoon.take.<me>.*                       frontend
 halfmoon.tokens.<me>.*                     frontend
-halfmoon.decisions.<me>.>                  frontend prefill decode
-halfmoon.decisions.*.StartPrefill.<me>     frontend
-halfmoon.give.<me>.*                       prefill decode
+halfmoon.decisions.<me>.>                  frontend prefill decode attention mixed
+halfmoon.decisions.*.*.<me>                frontend
+halfmoon.give.<me>.*                       prefill decode mixed
 halfmoon.kv.<me>.>                         prefill decode
-halfmoon.resend.<me>.*                     decode
-halfmoon.hold.<me>.*                       decode
+halfmoon.kv.<me>.KvLoaded.<node>           mixed
+halfmoon.resend.<me>.*                     decode mixed
+halfmoon.hold.<me>.*                       decode attention
 
 halfmoon.decisions.<node>.>                store
 halfmoon.store.<node>.*                    store

@@ -35,7 +35,11 @@ class ServerCluster:
         """`names`: addresses of this machine, one for each server."""
         places = ("--seen-at", "HERE", "--store-dir", "HERE/streams")
         tenants = ("--tenants", "acme,globex")
-        secrets.make(secrets_options(place, "--servers", ",".join(names), *places, *tenants))
+        secrets.make(
+            secrets_options(
+                place, "--servers", ",".join(names), *places, *tenants, "--attention", "2", "--mixed", "2"
+            )
+        )
         cluster = cls(place, {name: (free_port(name), free_port(name), free_port()) for name in names})
         for name in names:
             file = place / name / "nats.conf"

@@ -30,6 +30,8 @@ PROCESSES = [
     Process("frontend-0", "frontend"),
     Process("prefill-0", "prefill", node="prefill-0"),
     Process("decode-0", "decode", node="decode-0"),
+    Process("attention-0", "attention", node="attention-0"),
+    Process("mixed-0", "mixed", node="mixed-0"),
     Process("store-prefill-0", "store", node="prefill-0"),
     Process("store-decode-0", "store", node="decode-0"),
     Process("operator", "operator"),
@@ -38,8 +40,12 @@ PROCESSES = [
     Process("up", "supervisor"),
 ]
 IDS = [
-    *(f"{role}-{n}" for role in ("conductor", "frontend", "prefill", "decode") for n in (0, 1)),
-    *(f"store-{role}-{n}" for role in ("prefill", "decode") for n in (0, 1)),
+    *(
+        f"{role}-{n}"
+        for role in ("conductor", "frontend", "prefill", "decode", "attention", "mixed")
+        for n in (0, 1)
+    ),
+    *(f"store-{role}-{n}" for role in ("prefill", "decode", "attention", "mixed") for n in (0, 1)),
     *("operator", "client", "conductors", "up", "nobody"),
 ]
 #: Verbs of JetStream's API that speak of one stream, and of one consumer of a stream.
@@ -144,7 +150,7 @@ def credentials(
         yield cluster.config
         cluster.stop()
         return
-    many = argparse.Namespace(conductors=2, prefill=2, decode=2)
+    many = argparse.Namespace(conductors=2, prefill=2, decode=2, attention=2, mixed=2, elastic="off")
     server = EmbeddedServer.start(place / "nats", extra_config=make_credentials(many, place))
     yield lambda name: BusConfig(url=server.url, nkey_seed_file=str(credentials_of(place) / f"{name}.nk"))
     server.stop()

@@ -30,6 +30,7 @@ from halfmoon.bus.permissions import (
     _ASKED_BY_STORES,
     _ASKED_BY_WORKERS,
     _SAID,
+    cluster_identities,
 )
 from halfmoon.bus.streams import StreamLimits
 from halfmoon.bus.tasks import end_tasks
@@ -430,3 +431,24 @@ async def test_the_operator_saves_the_log(servers: ServerCluster, conductor: Bus
     assert done.returncode == 0, done.stderr
     assert orjson.loads(done.stdout)["events"] >= 1
     assert '"TimerFired"' in file.read_text()
+
+
+def test_a_worker_that_may_change_its_role_may_what_both_may() -> None:
+    """Under its own name and beside its own node, as ever; attention workers keep their role."""
+    workers = {"prefill": 1, "decode": 1, "attention": 1}
+    plain, elastic = (
+        {
+            each.name: each
+            for each in cluster_identities(conductors=1, frontends=1, workers=workers, elastic=may)
+        }
+        for may in (False, True)
+    )
+    changed = {name for name in plain if plain[name].publish != elastic[name].publish}
+    assert changed == {"prefill-0", "decode-0"}
+    prefill = elastic["prefill-0"]
+    assert {*plain["prefill-0"].publish, "halfmoon.events.prefill-0.RequestFinished"} <= {*prefill.publish}
+    assert {*plain["prefill-0"].subscribe, "halfmoon.resend.prefill-0.*"} <= {*prefill.subscribe}
+    as_decode = replace(plain["prefill-0"], role="decode")
+    assert {*prefill.publish} == {*plain["prefill-0"].publish, *as_decode.publish}
+    assert {*prefill.subscribe} == {*plain["prefill-0"].subscribe, *as_decode.subscribe}
+    assert not any("decode-0" in subject for subject in prefill.publish + prefill.subscribe)

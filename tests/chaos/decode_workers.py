@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, assert_never
 
-from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartDecode
+from halfmoon.schemas.decisions import (
+    AnnounceYourself,
+    CancelOrder,
+    ChangeRole,
+    Decision,
+    EndMove,
+    MoveKv,
+    StartDecode,
+)
 from halfmoon.schemas.events import WorkerHeartbeat
-from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.kv import KvLoaded, KvMessage
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendReply, ResendRequest, TakeReply
 from halfmoon.store.pool.slots import Owner
 from halfmoon.workers import machines
+from halfmoon.workers.attention.actions import AnswerHold, DropHold, LoadHold, OfferHold
 from halfmoon.workers.decode import actions as decode_actions
 from halfmoon.workers.decode import events as decode_events
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.state import DecodeState
-from tests.chaos.stores import Fetching, Memory
+from tests.chaos.holders import Holder
+from tests.chaos.remote_caches import Lost, RemoteCaches
+from tests.chaos.stores import Memory
 from tests.chaos.texts import BLOCK_TOKENS, END, LAYERS
-from tests.chaos.workers import ASK_NS, Worker
+from tests.chaos.workers import ASK_NS
 from tests.conductor.conductor_scripts import MS
 
 
-class DecodeWorker(Worker):
+class DecodeWorker(Holder):
     """Drives a `DecodeState`. `cache[block][layer]` is the mark of what a block of the engine's cache holds."""
 
     role = "decode"
@@ -42,10 +51,10 @@ class DecodeWorker(Worker):
             eos_ids=frozenset([END]),
         )
         self.cache: Memory = [[b""] * LAYERS for _ in range(self.kv_blocks())]
-        #: What it attends to for others, by the number of the hold; whose answers are waited for.
-        self.offered: dict[int, list[int]] = {}
-        self.hold_asks: dict[int, Callable[[decode_actions.AnswerHold], None]] = {}
-        self.ask_number = 0
+        self.hold_nothing()
+        self.caches = RemoteCaches(self)
+        #: What others said that they hold: order, worker and number.
+        self.told: dict[tuple[str, str, int], bool] = {}
         self.hear(decode_events.EngineIdled)
 
     def kv_blocks(self) -> int:
@@ -56,6 +65,9 @@ class DecodeWorker(Worker):
 
     def open_orders(self) -> list[str]:
         return list(self.state.orders.open)
+
+    def orders_held(self) -> list[str]:
+        return [*self.state.orders.open, *self.state.orders.holds.order_ids()]
 
     def kept_too(self) -> list[str]:
         return self.state.orders.leased()
@@ -70,7 +82,13 @@ class DecodeWorker(Worker):
     def obey(self, decision: Decision) -> None:
         match decision:
             case StartDecode():
+                if decision.resumes:
+                    self.net.counts["resumed elsewhere"] += 1
                 self.hear(decode_events.DecodeOrdered, order=decision)
+            case MoveKv():
+                self.hear(decode_events.MoveOrdered, order=decision)
+            case EndMove():
+                self.hear(decode_events.MoveEnded, plan_id=decision.plan_id)
             case CancelOrder():
                 if decision.order_id in self.state.orders.open:
                     self.cancelled[decision.order_id] = True
@@ -78,8 +96,10 @@ class DecodeWorker(Worker):
             case AnnounceYourself():
                 self.drop_all()
                 self.hear(machines.AnnounceRequested)
+            case ChangeRole():
+                self.change_role(decision.role)
             case _:
-                raise AssertionError(decision)
+                self.obey_none(decision)
 
     def hear_kv(self, author_id: str, message: KvMessage) -> None:
         self.hear(decode_events.KvHeard, author_id=author_id, message=message)
@@ -121,19 +141,29 @@ class DecodeWorker(Worker):
                 frontend, message = self.world.frontend(action.frontend_id), action.message
                 self.net.send(frontend, lambda: frontend.hear_tokens(message), repeats=True)
             case act.Release():
-                order_id = action.order_id
-                self.later(action.after_ns, lambda: self.release(order_id))
+                self.later(action.after_ns, lambda: self.end_lease(action))
             case act.CopyLayers():
                 self.later(draw.randrange(1, 40 * MS), lambda: self.copy(action))
+            case act.PushTokens():
+                self.push(action)
+            case act.PushTail():
+                self.push_tail(action)
             case act.ShareOutput():
                 self.share(action)
             case act.Wake():
                 self.soon(draw.randrange(2 * MS), decode_events.EngineIdled)
             case act.RunStep():
                 step_ns = draw.choice([1 * MS, draw.randrange(1, 150 * MS)])
-                lives = self.lenders(action.batch)
                 self.check_step(action.batch)
-                self.later(step_ns, lambda: self.step(action.batch, step_ns, lives))
+                if self.world.attention:
+                    # Slow, so that many die while they decode.
+                    slow = self.world.attention_draw
+                    step_ns = slow.choice([step_ns, slow.randrange(1, 600 * MS)])
+                    lost = self.caches.begin(action.batch)
+                    self.later(step_ns, lambda: self.step_elsewhere(action.batch, step_ns, lost))
+                else:
+                    lives = self.lenders(action.batch)
+                    self.later(step_ns, lambda: self.step(action.batch, step_ns, lives))
             case act.SwapOut():
                 self.net.counts["swapped out"] += 1
                 held = [list(self.cache[block]) for block in action.table]
@@ -142,15 +172,8 @@ class DecodeWorker(Worker):
                 self.later(draw.randrange(1, 20 * MS), lambda: self.swap_in(action))
             case act.AskHold():
                 self.later(action.after_ns, lambda: self.ask_hold(action))
-            case act.AnswerHold():
-                self.hold_asks.pop(action.ask_id)(action)
-            case act.LoadHold():
-                self.load_hold(action)
-            case act.OfferHold():
-                self.net.counts["parts lent"] += 1
-                self.offered[action.hold] = action.blocks
-            case act.DropHold():
-                del self.offered[action.hold]
+            case AnswerHold() | LoadHold() | OfferHold() | DropHold():
+                self.do_hold(action)
             case act.AnswerResend():
                 raise AssertionError("a reply to nobody")
             case act.Measure() | act.EndSpan():
@@ -168,6 +191,24 @@ class DecodeWorker(Worker):
         for layer, slot, block in action.copies:
             self.cache[block][layer] = self.view[slot][layer]
         self.hear(decode_events.LayersCopied, copy_id=action.copy_id)
+
+    def end_lease(self, action: decode_actions.Release) -> None:
+        """Asks first whether the order's slots were its own to the end, where that counts."""
+        order_id = action.order_id
+
+        def answered(held: bool) -> None:
+            if action.confirm:
+                self.hear(decode_events.LeaseConfirmed, order_id=order_id, held=held)
+            self.release(order_id)
+
+        def work() -> None:
+            self.store.guard.hold(Owner(order_id, self.process_id))
+            self.later(self.net.lag_ns(), lambda: answered(True))
+
+        if action.confirm:
+            self.ask(work, lambda _: answered(False))
+        else:
+            self.release(order_id)
 
     def share(self, action: decode_actions.ShareOutput) -> None:
         """Generated blocks join the pool under keys of their own."""
@@ -199,57 +240,65 @@ class DecodeWorker(Worker):
 
     def ask_hold(self, action: decode_actions.AskHold) -> None:
         """One question; silence ends it."""
-        lender, order_id, over = self.world.decode_worker(action.worker_id), action.request.order_id, [False]
+        lender, order_id, over = self.world.holder(action.worker_id), action.request.order_id, [False]
 
-        def end(reply: decode_actions.AnswerHold) -> None:
+        def end(reply: AnswerHold, life: int = 0) -> None:
             if over[0]:
                 return
             over[0] = True
-            fields = {"order_id": order_id, "worker_id": action.worker_id}
+            plan_id = action.request.plan_id
+            fields = {"order_id": order_id, "worker_id": action.worker_id, "plan_id": plan_id}
             if reply.refused:
                 self.hear(decode_events.PartNotHeld, reason=reply.refused, **fields)
             else:
+                self.told[order_id, action.worker_id, reply.hold] = True
+                self.caches.addresses[action.worker_id] = life
                 self.hear(decode_events.PartHeld, hold=reply.hold, **fields)
 
         def arrive() -> None:
-            lender.ask_number += 1
-            lender.hold_asks[lender.ask_number] = lambda reply: lender.net.send(self, lambda: end(reply))
-            lender.hear(decode_events.HoldAsked, ask_id=lender.ask_number, request=action.request)
+            life = lender.life
+            lender.asked(action.request, lambda reply: lender.net.send(self, lambda: end(reply, life)))
 
-        self.later(ASK_NS, lambda: end(decode_actions.AnswerHold(0, refused="it does not answer")))
+        self.later(ASK_NS, lambda: end(AnswerHold(0, refused="it does not answer")))
         self.net.send(lender, arrive)
 
-    def load_hold(self, action: decode_actions.LoadHold) -> None:
-        """Through the own node's pool into the cache."""
-        request, order_id = action.request, f"{action.request.order_id}-hold-{action.hold}"
-        owner, keys = Owner(order_id, self.process_id), split_keys(request.block_keys)
-        holders = [self.world.store(node) for node in request.source_node_ids]
-        mine = keys[request.first_block :]
+    def fill(self, block: int, marks: list[bytes]) -> None:
+        self.cache[block][:] = marks
 
-        def ended(problem: str) -> None:
-            self.release(order_id)
-            self.hear(decode_events.HoldLoaded, hold=action.hold, problem=problem)
+    def push_tail(self, action: decode_actions.PushTail) -> None:
+        text = self.world.text(self.state.orders.pushing[action.order_id].order.request_id)
 
-        def copy(_: str, problem: str) -> None:
-            if problem:
-                ended(problem)
-                return
-            assert self.view is not None
-            slots = self.store.guard.hold(owner).slots
-            for slot, block in zip(slots, action.blocks, strict=True):
-                self.cache[block][:] = self.view[slot]
-            ended("")
+        def send() -> None:
+            problem = self.caches.push(action, text)
+            self.hear(decode_events.TailPushed, order_id=action.order_id, problem=problem)
 
-        def work() -> None:
-            hold = self.store.open_put(owner, mine, len(mine), keys[: request.first_block])
-            self.kept[order_id] = True
-            answer = self.watched(copy, ended)
-            if len(hold.present) == len(mine):
-                answer("", "")
-            else:
-                Fetching(self.store, owner, 0, len(mine), holders, answer)
+        self.later(self.net.draw.randrange(1, 20 * MS), send)
 
-        self.ask(work, lambda problem: ended(str(problem)))
+    def push(self, action: decode_actions.PushTokens) -> None:
+        """Over a channel: it arrives and is answered, or the channel is lost."""
+        lender, over = self.world.decode_worker(action.worker_id), [False]
+
+        def end(problem: str) -> None:
+            if not over[0]:
+                over[0] = True
+                moved_bytes = 0 if problem else action.tokens
+                self.hear(decode_events.TokensPushed, moved_bytes=moved_bytes, problem=problem)
+
+        def arrive() -> None:
+            blocks = lender.offered.get(action.hold)
+            problem = "it has no such hold" if blocks is None else ""
+            if blocks is not None and lender.pushed[action.hold] != action.first:
+                problem = "other tokens were due"
+            if blocks is not None and not problem:
+                for place, source in enumerate(action.blocks):
+                    block = action.first // BLOCK_TOKENS + place
+                    if action.first + action.tokens >= (block + 1) * BLOCK_TOKENS:  # its last token is there
+                        lender.cache[blocks[block]][:] = self.cache[source]
+                lender.pushed[action.hold] += action.tokens
+            lender.net.send(self, lambda: end(problem))
+
+        self.later(ASK_NS, lambda: end("it does not answer"))
+        self.net.send(lender, arrive)
 
     # --- the compute thread ---------------------------------------------------------------------------------
 
@@ -274,27 +323,34 @@ class DecodeWorker(Worker):
         for sequence in batch:
             text, have = self.world.text(sequence.order.request_id), len(sequence.output)
             assert sequence.output == text.tokens[:have], ("decodes another text", sequence.order_id)
-            if self.world.null:
+            if self.world.null or sequence.elsewhere:
                 continue
             place, offset = divmod(sequence.length, BLOCK_TOKENS)
             assert len(sequence.table) > place, ("no block to write to", sequence.order_id, place)
             if offset == 0:
                 self.cache[sequence.table[place]][:] = [text.mark(place)] * LAYERS
-            for block in range(sequence.kv.away, place + 1):
+            for block in range(sequence.away, place + 1):
                 marks = self.cache[sequence.table[block]]
                 wanted = [text.mark(block)] * LAYERS
                 assert marks == wanted, ("KV of somebody else", sequence.order_id, block, marks, wanted)
 
-    def lenders(self, batch: list[DecodeSequence]) -> dict[str, int]:
-        """The lives of those who hold parts of the batch; 0 for one that is not there or does not have its part."""
-        lives: dict[str, int] = {}
+    def lenders(self, batch: list[DecodeSequence]) -> dict[tuple[str, int], int]:
+        """The lives of those who hold parts of the batch, by worker and hold; 0 for one that is not there or does not
+        have the part.
+        """
+        lives: dict[tuple[str, int], int] = {}
         for sequence in batch:
             text = self.world.text(sequence.order.request_id)
             for part in sequence.parts:
+                said = (sequence.order_id, part.worker_id, part.hold)
+                assert said in self.told, ("counts as held what nobody said", said)
                 lender = self.world.decode_worker(part.worker_id)
                 there = lender.alive and self.net.reachable(lender) and self.net.reachable(self)
                 held = lender.offered.get(part.hold) if there else None
-                lives.setdefault(part.worker_id, lender.life if held is not None else 0)
+                if held is not None:
+                    have, all_of_it = lender.pushed[part.hold], part.blocks * BLOCK_TOKENS
+                    assert have == all_of_it, ("asked for what is not there yet", sequence.order_id, have)
+                lives[part.worker_id, part.hold] = lender.life if held is not None else 0
                 for place, block in enumerate(held or ()):
                     wanted = [text.mark(part.first_block + place)] * LAYERS
                     assert lender.cache[block] == wanted, (
@@ -304,15 +360,31 @@ class DecodeWorker(Worker):
                     )
         return lives
 
-    def step(self, batch: list[DecodeSequence], step_ns: int, lives: dict[str, int]) -> None:
+    def step(self, batch: list[DecodeSequence], step_ns: int, lives: dict[tuple[str, int], int]) -> None:
         lives_now = self.lenders(batch)
-        for worker_id, life in lives.items():
-            if not life or lives_now[worker_id] != life:
-                self.net.counts["lenders lost"] += 1
-                self.hear(decode_events.StepFailed, worker_id=worker_id, reason="it is away")
+        for (worker_id, hold), life in lives.items():
+            if not life or lives_now[worker_id, hold] != life:
+                lender = self.world.decode_worker(worker_id)
+                there = lender.alive and self.net.reachable(lender) and self.net.reachable(self)
+                # Who answers says which part it does not have.
+                refused = hold if there and life in (0, lender.life) else 0
+                self.net.counts["rows refused" if refused else "lenders lost"] += 1
+                fields = {"worker_id": worker_id, "reason": "it is away", "hold": refused}
+                self.hear(decode_events.StepFailed, **fields)
                 self.hear(decode_events.EngineIdled)
                 return
         self.check_step(batch)
+        self.step_ended(batch, step_ns)
+
+    def step_elsewhere(self, batch: list[DecodeSequence], step_ns: int, lost: Lost | None) -> None:
+        lost = lost or self.caches.end(batch)
+        if lost is None:
+            self.step_ended(batch, step_ns)
+        else:
+            self.hear(decode_events.StepFailed, **lost._asdict())
+            self.hear(decode_events.EngineIdled)
+
+    def step_ended(self, batch: list[DecodeSequence], step_ns: int) -> None:
         tokens = []
         for sequence in batch:
             drawn = self.world.text(sequence.order.request_id).token(len(sequence.output))

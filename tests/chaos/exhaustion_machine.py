@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ class Machine:
         if name == "halfmoon up":
             return self.cluster.process.pid
         if name == "nats-server":
-            return self.cluster.kill_server(signal.SIG_DFL)
+            return self.cluster.server_pid()
         return self.cluster.pid(name)
 
     @contextlib.contextmanager

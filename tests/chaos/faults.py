@@ -10,9 +10,11 @@ from halfmoon.schemas.events import (
     DecodeFailed,
     PolicyChanged,
     PrefillFinished,
+    RoleWanted,
     TimerFired,
     WorkerDraining,
 )
+from halfmoon.schemas.roles import ELASTIC_ROLES, WORKER_ROLES
 from tests.chaos.network import Process
 from tests.conductor.conductor_scripts import S, keys
 
@@ -49,7 +51,7 @@ class Faults:
                 net.counts["link cut"] += 1
             case 7 if net.server_up and self.cuts:
                 net.server_away(draw.randrange(5 * S))
-            case 8 if process.role in ("prefill", "decode") and process.alive:
+            case 8 if process.role in WORKER_ROLES and process.alive:
                 self.drain(process, draining=draw.random() < 0.5)
                 process.later(5 * S, lambda: self.drain(process, draining=False))
             case 9 if draw.random() < 0.3:
@@ -57,6 +59,27 @@ class Faults:
             case 10:
                 self.talk_nonsense()
         net.later(int(draw.random() * self.pause_s * S), self.strike)
+
+    def strike_attention(self) -> None:
+        """One of those dies who decode without KV, or hold it."""
+        net, draw = self.net, self.world.attention_draw
+        if not net.faults:
+            return
+        role = "attention" if draw.random() < 0.2 else "decode"
+        process = draw.choice([one for one in net.processes.values() if one.role == role])
+        if process.alive:
+            self.kill(process, noticed=draw.random() < 0.7)
+        net.later(draw.randrange(6 * S), self.strike_attention)
+
+    def change_role(self) -> None:
+        """An operator wants some worker in some role, now and then two at once."""
+        net, draw = self.net, self.world.role_draw
+        if not net.faults:
+            return
+        ids = [one.process_id for one in net.processes.values() if one.role in ELASTIC_ROLES]
+        for _ in range(draw.choice([1, 1, 2])):
+            net.append(RoleWanted(target_id=draw.choice(ids), role=draw.choice(ELASTIC_ROLES)))
+        net.later(draw.randrange(2 * S), self.change_role)
 
     def step_clock(self) -> None:
         """The server's clock is set by hours, or by seconds, back or forth."""

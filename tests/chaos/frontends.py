@@ -123,9 +123,9 @@ class Frontend(Process):
         if rank > request.rank:
             request.rank, request.order_id = rank, ask.order_id
             request.decode_worker, request.unknown_count = "", 0
-        if ask.role == "decode":
+        if ask.role in ("decode", "mixed"):
             request.decode_worker = ask.worker_id
-        self.net.counts["resumed"] += bool(request.output) and ask.role == "decode"
+        self.net.counts["resumed"] += bool(request.output) and ask.role in ("decode", "mixed")
         arrived = request.text.arrived
         return TakeReply(
             token_ids=request.text.packed_prompt,
@@ -164,7 +164,7 @@ class Frontend(Process):
         request = self.open[request_id]
         if not request.decode_worker or not self.net.reachable(self):
             return
-        worker = self.world.decode_worker(request.decode_worker)
+        worker = self.world.decoder(request.decode_worker)
         order_id = request.order_id
         reply = ResendReply(known=False)
         if worker.alive:

@@ -1,8 +1,9 @@
 """`python tests/chaos/live.py --seconds 7200`: a real cluster under mixed load, disturbed about every 20 s.
 
 Processes of every kind, nats-server among them, are killed, stopped (some for longer than every lease) and cut off in
-silence; where this user may mount one, the file system below log and output runs full. Every request that a frontend
-took must end: with the text of a cluster in peace, or with a clear error. At the end, when nothing is disturbed,
+silence; prefill and decode workers are told to take each other's role; where this user may mount one, the file system
+below log and output runs full. Every request that a frontend took must end: with the text of a cluster in peace, or
+with a clear error. At the end, when nothing is disturbed,
 everything is there again, all conductors have the same state, and nothing is left: no open request, no lease, no
 reserved or condemned slot, no push, no process that is not the cluster's; memory and files of each kind of process have
 not grown; the log replays identically; and after the cluster has stopped there is no segment and no process.
@@ -19,7 +20,6 @@ import os
 import platform
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -40,12 +40,13 @@ from tests.chaos.live_watch import Watch
 from tests.cluster.harness import Cluster, children, command_of, running
 
 CONDUCTORS = 3
-FLAGS = ("--conductors", str(CONDUCTORS), "--prefill", "2", "--decode", "2", "--pool-mib", "192")
+FLAGS = ("--conductors", str(CONDUCTORS), "--prefill", "2", "--decode", "2", "--pool-mib", "192", "--elastic")
 #: A machine that does other things too must not refuse the load for that.
 PATIENCE = ("--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
 #: Processes of the cluster, nats-server with them.
 PROCESSES = CONDUCTORS + 2 * 4 + 1 + 1
 REST_S = 90.0
+PROGRESS_S = 30.0
 DISK_MIB = 1024
 
 
@@ -58,9 +59,11 @@ async def at_rest(cluster: Cluster) -> str:
     if len({(state.seq, state.digest) for state in conductors}) > 1:
         return f"conductors differ: {[(state.conductor_id, state.seq, state.digest) for state in conductors]}"
     state = conductors[0]
-    roles = sorted(node.role for node in state.nodes if node.state == "ready")
-    if roles != ["decode"] * 2 + ["frontend"] + ["prefill"] * 2 + ["store"] * 4:
-        return f"there are {roles}"
+    roles = Counter[str](node.role for node in state.nodes if node.state == "ready")
+    # Who changes its role keeps the other until it is killed.
+    workers = roles.pop("prefill", 0), roles.pop("decode", 0)
+    if sum(workers) != 4 or not all(workers) or roles != {"frontend": 1, "store": 4}:
+        return f"there are {workers} prefill and decode workers, and {dict(roles)}"
     busy = [
         (node.id, node.orders, node.queued, node.running)
         for node in state.nodes
@@ -117,10 +120,18 @@ async def note_restarts(cluster: Cluster, load: Load) -> None:
     pids: tuple[int, ...] = ()
     while True:
         with contextlib.suppress(AssertionError, StopIteration, OSError):  # it is just being started again
-            now = cluster.kill_server(signal.SIG_DFL), cluster.pid("frontend-0")
+            now = cluster.server_pid(), cluster.pid("frontend-0")
             if now != pids:
                 pids, load.frontend_hit_at = now, time.monotonic()
         await asyncio.sleep(0.5)
+
+
+async def keep_progress(load: Load, counts: Counter[str], out: Path) -> None:
+    """What was seen so far, beside the figures that come at the end: hours are not lost where those never come."""
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        seen = {"faults": counts, "ends": load.ended, "slowest_answer_s": load.slowest_s, "wrong": load.wrong}
+        out.with_suffix(".part").write_text(json.dumps({"code_version": code_version(), **seen}, indent=1))
 
 
 async def play(
@@ -132,6 +143,8 @@ async def play(
     await load.learn()
     started = time.monotonic()
     watching = [asyncio.create_task(watch.run()), asyncio.create_task(note_restarts(cluster, load))]
+    if args.out is not None:
+        watching.append(asyncio.create_task(keep_progress(load, counts, args.out)))
     loading = asyncio.create_task(load.run())
     wrong: list[str] = []
     try:
@@ -202,6 +215,8 @@ def main() -> int:
             shutil.copytree(state, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.blk"))
         if args.out is not None:
             args.out.write_text(json.dumps(figures, indent=1) + "\n")
+            if "requests" in figures:
+                args.out.with_suffix(".part").unlink(missing_ok=True)
     print(json.dumps(figures, indent=1))
     for problem in figures["wrong"]:
         print(f"  WRONG: {problem}")

@@ -1,4 +1,4 @@
-"""What goes wrong in a live cluster: kills, stops, cuts and a full disk, drawn one after another."""
+"""What goes wrong in a live cluster: kills, stops, cuts, changes of role and a full disk, drawn one after another."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfmoon.schemas.roles import ELASTIC_ROLES
 from tests.chaos.cuts import Cut
 from tests.chaos.live_load import Load
 from tests.cluster.harness import Cluster, children
@@ -25,6 +27,7 @@ STOP_S_MAX = 8.0
 LONG_STOP_SHARE, LONG_STOP_S = 0.05, 65.0
 CUT_S_MAX = 12.0
 FULL_S_MAX = 6.0
+CHANGE_S_MAX = 60.0
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Faults:
             *[self._kill] * 8,
             *[self._stop] * 5,
             *[self._cut] * 5,
+            *[self._change_role] * 3,
         ]
         if self.disk is not None:
             kinds += [self._fill] * 2
@@ -60,7 +64,7 @@ class Faults:
         await asyncio.gather(*lasting)
 
     def _pid(self, name: str) -> int:
-        return self.cluster.kill_server(signal.SIG_DFL) if name == "nats-server" else self.cluster.pid(name)
+        return self.cluster.server_pid() if name == "nats-server" else self.cluster.pid(name)
 
     def _count(self, kind: str, name: str) -> None:
         role = name.rpartition("-")[0] if name[-1].isdigit() else name
@@ -90,6 +94,31 @@ class Faults:
         cut = Cut(pid, [top, *(other for other in children(top) if other != pid)])
         self._count("cut off", name)
         return self._later(name, self.draw.uniform(1.0, CUT_S_MAX), cut.mend)
+
+    async def _change_role(self, _: str) -> asyncio.Task[None] | None:
+        """As an operator does; it may be refused, and whoever is to change may be killed while it finishes."""
+        states = await self.cluster.conductors(1)
+        workers = [node for node in states[0].nodes if node.role in ELASTIC_ROLES] if states else []
+        if not workers:
+            return None
+        worker = self.draw.choice(workers)
+        role = next(role for role in ELASTIC_ROLES if role != worker.role)
+        program = [sys.executable, "-m", "halfmoon.cli.main", "role", worker.id, role]
+        changing = await asyncio.create_subprocess_exec(
+            *program,
+            "--cluster",
+            self.cluster.name,
+            "--timeout-s",
+            f"{CHANGE_S_MAX}",
+            env=self.cluster.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+        async def told() -> None:
+            self._count("role not changed" if await changing.wait() else "role changed", worker.id)
+
+        return asyncio.create_task(told())
 
     async def _fill(self, _: str) -> asyncio.Task[None]:
         """The disk of log, streams and output is full to the last byte."""

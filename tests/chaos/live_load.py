@@ -159,7 +159,8 @@ class Load:
 
 async def _told(replies: Any, load: Load) -> tuple[str, str]:
     """What comes of a request over NATS. Who is cut off while its answer ends hears nothing of it, and asks again."""
-    text, heard = "", time.monotonic()
+    started = heard = time.monotonic()
+    chunks: list[dict[str, Any]] = []
     while True:
         try:
             message = await replies.next_msg(timeout=5.0)
@@ -177,10 +178,36 @@ async def _told(replies: Any, load: Load) -> tuple[str, str]:
         chunk = orjson.loads(message.data)
         if "error" in chunk:
             return _refusal("over NATS", message.data)
-        if chunk.get("done"):
-            whole = chunk["text"]
-            return ("finished", whole) if not text or text == whole else ("wrong text", text)
-        text += chunk["text"]
+        if not chunk.get("done"):
+            chunks.append(chunk)
+            continue
+        gap_allowed = load.frontend_hit_at > started - HIT_S
+        if chunks and (wrong := contradiction(chunks, chunk, gap_allowed=gap_allowed)):
+            return "wrong text", wrong
+        return "finished", chunk["text"]
+
+
+def contradiction(chunks: list[dict[str, Any]], last: dict[str, Any], *, gap_allowed: bool) -> str:
+    """How the chunks of a NATS stream contradict its last message; "" where they do not.
+
+    Core NATS delivers at most once: what was under way when a connection broke never comes. Such a gap shows in
+    `index`, and the last message has all.
+    """
+    whole, expected = last["token_ids"], 0
+    for chunk in chunks:
+        index, tokens = chunk["index"], chunk["token_ids"]
+        if not tokens:
+            continue  # a sign of life; it may know of tokens whose text is not complete yet
+        if index < expected or tokens != whole[index : index + len(tokens)]:
+            return f"index {index} after {expected} tokens: {tokens}, and at last {whole}"
+        if index > expected and not gap_allowed:
+            return f"nothing was disturbed, but tokens {expected} to {index} are missing: {chunks}"
+        expected = index + len(tokens)
+    text = "".join(chunk["text"] for chunk in chunks)
+    complete = sum(len(chunk["token_ids"]) for chunk in chunks) == len(whole)
+    if not complete and not gap_allowed:
+        return f"nothing was disturbed, but {text!r} is all that came"
+    return f"{text!r}, and at last {last['text']!r}" if complete and text != last["text"] else ""
 
 
 async def _given_up(ask: Any, after_s: float) -> tuple[str, str]:

@@ -52,7 +52,8 @@ class Watch:
             if now_s - born_s < SETTLED_S:
                 continue
             with contextlib.suppress(OSError, ValueError):  # it has just ended
-                self.samples[kind_of(pid)].append(_sample(pid, now_s))
+                sample = _sample(pid, now_s)
+                self.samples[kind_of(pid)].append(sample)
 
     def grown(self) -> list[str]:
         """Kinds of processes that use more and more."""

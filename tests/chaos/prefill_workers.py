@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, assert_never
 
-from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill
+from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, ChangeRole, Decision, StartPrefill
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.sampling import SampledToken
@@ -70,8 +70,10 @@ class PrefillWorker(Worker):
             case AnnounceYourself():
                 self.drop_all()
                 self.hear(machines.AnnounceRequested)
+            case ChangeRole():
+                self.change_role(decision.role)
             case _:
-                raise AssertionError(decision)
+                self.obey_none(decision)
 
     def hear(self, kind: type[Any], **fields: Any) -> None:
         """The machine hears, the shell obeys."""
@@ -122,7 +124,7 @@ class PrefillWorker(Worker):
                 kind = prefill_events.FirstTokenDrawn
                 self.soon(self.net.draw.randrange(20 * MS), kind, order_id=action.order_id, first=token)
             case act.SendResult():
-                decode, result = self.world.worker(action.decode_worker_id), action.result
+                decode, result = self.world.decode_worker(action.decode_worker_id), action.result
                 self.net.send(decode, lambda: decode.hear_kv(self.process_id, result), repeats=True)
             case act.EndPush():
                 self.close_push(action.order_id)
@@ -151,7 +153,7 @@ class PrefillWorker(Worker):
             self.later(self.net.lag_ns(), lambda: answered(slots, present))
 
         def answered(slots: list[int], present: list[int]) -> None:
-            if order_id in self.state.jobs:
+            if order_id in self.open_orders():
                 self.kept[order_id] = True
                 self.pushes[order_id] = 0
             self.hear(prefill_events.SlotsReserved, order_id=order_id, slots=slots, present=present)
@@ -193,7 +195,7 @@ class PrefillWorker(Worker):
     def open_push(self, action: prefill_actions.StartPush) -> None:
         order_id, owner = action.order_id, Owner(action.order_id, self.process_id)
         target = self.world.store(action.target_node_id)
-        decode = self.world.worker(action.decode_worker_id)
+        decode = self.world.decode_worker(action.decode_worker_id)
 
         def work() -> None:
             self.store.open_push(owner, action.request_id, target, decode)

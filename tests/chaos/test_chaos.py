@@ -14,11 +14,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from halfmoon.conductor.core import lending, machine, reconcile
+from halfmoon.conductor.core import loans, machine, membership, moves, reconcile, resume, roles
+from halfmoon.conductor.core.placement import cache_places, lending
+from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.store.pool.pool import Pool
-from halfmoon.workers.decode.holds import Holds
+from halfmoon.workers.attention.actions import AnswerHold
+from halfmoon.workers.attention.holds import Holds
 from halfmoon.workers.decode.kv_arrival import KvArrival
+from halfmoon.workers.decode.lenders import Lenders
+from halfmoon.workers.decode.moves import Moves
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.prefill.actions import EndOrder
@@ -33,6 +38,8 @@ from tests.lengths import seeds
 
 #: Worlds in which a planted fault is looked for.
 WORLDS = 20
+#: A world in which KV moves, and a move is refused.
+MOVES = 1
 
 
 @pytest.mark.parametrize("seed", seeds(2, of=8, first=100))
@@ -60,6 +67,7 @@ def test_the_command_names_what_it_played() -> None:
     assert "none fails" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_is_kept_and_the_next_one_goes_on_from_its_end(tmp_path: Path) -> None:
     program, out = Path(__file__).parent / "run.py", tmp_path / "chaos.json"
     kept = []
@@ -149,9 +157,9 @@ def test_a_lease_that_is_never_given_back_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_queue_that_takes_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole_decide = machine.orders.decide
+    whole_choose = machine.orders.choose
     monkeypatch.setattr(
-        machine.orders, "decide", lambda state, *args, **more: whole_decide(Roomy(state), *args, **more)
+        machine.orders, "choose", lambda state, *args, **more: whole_choose(Roomy(state), *args, **more)
     )
     fails(0, "more than the queue takes")
 
@@ -163,7 +171,89 @@ def test_room_at_a_lender_that_is_promised_twice_is_found(monkeypatch: pytest.Mo
 
 def test_a_loan_that_outlives_its_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.orders, "end_loans", lambda *_: None)
-    fails(13, "lent to no order")
+    fails(13, "lent to no order|lent={'")
+
+
+def test_a_move_that_is_booked_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = moves.book_move
+
+    def twice(state: Any, order: Any, move: Any) -> None:
+        whole(state, order, move)
+        state.workers[move.loan.worker_id].reserved_blocks += 1
+
+    monkeypatch.setattr(moves, "book_move", twice)
+    fails(MOVES, "reserved load|WorkerRecord")
+
+
+def test_a_refused_move_that_stays_booked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets(state: Any, order: Any) -> None:
+        order.move = None
+
+    monkeypatch.setattr(loans, "end_move", forgets)
+    monkeypatch.setattr(membership, "end_move", forgets)
+    fails(MOVES, "lent and not borrowed|WorkerRecord")
+
+
+def test_an_owner_whose_room_does_not_grow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = machine.kv_moved
+
+    def keeps(state: Any, order: Any, event: Any) -> bool:
+        before = state.workers[order.decode_id].reserved_blocks
+        found = whole(state, order, event)
+        state.workers[order.decode_id].reserved_blocks = before
+        return found
+
+    monkeypatch.setattr(machine, "kv_moved", keeps)
+    fails(MOVES, "reserved load|WorkerRecord")
+
+
+@pytest.mark.slow
+def test_room_at_an_attention_worker_that_is_booked_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_places, "free_blocks", lambda worker: worker.kv_blocks)
+    fails(27, "promised twice")
+
+
+@pytest.mark.slow
+def test_a_cache_that_stays_booked_for_the_order_that_was_resumed_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = resume._hand_over
+
+    def keeps(state: Any, order: Any, holders: list[Any], *more: Any) -> None:
+        before = [holder.lent[order.order_id] for holder in holders]
+        whole(state, order, holders, *more)
+        for holder, blocks in zip(holders, before, strict=True):
+            holder.lent[order.order_id] = blocks
+
+    monkeypatch.setattr(resume, "_hand_over", keeps)
+    fails(4, "lent to no order|WorkerRecord")
+
+
+def test_a_request_that_a_change_of_role_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = membership._orphans
+
+    def forgets(state: Any, worker_id: str) -> list[str]:
+        worker = state.workers.get(worker_id)
+        return [] if worker is not None and worker.becomes else whole(state, worker_id)
+
+    monkeypatch.setattr(membership, "_orphans", forgets)
+    fails(44, "prefill half|open at f|orders at d")
+
+
+def test_a_worker_that_counts_in_its_old_role_too_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = State.members_changed
+
+    def keeps(self: State) -> None:
+        if not any(worker.becomes for worker in self.workers.values()):
+            whole(self)
+
+    monkeypatch.setattr(State, "members_changed", keeps)
+    fails(21, "placed on another role")
+
+
+def test_a_role_that_loses_its_last_worker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "others_stay", lambda *_: True)
+    fails(18, "the last of its role")
 
 
 class Roomy:
@@ -270,10 +360,39 @@ def a_lender_forgets_to_drop(self: Holds, order_id: str, out: list[Any]) -> bool
 
 
 def a_part_counts_as_held_before_it_is(
-    self: Orders, sequence: DecodeSequence, part: Any, after_ns: int
+    self: Lenders, sequence: DecodeSequence, part: Any, after_ns: int, out: list[Any]
 ) -> None:
-    whole_ask(self, sequence, part, after_ns)
+    whole_ask(self, sequence, part, after_ns, out)
     part.hold = 1
+
+
+def kv_counts_as_moved_before_it_is_there(
+    self: Moves, moved_bytes: int, problem: str, out: list[Any]
+) -> bool:
+    move = self.push.move if self.push else None
+    freed = whole_pushed(self, moved_bytes, problem, out)
+    if move is not None:
+        move.tokens = move.blocks * self.layout.block_tokens
+    return freed
+
+
+def blocks_that_are_being_sent_are_given_away(self: Moves, sequence: DecodeSequence) -> list[int]:
+    return sequence.own_blocks
+
+
+def a_resume_loses_a_token(self: DecodeSequence, *args: Any) -> None:
+    if len(self.replay) > 2:
+        del self.replay[-2]
+    whole_go_on(self, *args)
+
+
+def whatever_is_as_long_is_adopted(self: Holds, ask_id: int, request: Any) -> AnswerHold:
+    """Another order's too."""
+    for hold in self.open.values():
+        if hold.request.tokens == request.tokens and not hold.loading:
+            hold.request = request
+            return AnswerHold(ask_id, hold.number)
+    return AnswerHold(ask_id, refused="adopts")
 
 
 def overwritten_blocks_count_as_cached(
@@ -282,13 +401,20 @@ def overwritten_blocks_count_as_cached(
     return [cache[i % len(cache)] for i in range(block + blocks)]
 
 
-whole_ask = Orders._ask
+whole_ask, whole_pushed = Lenders._ask, Moves.pushed
+whole_go_on = DecodeSequence.go_on
 whole_take, whole_delivery = DecodeSequence.take, DecodeSequence.delivery
 whole_computed, whole_stored = Job._prompt_computed, Job._layer_stored
 whole_compute, whole_end = Job._compute, Job._end
 PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
     (KvArrival, "_is_fresh", kv_told_again_counts_twice, 0, "copied|copies under way"),
-    (Orders, "_is_busy", blocks_are_freed_in_the_step, 1, "given away while a thread works"),
+    (
+        Orders,
+        "_is_busy",
+        blocks_are_freed_in_the_step,
+        24,
+        "given away while a thread works|no block to write",
+    ),
     (Orders, "finish", twice(Orders.finish), 0, "answered twice"),
     (Orders, "cancel", a_cancelled_decode_goes_on, 0, "cancelled and answered|orders at d"),
     (Orders, "_release", the_lease_is_kept, 0, "held at n-d"),
@@ -296,7 +422,18 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
     (DecodeSequence, "take", replayed_tokens_are_not_fed_again, 30, "of somebody else|output before"),
     (DecodeSequence, "delivery", a_delivery_begins_one_too_early, 0, "another token"),
     (Holds, "drop", a_lender_forgets_to_drop, 1, "blocks used at d"),
-    (Orders, "_ask", a_part_counts_as_held_before_it_is, 16, "lease"),
+    (Holds, "drop", a_lender_forgets_to_drop, 4, "orders at a"),
+    (Holds, "_adopt", whatever_is_as_long_is_adopted, 27, "another length|attends to KV of somebody else"),
+    (DecodeSequence, "go_on", a_resume_loses_a_token, 4, "decodes another text"),
+    (Lenders, "_ask", a_part_counts_as_held_before_it_is, 13, "counts as held what nobody said"),
+    (
+        Moves,
+        "pushed",
+        kv_counts_as_moved_before_it_is_there,
+        MOVES,
+        "asked for what is not there yet|lends KV",
+    ),
+    (Moves, "unread", blocks_that_are_being_sent_are_given_away, 34, "being sent|free twice|not used"),
     (Job, "cancel", a_cancelled_prefill_goes_on, 0, "cancelled and answered|orders at p"),
     (
         Job,
@@ -308,9 +445,9 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
     (Job, "_push_closed", twice(Job._push_closed), 0, "answered twice"),
     (Job, "_layer_stored", the_last_layer_is_not_pushed, 0, "committed without its bytes"),
     (Job, "_compute", layers_are_loaded_before_they_are_fetched, 4, "loaded other bytes"),
-    (Job, "_fetch_failed", a_failed_fetch_is_not_heard_of, 4, "orders at p|held at n-p"),
-    (Job, "_pause_ended", a_store_is_not_asked_again, 0, "orders at p|held at n-p"),
-    (Job, "_end", leases_outlive_the_order, 0, "held at n-p"),
+    (Job, "_fetch_failed", a_failed_fetch_is_not_heard_of, 24, "orders at [pm]|held at n-[pm]"),
+    (Job, "_pause_ended", a_store_is_not_asked_again, 0, "orders at [pm]|held at n-[pm]"),
+    (Job, "_end", leases_outlive_the_order, 0, "held at n-[pm]"),
     (CacheWindow, "table", overwritten_blocks_count_as_cached, 0, "attends to other bytes"),
     (
         PrefillState,

@@ -59,6 +59,27 @@ class Text:
     def keys(self) -> list[bytes]:
         return split_keys(self.arrived.block_keys)
 
+    def kv(self, place: int) -> bytes:
+        """Stands for the KV of one token, of the prompt or of the answer: with its id, that it was computed from."""
+        index, mark = place - self.arrived.prompt_tokens, self.mark(place // BLOCK_TOKENS)
+        return mark if index < 0 else mark + self.tokens[index].to_bytes(2, "big")
+
+    @cached_property
+    def _all_kv(self) -> list[bytes]:
+        return [self.kv(place) for place in range(self.arrived.prompt_tokens + len(self.tokens))]
+
+    @cached_property
+    def _kv_by_heads(self) -> dict[int, list[bytes]]:
+        return {}
+
+    def token_kv(self, first_kv_head: int) -> list[bytes]:
+        """Those of all tokens, of the KV heads from this one on."""
+        found = self._kv_by_heads.get(first_kv_head)
+        if found is None:
+            found = [mark + bytes([first_kv_head]) for mark in self._all_kv]
+            self._kv_by_heads[first_kv_head] = found
+        return found
+
     def mark(self, block: int) -> bytes:
         """Stands for the KV of that block: its key, or for what follows the whole blocks of the prompt one of its
         own.

@@ -12,11 +12,23 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.schemas.events import DecodeStarted, Event, WorkerHeartbeat, WorkerJoined, WorkerLeft
+from halfmoon.schemas.decisions import Decision
+from halfmoon.schemas.events import (
+    DecodeStarted,
+    Event,
+    KvMoved,
+    KvMoveRefused,
+    WorkerDraining,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+)
 from halfmoon.schemas.kv import KvMessage
+from halfmoon.schemas.roles import ELASTIC_ROLES, WorkerRole
 from halfmoon.schemas.tokens import TakeReply, TakeRequest
 from halfmoon.store.errors import OrderUnknown, StoreError
 from halfmoon.store.pool.slots import Owner
+from halfmoon.workers import machines
 from tests.chaos.network import Process
 from tests.chaos.stores import Memory, StoreAgent
 from tests.conductor.conductor_scripts import MS, S
@@ -29,11 +41,16 @@ TAKE_TRIES = 4
 ASK_NS = 5 * S
 ASK_AGAIN_NS = 300 * MS
 WATCH_NS = 250 * MS
+#: How often a worker that changes its role looks whether it has finished what it has.
+FINISHED_NS = 20 * MS
 CONTEXT_TOKENS = 2_000
 
 
 class Worker(Process):
-    """What both roles share: joining, heartbeats, tokens from frontends, the door to the node's store agent."""
+    """What all roles share: joining, heartbeats, tokens from frontends, the door to the node's store agent."""
+
+    #: Of an attention worker's cache.
+    first_kv_head = kv_heads = 0
 
     def __init__(self, world: World, process_id: str, store: StoreAgent) -> None:
         super().__init__(world.net, process_id)
@@ -41,9 +58,60 @@ class Worker(Process):
         #: The memory of the store agent that is mapped; an agent that restarts has another.
         self.view: Memory | None = None
         store.worker = self
+        #: The same process in the other role that it may have, and the role that it was started for; one of both lives.
+        self.other: Worker | None = None
+        self.home: Worker = self
+
+    # --- roles ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Whatever role it died in, it is started for its own."""
+        if not self.net.processes[self.process_id].alive:
+            self.home.take_over()
+
+    def take_over(self) -> None:
+        """A life in this role begins."""
+        if self.other is not None:
+            self.life = max(self.life, self.other.life)
+        self.net.processes[self.process_id] = self.store.worker = self
+        super().start()
+
+    def change_role(self, role: WorkerRole) -> None:
+        """As `Worker.stop` does: finish what is open, but not for ever, give back what is held, leave."""
+        if self.other is None or role != self.other.role or self.changing:
+            return
+        self.changing = True
+        self.net.counts["roles changed"] += 1
+        self.say(WorkerDraining(worker_id=self.process_id, incarnation=self.incarnation))
+        self._finish(self.net.now_ns + self.world.role_draw.choice([1 * S, 20 * S]))
+
+    def _finish(self, until_ns: int) -> None:
+        if self.orders_held() and self.net.now_ns < until_ns:
+            self.later(FINISHED_NS, lambda: self._finish(until_ns))
+            return
+        self.drop_all()
+        self.hear(machines.WorkerStopped)
+        self.later(self.net.lag_ns(), self._become_other)
+
+    def _become_other(self) -> None:
+        assert self.other is not None
+        self.say(self.left(self.incarnation))
+        self.die()
+        self.other.take_over()
+
+    def obey_none(self, decision: Decision) -> None:
+        """A decision that is not for this role: only a process that had another may hear it."""
+        assert self.other is not None, decision
+
+    @abstractmethod
+    def hear(self, kind: type[Any], **fields: Any) -> None:
+        """The machine hears, the shell obeys."""
+
+    # --- a life ---------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         self.view = None
+        self.changing = False
         #: Orders that hold something in the store and are kept alive there.
         self.kept: dict[str, bool] = {}
         self.joined = False
@@ -69,6 +137,10 @@ class Worker(Process):
     @abstractmethod
     def open_orders(self) -> list[str]: ...
 
+    def orders_held(self) -> list[str]:
+        """Open ones, and those of others for which it has something."""
+        return self.open_orders()
+
     # --- the log --------------------------------------------------------------------------------------------
 
     def announce(self) -> None:
@@ -86,6 +158,11 @@ class Worker(Process):
                 profile=world.profile,
                 prompt_tokens_max=self.prompt_tokens_max(),
                 lends=self.world.lending and self.role == "decode",
+                cache_elsewhere=self.world.attention > 0 and self.role == "decode",
+                first_kv_head=self.first_kv_head,
+                kv_heads=self.kv_heads,
+                may_become=list(ELASTIC_ROLES) if self.other is not None else [],
+                token_budget=self.token_budget(),
             )
         )
 
@@ -93,6 +170,9 @@ class Worker(Process):
         return self.world.kv_blocks
 
     def prompt_tokens_max(self) -> int:
+        return 0
+
+    def token_budget(self) -> int:
         return 0
 
     def beat(self) -> None:
@@ -112,11 +192,16 @@ class Worker(Process):
 
     def under_way(self) -> str:
         orders = self.open_orders()
+        if self.changing:
+            return f"{self.process_id} changes its role"
         return f"orders at {self.process_id}: {orders}" if orders else ""
 
     def report(self, event: Any) -> None:
         """To the log; an answer at most once in a life, and none of what was cancelled."""
-        if not isinstance(event, DecodeStarted):
+        if isinstance(event, KvMoved | KvMoveRefused):
+            assert event.plan_id not in self.answered, ("a move answered twice", self.process_id, event)
+            self.answered[event.plan_id] = True
+        elif not isinstance(event, DecodeStarted):
             order_id = event.order_id
             assert order_id not in self.answered, ("answered twice", self.process_id, event)
             assert order_id not in self.cancelled, ("cancelled and answered", self.process_id, event)
@@ -183,10 +268,11 @@ class Worker(Process):
 
     def watched(self, answered: Callable[..., None], died: Callable[[str], None]) -> Callable[..., None]:
         """For a call that takes long: `answered`, after a while, unless the store agent dies before."""
-        store, life, over = self.store, self.store.life, [False]
+        store, life, mine, over = self.store, self.store.life, self.life, [False]
 
         def end(call: Callable[[], None]) -> None:
-            if not over[0]:
+            # The store agent may answer who asked in an earlier life.
+            if not over[0] and self.life == mine:
                 over[0] = True
                 call()
 
@@ -206,10 +292,10 @@ class Worker(Process):
 
     def hear_kv(self, author_id: str, message: KvMessage) -> None:
         """KV progress; for decode workers alone."""
-        raise AssertionError(f"{self.process_id} is told of KV: {message}")
+        assert self.other is not None, f"{self.process_id} is told of KV: {message}"
 
     def hear_loaded(self, order_id: str, layer: int) -> None:
         """A layer of a fetch; for prefill workers alone."""
-        raise AssertionError(
+        assert self.other is not None, (
             f"{self.process_id} is told of layer {layer} of {order_id}, which it did not fetch"
         )

@@ -1,10 +1,11 @@
 """A whole cluster of make-believe, drawn from one seed: any number of conductors over one log, a network that
 delays, loses and repeats, processes that die, pause and come back.
 
-Time is the world's own. What is real: the core (each conductor has one), the machines of prefill and decode workers,
-the pools of block slots with their guards, the messages and their identities. What is played: nats-server (`network`),
-the shells of conductors (`conductors`) and workers (`workers`, `prefill_workers`, `decode_workers`), store agents
-(`stores`), frontends and clients (`frontends`), the model (`texts`), and what goes wrong (`faults`).
+Time is the world's own. What is real: the core (each conductor has one), the machines of prefill, decode, mixed and
+attention workers, the pools of block slots with their guards, the messages and their identities. What is played:
+nats-server (`network`), the shells of conductors (`conductors`) and workers (`workers`, `prefill_workers`,
+`decode_workers`, `mixed_workers`, `attention_workers`; what some share is in `holders` and `remote_caches`), store
+agents (`stores`), frontends and clients (`frontends`), the model (`texts`), and what goes wrong (`faults`).
 
 `run` plays a phase with faults and one without. Safety is checked all along: every conductor decides the same on the
 same event and has the same state; invariants of core, machines and pools hold; a full queue takes nothing new; every
@@ -16,19 +17,24 @@ ended, and nothing is held any more.
 from __future__ import annotations
 
 import random
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
+from halfmoon.conductor.core.invariants import check_ledger
+from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.codec import digest as digest_of
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import Decision, SetTimer, StartPrefill
+from halfmoon.schemas.decisions import ChangeRole, Decision, SetTimer, StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.events import ClusterConfigured, RequestArrived, Stamped, StateDigested
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+from tests.chaos.attention_workers import AttentionWorker
 from tests.chaos.conductors import DIGEST_EVENTS, Conductor, Identity
 from tests.chaos.decode_workers import DecodeWorker
 from tests.chaos.faults import Faults
 from tests.chaos.frontends import Frontend
+from tests.chaos.holders import Holder
+from tests.chaos.mixed_workers import MixedWorker
 from tests.chaos.network import Network
 from tests.chaos.prefill_workers import PrefillWorker
 from tests.chaos.stores import StoreAgent
@@ -40,6 +46,12 @@ CALM_S_MAX = 180
 #: How many of the worlds in which it can be lend, and their segments of two blocks.
 LENDING = 0.4
 SEGMENT_TOKENS = 2 * BLOCK_TOKENS
+#: And how many of the rest of them have attention workers.
+ATTENTION = 0.4
+#: In how many of those without them prefill and decode workers change roles, of those that lend, and that move KV.
+ELASTIC, ELASTIC_LENDING, ELASTIC_MOVING = 0.4, 0.2, 0.1
+#: And how many of those without any of it have mixed workers.
+MIXED = 0.4
 #: 1 ms a token: fetching a block is mostly cheaper than computing it.
 SLOW_PREFILL = msgspec.structs.replace(PROFILE, prefill_per_token_ps=1_000_000_000)
 
@@ -58,6 +70,7 @@ class World:
         self.draw = draw = self.net.draw
         #: For what was added later: a seed's other draws stay what they were.
         self.draw_late = random.Random(-seed - 1)
+        self.idle_served = random.Random(f"idle {seed}").random() < 0.5
         if not lossy:
             self.net.loss = 0.0
         # The configuration, drawn too.
@@ -84,11 +97,28 @@ class World:
         #: Decode workers whose caches are smaller than some prompts, and who lend to each other; drawn apart as well.
         lending_draw = random.Random(f"lending {seed}")
         self.lending = not self.null and self.layout.numerics == "exact" and lending_draw.random() < LENDING
+        #: KV moves between them while they decode: in most of these worlds, whose requests fit one cache.
+        self.moves_draw = random.Random(f"moves {seed}")
+        moves_drawn = self.moves_draw.random()
+        self.moving = self.lending and moves_drawn < 0.6
         self.decode_kv_blocks = self.kv_blocks
         if self.lending:
             self.decode_kv_blocks = lending_draw.choice([8, 12, 20])
+            if self.moving:
+                if moves_drawn < 0.5:
+                    self.decode_kv_blocks = 30
+                self.batch_max = self.moves_draw.choice([self.batch_max, 16])
             if not self.layout.segment_tokens:
                 self.layout = msgspec.structs.replace(self.layout, segment_tokens=SEGMENT_TOKENS)
+        self.answer_draw = random.Random(f"answers {seed}")
+        self.attention_draw = random.Random(f"attention {seed}")
+        self._add_attention(self.attention_draw)
+        #: Workers that may take each other's role, and are told to at any time.
+        self.role_draw = random.Random(f"roles {seed}")
+        share = ELASTIC_MOVING if self.moving else ELASTIC_LENDING if self.lending else ELASTIC
+        self.elastic = not self.attention and self.role_draw.random() < share
+        self.mixed_draw = random.Random(f"mixed {seed}")
+        self._add_mixed(self.mixed_draw)
         self.profile = CostProfile() if draw.random() < 0.2 else SLOW_PREFILL
         self.policy = self.any_policy()
         self.faults = Faults(self, cuts=lossy)
@@ -103,26 +133,97 @@ class World:
         self.snapshots: list[bytes] = []
         self.ends: dict[str, str] = {}
 
+    def _add_attention(self, draw: random.Random) -> None:
+        """In some of the other worlds decode workers keep no KV; it lies at so many attention workers (0: at none)."""
+        self.attention = self.attention_kv_blocks = 0
+        #: KV heads of the model, of which each attention worker has one where there are two.
+        self.head_ranges = 1
+        if self.null or self.lending or self.layout.numerics != "exact" or draw.random() >= ATTENTION:
+            return
+        self.head_ranges = draw.choice([1, 2])
+        self.attention = self.head_ranges * draw.choice([1, 2])
+        self.attention_kv_blocks = draw.choice([30, 60, 300])
+        self.decode_kv_blocks = draw.choice([1, 3])
+        segment_tokens = self.layout.segment_tokens or SEGMENT_TOKENS
+        self.layout = msgspec.structs.replace(
+            self.layout, kv_heads=self.head_ranges, segment_tokens=segment_tokens
+        )
+
+    def _add_mixed(self, draw: random.Random) -> None:
+        """In some of those without any of this there are so many mixed workers, beside the others or alone."""
+        self.mixed, self.mixed_alone = 0, False
+        drawn, count, alone = draw.random(), draw.choice([1, 2, 3]), draw.random() < 0.3
+        self.token_budget, self.mixed_kv_blocks = draw.choice([5, 13, 40]), draw.choice([12, 20, 60])
+        if not (self.lending or self.attention or self.elastic) and drawn < MIXED:
+            self.mixed, self.mixed_alone = count, alone
+
+    def kv_heads_of(self, worker_id: str) -> tuple[int, int]:
+        """The first KV head of an attention worker's cache, and how many it has."""
+        return int(worker_id[1:]) % self.head_ranges, self.layout.kv_heads // self.head_ranges
+
     def _add_processes(self) -> None:
         draw, processes = self.draw, self.net.processes
         kinds: tuple[type[PrefillWorker] | type[DecodeWorker], ...] = (PrefillWorker, DecodeWorker)
         for kind in kinds:
             count = draw.randrange(1, 4)
-            if self.lending and kind is DecodeWorker:
+            if self.mixed_alone:
+                count = 0
+            if (self.lending or self.attention) and kind is DecodeWorker:
                 count += 1
+            if self.elastic:
+                count = max(2, count)
             for number in range(count):
-                worker_id = f"{kind.role[0]}{number}"
-                store = StoreAgent(self, f"n-{worker_id}")
-                processes[store.process_id] = store
-                processes[worker_id] = kind(self, worker_id, store)
+                self._add_worker(kind, number)
+        for number in range(self.attention):
+            self._add_worker(AttentionWorker, number)
+        for number in range(self.mixed):
+            self._add_worker(MixedWorker, number)
         for number in range(draw.randrange(1, 3)):
             frontend = Frontend(self, f"f{number}")
             processes[frontend.process_id] = frontend
             self.frontends.append(frontend)
 
+    def _add_worker(
+        self, kind: type[PrefillWorker] | type[DecodeWorker] | type[AttentionWorker], number: int
+    ) -> None:
+        worker_id = f"{kind.role[0]}{number}"
+        store = StoreAgent(self, f"n-{worker_id}")
+        self.net.processes[store.process_id] = store
+        self.net.processes[worker_id] = worker = kind(self, worker_id, store)
+        if self.elastic and not isinstance(worker, AttentionWorker):
+            other = (DecodeWorker if kind is PrefillWorker else PrefillWorker)(self, worker_id, store)
+            worker.other, other.other, other.home = other, worker, worker
+
     def any_policy(self) -> Policy:
         draw = self.draw
-        return Policy(
+        added: dict[str, Any] = {}
+        if self.moving:
+            added = {
+                "admission": self.moves_draw.choice(["none", "none", "predicted", "late"]),
+                "move_period_ns": self.moves_draw.choice([0, 200 * MS, 1 * S]),
+                "move_from_percent": self.moves_draw.choice([60, 90]),
+                "move_to_percent": self.moves_draw.choice([70, 100]),
+                "move_reserve_percent": self.moves_draw.choice([0, 10]),
+                "move_step_tokens": self.moves_draw.choice([5, BLOCK_TOKENS, 100]),
+            }
+            # Drawn apart: some moves are given up before their owner answers, and it does later.
+            added["move_answer_ns"] = self.answer_draw.choice([0, 200 * MS, 2 * S])
+        if self.attention:
+            added["admission"] = self.attention_draw.choice(["none", "none", "predicted"])
+        if self.mixed:
+            added["admission"] = self.mixed_draw.choice(["none", "none", "predicted", "late"])
+            added["mixed_choice"] = self.mixed_draw.choice(["predicted", "predicted", "preferred"])
+        if self.elastic:
+            roles = self.role_draw
+            added |= {
+                "elastic": roles.choice(["off", "advise", "on", "on"]),
+                "elastic_window_ns": roles.choice([2 * S, 15 * S]),
+                "elastic_hold_ns": roles.choice([0, 2 * S]),
+                "elastic_pause_ns": roles.choice([0, 1 * S]),
+                "elastic_from_percent": roles.choice([0, 60]),
+                "elastic_changes_max": roles.choice([1, 3]),
+            }
+        policy = Policy(
             name=draw.choice(get_args(PolicyName)),
             admission=draw.choice(get_args(AdmissionName)),
             seed=draw.randrange(100),
@@ -136,7 +237,9 @@ class World:
             arrival_wait_ns_max=self.draw_late.choice([0, 1 * S, 10 * S]),
             pools_bound=self.draw_late.random() < 0.5,
             sources_named=True,
+            idle_served=self.idle_served,
         )
+        return msgspec.structs.replace(policy, **added)
 
     @property
     def log(self) -> list[Stamped]:
@@ -154,9 +257,26 @@ class World:
         return found
 
     def decode_worker(self, worker_id: str) -> DecodeWorker:
-        found = self.net.processes[worker_id]
+        """In its life as a decode worker; it may be over."""
+        found = self.worker(worker_id)
+        if found.role != "decode" and found.other is not None:
+            found = found.other
         assert isinstance(found, DecodeWorker), worker_id
         return found
+
+    def decoder(self, worker_id: str) -> DecodeWorker | MixedWorker:
+        """Who delivers tokens."""
+        found = self.net.processes[worker_id]
+        return found if isinstance(found, MixedWorker) else self.decode_worker(worker_id)
+
+    def attention_worker(self, worker_id: str) -> AttentionWorker:
+        found = self.net.processes[worker_id]
+        assert isinstance(found, AttentionWorker), worker_id
+        return found
+
+    def holder(self, worker_id: str) -> Holder:
+        found = self.net.processes[worker_id]
+        return found if isinstance(found, Holder) else self.decode_worker(worker_id)
 
     def store(self, node_id: str) -> StoreAgent:
         found = self.net.processes[node_id]
@@ -178,13 +298,34 @@ class World:
         assert known == decisions, ("decided differently", conductor.name, stamped, known, decisions)
         if known is not decisions:
             return
+        if self.lending or self.attention:
+            check_ledger(conductor.core.state)
         self.net.counts["decisions"] += len(decisions)
         for decision in decisions:
+            self.check_role(conductor.core.state, decision)
             new = isinstance(stamped.event, RequestArrived) and not stamped.event.answer_lost
-            if new and isinstance(decision, StartPrefill):
+            if new and isinstance(decision, StartPrefill | StartMixed):
                 orders = conductor.core.state.workers[decision.worker_id].orders
                 limit = conductor.core.state.policy.queued_max_per_worker
                 assert len(orders) <= limit, ("more than the queue takes", decision, len(orders))
+
+    def check_role(self, state: State, decision: Decision) -> None:
+        """Orders go to workers of their role that stay, and some stay in each."""
+        match decision:
+            case StartPrefill() | StartDecode() | StartMixed():
+                worker = state.workers[decision.worker_id]
+                role = type(decision).__name__.removeprefix("Start").lower()
+                assert (worker.role, worker.becomes) == (role, ""), (
+                    "placed on another role",
+                    decision,
+                    worker,
+                )
+            case ChangeRole():
+                role = state.workers[decision.worker_id].role
+                stay = [one for one in state.workers.values() if one.role == role and not one.draining]
+                assert stay, ("the last of its role was told to change", decision)
+            case _:
+                pass
 
     def digested(self, conductor: Conductor) -> None:
         seq, snapshot = conductor.core.seq, conductor.core.snapshot()
@@ -225,16 +366,28 @@ class World:
             frontend = draw.choice(alive)
             number = self.accepted + 1
             tokens = draw.choice([draw.randrange(1, 300), 100, 2_500 if draw.random() < 0.05 else 1])
+            max_tokens, end_at = draw.choice([1, 5, 30]), 0
+            if self.moving and self.policy.move_period_ns and self.moves_draw.random() < 0.8:
+                # What moves fits one cache, and decodes for a while.
+                tokens = self.moves_draw.choice([10, 10, 30, 6 * self.decode_kv_blocks])
+                max_tokens, end_at = 30, self.moves_draw.randrange(10, 30)
+            if self.attention and self.attention_draw.random() < 0.6:
+                tokens = self.attention_draw.choice([5, 20, 33, 150])
+                max_tokens, end_at = 30, self.attention_draw.randrange(10, 30)
+            if self.mixed and self.mixed_draw.random() < 0.6:
+                # Answers outgrow small caches, whose requests give way to each other.
+                tokens = self.mixed_draw.choice([5, 20, 33, 60])
+                max_tokens, end_at = 40, self.mixed_draw.randrange(10, 40)
             arrived = RequestArrived(
                 request_id=f"r{number}",
                 frontend_id=frontend.process_id,
                 prompt_tokens=tokens,
-                max_tokens=draw.choice([1, 5, 30]),
+                max_tokens=max_tokens,
                 block_keys=keys(tokens // BLOCK_TOKENS, draw.randrange(1, self.chains + 1)),
                 ttft_slo_ns=draw.choice([0, 0, 500 * MS]),
                 priority=draw.choice([0, 0, -1_000, 1_000]),
             )
-            self.texts[arrived.request_id] = text = Text(arrived, number, draw.randrange(25))
+            self.texts[arrived.request_id] = text = Text(arrived, number, draw.randrange(25) + end_at)
             frontend.accept(text)
             if draw.random() < 0.1:
                 frontend.later(draw.randrange(3 * S), lambda: frontend.cancel(arrived.request_id))
@@ -259,6 +412,10 @@ class World:
             )
         net.later(0, self.arrive)
         net.later(self.draw.randrange(2 * S), self.faults.strike)
+        if self.attention:
+            net.later(self.attention_draw.randrange(3 * S), self.faults.strike_attention)
+        if self.elastic:
+            net.later(self.role_draw.randrange(2 * S), self.faults.change_role)
         if self.clock_steps:
             net.later(self.clock_draw.randrange(4 * S), self.faults.step_clock)
         self.pass_time(chaos_s)
@@ -313,6 +470,8 @@ class World:
         assert len(self.ends) == self.accepted, (len(self.ends), self.accepted)
         for worker in self.conductors[0].core.state.workers.values():
             assert (worker.orders, worker.reserved_ns, worker.reserved_blocks) == ({}, 0, 0), worker
+            assert not worker.lent, worker
+            assert not worker.prompts, worker
         for process in self.net.processes.values():
             if isinstance(process, StoreAgent):
                 process.pool.check()

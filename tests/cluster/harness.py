@@ -194,9 +194,16 @@ class Cluster:
 
     def kill_server(self, number: signal.Signals = signal.SIGKILL) -> int:
         """nats-server's process id."""
-        pid = next(pid for pid in children(self.process.pid) if command_of(pid)[0].endswith("nats-server"))
+        pid = self.server_pid()
         os.kill(pid, number)
         return pid
+
+    def server_pid(self) -> int:
+        """Of nats-server. Raises StopIteration where it does not run at the moment."""
+        # A process that has just ended has no words left.
+        return next(
+            pid for pid in children(self.process.pid) if "".join(command_of(pid)[:1]).endswith("nats-server")
+        )
 
     def output(self, name: str) -> str:
         return (self.directory / "output" / f"{name}.log").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m-instruct"
 LENGTHS = (10, 17, 40, 100, 200, 256, 257, 400, 600, 1000, 1100, 2000, 4000)

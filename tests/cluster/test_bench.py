@@ -455,6 +455,7 @@ def test_wrong_input_is_one_line_that_names_it(
     assert f"no frontend answers over HTTP at http://{nobody}" in refusal("--http", f"http://{nobody}")
 
 
+@pytest.mark.slow
 def test_the_conversation_trace_fits_this_models_context() -> None:
     trace = read_trace(Path(__file__).parents[2] / "benchmarks/traces/conversation_trace.jsonl.zst")
     assert fitting_scale(trace, 8192) == 16

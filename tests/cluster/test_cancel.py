@@ -84,8 +84,18 @@ async def until(true: Callable[[], Awaitable[bool]], seconds: float, what: str) 
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("way", [OverHttp, OverNats, SilentOnNats])
-@pytest.mark.parametrize("stage", ["queued", "prefill", "decode"])
+#: Each way and each stage once in the default suite.
+DEFAULT = [(OverHttp, "queued"), (SilentOnNats, "prefill"), (OverNats, "decode")]
+
+
+@pytest.mark.parametrize(
+    ("way", "stage"),
+    [
+        pytest.param(way, stage, marks=() if (way, stage) in DEFAULT else pytest.mark.slow)
+        for stage in ("queued", "prefill", "decode")
+        for way in (OverHttp, OverNats, SilentOnNats)
+    ],
+)
 async def test_who_goes_away_leaves_nothing(
     cluster: Cluster, nc: nats.NATS, way: type[Any], stage: str
 ) -> None:

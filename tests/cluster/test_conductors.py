@@ -16,7 +16,6 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.decisions import Ordered, SetTimer, StartDecode, StartPrefill
 from halfmoon.schemas.events import RequestArrived, RequestFinished, Stamped
 from tests.cluster.harness import Cluster, running
-from tests.lengths import sizes
 
 NAMES = ("conductor-0", "conductor-1", "conductor-2")
 REQUESTS_S = 40
@@ -159,7 +158,8 @@ async def test_a_conductor_that_was_stopped_for_a_while_disturbs_nobody(cluster:
     decided_once_and_alike(await cluster.events(), await cluster.decisions())
 
 
-@pytest.mark.parametrize("half", sizes("prefill", "decode"))
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["prefill", "decode"])
 async def test_requests_wait_while_every_worker_of_a_role_is_restarted(cluster: Cluster, half: str) -> None:
     """As a rolling restart where there is one worker of a role: nothing is refused, nothing lost."""
     nc = await cluster.connect()

@@ -99,6 +99,7 @@ def same(answer: dict[str, Any], undisturbed: dict[str, Any]) -> None:
     assert answer["text"] == undisturbed["text"]
 
 
+@pytest.mark.slow
 async def test_a_prefill_worker_dies_while_it_computes(cluster: Cluster, nc: nats.NATS) -> None:
     undisturbed = await cluster.generate(nc, **fields(600, 4, "calm"))
     await all_ready(cluster)
@@ -193,6 +194,7 @@ async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster,
     await nothing_held(cluster)
 
 
+@pytest.mark.slow
 async def test_a_drained_store_hands_over_what_no_other_node_holds(cluster: Cluster, nc: nats.NATS) -> None:
     """First that of the decode node: the prompt's blocks are at the prefill node too, and then there alone."""
     undisturbed = await cluster.generate(nc, **fields(600, 4, "drained"))
@@ -254,6 +256,7 @@ async def test_a_conductor_dies_and_the_next_one_goes_on(cluster: Cluster, nc: n
     await nothing_held(cluster)
 
 
+@pytest.mark.slow
 async def test_a_stopped_worker_is_lost_and_its_late_words_change_nothing(
     cluster: Cluster, nc: nats.NATS
 ) -> None:

@@ -47,6 +47,7 @@ async def nothing_is_held(cluster: Cluster) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_a_prompt_longer_than_any_cache_has_its_text(tmp_path: Path) -> None:
     with running(tmp_path, *LENDING) as cluster:
         nc = await cluster.connect()

@@ -22,7 +22,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import KvReady, PrefillResult, TransferOpened
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.cluster.harness import running
 from tests.cluster.prompts import MODEL, prompt
 from tests.cluster.steering import prefill_of

@@ -44,7 +44,7 @@ def reference(form: Form) -> dict[int, list[int]]:
     """Greedy tokens of transformers' Llama on the same weights, by length of the prompt."""
     import torch
 
-    from halfmoon.workers.model.files import load_model
+    from halfmoon.workers.model.loading.files import load_model
     from tests.workers.reference import reference_greedy, reference_model
 
     # Two threads of one product wait for each other by spinning: beside a busy cluster that takes ten times as long.

@@ -178,6 +178,7 @@ TREE = {
 }
 
 
+@pytest.mark.slow
 async def test_an_endpoint_that_is_not_there_disturbs_nothing(cluster: Cluster, receiver: Receiver) -> None:
     """Each process says so once, and once that it is there again: then the receiver listens, for all that
     follows.
@@ -204,6 +205,7 @@ async def test_an_endpoint_that_is_not_there_disturbs_nothing(cluster: Cluster, 
         assert "Traceback" not in cluster.output(name)
 
 
+@pytest.mark.slow
 async def test_one_trace_from_the_client_to_the_last_token(cluster: Cluster, receiver: Receiver) -> None:
     assert await ask(cluster, f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01", top_k=5) == 200
     spans = await receiver.of(CLIENT_TRACE, {REQUEST, *TREE})
@@ -250,6 +252,7 @@ async def test_one_trace_from_the_client_to_the_last_token(cluster: Cluster, rec
     )  # no text of anybody's
 
 
+@pytest.mark.slow
 async def test_over_nats_with_and_without_a_trace_of_the_clients(
     cluster: Cluster, nc: nats.NATS, receiver: Receiver
 ) -> None:
@@ -275,6 +278,7 @@ async def test_over_nats_with_and_without_a_trace_of_the_clients(
     await receiver.of(root.trace, {REQUEST, "prefill", "decode", "conductor.place"})
 
 
+@pytest.mark.slow
 async def test_what_the_client_does_not_sample_is_not_traced(cluster: Cluster, receiver: Receiver) -> None:
     off, on = "2" * 32, "3" * 32
     assert await ask(cluster, f"00-{off}-{CLIENT_SPAN}-00") == 200
@@ -285,6 +289,7 @@ async def test_what_the_client_does_not_sample_is_not_traced(cluster: Cluster, r
     assert [event.traceparent[3:35] for event in log[-2:]] == ["", on]
 
 
+@pytest.mark.slow
 async def test_a_refusal_is_an_error_with_its_reason(cluster: Cluster, receiver: Receiver) -> None:
     bus = await cluster.bus()
     try:

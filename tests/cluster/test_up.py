@@ -74,10 +74,6 @@ def under_way(asked: asyncio.Future[dict[str, Any]]) -> bool:
     return not (asked.done() and asked.result())
 
 
-def nats_server_of(cluster: Cluster) -> int:
-    return next(pid for pid in children(cluster.process.pid) if command_of(pid)[0].endswith("nats-server"))
-
-
 @pytest.fixture
 def begun(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     """Starts clusters; those that a failed test left running are killed at its end."""
@@ -110,6 +106,7 @@ async def test_ctrl_c_lets_an_open_request_finish_and_leaves_nothing(begun: Call
     assert "Traceback" not in said(cluster)
 
 
+@pytest.mark.slow
 async def test_a_second_ctrl_c_stops_at_once(begun: Callable[..., Cluster]) -> None:
     cluster = begun(*NULL)
     asked = asyncio.ensure_future(ask(cluster, 6 * LONG))
@@ -135,7 +132,7 @@ def test_a_process_is_killed_and_the_cluster_stopped_before_it_is_back(
     begun: Callable[..., Cluster], victim: str
 ) -> None:
     cluster = begun(*NULL)
-    os.kill(nats_server_of(cluster) if victim == "nats-server" else cluster.pid(victim), signal.SIGKILL)
+    os.kill(cluster.server_pid() if victim == "nats-server" else cluster.pid(victim), signal.SIGKILL)
     time.sleep(0.05)
     assert cluster.stop() == 0
     nothing_left(cluster)
@@ -176,12 +173,12 @@ async def test_nats_server_is_started_again_under_open_requests(begun: Callable[
     before = asyncio.ensure_future(ask(cluster, LONG))
     await asyncio.sleep(0.4)
     assert not before.done()
-    old = nats_server_of(cluster)
+    old = cluster.server_pid()
     os.kill(old, signal.SIGKILL)
     during = asyncio.ensure_future(ask(cluster, 5))
     await asyncio.gather(before, during)
     await ask(cluster, 5)
-    assert nats_server_of(cluster) != old
+    assert cluster.server_pid() != old
     nc = await cluster.connect()  # the same address
     await cluster.generate(nc, prompt="after", max_tokens=3, timeout=10)
     await nc.close()

@@ -175,10 +175,10 @@ def test_the_code_version_is_of_all_that_decides(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("halfmoon.conductor.code_version.files", folders.__getitem__)
     versions = [code_version.__wrapped__()]
     assert versions == [code_version()]
-    (folders["halfmoon.conductor.core"] / "__pycache__" / "x.pyc").parent.mkdir(exist_ok=True)
-    (folders["halfmoon.conductor.core"] / "__pycache__" / "x.pyc").write_bytes(b"x")
+    (folders["halfmoon.conductor.core"] / "state" / "__pycache__" / "x.pyc").parent.mkdir(exist_ok=True)
+    (folders["halfmoon.conductor.core"] / "state" / "__pycache__" / "x.pyc").write_bytes(b"x")
     assert code_version.__wrapped__() == versions[0]
-    for folder, file in (("halfmoon.conductor.core", "cost.py"), ("halfmoon.schemas", "events.py")):
+    for folder, file in (("halfmoon.conductor.core", "state/cost.py"), ("halfmoon.schemas", "events.py")):
         with (folders[folder] / file).open("a") as source:
             source.write("# another\n")
         versions.append(code_version.__wrapped__())

@@ -46,6 +46,7 @@ async def lagging_conductor(url: str) -> AsyncIterator[None]:
         await bus.close()
 
 
+@pytest.mark.slow
 async def test_receivers_obey_each_decision_once_though_the_stream_holds_two(nats_url: str) -> None:
     short = StreamLimits(duplicate_window_ns=int(WINDOW_S * S))
     await (await Bus.connect(BusConfig(url=nats_url), name="first", limits=short)).close()

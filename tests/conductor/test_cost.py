@@ -7,7 +7,7 @@ import random
 import pytest
 from conductor_scripts import MS, PROFILE, S
 
-from halfmoon.conductor.core.cost import (
+from halfmoon.conductor.core.state.cost import (
     Answers,
     Link,
     decode_fit,

@@ -112,6 +112,7 @@ def test_interpreters_with_different_hash_seeds_decide_alike(count: int) -> None
     assert len(dict.fromkeys(printed[0])) == count
 
 
+@pytest.mark.slow
 def test_a_core_that_chose_by_hash_would_be_found() -> None:
     first, second, third = printed_by("--by-hash", "3000", "3001", "3002")
     assert first != second or second != third

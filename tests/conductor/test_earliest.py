@@ -12,13 +12,13 @@ import pytest
 from conductor_scripts import MS, PROFILE, Script, arrived, keys, prefill, stored
 from random_clusters import Cluster
 
-from halfmoon.conductor.core.best_first import earliest_first_token, shortest_step
-from halfmoon.conductor.core.candidates import candidates, decode_candidates
-from halfmoon.conductor.core.cost import LINK_STALE_NS, Link, answer_class, expected_tokens
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.policies import choose_decode, choose_prefill
-from halfmoon.conductor.core.prefix_match import FetchSource, PrefixMatch, match_prefix
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.placement.best_first import earliest_first_token, shortest_step
+from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates
+from halfmoon.conductor.core.placement.policies import choose_decode, choose_prefill
+from halfmoon.conductor.core.placement.prefix_match import FetchSource, PrefixMatch, match_prefix
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import LINK_STALE_NS, Link, answer_class, expected_tokens
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.types import KEY_BYTES
 from tests.lengths import sizes

@@ -7,7 +7,7 @@ import random
 import pytest
 from conductor_scripts import keys
 
-from halfmoon.conductor.core.block_index import BlockIndex
+from halfmoon.conductor.core.state.block_index import BlockIndex
 from halfmoon.schemas.keys import split_keys
 
 

@@ -25,11 +25,11 @@ from conductor_scripts import (
     stored,
 )
 
-from halfmoon.conductor.core.candidates import candidates, decode_candidates
-from halfmoon.conductor.core.cost import Link
-from halfmoon.conductor.core.measures import Candidate
-from halfmoon.conductor.core.prefix_match import match_prefix
-from halfmoon.conductor.core.state import State
+from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates
+from halfmoon.conductor.core.placement.measures import Candidate
+from halfmoon.conductor.core.placement.prefix_match import match_prefix
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import Link
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Fetch, StartDecode, StartPrefill
 from halfmoon.schemas.events import RequestArrived, StoreLeft, StoreSuspected, TierLost

@@ -7,10 +7,17 @@ from typing import Any, get_args
 import pytest
 from conductor_scripts import Script, arrived, decode, keys, prefill, stored
 
-from halfmoon.conductor.core.best_first import earliest_first_token, shortest_step
 from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.core.measures import FIRST_TOKEN, ORDERS, STEP, TRANSFER, Candidate, CandidateMeasure
-from halfmoon.conductor.core.policies import (
+from halfmoon.conductor.core.placement.best_first import earliest_first_token, shortest_step
+from halfmoon.conductor.core.placement.measures import (
+    FIRST_TOKEN,
+    ORDERS,
+    STEP,
+    TRANSFER,
+    Candidate,
+    CandidateMeasure,
+)
+from halfmoon.conductor.core.placement.policies import (
     EARLIEST_TOKEN,
     EARLIEST_TOKEN_WITH_COPIES,
     POLICIES,
@@ -21,7 +28,7 @@ from halfmoon.conductor.core.policies import (
     Least,
     PolicyRules,
 )
-from halfmoon.conductor.core.prefix_match import match_prefix
+from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.explain import chosen
 from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons

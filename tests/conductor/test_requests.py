@@ -19,8 +19,8 @@ from conductor_scripts import (
     stored,
 )
 
-from halfmoon.conductor.core.cost import Answers, Link
-from halfmoon.conductor.core.state import FINISHED_MAX
+from halfmoon.conductor.core.state.core_state import FINISHED_MAX
+from halfmoon.conductor.core.state.cost import Answers, Link
 from halfmoon.schemas.codec import decode as decode_message
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import (

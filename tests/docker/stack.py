@@ -34,6 +34,8 @@ class Stack:
     build_s: float = 0.0
     compose: list[str] = field(default_factory=lambda: [*_compose()])
     base: str = ""
+    #: Of the compose file, from the next `up` on.
+    settings: dict[str, str] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -50,6 +52,7 @@ class Stack:
             # one.
             "HALFMOON_TTFT_SLO_MS": "120000",
             "HALFMOON_TBT_SLO_MS": "20000",
+            **self.settings,
         }
 
     @property
@@ -164,6 +167,11 @@ class Stack:
     def log(self) -> list[dict[str, Any]]:
         """Every event, in order."""
         return [_event(line) for line in self.saved_log().splitlines() if '"event"' in line]
+
+    def decisions(self, kind: str) -> list[dict[str, Any]]:
+        """Every decision of that type, in order."""
+        found = [json.loads(line).get("decision", {}) for line in self.saved_log().splitlines()]
+        return [each for each in found if each.get("type") == kind]
 
     def replayed(self) -> str:
         """The event log, saved and stepped over again: what `halfmoon replay` says. Raises when it differs."""

@@ -106,6 +106,36 @@ def test_blocks_move_between_containers(stack: Stack) -> None:
     assert status["cache"]["blocks"] >= 1
 
 
+def test_a_request_longer_than_one_cache_is_served_by_two_containers(stack: Stack, report: list[str]) -> None:
+    """Twelve blocks of 256 tokens are 3,072: the other decode worker holds a segment, and is asked over TLS."""
+    stack.settings = {
+        "HALFMOON_LEND": "1",
+        "HALFMOON_NUMERICS": "exact",
+        "HALFMOON_DECODE_KV_BLOCKS": "12",
+    }
+    try:
+        stack.up("--no-deps", "decode")
+        stack.wait_whole()
+        prompt = [int(n) % 4000 + 100 for n in range(11, 11 + 7 * 3300, 7)]
+        started = time.monotonic()
+        first, second = (
+            complete(stack, stack.ports[0], prompt=prompt, max_tokens=6, return_token_ids=True)
+            for _ in range(2)
+        )
+        report.append(f"3,300 tokens, over two caches of 3,072, twice: {time.monotonic() - started:.1f} s")
+        assert first["choices"] == second["choices"]
+        assert first["usage"]["prompt_tokens"] == 3300  # type: ignore[index]
+        joined = [event for event in stack.log() if event["type"] == "WorkerJoined"]
+        assert [event["kv_blocks"] for event in joined if event["role"] == "decode"][-2:] == [12, 12]
+        loans = [loan for line in stack.decisions("StartDecode") for loan in line.get("loans", [])]
+        assert [loan["segments"] for loan in loans] == [1, 1]
+    finally:
+        # The load of other tests wants more room.
+        stack.settings = {}
+        stack.up("--no-deps", "decode")
+        stack.wait_whole()
+
+
 def test_containers_are_small_and_without_rights(stack: Stack) -> None:
     for name in stack.containers():
         it = json.loads(stack.docker("inspect", name))[0]

@@ -116,3 +116,50 @@ def test_the_list_of_what_is_installed_is_complete() -> None:
         ).stdout
         rows = [line.split(" ") for line in listed.splitlines()]
         assert debian == {(name, version) for name, version, status in rows if status == "installed"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "version", "found"),
+    [
+        (
+            {"ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "3.8.5"}]}]},
+            "3.8.4",
+            True,
+        ),
+        (
+            {"ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "3.8.5"}]}]},
+            "3.8.5",
+            False,
+        ),
+        (
+            {"ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "2"}, {"last_affected": "3"}]}]},
+            "3.0",
+            True,
+        ),
+        (
+            {"ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "2"}, {"last_affected": "3"}]}]},
+            "1.9",
+            False,
+        ),
+        ({"ranges": [{"type": "GIT", "events": [{"introduced": "0"}, {"fixed": "abc"}]}]}, "3.8.4", False),
+        ({"versions": ["3.8.3", "3.8.4"]}, "3.8.4", True),
+        ({"versions": ["3.8.3"], "package": {"ecosystem": "npm", "name": "some-server"}}, "3.8.3", False),
+    ],
+)
+def test_a_locked_version_that_an_advisory_names_is_found(
+    fields: dict[str, Any], version: str, found: bool, tmp_path: Path
+) -> None:
+    affected = {"package": {"ecosystem": "PyPI", "name": "Some_Server"}, **fields}
+    advisory = {"id": "PYSEC-1", "modified": "2026-01-01", "affected": [affected], "summary": "smuggling"}
+    (tmp_path / "vulns" / "some-server").mkdir(parents=True)
+    file = tmp_path / "vulns" / "some-server" / "PYSEC-1.yaml"
+    lock = tmp_path / "x.lock"
+    lock.write_text(f"other==1.0\nsome-server=={version} \\\n    --hash=sha256:00\n")
+    for withdrawn in (False, True):
+        file.write_text(json.dumps(advisory | ({"withdrawn": "2026-02-01"} if withdrawn else {})))
+        done = subprocess.run(
+            [sys.executable, ROOT / "docker/audit_offline.py", tmp_path, lock],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == (found and not withdrawn), done.stderr
+        assert ("PYSEC-1 smuggling" in done.stdout) == (found and not withdrawn)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from frontend_double import MODEL, Cluster, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ from halfmoon.schemas.tokens import (
 from halfmoon.schemas.types import ExactNumerics
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m-instruct"
 LAYOUT = Layout(
@@ -45,6 +45,8 @@ LAYOUT = Layout(
 )
 ANSWER = "Half moons: 🌓 and 🌗.\n\nThe naïve Zoë says “halló”; 半月が出た。 Then STOP and the rest."
 _numbers = itertools.count(1)
+#: How long the frontend may take to give tokens: both share a loop, which a machine may stop for seconds.
+TAKE_S = 30
 TIMING = Timing(
     queue_ns=1_000_000,
     transfer_ns=2_000_000,
@@ -137,7 +139,7 @@ class Double:
             request_id=arrived.request_id, order_id=order_id, worker_id=worker_id, role=role
         )  # type: ignore[arg-type]
         return await self.bus.request(
-            subjects.take(arrived.frontend_id, worker_id), request, TakeReply, timeout_s=2
+            subjects.take(arrived.frontend_id, worker_id), request, TakeReply, timeout_s=TAKE_S
         )
 
     async def place(self, arrived: RequestArrived, order_id: str, worker_id: str = "d1") -> TakeReply:

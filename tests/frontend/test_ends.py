@@ -11,7 +11,7 @@ import orjson
 import pytest
 from frontend_double import LAYOUT, MODEL
 
-from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.decisions import FailRequest, Prediction
 from halfmoon.schemas.events import FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
 from halfmoon.schemas.tokens import ResendReply

@@ -9,7 +9,7 @@ import pytest
 
 from halfmoon.bus.errors import PeerError
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import Ordered, StartPrefill
+from halfmoon.schemas.decisions import Ordered, StartDecode, StartPrefill
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
@@ -63,6 +63,42 @@ def test_both_workers_of_a_placement_are_given_the_tokens_once(run: Any) -> None
             assert len(unpack_tokens(message.taken.token_ids)) == arrived.prompt_tokens
             assert message.taken.max_tokens == 5
             assert not message.taken.gone
+
+    run(scenario)
+
+
+def test_a_decode_worker_that_goes_on_is_given_the_tokens_and_what_the_client_has(run: Any) -> None:
+    given: list[TokensGiven] = []
+
+    async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
+        await double.bus.subscribe(subjects.give("d2", arrived.frontend_id), TokensGiven, given.append)
+        await double.place(arrived, f"{seq}-0")
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:2]))
+        order = StartDecode(
+            order_id=f"{seq + 1}-0",
+            request_id=arrived.request_id,
+            frontend_id=arrived.frontend_id,
+            worker_id="d2",
+            prefill_worker_id="p1",
+            prompt_tokens=arrived.prompt_tokens,
+            max_tokens=5,
+            tbt_slo_ns=0,
+            resumes=f"{seq}-0",
+        )
+        await double.bus.order(Ordered(cause_seq=seq + 1, position=0, decision=order), target_id="d2")
+        while not given:
+            await asyncio.sleep(0.005)
+        # Nothing is computed anew, and who is gone has no more to say.
+        with pytest.raises(PeerError) as caught:
+            await double.take(arrived, f"{seq + 1}-0", "prefill", "p1")
+        assert caught.value.code == "not_placed"
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 2, double.answer_ids[5:8], "length"))
+        last = double.delivery(arrived, f"{seq + 1}-0", 2, double.answer_ids[2:5], "length")
+        await double.deliver(last, worker_id="d2")
+
+    async def scenario(cluster: Any) -> None:
+        await is_answered(cluster, script)
+        assert unpack_tokens(given[0].taken.output_ids) == cluster.double.answer_ids[:2]
 
     run(scenario)
 

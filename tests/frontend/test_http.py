@@ -188,7 +188,7 @@ def test_curl_streams(run: Any) -> None:
         assert process.returncode == 0
         assert "200 OK" in output
         assert "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01" in output
-        assert output.count("data: ") == 6
+        assert output.count("data: ") == 5
         assert output.endswith("data: [DONE]\n\n")
 
     run(scenario)

@@ -15,7 +15,7 @@ from frontend_double import ANSWER, cluster
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.frontend.last_words import GRACE_S, KEPT_BYTES_MAX, KEPT_S, LastWords
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 #: The client is away for so long after the server is back.
 AWAY_S = 2.0

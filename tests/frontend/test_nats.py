@@ -247,7 +247,7 @@ def test_a_long_prompt_does_not_hold_up_others(run: Any) -> None:
         _, answer = await cluster.ask("generate", BODY)
         assert answer["text"] == ANSWER
         headers, _ = await long
-        assert headers["Nats-Service-Error-Code"] == "413"
+        assert headers["Nats-Service-Error-Code"] == "400"
 
     run(scenario)
 

@@ -79,7 +79,7 @@ def test_a_prompt_that_no_message_would_carry_is_refused_by_its_field(run: Any) 
             ({"prompt": prompt(100), "max_tokens": carried}, "max_tokens"),
         ):
             status, _, answer = await cluster.post("/v1/completions", body)
-            assert (status, answer["error"]["code"]) == (413, "context_length_exceeded"), answer
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), answer
             assert answer["error"]["param"] == field
             assert "max_payload" in answer["error"]["message"]
         status, _, answer = await cluster.post(

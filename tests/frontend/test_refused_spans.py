@@ -69,7 +69,13 @@ def check(
         (False, b"{", 400, "invalid_json", "not JSON"),
         (False, b'{"prompt": "x", "model": "other"}', 404, "model_not_found", "other"),
         (True, b'{"messages": []}', 400, "invalid", "messages"),
-        (True, b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 3000}', 413, "", "2048"),
+        (
+            True,
+            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 3000}',
+            400,
+            "context_length_exceeded",
+            "2048",
+        ),
     ],
 )
 def test_a_body_that_is_wrong(

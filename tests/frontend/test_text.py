@@ -9,12 +9,12 @@ from frontend_double import ANSWER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.schemas.api import ApiRequest
+from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeRequest
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece, Progress, order_rank
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.lengths import examples
 
 
@@ -34,7 +34,7 @@ class Collected:
 
 
 def opened(
-    tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), **sampling: Any
+    tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), include_stop: bool = False, **sampling: Any
 ) -> tuple[OpenRequest, Collected]:
     listener = Collected()
     ask = ApiRequest(
@@ -44,8 +44,10 @@ def opened(
         max_tokens=999,
         sampling=Sampling(**sampling),
         stops=stops,
+        include_stop=include_stop,
         stream=True,
         include_usage=False,
+        return_token_ids=False,
         ttft_slo_ns=0,
         tbt_slo_ns=0,
         tenant="",
@@ -116,15 +118,18 @@ def test_characters_of_several_tokens_are_never_split(tokenizer: Tokenizer) -> N
     assert any(not piece.text for piece in listener.pieces)  # held back: or the test shows nothing
 
 
-def test_a_stop_string_across_tokens_ends_the_answer_and_is_not_shown(tokenizer: Tokenizer) -> None:
-    request, listener = opened(tokenizer, stops=("nothing like it", "oons: 🌓"))
+@pytest.mark.parametrize("included", [False, True])
+def test_a_stop_string_across_tokens_ends_the_answer_and_is_shown_when_asked_for(
+    tokenizer: Tokenizer, included: bool
+) -> None:
+    request, listener = opened(tokenizer, stops=("nothing like it", "oons: 🌓"), include_stop=included)
     progress = []
     for index, token in enumerate(tokenizer.encode(ANSWER)):
         progress.append(deliver(request, index, [token]))
         if progress[-1] is not Progress.MORE:
             break
     assert progress[-1] is Progress.STOPPED
-    assert listener.text == "Half m"
+    assert listener.text == ("Half moons: 🌓" if included else "Half m")
     assert listener.pieces[-1].finish_reason == "stop"
     assert len(request.output_ids) == len(progress)  # up to the token that completed it
     assert deliver(request, len(progress), [5]) is Progress.NOTHING

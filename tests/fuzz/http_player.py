@@ -25,7 +25,7 @@ from frontend_double import MODEL, Cluster, cluster
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.telemetry.http_server import HttpLimits
 from halfmoon.workers.frontend.page import feed
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.fuzz.frame import Found, Play
 
 UNDER_WAY = 32

@@ -61,19 +61,19 @@ def in_turn(targets: list[Target], kept: Accumulated | None, whole: bool) -> Ite
         yield target
 
 
-def tell(turn: Turn) -> None:
-    print(json.dumps(turn.line()), flush=True)
-    for each in turn.found:
-        again = (
-            f"\nagain: python tests/fuzz/run.py {turn.target} --seed {each['seed']}" if "seed" in each else ""
-        )
-        print(f"{turn.target}: {each['problem']}{again}", file=sys.stderr, flush=True)
+def problems(turn: Turn) -> list[str]:
+    """What was found, each in words, with the command that plays it again."""
+    return [
+        f"{turn.target}: {each['problem']}"
+        + (f"\nagain: python tests/fuzz/run.py {turn.target} --seed {each['seed']}" if "seed" in each else "")
+        for each in turn.found
+    ]
 
 
 def play_targets(args: argparse.Namespace) -> int:
-    """1 when something was found."""
+    """1 when something was found: it stands at the end, where a log is read first."""
     kept = Accumulated(args.out) if args.out is not None else None
-    stop, status = stopped_by_signals(), 0
+    stop, found = stopped_by_signals(), list[str]()
     for target in in_turn([load(name) for name in args.targets or target_names()], kept, args.whole):
         first = args.first if args.first >= 0 else kept.of(target).next_seed if kept is not None else 0
         inputs = args.inputs
@@ -84,11 +84,12 @@ def play_targets(args: argparse.Namespace) -> int:
         )
         if kept is not None:
             kept.add(target, turn)
-        tell(turn)
-        status |= bool(turn.found)
+        print(json.dumps(turn.line()), flush=True)
+        found += problems(turn)
         if stop.is_set():
             break
-    return status
+    print("\n".join(found or ["nothing was found"]), file=sys.stderr if found else sys.stdout, flush=True)
+    return bool(found)
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from halfmoon.workers.decode.worker import DecodeWorker
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.log_health import LogHealth
 from halfmoon.workers.frontend.metrics import FrontendMetrics, LogDisk
-from halfmoon.workers.model.files import load_config
+from halfmoon.workers.model.loading.files import load_config
 from halfmoon.workers.model.null_engine import NullEngine
 from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.live.metrics import ConductorMetrics, Tally
 from tests.observability.parts import FILES, NAME, ROOT, families, panels, processes, rules, samples, shown
 
 RECORDED = {rule["record"] for rule in rules("rules.yml")}
@@ -131,3 +133,27 @@ def test_prometheus_finds_every_process_of_the_compose_file_and_grafana_finds_pr
     ][0]
     assert source["url"] == "http://prometheus:9090"
     assert {target["datasource"]["uid"] for _, target in panels()} == {source["uid"]}
+
+
+def test_scaling_examples_name_workers_that_there_are_and_a_metric_that_is_shown() -> None:
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    scaled, autoscaled = (
+        yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    )
+    pods = [
+        part["metadata"]["name"]
+        for file in sorted((ROOT / "docker" / "kubernetes").glob("*.yaml"))
+        for part in yaml.safe_load_all(file.read_text())
+        if part and part["kind"] == "StatefulSet"
+    ]
+    assert {each["spec"]["scaleTargetRef"]["name"] for each in (scaled, autoscaled)} <= {*pods}
+    # No bus is needed for what a conductor knows without asking.
+    metrics = ConductorMetrics(None, Core(), Tally())  # type: ignore[arg-type]
+    shown_now = {
+        (sample.name, sample.labels.get("role")) for found in metrics.collect() for sample in found.samples
+    }
+    (trigger,) = scaled["spec"]["triggers"]
+    name, role = re.findall(r'max\((\w+)\{role="(\w+)"\}\)', trigger["metadata"]["query"])[0]
+    metric = autoscaled["spec"]["metrics"][0]["external"]["metric"]
+    wanted = {(name, role), (metric["name"], metric["selector"]["matchLabels"]["role"])}
+    assert wanted <= shown_now

@@ -5,7 +5,9 @@ To be done when the core is meant to decide otherwise, or when messages change; 
 replay what is there. `smollm2` serves the real model from two prefill and two decode nodes under one
 conductor: conversations that share their beginning, so that KV is fetched; requests with an objective that
 cannot be held; one that is cancelled; a decode and a prefill worker that are killed under load. `null`
-computes nothing, under three conductors of which one is killed; its policy is changed on the way.
+computes nothing, under three conductors of which one is killed; its policy is changed on the way. In `lending` two
+decode workers with caches of six blocks hold parts of each other's requests, and one is killed; in `attention` the KV
+of all requests lies at two attention workers, of which one is killed, and so is a decode worker.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,48 @@ async def null(cluster: Cluster) -> None:
     await nc.close()
 
 
+async def busy(nc: Any, lengths: Sequence[int], **fields: Any) -> list[dict[str, Any]]:
+    """All at once, each twice."""
+    return await asyncio.gather(
+        *(ask(nc, prompt=prompt(length + n), **fields) for length in lengths for n in (0, 1))
+    )
+
+
+async def lending(cluster: Cluster) -> None:
+    nc = await cluster.connect()
+    await ask(nc, prompt=prompt(1_700), max_tokens=8)
+    await busy(nc, (40, 60, 80), max_tokens=24)
+    load = asyncio.gather(
+        ask(nc, prompt=prompt(1_400), max_tokens=60),
+        ask(nc, prompt=prompt(1_100), max_tokens=90),
+        busy(nc, (100, 200, 300), max_tokens=40),
+    )
+    await asyncio.sleep(4.0)
+    cluster.kill("decode-1")
+    await load
+    await asyncio.gather(
+        ask(nc, prompt=prompt(1_250), max_tokens=120), busy(nc, (120, 250, 260, 270), max_tokens=60)
+    )
+    await nc.close()
+
+
+async def attention(cluster: Cluster) -> None:
+    nc = await cluster.connect()
+    await busy(nc, (40, 300, 600), max_tokens=12)
+    load = asyncio.gather(busy(nc, (50, 200, 310, 700), max_tokens=60))
+    await asyncio.sleep(3.0)
+    cluster.kill("decode-0")
+    await asyncio.sleep(2.0)
+    cluster.kill("attention-1")
+    await load
+    await busy(nc, (45, 210), max_tokens=24)
+    await nc.close()
+
+
+_SMALL = ("--dtype", "float32", "--pool-mib", "512", "--prefill", "1", "--decode", "2")
 SCENES = {
+    "lending": (lending, (*_SMALL, "--lend", "--decode-kv-blocks", "6")),
+    "attention": (attention, (*_SMALL, "--attention", "2")),
     "smollm2": (smollm2, ("--dtype", "float32", "--kv-blocks", "32", "--pool-mib", "512")),
     "null": (null, ("--engine", "null", "--conductors", "3")),
 }

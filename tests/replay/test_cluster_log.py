@@ -16,7 +16,7 @@ import zstandard
 
 from halfmoon.bus.embedded import free_port
 from halfmoon.schemas.keys import pack_tokens
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import MODEL, prompt
 
@@ -38,7 +38,8 @@ def halfmoon(cluster: Cluster, *words: str) -> tuple[int, str, str]:
 async def test_a_cluster_is_saved_and_replayed_and_its_file_holds_no_text(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    flags = ("--engine", "null", "--conductors", "2", "--port", str(free_port()))
+    sizes = ("--prefill", "1", "--decode", "1", "--conductors", "2")
+    flags = ("--engine", "null", *sizes, "--port", str(free_port()))
     sent = [(f"{SECRET} Number {number}.", prompt(300 + number)) for number in range(20)]
     with running(tmp_path_factory.mktemp("saved"), *flags) as cluster:
         status, _, err = halfmoon(cluster, "policy", "set", "digest_events=100", "--nats", cluster.nats)

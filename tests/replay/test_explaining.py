@@ -11,14 +11,14 @@ from recorded import HEADER, lines_of, saved
 
 from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.explanation import Explanation
-from halfmoon.conductor.core.policies import POLICIES, Least
+from halfmoon.conductor.core.placement.policies import POLICIES, Least
 from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.explain import explained
 from halfmoon.conductor.replay.histories import RequestHistories, request_histories
 from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFile
 from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons
 from halfmoon.conductor.replay.verify import Replay
-from halfmoon.schemas.decisions import RejectRequest, SetTimer, StartPrefill
+from halfmoon.schemas.decisions import FailRequest, RejectRequest, SetTimer, StartMixed, StartPrefill
 from halfmoon.schemas.events import FrontendJoined, WorkerDraining, WorkerLeft
 from halfmoon.schemas.policy import Policy
 from tests.lengths import seeds
@@ -32,17 +32,27 @@ def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(
 ) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(seed))
     replay = Replay(log, explain_requests=explain_all)
-    explained_seqs = decided = ruled = 0
+    explained_seqs = decided = ruled = mixed = 0
     for line, decisions in replay:
         if not isinstance(line, EventLine):
             continue
         notes = {note.request_id: note for note in replay.core.notes}
         for decision in decisions:
-            if isinstance(decision, StartPrefill | RejectRequest) and decision.request_id in notes:
+            if (
+                isinstance(decision, StartPrefill | StartMixed | RejectRequest)
+                and decision.request_id in notes
+            ):
                 why = notes.pop(decision.request_id)
                 decided += 1
                 assert (why.seq, why.at_ns) == (line.seq, replay.core.state.at_ns)
-                if isinstance(decision, StartPrefill):
+                if isinstance(decision, StartMixed):
+                    assert isinstance(why.verdict, Placement)
+                    assert why.verdict.mixed
+                    both = why.verdict.prefill.worker_id, why.verdict.decode.worker_id
+                    assert both == (decision.worker_id, decision.worker_id)
+                    assert decision.worker_id in [c.worker_id for c in why.mixed]
+                    mixed += 1
+                elif isinstance(decision, StartPrefill):
                     assert isinstance(why.verdict, Placement)
                     chosen, other = why.verdict.prefill, why.verdict.decode
                     assert (chosen.worker_id, other.worker_id) == (
@@ -61,12 +71,13 @@ def test_every_placement_and_refusal_is_explained_by_what_it_was_decided_on(
                 else:
                     assert isinstance(why.verdict, Refusal)
                     assert (why.verdict.reason, why.verdict.message) == (decision.reason, decision.message)
-            elif isinstance(decision, StartPrefill):
+            elif isinstance(decision, StartPrefill | StartMixed):
                 raise AssertionError(("not explained", decision))
         explained_seqs += len(notes)
         assert all(note.verdict is None for note in notes.values()), "those that wait"
     assert decided > 30
-    assert ruled >= 5 or {policy.name for policy in policies(log)} <= {"random", "round_robin"}
+    # These two choose by no measure; a log may have had one of them nearly all the time.
+    assert ruled + mixed >= 5 or {policy.name for policy in policies(log)} & {"random", "round_robin"}
 
 
 def _by_rule(why: Explanation, prefill_id: str, decode_id: str) -> bool:
@@ -96,12 +107,19 @@ def test_lives_end_as_the_core_counts_them(tmp_path: Path, seed: int) -> None:
     log = saved(tmp_path / "log.jsonl", lines_of(seed, chaos_s=20, calm_s=5))
     replay = Replay(log)
     found = request_histories(replay)
+    # A request that failed may be sent again, and fail again: it is one life, and counted each time.
+    told = [
+        d.decision.request_id
+        for d in log.lines()
+        if isinstance(d, DecisionLine) and isinstance(d.decision, FailRequest)
+    ]
+    again = len(told) - len(set(told))
     counters, state = replay.core.state.counters, replay.core.state
     endings = [history.ending for history in found.of.values()]
     assert len(endings) > 50
     assert endings.count("finished") == counters.finished
     assert endings.count("rejected") == sum(counters.rejected.values())
-    assert endings.count("failed") == counters.failed
+    assert endings.count("failed") + again == counters.failed
     assert [key for key, history in found.of.items() if history.ending == "open"] == list(state.requests)
     assert sum(len(history.attempts) for history in found.of.values()) == counters.placed
     for history in found.of.values():

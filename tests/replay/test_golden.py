@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -14,13 +15,16 @@ from halfmoon.conductor.code_version import LOG_VERSION
 from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.explain import explained
 from halfmoon.conductor.replay.histories import RequestHistories, request_histories
-from halfmoon.conductor.replay.logfile import EventLine, LogFile, ProgressLine
+from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, LogFile, ProgressLine
 from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.perfetto import trace
 from halfmoon.conductor.replay.text import duration
 from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Replay, verify
+from halfmoon.schemas.decisions import MoveKv, StartDecode, StartPrefill
+from halfmoon.schemas.events import KvMoved, WorkerLeft
 
+Ordered = TypeVar("Ordered", StartDecode, StartPrefill, MoveKv)
 FILES = sorted((Path(__file__).parent / "golden").glob("*.jsonl.zst"))
 
 
@@ -44,7 +48,8 @@ def test_every_decision_of_a_real_run_is_made_again(file: Path) -> None:
 
 
 def test_there_are_logs() -> None:
-    assert [file.name for file in FILES] == ["log_version_1.jsonl.zst", "null.jsonl.zst", "smollm2.jsonl.zst"]
+    names = [file.name.removesuffix(".jsonl.zst") for file in FILES]
+    assert names == ["attention", "lending", "log_version_1", "null", "smollm2"]
 
 
 def test_a_log_of_the_first_version_still_replays() -> None:
@@ -83,6 +88,41 @@ def test_the_conductors_of_the_null_run_agreed_through_two_deaths() -> None:
     found = lived("null")
     assert {history.ending for history in found.of.values()} == {"finished"}
     assert Counter(len(history.attempts) for history in found.of.values())[1] < len(found.of)
+
+
+def decisions(name: str, kind: type[Ordered]) -> list[Ordered]:
+    lines = (line.decision for line in golden(name).lines() if isinstance(line, DecisionLine))
+    return [decision for decision in lines if isinstance(decision, kind)]
+
+
+def test_the_lending_run_borrowed_moved_and_lost_a_worker() -> None:
+    assert any(order.loans for order in decisions("lending", StartDecode))
+    ordered = {move.plan_id: move for move in decisions("lending", MoveKv)}
+    events = [line.event for line in golden("lending").lines() if isinstance(line, EventLine)]
+    moved = [event for event in events if isinstance(event, KvMoved)]
+    assert moved
+    for event in moved:
+        move = ordered[event.plan_id]
+        assert (event.order_id, event.worker_id) == (move.order_id, move.worker_id)
+        # Blocks of 256 tokens, four to a segment; keys and values of 3 heads of 64 numbers in 30 layers, f32.
+        assert event.blocks == 4 * move.segments
+        assert event.moved_bytes == event.blocks * 256 * 2 * 3 * 64 * 4 * 30
+    assert "decode-1" in {event.worker_id for event in events if isinstance(event, WorkerLeft)}
+
+
+def test_the_run_with_attention_workers_went_on_without_a_prefill() -> None:
+    orders = {order.order_id: order for order in decisions("attention", StartDecode)}
+    assert all(order.cache for order in orders.values())
+    resumed = [order for order in orders.values() if order.resumes]
+    assert resumed
+    for order in resumed:
+        before = orders[order.resumes]
+        assert (before.request_id, before.cache) == (order.request_id, order.cache)
+        assert before.worker_id != order.worker_id
+    prefilled = {order.order_id for order in decisions("attention", StartPrefill)}
+    assert not prefilled & {order.order_id for order in resumed}
+    endings = Counter(history.ending for history in lived("attention").of.values())
+    assert endings == {"finished": len(lived("attention").of)}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name.split(".")[0])

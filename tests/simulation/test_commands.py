@@ -82,6 +82,7 @@ def test_capacity_and_size_answer(trace_file: Path) -> None:
     assert size["prefill"] + size["decode"] < 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", sizes(1, 2))
 def test_experiments_are_the_same_again_and_what_is_missing_is_said(
     trace_file: Path, tmp_path: Path, times: int
@@ -121,6 +122,7 @@ def test_bad_input_is_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_simulation_marks_its_report(trace_file: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "trace.jsonl"
     os.mkfifo(pipe)
@@ -142,6 +144,7 @@ def test_an_interrupted_simulation_marks_its_report(trace_file: Path, tmp_path: 
     assert report["requests"] < 12_031
 
 
+@pytest.mark.slow
 def test_interrupted_experiments_keep_what_is_whole_and_mark_the_rest(
     trace_file: Path, tmp_path: Path
 ) -> None:

@@ -60,7 +60,7 @@ def test_the_whole_conversation_trace_takes_seconds(conversation: list[Arrival])
     assert report.effective_capacity > 0.98
 
 
-@pytest.mark.parametrize("requests", sizes(150, 300))
+@pytest.mark.parametrize("requests", sizes(100, 300))
 @pytest.mark.parametrize("admission", get_args(AdmissionName))
 @pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_every_request_ends_under_every_policy(
@@ -78,6 +78,7 @@ def test_every_request_ends_under_every_policy(
             assert outcome.local_tokens + outcome.fetched_tokens < outcome.prompt_tokens
 
 
+@pytest.mark.slow
 def test_earlier_simulations_take_no_memory(conversation: list[Arrival]) -> None:
     frozen = gc.get_freeze_count()
     for _ in range(4):
@@ -188,6 +189,7 @@ def test_a_slow_network_is_felt(conversation: list[Arrival]) -> None:
     assert slow.tbt_ms.p90 > fast.tbt_ms.p90
 
 
+@pytest.mark.slow
 def test_faster_replay_waits_longer(conversation: list[Arrival]) -> None:
     policy = Policy(admission="none")
     slow, fast = (

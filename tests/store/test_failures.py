@@ -93,7 +93,7 @@ async def empty(agent: StoreAgent) -> None:
     agent.context.guard.check()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", sizes("tcp", "shm"))
 def test_blocks_move_between_two_processes(nats_url: str, transport: str) -> None:
     async def story(here: Cluster) -> None:
         await asyncio.gather(*(node_process(here, node, transport, slots=6) for node in ("n1", "n2")))
@@ -242,7 +242,7 @@ def test_a_push_while_one_of_the_two_is_away_from_the_bus_is_not_lost(nats_url: 
     tell(nats_url, story)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", sizes("shm", "tcp"))
 def test_a_release_at_any_moment_leaves_nothing(nats_url: str, transport: str) -> None:
     async def story(here: Cluster) -> None:
         agents = [await here.agent(n, transport=transport, layout=BIG, slots=14) for n in ("n1", "n2")]

@@ -25,7 +25,7 @@ from halfmoon.schemas.kv import PrefillResult, TransferOpened
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.tokens import TakeReply, TokensGiven
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import LoadedModel, load_model
+from halfmoon.workers.model.loading.files import LoadedModel, load_model
 from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig
 

@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(int(os.environ.get("HALFMOON_TEST_THREADS", "1")))
 
-from halfmoon.workers.model.files import LoadedModel, load_model  # noqa: E402
-from halfmoon.workers.model.tokenizer import Tokenizer  # noqa: E402
+from halfmoon.workers.model.loading.files import LoadedModel, load_model  # noqa: E402
+from halfmoon.workers.model.text.tokenizer import Tokenizer  # noqa: E402
 
 MODEL = "smollm2-135m-instruct"
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import ModelError, load_model, model_fingerprint
-from halfmoon.workers.model.tokenizer import ChatTemplateError, TextNotEncoded, Tokenizer
+from halfmoon.workers.model.loading.files import ModelError, load_model, model_fingerprint
+from halfmoon.workers.model.text.tokenizer import ChatTemplateError, TextNotEncoded, Tokenizer
 
 TOKENS = ["<|end|>", "<|go|>", "a", "b", "c", "Ġ", "ab", "Ċ", "1", "2", "!", "d", "e", "f", "g", "h"]
 TEMPLATE = "{% for m in messages %}<|go|>{{ m.content }}<|end|>{% endfor %}"

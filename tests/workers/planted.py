@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import LoadedModel
+from halfmoon.workers.model.loading.files import LoadedModel
 
 
 def flip_a_bit(engine: Engine, block: int) -> None:

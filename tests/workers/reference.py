@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import LoadedModel, ModelConfig
+from halfmoon.workers.model.loading.files import LoadedModel, ModelConfig
 
 
 def state_dict(model: LoadedModel) -> dict[str, torch.Tensor]:

@@ -12,14 +12,14 @@ import torch
 from reference import generate, prefill, reference_greedy, reference_logits, reference_model
 
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import (
+from halfmoon.workers.model.loading.files import (
     LoadedModel,
     ModelNotFound,
     ModelUnsupported,
     load_model,
     model_fingerprint,
 )
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.lengths import sizes
 
 STORY = "The lighthouse keeper counted 1,024 steps each night. In 1893 the lamp went out; nobody in the village spoke. "
@@ -63,6 +63,7 @@ def test_greedy_tokens_equal_those_of_transformers(
         assert generate(engine, prompt, tokens) == reference_greedy(reference, prompt, tokens)
 
 
+@pytest.mark.slow  # test_same_text.py compares with what transformers said, without its import
 @pytest.mark.parametrize("those", sizes(slice(2, 5), slice(5, 8)), ids=["short", "around a block"])
 def test_logits_are_those_of_transformers(
     engine: Engine, reference: Any, tokenizer: Tokenizer, those: slice

@@ -11,11 +11,11 @@ import flash_attn_reference
 import pytest
 import torch
 
-from halfmoon.workers.model.attention import Attention, SdpaAttention
-from halfmoon.workers.model.attention_choice import AttentionUnavailable, make_attention
-from halfmoon.workers.model.attention_exact import ExactAttention
-from halfmoon.workers.model.attention_flash import FlashAttention, flash_unavailable
-from halfmoon.workers.model.attention_states import Partial, merge, neutral
+from halfmoon.workers.model.attention.choice import AttentionUnavailable, make_attention
+from halfmoon.workers.model.attention.exact import ExactAttention
+from halfmoon.workers.model.attention.flash import FlashAttention, flash_unavailable
+from halfmoon.workers.model.attention.kernel import Attention, SdpaAttention
+from halfmoon.workers.model.attention.states import Partial, merge, neutral
 
 PAGE, HEADS, KV_HEADS, DIM = 256, 6, 2, 32
 CUDA = torch.device("cuda")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from halfmoon.workers.model.attention import Attention, SdpaAttention, StepRuns, runs_of
-from halfmoon.workers.model.attention_exact import ExactAttention, ExactPlan, own_token
-from halfmoon.workers.model.attention_flash import FlashAttention
-from halfmoon.workers.model.attention_states import StateStack
+from halfmoon.workers.model.attention.exact import ExactAttention, ExactPlan, own_token
+from halfmoon.workers.model.attention.flash import FlashAttention
+from halfmoon.workers.model.attention.kernel import Attention, SdpaAttention, StepRuns, runs_of
+from halfmoon.workers.model.attention.states import StateStack
 from halfmoon.workers.model.paged_cache import PagedCache
 from halfmoon.workers.model.pooled_segments import PooledSegments
 from halfmoon.workers.model.segments import AWAY

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from halfmoon.workers.model.config import ModelConfig
+from halfmoon.workers.model.loading.config import ModelConfig
 from halfmoon.workers.model.paged_cache import BlockAllocator, PagedCache
 from tests.lengths import examples
 

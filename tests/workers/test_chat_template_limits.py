@@ -13,9 +13,9 @@ import pytest
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from halfmoon.workers.model import chat_template
-from halfmoon.workers.model.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateSlow
-from halfmoon.workers.model.errors import ModelBroken
+from halfmoon.workers.model.loading.errors import ModelBroken
+from halfmoon.workers.model.text import chat_template
+from halfmoon.workers.model.text.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateSlow
 
 SPECIALS = {"bos_token": "<|go|>", "eos_token": "<|end|>"}
 CHAT = [

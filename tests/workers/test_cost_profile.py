@@ -5,6 +5,7 @@ measured.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +15,27 @@ import pytest
 import torch
 from msgspec.structs import asdict
 
+from halfmoon.cli import profile as profile_command
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.workers import profiler
+from halfmoon.workers import channel_cost, profiler
+from halfmoon.workers import kept_profile as keeping
 from halfmoon.workers.cost_fit import (
     DecodeTime,
+    PartTime,
     PrefillTime,
     by_prompt,
+    fit_attention,
+    fit_channel,
+    fit_linear,
     fit_non_negative,
     fit_profile,
 )
-from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import LoadedModel
+from halfmoon.workers.model.attention.engine import AttentionEngine
+from halfmoon.workers.model.engine import Engine, PromptRows
+from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.null_engine import NullEngine
 from halfmoon.workers.model.sampling_params import SampleRequest, SamplingParams
-from halfmoon.workers.profiler import measured_profile, profile_key
+from halfmoon.workers.profiler import attention_profile, measured_profile, profile_key
 
 TRUE = CostProfile(
     prefill_base_ns=5_000_000, prefill_per_token_ps=400_000_000, prefill_per_token2_fs=150_000_000,
@@ -54,6 +62,25 @@ def test_a_prompt_pays_the_base_of_every_chunk() -> None:
     prompt = by_prompt(TRUE, 256, 4_000_000)
     chunks = sum(TRUE.prefill_ns(at + 256, at) for at in range(0, 4096, 256)) + 4_000_000
     assert prompt.prefill_ns(4096, 0) == pytest.approx(chunks, rel=0.01)
+
+
+def test_the_fit_of_a_steps_parts_finds_what_made_their_times() -> None:
+    true = CostProfile(
+        linear_group_ns=30_000_000, linear_row_ns=200_000, group_rows=16, attention_group_ns=900_000,
+        attention_row_ns=150_000, attention_token_ps=4_000_000, channel_trip_ns=11_000, channel_byte_ps=250,
+        query_row_bytes=2_304,
+    )  # fmt: skip
+    shapes = ((1, 1), (1, 2_000), (4, 4_000), (8, 8), (8, 16_000))
+    found = fit_attention(
+        CostProfile(), [PartTime(rows, size, true.attention_ns(1, rows, size)) for rows, size in shapes]
+    )
+    found = fit_linear(found, [PartTime(rows, 0, true.linear_ns(1, rows)) for rows in (1, 8, 16)], 16)
+    trips = [PartTime(0, size, true.channel_ns(1, size)) for size in (0, 10_000, 200_000)]
+    found = fit_channel(found, trips, 2_304)
+    for name in true.__struct_fields__:
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3), name
+    assert true.linear_ns(2, 20) == 2 * true.linear_group_ns + 20 * true.linear_row_ns
+    assert true.attention_ns(2, 20, 0) == 2 * true.attention_group_ns + 20 * true.attention_row_ns
 
 
 class _Timed:
@@ -122,7 +149,7 @@ def test_a_small_cache_is_measured_with_prompts_that_outgrow_it(
     monkeypatch.setattr(Engine, "prefill_chunk", noted)
     engine = Engine(small_model, num_blocks=2, block_tokens=128, exact=True)
     profiler.measure(engine, budget_s=1.0)
-    assert max(asked) > 4 * 2 * 128
+    assert max(asked) > 2 * 2 * 128, "beyond the cache of two blocks"
     assert engine.allocator.free_blocks == 2
 
 
@@ -130,11 +157,17 @@ def test_a_real_engine_is_measured_once(
     small_model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Measured this briefly, times agree on an idle machine only.
+    monkeypatch.setattr(keeping, "AGREE_PERMILLE", 10**9)
     engine = Engine(small_model, num_blocks=16, block_tokens=128, exact=True)
     profile = measured_profile(engine, budget_s=0.1)
     assert engine.allocator.free_blocks == 16
     assert all(type(value) is int and value >= 0 for value in asdict(profile).values())
     assert profile.prefill_ns(1024, 0) > profile.prefill_ns(128, 0) > 0
+    assert profile.linear_group_ns + profile.linear_row_ns > 0
+    assert profile.attention_ns(1, 8, 8_000) > profile.attention_ns(1, 8, 8) > 0
+    assert profile.channel_ns(1, 100_000) > profile.channel_ns(1, 100) > 0
+    assert profile.group_rows == engine.decode_rows_multiple
     place = tmp_path / "halfmoon" / "profiles" / f"{profile_key(engine)}.json"
     kept = place.read_text()
     with monkeypatch.context() as unmeasurable:
@@ -145,12 +178,67 @@ def test_a_real_engine_is_measured_once(
     assert set(json.loads(place.read_text())) == set(json.loads(kept))
 
 
+def test_an_attention_worker_measures_its_attention_alone_and_once(
+    small_model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Measured this briefly, times agree on an idle machine only.
+    monkeypatch.setattr(keeping, "AGREE_PERMILLE", 10**9)
+    engine = AttentionEngine(
+        small_model.config,
+        kv_heads=1,
+        num_blocks=8,
+        block_tokens=128,
+        segment_tokens=256,
+        dtype=torch.bfloat16,
+    )
+    found = attention_profile(engine, budget_s=0.1)
+    assert found.attention_token_ps > 0
+    others = {name for name, value in asdict(found).items() if value} - {
+        "attention_group_ns", "attention_row_ns", "attention_token_ps",
+    }  # fmt: skip
+    assert not others
+    with monkeypatch.context() as unmeasurable:
+        unmeasurable.setattr(profiler, "attention_times", None)
+        assert attention_profile(engine) == found
+
+
+def test_where_attention_runs_nowhere_else_its_parts_are_not_measured(small_model: LoadedModel) -> None:
+    engine = Engine(small_model, num_blocks=8, block_tokens=128, exact=False)
+    found = profiler.measure(engine, budget_s=0.1)
+    assert (found.linear_group_ns, found.attention_token_ps, found.channel_trip_ns) == (0, 0, 0)
+    assert "not measured" in profile_command.of_parts(found)[0]
+    shown = profile_command.of_parts(CostProfile(attention_token_ps=4, channel_trip_ns=11_000, group_rows=16))
+    assert "11.0 µs a round trip" in shown[-1]
+
+
+def test_a_channel_that_cannot_be_had_costs_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_cost.sys, "executable", "/nowhere/python")
+    assert channel_cost.channel_times([0, 1024], 0.1) == []
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_step_explain_a_measured_one(model_f32: LoadedModel) -> None:
+    engine = Engine(model_f32, num_blocks=33, block_tokens=128, exact=True)
+    found = profiler.measure(engine, budget_s=4.0)
+    assert found.attention_row_ns * 8 + found.attention_group_ns < found.attention_token_ps * 32_000 // 1_000
+    tables = [list(range(row * 4, row * 4 + 4)) for row in range(8)]
+    for rows, tokens in ((1, 16), (1, 500), (8, 16), (8, 500)):
+        steps = []
+        for _ in range(4):
+            begin = time.perf_counter_ns()
+            engine.decode([7] * rows, [tokens] * rows, tables[:rows])
+            steps.append(time.perf_counter_ns() - begin)
+        told = found.linear_ns(1, rows) + found.attention_ns(1, rows, rows * tokens)
+        assert 0.4 < told / min(steps) < 2.5, (rows, tokens, told, steps)
+
+
 def null_engine(model: LoadedModel) -> NullEngine:
     return NullEngine(model.config, num_blocks=4, block_tokens=64)
 
 
 #: For KV that is elsewhere, of which a null engine has none.
-OF_ELSEWHERE = {"decode_rows_multiple", "pooled_segments"}
+OF_ELSEWHERE = {"decode_rows_multiple", "groups_of", "pooled_segments"}
 
 
 def test_the_null_engine_has_every_public_name_of_the_engine(model_f32: LoadedModel) -> None:
@@ -168,6 +256,8 @@ def test_the_null_engine_goes_on_with_the_same_text_wherever_it_resumes(model_f3
     request = SampleRequest(params=SamplingParams(temperature=0.0), index=0)
     row = engine.prefill_chunk([1] * 10, 0, [0], want_logits=True)
     assert row is not None
+    beside = PromptRows([1] * 10, 0, [0], want_logits=True)
+    assert engine.mixed([beside], [2], [4], [[1]]) == (engine.decode([2], [4], [[1]]), [row])
     tokens = [engine.sample_rows(row, [request])[0].token_id]
     for position in range(10, 20):
         tokens += [

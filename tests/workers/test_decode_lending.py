@@ -14,21 +14,18 @@ from halfmoon.schemas.lending import HoldRequest
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers import machines
+from halfmoon.workers.attention.actions import AnswerHold, DropHold, LoadHold, OfferHold
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import (
     Action,
-    AnswerHold,
     AskHold,
     CopyLayers,
-    DropHold,
-    LoadHold,
-    OfferHold,
     Release,
     RunStep,
     SwapIn,
     SwapOut,
 )
-from halfmoon.workers.decode.orders import LENDER_NS
+from halfmoon.workers.decode.lenders import LENDER_NS
 from halfmoon.workers.machines import Report
 from halfmoon.workers.model.segments import AWAY
 
@@ -189,7 +186,7 @@ def test_a_hold_is_loaded_offered_answered_and_dropped() -> None:
     assert (len(load.blocks), machine.state.kv_blocks_used) == (4, 4)
     assert machine.state.heartbeat(0).orders == ["9-1"]
     offered = machine.on(events.HoldLoaded, hold=load.hold)
-    assert offered == [OfferHold(load.hold, load.blocks), AnswerHold(1, load.hold)]
+    assert offered == [OfferHold(load.hold, load.blocks, 4 * len(load.blocks)), AnswerHold(1, load.hold)]
     # The answer was lost: the same is asked again, and not loaded again.
     assert ask(machine, 2, count=4, first=2) == [AnswerHold(2, load.hold)]
     assert machine.on(machines.OrderCancelled, order_id="9-1") == [DropHold(load.hold)]
@@ -232,6 +229,17 @@ def test_a_hold_that_is_not_taken_says_why(fields: dict[str, int], words: str) -
 def test_without_segments_nothing_is_held() -> None:
     (answer,) = ask(Script())
     assert answer == AnswerHold(1, refused="segment_tokens: there are no segments in these numerics")
+
+
+def test_a_decode_worker_holds_no_sequence_that_grows_and_no_single_heads() -> None:
+    refused = "tokens: only attention workers hold what grows, and single heads"
+    for fields in ({"tokens": 9}, {"kv_heads": 1}):
+        request = replace(hold_request(), **fields)
+        assert script().on(events.HoldAsked, ask_id=1, request=request) == [AnswerHold(1, refused=refused)]
+    request = replace(hold_request(), adopts="9-0")
+    (answer,) = script().on(events.HoldAsked, ask_id=1, request=request)
+    assert isinstance(answer, AnswerHold)
+    assert answer.refused.startswith("adopts: ")
 
 
 def test_a_worker_that_announces_itself_anew_holds_nothing() -> None:

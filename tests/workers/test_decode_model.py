@@ -68,6 +68,7 @@ class DecodeCluster(RuleBasedStateMachine):
         self.takes: list[TakeTokens] = []
         self.copies: list[CopyLayers] = []
         self.shares: list[ShareOutput] = []
+        self.confirmations: list[str] = []
         self.work: RunStep | SwapOut | SwapIn | None = None
         self.awake = False
         self.ends: Counter[str] = Counter()
@@ -99,6 +100,8 @@ class DecodeCluster(RuleBasedStateMachine):
                 self.awake = True
             case Release():
                 self.releases[action.order_id] += 1
+                if action.confirm:
+                    self.confirmations.append(action.order_id)
             case Deliver():
                 for delivery in action.message.deliveries:
                     expected = self.delivered[delivery.order_id]
@@ -237,6 +240,12 @@ class DecodeCluster(RuleBasedStateMachine):
             index = len(sequence.output)
             tokens.append(sequence.next_known() or SampledToken(token_id=DRAWN + index))
         return tokens
+
+    @precondition(lambda self: self.confirmations)
+    @rule(pick=st.integers(0, 99), held=st.booleans())
+    def lease_has_ended(self, pick: int, held: bool) -> None:
+        order_id = self.confirmations.pop(pick % len(self.confirmations))
+        self.on(events.LeaseConfirmed, order_id=order_id, held=held)
 
     @precondition(lambda self: self.shares)
     @rule(pick=st.integers(0, 99))

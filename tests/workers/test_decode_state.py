@@ -91,14 +91,15 @@ def filled(number: int = 1, blocks: int = 2, **fields: Any) -> tuple[Any, ...]:
     return opened(order_id, *slots), *(ready(order_id, layer, 0, blocks) for layer in (0, 1))
 
 
-def loaded(script: Script, number: int = 1, prompt: int = 6, **fields: Any) -> None:
+def loaded(script: Script, number: int = 1, prompt: int = 6, **fields: Any) -> list[Action]:
     """An order with tokens, first token and all of its KV: it waits for room in the batch only."""
     taken = reply(prompt, **{name: fields.pop(name) for name in ("root_key", "block_keys") if name in fields})
     script.give(order(number, prompt_tokens=prompt, **fields), taken)
     said = script.hear(*filled(number, LAYOUT.blocks(prompt)), result(f"{number}-1"))
     for action in said:
         if isinstance(action, CopyLayers):
-            script.on(events.LayersCopied, copy_id=action.copy_id)
+            said += script.on(events.LayersCopied, copy_id=action.copy_id)
+    return said
 
 
 def step(script: Script, *ids: int) -> list[Action]:
@@ -583,7 +584,8 @@ def test_a_request_whose_kv_is_here_runs_when_it_holds_the_room_of_the_one_that_
 def test_generated_blocks_are_shared_and_free_only_then() -> None:
     script = Script(layout=msgspec.structs.replace(LAYOUT, numerics="fast"))
     keys = {"root_key": b"r" * 16, "block_keys": b"k" * 16}
-    loaded(script, 1, prompt=6, max_tokens=4, **keys)
+    assert Release("1-1", confirm=True) in loaded(script, 1, prompt=6, max_tokens=4, **keys)
+    assert script.on(events.LeaseConfirmed, order_id="1-1", held=True) == []
     script.on(events.EngineIdled)
     for token in (101, 102):
         step(script, token)
@@ -599,6 +601,21 @@ def test_generated_blocks_are_shared_and_free_only_then() -> None:
     assert script.state.kv_blocks_used == 3
     assert script.on(events.OutputShared, order_id="1-1") == []
     assert script.state.kv_blocks_used == 0
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["the lease had ended", "nobody answered yet"])
+def test_generated_blocks_are_not_shared_where_the_prompts_may_have_been_overwritten(told: bool) -> None:
+    """A process that stood still for long copied from slots that were others' already."""
+    script = Script(layout=msgspec.structs.replace(LAYOUT, numerics="fast"))
+    loaded(script, 1, prompt=6, max_tokens=4, root_key=b"r" * 16, block_keys=b"k" * 16)
+    if told:
+        script.on(events.LeaseConfirmed, order_id="1-1", held=False)
+    script.on(events.EngineIdled)
+    for token in (101, 102, 103):
+        actions = step(script, token)
+    assert not [a for a in actions if isinstance(a, ShareOutput)]
+    assert script.state.kv_blocks_used == 0
+    script.on(events.LeaseConfirmed, order_id="1-1", held=True)  # too late
 
 
 def test_in_exact_numerics_generated_blocks_are_not_shared() -> None:

@@ -12,7 +12,7 @@ from planted import flip_a_bit, sum_in_two_halves
 from reference import prefill
 
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import LoadedModel
+from halfmoon.workers.model.loading.files import LoadedModel
 
 BLOCK_TOKENS = 64
 LENGTHS = (300, 64, 129, 5)
@@ -128,6 +128,7 @@ def test_a_cached_prefix_gives_the_bits_of_a_cold_start(engine: Engine, alone: l
     engine.allocator.free(other)
 
 
+@pytest.mark.slow
 def test_another_engine_gives_the_same_bits(model: LoadedModel, alone: list[list[str]]) -> None:
     engine = Engine(model, num_blocks=7, block_tokens=BLOCK_TOKENS, exact=True)
     table = engine.allocator.allocate(6)
@@ -164,6 +165,7 @@ def test_exact_mode_refuses_chunks_off_its_grid(engine: Engine) -> None:
         engine.prefill_chunk([5] * (BLOCK_TOKENS + 1), 0, [0, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["chunks", "batch"])
 def test_fast_mode_is_close_to_itself_where_it_may_differ(model_bf16: LoadedModel, changed: str) -> None:
     """Whether it differs at all is the CPU's affair."""

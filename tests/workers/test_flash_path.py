@@ -10,10 +10,10 @@ import pytest
 import torch
 from reference import prefill
 
-from halfmoon.workers.model import attention_choice
-from halfmoon.workers.model.attention_flash import FlashAttention
+from halfmoon.workers.model.attention import choice as attention_choice
+from halfmoon.workers.model.attention.flash import FlashAttention
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import LoadedModel
+from halfmoon.workers.model.loading.files import LoadedModel
 
 LAYERS = 2
 STEPS = 3

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from halfmoon.workers.model.files import ModelError, load_config, model_fingerprint
-from halfmoon.workers.model.gguf_header import BLOCKS
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.loading.files import ModelError, load_config, model_fingerprint
+from halfmoon.workers.model.loading.gguf_header import BLOCKS
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.workers.made_models import (
     ARRAY,
     BOOL,

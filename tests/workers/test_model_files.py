@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfmoon.workers.model.files import (
+from halfmoon.workers.model.loading.files import (
     LoadedModel,
     ModelError,
     ModelNotFound,
@@ -23,9 +23,9 @@ from halfmoon.workers.model.files import (
     load_model,
     model_fingerprint,
 )
-from halfmoon.workers.model.gguf import GgufFile, unpermute_rotary
-from halfmoon.workers.model.tokenizer import Tokenizer
-from halfmoon.workers.model.weight_cache import cached_weights_path
+from halfmoon.workers.model.loading.gguf import GgufFile, unpermute_rotary
+from halfmoon.workers.model.loading.weight_cache import cached_weights_path
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.lengths import sizes
 
 MODEL = "smollm2-135m-instruct"
@@ -125,7 +125,8 @@ def test_processes_that_start_at_once_parse_once(empty_cache: Path) -> None:
     path = tiny_gguf(empty_cache / "m.gguf")
     script = """
 import pathlib, sys, time, torch
-from halfmoon.workers.model import files, weights
+from halfmoon.workers.model.loading import files
+from halfmoon.workers.model.loading import weights
 parse = weights.parse_gguf
 def noted(*arguments):
     print("parsed", flush=True)
@@ -188,8 +189,8 @@ def test_a_qwen2_gguf_keeps_its_rows_and_has_biases(empty_cache: Path) -> None:
 def test_config_and_fingerprint_need_no_torch() -> None:
     script = f"""
 import sys
-from halfmoon.workers.model.files import load_config, model_fingerprint
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.loading.files import load_config, model_fingerprint
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 load_config({MODEL!r}); Tokenizer.load({MODEL!r})
 import halfmoon.workers.model.null_engine, halfmoon.workers.cost_fit
 assert "torch" not in sys.modules

@@ -20,7 +20,7 @@ from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import KvMessage, PrefillResult
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply, TokensGiven
-from halfmoon.workers.model.files import load_config
+from halfmoon.workers.model.loading.files import load_config
 from halfmoon.workers.model.null_engine import NullEngine
 from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig

@@ -138,6 +138,7 @@ def test_an_order_takes_its_tokens_its_slots_its_turn_and_is_answered_once(scrip
         compute_ns=40,
         pushed_bytes=8,
         push_ns=70,
+        prompt_tokens=25,
     )
     assert script(PushClosed, moved_bytes=8, elapsed_ns=70) == [Report(event=finished), end(result=result)]
     assert script(PushClosed, moved_bytes=8, elapsed_ns=70) == []

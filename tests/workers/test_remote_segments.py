@@ -2,146 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
-from dataclasses import replace
-
 import pytest
-import torch
+from attention_harness import (
+    BLOCK,
+    LAYERS,
+    LENGTHS,
+    PROMPTS,
+    SEGMENT,
+    STEPS,
+    Borrower,
+    any_borrower,
+    any_engine,
+    any_model,
+    start,
+    step,
+)
 from reference import prefill
 
 from halfmoon.store.channels.header import HEADER_BYTES, Op
-from halfmoon.store.channels.listener import ChannelListener
-from halfmoon.store.channels.opening import connect
 from halfmoon.store.errors import ChannelLost
-from halfmoon.workers.attention.remote_segments import HeldPart, PartRefused, RemoteSegments
-from halfmoon.workers.attention.server import HeldSegments, SegmentServer
-from halfmoon.workers.model.attention import SdpaAttention
+from halfmoon.workers.attention.errors import PartRefused
+from halfmoon.workers.attention.held import HeldSegments
+from halfmoon.workers.attention.remote_segments import HeldPart, RemoteSegments
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import LoadedModel
-from halfmoon.workers.model.paged_cache import PagedCache
-from halfmoon.workers.model.segments import AWAY
-from tests.store.channel_harness import addresses, hello, options
 
-BLOCK, SEGMENT, LAYERS, STEPS = 16, 32, 3, 6
-EACH = SEGMENT // BLOCK
-#: Threads of several products may keep each other from the processors for seconds.
-WAIT_S = 60.0
-LENGTHS = (200, 33, 130, 20)
-PROMPTS = [
-    [(i * i * 31 + 17 * i + 900 * seed) % 40000 + 20 for i in range(n)] for seed, n in enumerate(LENGTHS)
-]
-
-
-@pytest.fixture(scope="module", params=["f32", "bf16"])
-def model(request: pytest.FixtureRequest) -> LoadedModel:
-    found: LoadedModel = request.getfixturevalue(f"model_{request.param}")
-    return replace(found, config=replace(found.config, layers=LAYERS))
-
-
-@pytest.fixture
-def engine(model: LoadedModel) -> Engine:
-    return Engine(model, num_blocks=64, block_tokens=BLOCK, exact=True, segment_tokens=SEGMENT)
-
-
-class Place:
-    """A worker that holds segments for others: a cache, and a thread that serves."""
-
-    def __init__(self, engine: Engine, name: str, kind: str) -> None:
-        config = engine.config
-        self.cache = PagedCache(config, 24, BLOCK, engine.dtype)
-        self.cache.k.fill_(float("nan"))  # what was never brought there would be seen
-        self.cache.v.fill_(float("nan"))
-        attention = SdpaAttention(BLOCK, torch.device("cpu"))
-        self.server = SegmentServer(attention, self.cache, segment_tokens=SEGMENT, heads=config.heads)
-        self.listener = ChannelListener(hello(name), options(kind, timeout_s=WAIT_S))
-        self.kind, self.name = kind, name
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self.server.run, args=(self.listener, self._over.is_set))
-        self._thread.start()
-        self._next_hold = 0
-
-    def take(self, engine: Engine, table: list[int], first: int, segments: int) -> int:
-        """Moves whole segments of a sequence here, as raw bytes; nothing of them stays. Returns the hold."""
-        used = sum(len(hold.blocks) for hold in self.server.holds.values())
-        blocks = list(range(23 - used, 23 - used - segments * EACH, -1))  # in reverse: they lie in no row
-        buffer = torch.empty(engine.cache.layer_block_bytes, dtype=torch.uint8)
-        for i, block in enumerate(blocks):
-            place = first * EACH + i
-            for layer in range(LAYERS):
-                engine.cache.read_block(layer, table[place], buffer)
-                self.cache.write_block(layer, block, buffer)
-            engine.cache.k[:, table[place]] = float("nan")
-            engine.cache.v[:, table[place]] = float("nan")
-            table[place] = AWAY
-        self._next_hold += 1
-        self.server.holds[self._next_hold] = HeldSegments(blocks, segments * SEGMENT)
-        return self._next_hold
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join()
-        self.listener.close()
-
-
-class Borrower:
-    """An engine whose sequences are partly elsewhere."""
-
-    def __init__(self, engine: Engine, places: list[Place]) -> None:
-        self.engine, self.places = engine, {place.name: place for place in places}
-        self.channels = {
-            place.name: connect(
-                addresses(place.listener, place.kind),
-                hello("decode-0"),
-                options(place.kind, timeout_s=WAIT_S),
-                peer=place.name,
-            )
-            for place in places
-        }
-        config = engine.config
-        self.remote = RemoteSegments(
-            self.channels, heads=config.heads, head_dim=config.head_dim, dtype=engine.dtype
-        )
-        self.parts: dict[str, list[HeldPart]] = {name: [] for name in self.places}
-
-    def lend(self, name: str, row: int, tables: list[list[int]], first: int, segments: int) -> None:
-        hold = self.places[name].take(self.engine, tables[row], first, segments)
-        self.parts[name].append(HeldPart(row, first, segments, hold))
-        self.remote.begin(self.parts)
-
-    def close(self) -> None:
-        for channel in self.channels.values():
-            channel.close()
-
-
-@pytest.fixture(params=["unix", "tls"])
-def borrower(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Borrower]:
-    with contextlib.ExitStack() as stack:
-        places = [Place(engine, f"attention-{i}", request.param) for i in range(3)]
-        for place in places:
-            stack.callback(place.close)
-        one = Borrower(engine, places)
-        stack.callback(one.close)
-        yield one
-
-
-def start(engine: Engine) -> tuple[list[list[int]], list[int]]:
-    """Tables of the prompts, and the first token of each."""
-    tables = [engine.allocator.allocate(-(-(len(prompt) + STEPS) // BLOCK)) for prompt in PROMPTS]
-    logits = [prefill(engine, prompt, table) for prompt, table in zip(PROMPTS, tables, strict=True)]
-    return tables, [engine.argmax(row)[0] for row in logits]
-
-
-def step(
-    engine: Engine, tables: list[list[int]], tokens: list[int], number: int, remote: RemoteSegments | None
-) -> tuple[list[str], list[int]]:
-    if remote is not None:
-        remote.step = number
-    rows = engine.decode(
-        tokens, [length + number for length in LENGTHS], tables, [] if remote is None else [remote]
-    )
-    return [engine.logits_digest(row) for row in rows], engine.argmax(rows)
+__all__ = ["any_borrower", "any_engine", "any_model"]
 
 
 def test_the_same_bits_while_parts_leave_in_mid_answer(engine: Engine, borrower: Borrower) -> None:
@@ -253,6 +138,34 @@ def test_a_part_that_is_not_there_is_named(engine: Engine, borrower: Borrower) -
     step(engine, tables, tokens, 0, borrower.remote)
 
 
+def test_two_groups_by_turns_have_the_bits_of_one(engine: Engine, borrower: Borrower) -> None:
+    """Also after a step that one of them failed: no answer is left in the channels of the other."""
+    tables, tokens = start(engine)
+    expected, _ = step(engine, tables, tokens, 0, None)
+    borrower.lend("attention-0", 0, tables, 1, 2)
+    borrower.lend("attention-0", 2, tables, 0, 3)
+    (of_first, of_third), place = borrower.parts["attention-0"], borrower.places["attention-0"]
+    config = engine.config
+    with place.connect() as one, place.connect() as two:
+        first, second = (
+            RemoteSegments(
+                {place.name: each}, heads=config.heads, head_dim=config.head_dim, dtype=engine.dtype
+            )
+            for each in (one, two)
+        )
+        first.begin({place.name: [of_first]})
+        for hold in (77, of_third.hold):
+            second.begin({place.name: [HeldPart(0, 0, 3, hold)]})
+            take = lambda: engine.decode(tokens, LENGTHS, tables, [first, second], groups=2)  # noqa: E731
+            if hold == 77:
+                with pytest.raises(PartRefused, match="hold 77 is not here"):
+                    take()
+            else:
+                assert [engine.logits_digest(row) for row in take()] == expected
+        # One of the failed step was waited for, and one was not.
+        assert one.received.messages(Op.PARTIAL) == LAYERS + 2
+
+
 def test_a_part_that_was_dropped_is_refused_though_it_was_listed(engine: Engine, borrower: Borrower) -> None:
     """Its blocks may have others' KV by then."""
     tables, tokens = start(engine)
@@ -260,8 +173,9 @@ def test_a_part_that_was_dropped_is_refused_though_it_was_listed(engine: Engine,
     _, tokens = step(engine, tables, tokens, 0, borrower.remote)
     ((hold, held),) = borrower.places["attention-1"].server.holds.items()
     del borrower.places["attention-1"].server.holds[hold]
-    with pytest.raises(PartRefused, match=f"attention-1: hold {hold} was dropped"):
+    with pytest.raises(PartRefused, match=f"attention-1: hold {hold} was dropped") as refused:
         step(engine, tables, tokens, 1, borrower.remote)
+    assert refused.value.hold == hold
     # Held again under the number, by whatever chance: it is not what was listed.
     borrower.places["attention-1"].server.holds[hold] = HeldSegments(held.blocks, held.tokens)
     with pytest.raises(PartRefused, match="was dropped"):

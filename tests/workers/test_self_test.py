@@ -15,7 +15,7 @@ from planted import flip_a_bit, sum_in_two_halves
 from halfmoon.cli import model as models
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.model.engine import Engine
-from halfmoon.workers.model.files import LoadedModel
+from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.self_test import (
     AGAIN,
     BATCHED,

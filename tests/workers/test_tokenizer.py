@@ -13,10 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from halfmoon.workers.model.chat_template import plain_messages
-from halfmoon.workers.model.files import find_model
-from halfmoon.workers.model.gguf import GgufFile
-from halfmoon.workers.model.tokenizer import ChatTemplateError, IncrementalDetokenizer, StopChecker, Tokenizer
+from halfmoon.workers.model.loading.files import find_model
+from halfmoon.workers.model.loading.gguf import GgufFile
+from halfmoon.workers.model.text.chat_template import plain_messages
+from halfmoon.workers.model.text.tokenizer import (
+    ChatTemplateError,
+    IncrementalDetokenizer,
+    StopChecker,
+    Tokenizer,
+)
 from tests.lengths import examples
 
 MODEL = "smollm2-135m-instruct"

@@ -12,12 +12,11 @@ import torch
 
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import MessageHeader, Op
-from halfmoon.store.channels.inbox import MessageRefused
-from halfmoon.store.errors import ChannelLost
-from halfmoon.workers.attention.errors import PartRefused
-from halfmoon.workers.attention.server import DTYPES, EVERY_ROW, bytes_of
-from halfmoon.workers.model.attention import Tensor
-from halfmoon.workers.model.attention_states import StateStack
+from halfmoon.workers.attention.remote_places import RemotePlaces
+from halfmoon.workers.attention.server import EVERY_ROW
+from halfmoon.workers.attention.tensors import DTYPES, bytes_of
+from halfmoon.workers.model.attention.kernel import Tensor
+from halfmoon.workers.model.attention.states import StateStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +61,15 @@ class _Place:
         self.out = self.memory[:out_bytes].view(dtype).view(sizes)
         self.lse = self.memory[out_bytes:].view(torch.float32).view(sizes[:-1])
 
-    def into(self, header: MessageHeader) -> memoryview:
-        if header.op is Op.REFUSED:
-            if header.payload_bytes > self.memory.nbytes:
-                raise MessageRefused(f"payload_bytes: a reason of {header.payload_bytes}")
-            return bytes_of(self.memory[: header.payload_bytes])
-        if header.op is not Op.PARTIAL or header.payload_bytes != self.memory.nbytes:
-            raise MessageRefused(
-                f"payload_bytes: {header.op.name} of {header.payload_bytes}, not states of {self.memory.nbytes}"
-            )
-        return bytes_of(self.memory)
 
-
-class RemoteSegments:
+class RemoteSegments(RemotePlaces[_Place]):
     """The parts of a batch that are elsewhere, as `ExactAttention` asks for them (`Elsewhere`)."""
 
     def __init__(
         self, channels: Mapping[str, WorkerChannel], *, heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
+        super().__init__(Op.PARTIAL)
         self._channels, self._shape, self._dtype = channels, (heads, head_dim), dtype
-        self._places: list[_Place] = []
-        self._number = 0
-        #: Of the last queries.
-        self._layer = 0
-        self.step = 0
 
     def begin(self, parts: Mapping[str, Sequence[HeldPart]], *, chunk_rows: int = 0) -> None:
         """The batch of the next steps, by place; or, with `chunk_rows`, the chunks of so many tokens of one prompt
@@ -117,26 +101,13 @@ class RemoteSegments:
                 slots=self._number,
             )
             place.channel.send(header, bytes_of(place.query))
+            self._asked.append(place)
 
     def collect(self, states: StateStack) -> None:
-        """Writes what they answer to the parts that it is about. Raises ChannelLost and PartRefused, once all that
-        have an answer were heard: the channels of the others go on.
-        """
-        problem: ChannelLost | PartRefused | None = None
-        for place in self._places:
-            try:
-                self._collect(place, states)
-            except (ChannelLost, PartRefused) as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
+        """Writes what they answer to the parts that it is about. Raises ChannelLost and PartRefused."""
 
-    def _collect(self, place: _Place, states: StateStack) -> None:
-        header = place.channel.receive(place.into)
-        if (header.layer, header.step, header.slots) != (self._layer, self.step, self._number):
-            raise PartRefused(place.name, f"an answer to another question: {header}")
-        if header.op is Op.REFUSED:
-            reason = bytes(bytes_of(place.memory[: header.payload_bytes]))
-            raise PartRefused(place.name, reason.decode(errors="replace"))
-        states.out[place.where] = place.out.float()
-        states.lse[place.where] = place.lse
+        def take(place: _Place) -> None:
+            states.out[place.where] = place.out.float()
+            states.lse[place.where] = place.lse
+
+        self._hear_all(take)

@@ -6,25 +6,37 @@ and hold, i32), then asks layer by layer (QUERY: its rows of q). The answer (PAR
 the order of the pairs: `out` in the model's dtype, which is what the kernel computes, then the f32 log-sum-exp. Nothing
 is allocated for the other end beyond what its list needs. Where the query is a chunk of one sequence, the pairs name
 EVERY_ROW, and the answer has the states of all rows over each segment.
+
+Where the holds have the whole past of sequences, a list says so (WHOLE): pairs of hold and tokens, one for each row.
+Then each layer's QUERY is followed by a KEY_VALUE, which has the one answer for both (`held_caches`). Where they have
+the last segments of sequences, and others the first ones (TAILS), it is the same, but the answer is PARTIAL.
+
+Holds grow: APPEND brings tokens (`held`), over a channel of its own. The last message of a push is answered, for all
+of it: DONE, or REFUSED for the first of its messages that was not taken. A hold is asked for once it is complete.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import select
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from halfmoon.store.channels.channel import WorkerChannel
-from halfmoon.store.channels.header import Dtype, MessageHeader, Op
+from halfmoon.store.channels.header import MessageHeader, Op
 from halfmoon.store.channels.inbox import MessageRefused
 from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.selector import ChannelSelector
 from halfmoon.store.errors import ChannelLost
-from halfmoon.workers.model.attention import Attention, StepRuns, Tensor, runs_of
-from halfmoon.workers.model.attention_states import StateStack
+from halfmoon.workers.attention.errors import RowRefusal
+from halfmoon.workers.attention.held import HeldSegments
+from halfmoon.workers.attention.held_caches import HeldCaches, HeldTails, problem_of
+from halfmoon.workers.attention.slot_list import SlotList
+from halfmoon.workers.attention.tensors import DTYPES, bytes_of
+from halfmoon.workers.model.attention.kernel import Attention, Tensor
 from halfmoon.workers.model.paged_cache import PagedCache
 
 log = logging.getLogger(__name__)
@@ -32,37 +44,18 @@ log = logging.getLogger(__name__)
 ROWS_MAX = 4096
 #: In a pair: the rows are all of one sequence.
 EVERY_ROW = -1
+#: `parts` of a list of whole caches, and of one of their last segments.
+WHOLE, TAILS = 1, 2
 WAIT_S = 0.1
-DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, of any dtype."""
-    raw: np.ndarray = tensor.view(torch.uint8).numpy()
-    return raw.data.cast("B")
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSegments:
-    """`blocks` of the cache, whose first `tokens` tokens are consecutive segments of one sequence."""
-
-    blocks: list[int]
-    tokens: int
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(slots=True)
-class SlotList:
-    """For which rows of a query the states over which segments are wanted."""
+class AttendCounts:
+    """Queries over whole caches, and of how many of them attention began before their k and v had come."""
 
-    rows: int
-    runs: StepRuns
-    segments: int
-    query: Tensor
-    states: StateStack
-    out: Tensor
-    chunk: bool
-    """All rows are of one sequence."""
-    held: dict[int, HeldSegments]
+    queries: int = 0
+    early: int = 0
 
 
 @dataclass(slots=True)
@@ -70,10 +63,16 @@ class _Peer:
     """Per channel: its newest list, and what is being received."""
 
     number: int = 0
-    slots: SlotList | None = None
+    slots: SlotList | HeldCaches | None = None
     #: Why there is no list of that number; queries for it are on their way already.
-    problem: str = ""
-    receiving: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    problem: RowRefusal | None = None
+    #: Queries have no answer of their own: their keys and values follow.
+    whole: bool = False
+    #: Why a message of the push that is under way was not taken.
+    push_problem: str = ""
+    receiving: Tensor = _NOTHING
+    #: When it was served last, in messages of all.
+    served: int = 0
 
 
 class SegmentServer:
@@ -81,10 +80,21 @@ class SegmentServer:
 
     def __init__(self, attention: Attention, cache: PagedCache, *, segment_tokens: int, heads: int) -> None:
         self.holds: dict[int, HeldSegments] = {}
+        self.counts = AttendCounts()
         self._attention, self._cache = attention, cache
         self._segment_tokens, self._heads = segment_tokens, heads
-        self._head_dim = int(cache.k.shape[-1])
+        self._kv_heads, self._head_dim = (int(size) for size in cache.k.shape[-2:])
         self._peers: dict[WorkerChannel, _Peer] = {}
+        self._served = 0
+        #: Held while tokens are written to blocks of a hold.
+        self._writing = threading.Lock()
+
+    def drop(self, number: int) -> None:
+        """From any thread: from its return on, nothing is written to the hold's blocks, and no answer goes out that
+        was computed with them.
+        """
+        with self._writing:
+            self.holds.pop(number, None)
 
     def run(self, listener: ChannelListener, over: Callable[[], bool]) -> None:
         """Until `over` says so, which is asked at least every WAIT_S."""
@@ -92,41 +102,82 @@ class SegmentServer:
         selector.add(listener)
         try:
             while not over():
-                for one in selector.wait(WAIT_S):
-                    if isinstance(one, WorkerChannel):
-                        try:
-                            self.serve(one)
-                        except ChannelLost as lost:
-                            log.info("a channel is over: %s", lost)
-                            self._peers.pop(one, None)
-                            selector.remove(one)
-                            channels.remove(one)
-                            one.close()
-                    elif (channel := listener.accept()) is not None:
-                        channels.append(channel)
-                        selector.add(channel)
+                found = selector.wait(WAIT_S)
+                if listener in found and (channel := listener.accept()) is not None:
+                    channels.append(channel)
+                    selector.add(channel)
+                # One message, then look again: what is begun goes out before another's query makes it wait.
+                ready = [one for one in found if isinstance(one, WorkerChannel)]
+                if not ready:
+                    continue
+                channel = min(ready, key=self._turn)
+                try:
+                    self.serve(channel)
+                except ChannelLost as lost:
+                    log.info("a channel is over: %s", lost)
+                    self._peers.pop(channel, None)
+                    selector.remove(channel)
+                    channels.remove(channel)
+                    channel.close()
         finally:
             for channel in channels:
                 channel.close()
             selector.close()
 
+    def _turn(self, channel: WorkerChannel) -> tuple[bool, int]:
+        """The least is served first, of channels that have a message: one whose layer is begun, else who waited
+        longest.
+        """
+        peer = self._peers.setdefault(channel, _Peer())
+        return not (isinstance(peer.slots, HeldCaches) and peer.slots.begun), peer.served
+
     @torch.inference_mode()
     def serve(self, channel: WorkerChannel) -> None:
         """Takes what has come, and answers it. Raises ChannelLost."""
         peer = self._peers.setdefault(channel, _Peer())
+        self._served += 1
+        peer.served = self._served
         header = channel.receive_ready(lambda header: self._memory(peer, header))
         if header is None:
             return
+        slots = peer.slots
         if header.op is Op.SLOTS:
             peer.problem = self._list(peer, header, channel.peer.message_bytes_max)
-        elif peer.slots is not None:
-            self._answer(channel, peer.slots, header)
-        else:
-            self._refuse(channel, header, peer.problem)
+        elif header.op is Op.APPEND:
+            self._append(channel, peer, header)
+        elif isinstance(slots, HeldCaches):
+            self._attend_whole(channel, slots, header)
+        elif slots is not None:
+            self._answer(channel, slots, header)
+        elif header.op is Op.KEY_VALUE or not peer.whole:
+            self._refuse(channel, header, peer.problem or RowRefusal("slots: there is no list"))
 
-    def _refuse(self, channel: WorkerChannel, header: MessageHeader, reason: str) -> None:
-        refusal = MessageHeader(Op.REFUSED, layer=header.layer, step=header.step, slots=header.slots)
-        channel.send(refusal, memoryview(reason.encode()))
+    def _refuse(self, channel: WorkerChannel, header: MessageHeader, why: RowRefusal) -> None:
+        # What a list names as a hold may be any number.
+        hold = max(0, why.hold)
+        refusal = MessageHeader(
+            Op.REFUSED, layer=header.layer, rows=hold, step=header.step, slots=header.slots
+        )
+        channel.send(refusal, memoryview(why.reason.encode()))
+
+    def _append(self, channel: WorkerChannel, peer: _Peer, header: MessageHeader) -> None:
+        """Takes one message of a push; answers if it is the last."""
+        with self._writing:
+            hold = self.holds.get(header.slots)
+            problem = f"slots: hold {header.slots} is not here" if hold is None else ""
+            if hold is not None and not peer.push_problem:
+                problem = hold.problem(header, self._cache)
+                if not problem:
+                    hold.append(header, peer.receiving, self._cache)
+        peer.receiving = _NOTHING
+        peer.push_problem = peer.push_problem or problem
+        if header.parts:
+            return
+        if peer.push_problem:
+            self._refuse(channel, header, RowRefusal(peer.push_problem, header.slots))
+        else:
+            channel.send(MessageHeader(Op.DONE, layer=header.layer, step=header.step, slots=header.slots))
+        peer.push_problem = ""
 
     def _memory(self, peer: _Peer, header: MessageHeader) -> memoryview:
         match header.op:
@@ -137,15 +188,22 @@ class SegmentServer:
                     )
                 peer.receiving = torch.empty(header.payload_bytes, dtype=torch.uint8)
                 return bytes_of(peer.receiving)
-            case Op.QUERY:
-                return self._query_memory(peer, header)
+            case Op.APPEND:
+                # Whatever it says: a push is refused where it ends. The channel bounds a message.
+                peer.receiving = torch.empty(header.payload_bytes, dtype=torch.uint8)
+                return bytes_of(peer.receiving)
+            case Op.QUERY | Op.KEY_VALUE:
+                return self._rows_memory(peer, header)
             case _:
                 raise MessageRefused(f"op: {header.op.name} is not for who holds segments")
 
-    def _query_memory(self, peer: _Peer, header: MessageHeader) -> memoryview:
-        row = self._heads * self._head_dim * self._cache.dtype.itemsize
-        slots = peer.slots
+    def _rows_memory(self, peer: _Peer, header: MessageHeader) -> memoryview:
+        """For rows of q, or of new k and v."""
+        slots, new = peer.slots, header.op is Op.KEY_VALUE
+        row = (2 * self._kv_heads if new else self._heads) * self._head_dim * self._cache.dtype.itemsize
         rows = min(header.rows, ROWS_MAX) if slots is None else slots.rows
+        if new and not peer.whole:
+            raise MessageRefused("op: KEY_VALUE is not for who holds segments")
         if header.slots != peer.number:
             raise MessageRefused(f"slots: {header.slots} is not the newest list, {peer.number}")
         if header.layer >= self._cache.layers:
@@ -157,66 +215,61 @@ class SegmentServer:
         if header.dtype is not DTYPES[self._cache.dtype]:
             raise MessageRefused(f"dtype: {header.dtype.name}, not {DTYPES[self._cache.dtype].name}")
         if slots is not None:
-            return bytes_of(slots.query)
+            return bytes_of(slots.new if isinstance(slots, HeldCaches) and new else slots.query)
         peer.receiving = torch.empty(header.payload_bytes, dtype=torch.uint8)
         return bytes_of(peer.receiving)
 
-    def _list(self, peer: _Peer, header: MessageHeader, answer_bytes_max: int) -> str:
+    def _list(self, peer: _Peer, header: MessageHeader, answer_bytes_max: int) -> RowRefusal | None:
         """Takes a list of pairs. Returns why not, or nothing."""
-        pairs = peer.receiving.view(torch.int32).view(-1, 2).tolist()
-        peer.slots, peer.number = None, header.slots
+        pairs = [(first, second) for first, second in peer.receiving.view(torch.int32).view(-1, 2).tolist()]
+        peer.slots, peer.number, peer.whole = None, header.slots, header.parts in (WHOLE, TAILS)
+        wanted = [number for number, _ in pairs] if peer.whole else [number for _, number in pairs]
+        missing = sorted(set(wanted) - self.holds.keys())
+        if missing:
+            return RowRefusal(f"slots {header.slots}: hold {missing[0]} is not here", missing[0])
+        sizes = {"segment_tokens": self._segment_tokens, "heads": self._heads}
+        if peer.whole:
+            problem = problem_of(pairs, self.holds)
+            if header.parts == TAILS and not problem:
+                # As long as they may become: states of each segment that they have room for.
+                segments = sum(
+                    -(-self.holds[hold].room(self._cache) // self._segment_tokens) for hold in wanted
+                )
+                if too_large := self._too_large(segments, answer_bytes_max):
+                    problem = RowRefusal(too_large)
+            if problem is None:
+                kind = HeldTails if header.parts == TAILS else HeldCaches
+                peer.slots = kind(pairs, self.holds, self._attention, self._cache, **sizes)
+            return problem and problem._replace(reason=f"slots {header.slots}: {problem.reason}")
         chunk = all(row == EVERY_ROW for row, _ in pairs)
         if not chunk and any(not 0 <= row < header.rows for row, _ in pairs):
-            return f"slots {header.slots}: a row beyond {header.rows}"
-        missing = sorted({hold for _, hold in pairs} - self.holds.keys())
-        if missing:
-            return f"slots {header.slots}: hold {missing[0]} is not here"
+            return RowRefusal(f"slots {header.slots}: a row beyond {header.rows}")
+        for number in sorted(set(wanted)):
+            hold = self.holds[number]
+            if not hold.complete:
+                has = f"hold {number} has {hold.tokens} of {hold.expected} tokens"
+                return RowRefusal(f"slots {header.slots}: {has}", number)
         if chunk:
             segments = sum(-(-self.holds[hold].tokens // self._segment_tokens) for _, hold in pairs)
-            size = segments * header.rows * self._heads * (self._head_dim * self._cache.dtype.itemsize + 4)
-            if size > answer_bytes_max:
-                return f"slots {header.slots}: states of {size} bytes, and {answer_bytes_max} are taken"
-        wanted = [(max(row, 0), hold) for row, hold in pairs]
-        peer.slots = self._slot_list(header.rows, wanted, chunk=chunk)
-        return ""
+            too_large = self._too_large(segments * header.rows, answer_bytes_max)
+            if too_large:
+                return RowRefusal(f"slots {header.slots}: {too_large}")
+        asked = [(max(row, 0), hold) for row, hold in pairs]
+        peer.slots = SlotList(header.rows, asked, self.holds, self._cache, chunk=chunk, **sizes)
+        return None
 
-    def _slot_list(self, rows: int, wanted: Sequence[tuple[int, int]], *, chunk: bool) -> SlotList:
-        runs, segments = StepRuns(), 0
-        cache = self._cache
-        held = {number: self.holds[number] for _, number in wanted}
-        for row, number in wanted:
-            hold = held[number]
-            found = runs_of(
-                row, hold.blocks, hold.tokens, self._segment_tokens, cache.block_tokens, cache.device,
-                part=segments, column=0,
-            )  # fmt: skip
-            runs.items += found
-            segments += sum(run.segments for run in found)
-        shape = (self._heads, self._head_dim)
-        each = rows if chunk else 1
-        return SlotList(
-            rows,
-            runs,
-            segments,
-            torch.empty(rows, *shape, dtype=cache.dtype),
-            StateStack(segments, each, *shape, cache.device),
-            torch.empty(segments, each, *shape, dtype=cache.dtype),
-            chunk,
-            held,
-        )
+    def _too_large(self, states: int, answer_bytes_max: int) -> str:
+        """Why so many states are no answer, or nothing."""
+        size = states * self._heads * (self._head_dim * self._cache.dtype.itemsize + 4)
+        return f"states of {size} bytes, and {answer_bytes_max} are taken" if size > answer_bytes_max else ""
 
     def _answer(self, channel: WorkerChannel, slots: SlotList, header: MessageHeader) -> None:
-        k, v = self._cache.k[header.layer], self._cache.v[header.layer]
-        if slots.chunk:
-            self._attention.chunk_states(slots.query, k, v, slots.runs.items, slots.states)
-        else:
-            self._attention.segment_states(slots.query, k, v, slots.runs, slots.states)
-        slots.out.copy_(slots.states.out)
+        slots.attend(self._attention, header.layer)
         # Asked after computing: blocks of a hold that was dropped may have had other contents meanwhile.
-        for number, hold in slots.held.items():
-            if self.holds.get(number) is not hold:
-                self._refuse(channel, header, f"hold {number} was dropped")
-                return
+        problem = self._dropped(slots)
+        if problem:
+            self._refuse(channel, header, problem)
+            return
         answer = MessageHeader(
             Op.PARTIAL,
             header.dtype,
@@ -228,3 +281,32 @@ class SegmentServer:
             slots=header.slots,
         )
         channel.send(answer, bytes_of(slots.out), bytes_of(slots.states.lse))
+
+    def _attend_whole(self, channel: WorkerChannel, caches: HeldCaches, header: MessageHeader) -> None:
+        """A query begins attention, its k and v end it."""
+        if header.op is Op.QUERY:
+            self.counts.queries += 1
+            self.counts.early += not _has_more(channel)
+            caches.ask(header)
+            return
+        problem = caches.merge(header)
+        # Asked after computing, as above.
+        with self._writing:
+            problem = problem or self._dropped(caches) or caches.keep(header.layer)
+        if problem:
+            self._refuse(channel, header, problem)
+            return
+        answer = header._replace(op=caches.answer, payload_bytes=0, sequence=0)
+        channel.send(answer, *caches.payload())
+
+    def _dropped(self, slots: SlotList | HeldCaches) -> RowRefusal | None:
+        """Which of the list's holds is not what it was, or nothing."""
+        gone = [number for number, hold in slots.held.items() if self.holds.get(number) is not hold]
+        return RowRefusal(f"hold {gone[0]} was dropped", gone[0]) if gone else None
+
+
+def _has_more(channel: WorkerChannel) -> bool:
+    """The next message is here already, at least in part."""
+    poller = select.poll()
+    poller.register(channel.fileno(), select.POLLIN)
+    return channel.ready() or bool(poller.poll(0))

@@ -14,6 +14,7 @@ import msgspec
 
 from halfmoon.schemas.lending import HoldRequest
 from halfmoon.schemas.tokens import ResendReply, TokensSampled
+from halfmoon.workers.attention.actions import HoldAction
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.machines import Announce, Report, TakeTokens
 
@@ -34,10 +35,11 @@ class AnswerResend(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Give back what the order holds in the node's pool, `after_ns` from now."""
+    """Give back what the order holds in the node's pool, `after_ns` from now. With `confirm`: LeaseConfirmed."""
 
     order_id: str
     after_ns: int = 0
+    confirm: bool = False
 
 
 class AskHold(msgspec.Struct, frozen=True):
@@ -46,30 +48,6 @@ class AskHold(msgspec.Struct, frozen=True):
     worker_id: str
     request: HoldRequest
     after_ns: int = 0
-
-
-class AnswerHold(msgspec.Struct, frozen=True):
-    """Reply to HoldAsked. `refused` "": it is held under the number `hold`."""
-
-    ask_id: int
-    hold: int = 0
-    refused: str = ""
-
-
-# --- to the thread that attends for others -------------------------------------------------------------------
-
-
-class OfferHold(msgspec.Struct, frozen=True):
-    """From now on, attend to the segments in these blocks for whoever asks for `hold`."""
-
-    hold: int
-    blocks: list[int]
-
-
-class DropHold(msgspec.Struct, frozen=True):
-    """Attend to it no longer: its blocks will have other contents."""
-
-    hold: int
 
 
 # --- to the copy thread -------------------------------------------------------------------------------------
@@ -85,12 +63,33 @@ class CopyLayers(msgspec.Struct, frozen=True):
     copies: tuple[tuple[int, int, int], ...]
 
 
-class LoadHold(msgspec.Struct, frozen=True):
-    """Bring blocks from the pool of a node of `request` through the own node's into these of the cache; HoldLoaded."""
+class PushTokens(msgspec.Struct, frozen=True):
+    """Send the KV of `tokens` tokens to a lender's `hold`, from its token `first` on; TokensPushed.
 
+    They are read from `blocks` of the cache, and begin in the first of them where `first` lies in its block.
+    """
+
+    order_id: str
+    plan_id: str
+    worker_id: str
     hold: int
-    request: HoldRequest
     blocks: list[int]
+    first: int
+    tokens: int
+
+
+class PushTail(msgspec.Struct, frozen=True):
+    """Send `tokens` tokens of `block` of the engine's cache, which are a prompt's last, to all that hold what is before
+    them, to be those from the hold's token `first_token` on; TailPushed.
+
+    `places` are (worker, hold, first KV head, KV heads).
+    """
+
+    order_id: str
+    block: int
+    first_token: int
+    tokens: int
+    places: tuple[tuple[str, int, int, int], ...]
 
 
 class ShareOutput(msgspec.Struct, frozen=True):
@@ -163,11 +162,10 @@ Action = (
     | AnswerResend
     | Release
     | AskHold
-    | AnswerHold
-    | OfferHold
-    | DropHold
-    | LoadHold
+    | HoldAction
     | CopyLayers
+    | PushTokens
+    | PushTail
     | ShareOutput
     | Wake
     | RunStep

@@ -35,6 +35,8 @@ class Batch:
         orders = self.orders
         assert not orders.in_step, orders.in_step
         orders.asleep = False
+        if orders.moves.finish_some(orders.out):
+            orders.blocks_freed()
         while not orders.stopped:
             if not self._joined:
                 if self._swap_in():
@@ -50,6 +52,7 @@ class Batch:
                 orders.in_step = list(orders.running)
                 self._step_context = sum(sequence.length for sequence in orders.in_step)
                 orders.out.append(RunStep(orders.in_step, self._step_context))
+                orders.moves.send_some(orders.out)
                 return
         orders.asleep = True
 
@@ -60,7 +63,7 @@ class Batch:
             return False
         sequence = orders.swapped[0]
         # With the block of its next token: otherwise it would be the first to be swapped out again.
-        if not orders.blocks.can_allocate(sequence.length // self._block_tokens + 1 - sequence.kv.away):
+        if not orders.blocks.can_allocate(sequence.length // self._block_tokens + 1 - sequence.away):
             return False
         orders.swapped.popleft()
         sequence.place(orders.blocks.allocate(sequence.held_blocks))
@@ -117,6 +120,8 @@ class Batch:
         if self._layers == 0:  # an engine that computes nothing has no KV to make room for
             return False
         for sequence in list(orders.running):
+            if sequence.elsewhere:
+                continue
             while sequence.stage is Stage.RUNNING and sequence.length // self._block_tokens >= len(
                 sequence.table
             ):
@@ -150,6 +155,7 @@ class Batch:
             orders.free(sequence)
             return
         orders.running.remove(sequence)
+        orders.moves.give_up(sequence.order_id, "it is swapped out", orders.out)
         sequence.held, sequence.held_blocks = held, len(sequence.own_blocks)
         sequence.stage = Stage.SWAPPED
         sequence.preemptions += 1
@@ -157,20 +163,21 @@ class Batch:
         orders.swapped.appendleft(sequence)
         orders.free(sequence)
 
-    def step_failed(self, worker_id: str, reason: str) -> None:
+    def step_failed(self, worker_id: str, reason: str, hold: int = 0) -> None:
         """No token was made. The sequences that do not need that worker are in the next step, which writes the same."""
         orders = self.orders
         batch, orders.in_step = orders.in_step, []
-        orders.lose_lender(worker_id, reason)
+        orders.lose_lender(worker_id, reason, hold)
         for sequence in batch:
             if sequence.stage is Stage.ENDED:
                 orders.free(sequence)
 
-    def after_step(self, tokens: list[SampledToken], step_ns: int) -> None:
+    def after_step(self, tokens: list[SampledToken], step_ns: int, waits_ns: dict[str, int]) -> None:
         """Deliver the step's tokens, then end what has ended."""
         orders = self.orders
         batch, orders.in_step = orders.in_step, []
         orders.times.observe(step_ns, len(batch), self._step_context)
+        orders.place_times.observe(batch, waits_ns)
         fresh: list[tuple[DecodeSequence, int]] = []
         for sequence, token in zip(batch, tokens, strict=True):
             if sequence.stage is not Stage.RUNNING:

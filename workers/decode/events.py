@@ -4,9 +4,11 @@ Each carries its time, because the machine has no clock: `at_ns` is monotonic, `
 Every instruction of `halfmoon.workers.decode.actions` that takes time ends in exactly one of them:
 
     TakeTokens ─▶ TokensTaken      CopyLayers ─▶ LayersCopied      ShareOutput ─▶ OutputShared
+    Release ─▶ LeaseConfirmed, where it asks for it
     Wake ─▶ EngineIdled            RunStep ─▶ StepEnded, StepFailed
     SwapOut ─▶ SwappedOut          SwapIn ─▶ SwappedIn
     AskHold ─▶ PartHeld, PartNotHeld                               LoadHold ─▶ HoldLoaded
+    PushTokens ─▶ TokensPushed     PushTail ─▶ TailPushed
 
 After each of StepEnded, StepFailed, SwappedOut and SwappedIn the shell says EngineIdled: the machine answers it with
 the next instruction for the compute thread, or with none until it says Wake.
@@ -14,11 +16,13 @@ the next instruction for the compute thread, or with none until it says Wake.
 
 from __future__ import annotations
 
-from halfmoon.schemas.decisions import StartDecode
+import msgspec
+
+from halfmoon.schemas.decisions import MoveKv, StartDecode
 from halfmoon.schemas.kv import KvMessage
-from halfmoon.schemas.lending import HoldRequest
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendRequest
+from halfmoon.workers.attention.events import HoldAsked, HoldLoaded
 from halfmoon.workers.machines import (
     AnnounceRequested,
     OrderCancelled,
@@ -36,6 +40,18 @@ class DecodeOrdered(WorkerEvent, frozen=True, kw_only=True):
     order: StartDecode
 
 
+class MoveOrdered(WorkerEvent, frozen=True, kw_only=True):
+    """The conductor wants segments of a request that runs here elsewhere."""
+
+    order: MoveKv
+
+
+class MoveEnded(WorkerEvent, frozen=True, kw_only=True):
+    """A move to this worker came to nothing."""
+
+    plan_id: str
+
+
 # --- from frontends -----------------------------------------------------------------------------------------
 
 
@@ -48,22 +64,16 @@ class ResendRequested(WorkerEvent, frozen=True, kw_only=True):
 # --- from decode workers ------------------------------------------------------------------------------------
 
 
-class HoldAsked(WorkerEvent, frozen=True, kw_only=True):
-    """Another decode worker wants segments of its sequence held here. AnswerHold follows, at once or in the end.
-
-    `ask_id` is the shell's, for the answer.
-    """
-
-    ask_id: int
-    request: HoldRequest
-
-
 class PartHeld(WorkerEvent, frozen=True, kw_only=True):
-    """A lender answered AskHold: it holds the part under the number `hold`. The shell knows where it listens."""
+    """A lender answered AskHold: it holds the part under the number `hold`. The shell knows where it listens.
+
+    `plan_id`: of the move that it was asked for; "": the part was lent from the start.
+    """
 
     order_id: str
     worker_id: str
     hold: int
+    plan_id: str = ""
 
 
 class PartNotHeld(WorkerEvent, frozen=True, kw_only=True):
@@ -72,6 +82,7 @@ class PartNotHeld(WorkerEvent, frozen=True, kw_only=True):
     order_id: str
     worker_id: str
     reason: str
+    plan_id: str = ""
 
 
 # --- from store agents and prefill workers ------------------------------------------------------------------
@@ -100,10 +111,17 @@ class LayersCopied(WorkerEvent, frozen=True, kw_only=True):
     copy_id: int
 
 
-class HoldLoaded(WorkerEvent, frozen=True, kw_only=True):
-    """LoadHold is done. `problem` "": the blocks have what was asked for."""
+class TokensPushed(WorkerEvent, frozen=True, kw_only=True):
+    """PushTokens is done: the lender has said that it has them, in so many bytes; or why not (`problem`)."""
 
-    hold: int
+    moved_bytes: int = 0
+    problem: str = ""
+
+
+class TailPushed(WorkerEvent, frozen=True, kw_only=True):
+    """PushTail is done. `problem` "": all places have the end of the prompt."""
+
+    order_id: str
     problem: str = ""
 
 
@@ -112,17 +130,25 @@ class EngineIdled(WorkerEvent, frozen=True, kw_only=True):
 
 
 class StepEnded(WorkerEvent, frozen=True, kw_only=True):
-    """RunStep is done: one token of each sequence of its batch, in the batch's order."""
+    """RunStep is done: one token of each sequence of its batch, in the batch's order.
+
+    `waits_ns`: of the step, for each worker that attended to parts of its sequences.
+    """
 
     tokens: list[SampledToken]
     step_ns: int
+    waits_ns: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class StepFailed(WorkerEvent, frozen=True, kw_only=True):
-    """RunStep made no token: `worker_id`, which holds parts of some of the batch, is lost or does not have them."""
+    """RunStep made no token: `worker_id`, which holds parts of some of the batch, is lost or does not have them.
+
+    `hold`: this one alone it does not have; 0: all of them are lost.
+    """
 
     worker_id: str
     reason: str
+    hold: int = 0
 
 
 class SwappedOut(WorkerEvent, frozen=True, kw_only=True):
@@ -133,6 +159,13 @@ class SwappedOut(WorkerEvent, frozen=True, kw_only=True):
 
 class SwappedIn(WorkerEvent, frozen=True, kw_only=True):
     """SwapIn is done."""
+
+
+class LeaseConfirmed(WorkerEvent, frozen=True, kw_only=True):
+    """Release is done. `held`: its slots were nobody else's until then, so what was copied is the prompt's KV."""
+
+    order_id: str
+    held: bool
 
 
 class OutputShared(WorkerEvent, frozen=True, kw_only=True):
@@ -146,6 +179,8 @@ class OutputShared(WorkerEvent, frozen=True, kw_only=True):
 
 Event = (
     DecodeOrdered
+    | MoveOrdered
+    | MoveEnded
     | OrderCancelled
     | AnnounceRequested
     | TokensTaken
@@ -157,11 +192,14 @@ Event = (
     | MemoryLost
     | LayersCopied
     | HoldLoaded
+    | TokensPushed
+    | TailPushed
     | EngineIdled
     | StepEnded
     | StepFailed
     | SwappedOut
     | SwappedIn
+    | LeaseConfirmed
     | OutputShared
     | WorkerStopped
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from halfmoon.workers.decode.lent_parts import blocks_away
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.decode.sequence import DecodeSequence, Stage
+from halfmoon.workers.model.segments import AWAY
 
 
 def check(orders: Orders, batch_max: int) -> None:
@@ -17,6 +19,7 @@ def check(orders: Orders, batch_max: int) -> None:
     for sequence, count in orders.copies.values():
         assert count >= 1, ("nothing to copy", sequence.order_id)
         copies.setdefault(sequence, []).append(count)
+    _check_moves(orders)
     for sequence in orders.open.values():
         _check_sequence(orders, sequence, copies.get(sequence, []))
     _check_ended(orders)
@@ -56,12 +59,15 @@ def _check_work(orders: Orders) -> None:
         assert not orders.running, ("running and nobody wakes the compute thread", len(orders.running))
     if orders.layout.layers:
         for sequence in _busy(orders):
-            assert sequence.table, ("blocks given away while a thread works on them", sequence.order_id)
+            assert sequence.table or sequence.loaded, (
+                "blocks given away while a thread works on them",
+                sequence.order_id,
+            )
 
 
 def _busy(orders: Orders) -> list[DecodeSequence]:
     """Whose blocks a thread reads or writes; one may stand here more than once."""
-    busy = [*orders.in_step, *orders.sharing.values()]
+    busy = [*orders.in_step, *orders.sharing.values(), *orders.pushing.values()]
     if orders.moving_in is not None:
         busy.append(orders.moving_in)
     if orders.moving_out is not None:
@@ -81,10 +87,35 @@ def _check_blocks(orders: Orders) -> None:
     orders.blocks.check()
     held = [block for sequence in _holders(orders) for block in sequence.own_blocks]
     held += [block for hold in orders.holds.open.values() for block in hold.blocks]
+    push = orders.moves.push
+    if push is not None and push.orphaned:
+        held += push.blocks
     each_once = len(set(held)) == len(held)
     assert each_once, ("a block of two", {s.order_id: s.table for s in _holders(orders)})
     assert orders.blocks.are_used(held), ("a free block in a table", held)
     assert len(held) == orders.blocks_used, ("blocks of nobody", len(held), orders.blocks_used)
+
+
+def _check_moves(orders: Orders) -> None:
+    """A sequence that moves runs, and is all here until it is all there."""
+    push, size = orders.moves.push, orders.layout.block_tokens
+    for order_id, move in orders.moves.open.items():
+        sequence = move.sequence
+        assert orders.open.get(order_id) is sequence, ("moves and is not open", order_id)
+        assert sequence in orders.running, ("moves and does not run", order_id)
+        mine = sequence.table[sequence.away : sequence.away + move.blocks]
+        assert AWAY not in mine, ("moves and is away", order_id, sequence.table)
+        assert len(mine) == move.blocks, ("moves more than it has", order_id, move.blocks, sequence.table)
+        assert 0 <= move.tokens <= move.blocks * size, ("moved tokens", order_id, move.tokens, move.blocks)
+    if push is not None:
+        read = orders.blocks.are_used(push.blocks)
+        assert read, ("blocks given away that are being sent", push.blocks)
+    for sequence in orders.open.values():
+        away = blocks_away(sequence.parts)
+        assert sequence.away == away, ("parts elsewhere", sequence.order_id, sequence.away, away)
+        if sequence.table:
+            here = [block for block in sequence.table if block != AWAY]
+            assert sequence.own_blocks == here, ("away in the middle", sequence.order_id, sequence.table)
 
 
 def _check_sequence(orders: Orders, sequence: DecodeSequence, copies: list[int]) -> None:
@@ -108,14 +139,24 @@ def _check_sequence(orders: Orders, sequence: DecodeSequence, copies: list[int])
         assert sequence.released == complete, ("lease", order_id, sequence.released, complete)
     if sequence.stage is Stage.WAITING:
         blocks, whole = len(sequence.table), len(kv.slots) if layout.layers else 0
-        assert blocks in (0, whole), ("blocks of a prompt", order_id, sequence.table, whole)
-        assert blocks or not started, ("copied to nowhere", order_id)
+        assert blocks in (0, whole), (
+            "blocks of a prompt",
+            order_id,
+            sequence.table,
+            whole,
+        )
+        assert blocks or not started or sequence.elsewhere, ("copied to nowhere", order_id)
         return
     if layout.layers:
         assert complete, ("joined before its KV", order_id, kv.copied, len(kv.started))
-        held = len(sequence.table) or sequence.held_blocks + kv.away
+        held = len(sequence.table) or sequence.held_blocks + sequence.away
         needed = sequence.length + (sequence in orders.in_step)
-        assert held * layout.block_tokens >= needed, ("no block for its KV", order_id, held, needed)
+        assert sequence.elsewhere or held * layout.block_tokens >= needed, (
+            "no block for its KV",
+            order_id,
+            held,
+            needed,
+        )
     if sequence.stage is Stage.SWAPPED and sequence is not orders.moving_in:
         assert not sequence.table, ("swapped out with blocks", order_id, sequence.table)
         assert sequence.held_blocks, ("swapped out with nothing held", order_id)

@@ -18,15 +18,17 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import DecodeFailed, DecodeRefused, DecodeStarted, RequestFinished
 from halfmoon.schemas.kv import KvLoaded, KvMessage, KvReady, PrefillResult, TransferFailed, TransferOpened
-from halfmoon.schemas.lending import HoldRequest
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
-from halfmoon.schemas.types import KEY_BYTES
-from halfmoon.workers.decode.actions import Action, AskHold, CopyLayers, EndSpan, Release, ShareOutput, Wake
+from halfmoon.workers.attention.holds import Holds
+from halfmoon.workers.decode.actions import Action, CopyLayers, EndSpan, Release, Wake
 from halfmoon.workers.decode.deliveries import deliveries_of
-from halfmoon.workers.decode.holds import Holds
-from halfmoon.workers.decode.sequence import DecodeSequence, LentPart, Stage
+from halfmoon.workers.decode.generated_blocks import generated_blocks, shares_generated
+from halfmoon.workers.decode.lenders import Lenders, borrows_of, holds_under
+from halfmoon.workers.decode.moves import Moves
+from halfmoon.workers.decode.place_times import PlaceTimes
+from halfmoon.workers.decode.sequence import DecodeSequence, Stage
 from halfmoon.workers.decode.step_times import StepTimes
 from halfmoon.workers.machines import Report, TakeTokens, refusal
 from halfmoon.workers.model.block_allocator import BlockAllocator
@@ -37,9 +39,6 @@ EARLY_ORDERS_MAX = 256
 FINISHED_MAX = 512
 #: A request that ends with its first token lets the last layers of its KV arrive (they join the pool).
 LAST_LAYERS_NS = SECOND_NS // 2
-#: How long, and how often, a lender that does not take a part is asked again.
-LENDER_NS = 60 * SECOND_NS
-LENDER_PAUSE_NS = SECOND_NS // 10
 
 
 class Orders:
@@ -53,6 +52,7 @@ class Orders:
         *,
         worker_id: str,
         node_id: str,
+        incarnation: str,
         layout: Layout,
         kv_blocks: int,
         profile: CostProfile,
@@ -60,10 +60,11 @@ class Orders:
         eos_ids: frozenset[int],
     ) -> None:
         self.worker_id, self.layout, self.has_store = worker_id, layout, has_store
-        self.node_id = node_id
+        self.lenders = Lenders(worker_id, node_id, layout.block_tokens)
         self.blocks = BlockAllocator(kv_blocks)
-        self.holds = Holds(layout, self.blocks)
-        self.times = StepTimes(profile)
+        self.holds = Holds(layout, self.blocks, incarnation)
+        self.moves = Moves(worker_id, layout, self.blocks)
+        self.times, self.place_times = StepTimes(profile), PlaceTimes(layout, profile)
         #: Every order not yet answered; each is in one of `waiting`, `running` and `swapped`, or is `moving_in`.
         self.open: dict[str, DecodeSequence] = {}
         self.waiting: OrderedDict[str, DecodeSequence] = OrderedDict()
@@ -76,6 +77,7 @@ class Orders:
         self.moving_in: DecodeSequence | None = None
         self.copies: dict[int, tuple[DecodeSequence, int]] = {}
         self.sharing: dict[str, DecodeSequence] = {}
+        self.pushing: dict[str, DecodeSequence] = {}
         self.finished: OrderedDict[str, DecodeSequence] = OrderedDict()
         #: By order, each with its author.
         self.early: OrderedDict[str, list[tuple[str, KvMessage]]] = OrderedDict()
@@ -101,7 +103,8 @@ class Orders:
         return [
             order_id
             for order_id, sequence in self.waiting.items()
-            if sequence.result is None or (self.has_store and not sequence.kv.announced)
+            if not sequence.order.resumes
+            and (sequence.result is None or (self.has_store and not sequence.kv.announced))
         ]
 
     def leased(self) -> list[str]:
@@ -133,7 +136,18 @@ class Orders:
             self._fail(sequence, refusal(reply), retryable=reply is None)
             return
         sequence.take(reply, self._eos_ids)
+        if sequence.order.resumes:
+            self._resume(sequence)
         self._advance(sequence)
+
+    def _resume(self, sequence: DecodeSequence) -> None:
+        """It goes on after the tokens that its client has."""
+        if not sequence.replay:
+            self._fail(sequence, "nothing was delivered that could be gone on from", retryable=True)
+            return
+        sequence.go_on(self.now_ns, self.wall_ns)
+        if sequence.finish_reason:  # the word of the end was lost
+            self.finish(sequence)
 
     def hear(self, author_id: str, message: KvMessage) -> None:
         """KV progress of an order that is open, or yet to come."""
@@ -184,12 +198,13 @@ class Orders:
                 self.finish(sequence)
                 return
         # Who was swapped out comes first: nothing new takes blocks before it is back.
-        if sequence.kv.opened and (sequence.table or not self.swapped):
+        if sequence.kv.opened and not sequence.loaded and (sequence.table or not self.swapped):
             self._load(sequence)
         if sequence.loaded:
             self._release(sequence)  # the pool's slots have done their duty
         elif sequence.parts:
-            self._ask_lenders(sequence)
+            self.lenders.ask_all(sequence, self.now_ns, self.out)
+            self.lenders.push_tail(sequence, self.pushing, self.out)
         if sequence.ready:
             sequence.ready_ns = sequence.ready_ns or self.now_ns
             sequence.ready_wall_ns = sequence.ready_wall_ns or self.wall_ns
@@ -245,61 +260,42 @@ class Orders:
             copies = tuple((layer, kv.slots[block], table[block]) for layer, block in places)
             self.out.append(CopyLayers(self._copy_id, copies))
 
-    def _ask_lenders(self, sequence: DecodeSequence) -> None:
-        """Once all of its KV is in the node's pool, and its keys are known, the lenders fetch their parts."""
-        if not sequence.taken or not sequence.kv.announced:
+    def part_held(self, order_id: str, worker_id: str, hold: int, plan_id: str) -> None:
+        """A lender has a part, or room for one that moves."""
+        if plan_id:
+            self.moves.held(order_id, plan_id, hold)
             return
-        for part in sequence.parts:
-            if not part.asked_ns:
-                part.asked_ns = self.now_ns
-                self._ask(sequence, part, 0)
-
-    def _ask(self, sequence: DecodeSequence, part: LentPart, after_ns: int) -> None:
-        order = sequence.order
-        request = HoldRequest(
-            owner_id=self.worker_id,
-            order_id=order.order_id,
-            source_node_ids=list(dict.fromkeys(filter(None, (self.node_id, order.prefill_node_id)))),
-            first_block=part.first_block,
-            block_keys=sequence.block_keys[: (part.first_block + part.blocks) * KEY_BYTES],
-            tenant=sequence.tenant,
-        )
-        self.out.append(AskHold(part.worker_id, request, after_ns))
-
-    def part_held(self, order_id: str, worker_id: str, hold: int) -> None:
-        """A lender has a part."""
-        found = self._part(order_id, worker_id)
-        if found is not None:
-            sequence, part = found
-            part.hold = hold
+        sequence = self.open.get(order_id)
+        if sequence is not None and self.lenders.held(sequence, worker_id, hold):
             self._advance(sequence)
 
-    def part_not_held(self, order_id: str, worker_id: str, reason: str) -> None:
-        """It has not: the blocks are not in the pool yet, or it is full for now. It is asked again for a while."""
-        found = self._part(order_id, worker_id)
-        if found is None:
+    def part_not_held(self, order_id: str, worker_id: str, reason: str, plan_id: str) -> None:
+        """It has not; it is asked again for a while, unless the part is here and stays."""
+        if plan_id:
+            self.moves.not_held(order_id, plan_id, reason, self.out)
             return
-        sequence, part = found
-        if self.now_ns - part.asked_ns > LENDER_NS:
-            self._fail(sequence, f"lender {worker_id}: {reason}", retryable=True)
-        else:
-            self._ask(sequence, part, LENDER_PAUSE_NS)
-
-    def _part(self, order_id: str, worker_id: str) -> tuple[DecodeSequence, LentPart] | None:
-        """The part that an open order waits for."""
         sequence = self.open.get(order_id)
-        if sequence is None:
-            return None
-        for part in sequence.parts:
-            if part.worker_id == worker_id and part.asked_ns and not part.hold:
-                return sequence, part
-        return None
+        if sequence is not None and not self.lenders.not_held(sequence, worker_id, self.now_ns, self.out):
+            self._fail(sequence, f"lender {worker_id}: {reason}", retryable=True)
 
-    def lose_lender(self, worker_id: str, reason: str) -> None:
-        """Whatever it holds of the batch's sequences is lost."""
-        for sequence in list(self.running):
-            if any(part.worker_id == worker_id for part in sequence.parts):
-                self._fail(sequence, f"lender {worker_id}: {reason}", retryable=True)
+    def tail_pushed(self, order_id: str, problem: str) -> None:
+        """A PushTail is done: nothing of the sequence is wanted here."""
+        sequence = self.pushing.pop(order_id)
+        if sequence.stage is Stage.ENDED:
+            self._free_unless_busy(sequence)
+        elif problem:
+            self._fail(sequence, f"the end of its prompt: {problem}", retryable=True)
+        else:
+            sequence.tail_due = False
+            self.free(sequence)
+            self._advance(sequence)
+
+    def lose_lender(self, worker_id: str, reason: str, hold: int) -> None:
+        """Whatever it holds of the batch's sequences is lost, or only what it has under `hold`."""
+        lost = [sequence for sequence in self.running if borrows_of(sequence, worker_id)]
+        # One that nobody here has fails them all: else the same step would be made for ever.
+        for sequence in [one for one in lost if holds_under(one, worker_id, hold)] or lost:
+            self._fail(sequence, f"lender {worker_id}: {reason}", retryable=True)
 
     def copied(self, copy_id: int) -> None:
         """A CopyLayers is done."""
@@ -329,23 +325,11 @@ class Orders:
         result = sequence.result
         assert result is not None
         self._end_span(sequence)
-        self.report(
-            RequestFinished(
-                order_id=sequence.order_id,
-                request_id=sequence.order.request_id,
-                worker_id=self.worker_id,
-                finish_reason=sequence.finish_reason,  # type: ignore[arg-type]
-                completion_tokens=len(sequence.output),
-                ttft_ns=result.queue_ns + result.compute_ns,  # transfers overlap both
-                tbt_ns=sequence.tbt_ns(),
-                decode_ns=self.now_ns - sequence.started_ns if sequence.started_ns else 0,
-                preemptions=sequence.preemptions,
-            )
-        )
+        self.report(sequence.finished(self.worker_id, result, self.now_ns))
         self.finished[sequence.order_id] = sequence
         while len(self.finished) > FINISHED_MAX:
             self.finished.popitem(last=False)
-        if self._shares_output(sequence):
+        if self.has_store and shares_generated(sequence, self.layout):
             self._share_output(sequence)
         self._end(sequence)
 
@@ -383,6 +367,21 @@ class Orders:
         if self.holds.loaded(number, problem, self.out):
             self.blocks_freed()
 
+    def end_move(self, plan_id: str) -> None:
+        """A move to this worker came to nothing."""
+        if self.holds.end_move(plan_id, self.out):
+            self.blocks_freed()
+
+    def pushed(self, moved_bytes: int, problem: str) -> None:
+        """A PushTokens is done."""
+        if self.moves.pushed(moved_bytes, problem, self.out):
+            self.blocks_freed()
+
+    def lease_ended(self, order_id: str, *, held: bool) -> None:
+        """A Release is done."""
+        if order_id in self.open:
+            self.open[order_id].lease_held = held
+
     def shared(self, order_id: str) -> None:
         """A ShareOutput is done."""
         self._free_unless_busy(self.sharing.pop(order_id))
@@ -403,6 +402,7 @@ class Orders:
     def _forget(self, sequence: DecodeSequence) -> None:
         self.open.pop(sequence.order_id, None)
         self.waiting.pop(sequence.order_id, None)
+        self.moves.forget(sequence.order_id)
         if sequence in self.running:
             self.running.remove(sequence)
         if sequence in self.swapped:
@@ -417,6 +417,7 @@ class Orders:
             or sequence is self.moving_out
             or sequence is self.moving_in
             or sequence.order_id in self.sharing
+            or sequence.order_id in self.pushing
         )
 
     def _free_unless_busy(self, sequence: DecodeSequence) -> None:
@@ -427,7 +428,7 @@ class Orders:
     def free(self, sequence: DecodeSequence) -> None:
         """Its blocks may be used by others."""
         if sequence.table:
-            self.blocks.free(sequence.own_blocks)
+            self.blocks.free(self.moves.unread(sequence))
             sequence.table = []
         self.blocks_freed()
 
@@ -444,33 +445,9 @@ class Orders:
             if waiting.kv.readable:
                 self._advance(waiting)
 
-    def _shares_output(self, sequence: DecodeSequence) -> bool:
-        """It has whole blocks beyond its prompt's that others may use.
-
-        Only in fast numerics: in exact ones generated KV is not, bit for bit, what a prefill of the same tokens
-        would give.
-        """
-        return bool(
-            self.has_store
-            and self.layout.numerics == "fast"
-            and self.layout.block_bytes
-            and sequence.root_key
-            and sequence.table
-            and sequence.length // self.layout.block_tokens > len(sequence.block_keys) // KEY_BYTES
-        )
-
     def _share_output(self, sequence: DecodeSequence) -> None:
         self.sharing[sequence.order_id] = sequence
-        self.out.append(
-            ShareOutput(
-                order_id=sequence.order_id,
-                root_key=sequence.root_key,
-                tokens=(sequence.prompt + sequence.output)[: sequence.length],
-                known_blocks=len(sequence.block_keys) // KEY_BYTES,
-                table=list(sequence.table),
-                tenant=sequence.tenant,
-            )
-        )
+        self.out.append(generated_blocks(sequence, self.layout))
 
     # --- words out ------------------------------------------------------------------------------------------
 
@@ -485,7 +462,8 @@ class Orders:
     def _release(self, sequence: DecodeSequence, after_ns: int = 0) -> None:
         if self.has_store and not sequence.released:
             sequence.released = True
-            self.out.append(Release(sequence.order_id, after_ns))
+            confirm = sequence.loaded and self.layout.numerics == "fast"
+            self.out.append(Release(sequence.order_id, after_ns, confirm))
 
     def _wake(self) -> None:
         """There may be something to compute."""

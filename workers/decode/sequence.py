@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from halfmoon.schemas.decisions import StartDecode
+from halfmoon.schemas.events import RequestFinished
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.policy import Layout
@@ -12,6 +13,7 @@ from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.slo import tbt_ns
 from halfmoon.schemas.tokens import Delivery, TakeReply, Timing
 from halfmoon.workers.decode.kv_arrival import KvArrival
+from halfmoon.workers.decode.lent_parts import blocks_away, parts_of
 from halfmoon.workers.model.sampling_params import SamplingParams
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.sample_requests import end_ids, params_of
@@ -27,27 +29,6 @@ class Stage(Enum):
     RUNNING = "running"  # in the batch
     SWAPPED = "swapped"  # preempted: its KV lies in host memory
     ENDED = "ended"
-
-
-def _parts_of(order: StartDecode, layout: Layout) -> list[LentPart]:
-    parts: list[LentPart] = []
-    first_block = 0
-    for loan in order.loans:
-        blocks = loan.segments * (layout.segment_tokens // layout.block_tokens)
-        parts.append(LentPart(loan.worker_id, first_block, blocks))
-        first_block += blocks
-    return parts
-
-
-class LentPart:
-    """Consecutive whole segments of a sequence, which `worker_id` holds once it has said so."""
-
-    def __init__(self, worker_id: str, first_block: int, blocks: int) -> None:
-        self.worker_id, self.first_block, self.blocks = worker_id, first_block, blocks
-        #: 0: it does not hold them yet.
-        self.hold = 0
-        #: When it was asked first.
-        self.asked_ns = 0
 
 
 class DecodeSequence:
@@ -72,10 +53,17 @@ class DecodeSequence:
         self.replay: list[int] = []
         # From the prefill worker and the stores.
         self.result: PrefillResult | None = None
-        self.parts = _parts_of(order, layout)
-        self.kv = KvArrival(layout.layers, sum(part.blocks for part in self.parts))
-        #: Its lease on slots of the node's pool was given back.
-        self.released = False
+        self.parts = parts_of(order, layout)
+        #: Blocks that others hold, or will: the first ones of `table`. They grow when KV moves.
+        self.away = blocks_away(self.parts)
+        self.kv = KvArrival(layout.layers, self.away)
+        #: It keeps no KV here; the end of the prompt, which is no whole block, has yet to be sent where the rest is.
+        self.elsewhere = bool(order.cache)
+        self.tail_due = self.elsewhere and order.prompt_tokens % layout.block_tokens > 0
+        if order.resumes:  # all of it is where it belongs already
+            self.kv, self.tail_due = KvArrival(0), False
+        #: Its lease on slots of the node's pool was given back; and lasted until all had been copied from them.
+        self.released = self.lease_held = False
         #: Blocks of the engine's cache, AWAY where others hold them; while it is swapped out, how many it needs again
         #: and what they held.
         self.table: list[int] = []
@@ -101,7 +89,7 @@ class DecodeSequence:
     @property
     def loaded(self) -> bool:
         """All of its KV is where it is attended to: nothing of it is wanted of the node's pool any more."""
-        return self.kv.complete and all(part.hold for part in self.parts)
+        return self.kv.complete and all(part.hold for part in self.parts) and not self.tail_due
 
     @property
     def ready(self) -> bool:
@@ -111,11 +99,11 @@ class DecodeSequence:
     @property
     def own_blocks(self) -> list[int]:
         """Those of `table` that are of this worker's cache."""
-        return self.table[self.kv.away :]
+        return self.table[self.away :]
 
     def place(self, blocks: list[int]) -> None:
         """These are its own; the blocks before them are elsewhere."""
-        self.table = [AWAY] * self.kv.away + blocks
+        self.table = [AWAY] * self.away + blocks
 
     def take(self, reply: TakeReply, eos_ids: frozenset[int]) -> None:
         """The frontend's answer; `eos_ids` end the text unless the request ignores them."""
@@ -128,6 +116,23 @@ class DecodeSequence:
         self.block_keys, self.root_key = reply.block_keys, reply.root_key
         self.tenant, self.traceparent = reply.tenant, reply.traceparent
         self.max_tokens = reply.max_tokens or self.order.max_tokens
+
+    def go_on(self, now_ns: int, wall_ns: int) -> None:
+        """Its tokens so far are those that the client has, whose KV but the last one's is where it was."""
+        order = self.order
+        self.result = PrefillResult(
+            order_id=self.order_id,
+            request_id=order.request_id,
+            first=SampledToken(token_id=self.replay[0]),
+            queue_ns=0,
+            transfer_ns=0,
+            compute_ns=0,
+            cached_tokens=len(self.prompt),
+            finished_at_ns=wall_ns,
+        )
+        self.result_ns = now_ns
+        for token_id in self.replay:
+            self.add(SampledToken(token_id=token_id), now_ns)
 
     def next_known(self) -> SampledToken | None:
         """The token that must come next because the client has it already."""
@@ -183,4 +188,18 @@ class DecodeSequence:
             tokens=tokens,
             finish_reason=finish_reason,  # type: ignore[arg-type]
             timing=self.timing(decode_worker) if first == 0 or finish_reason else None,
+        )
+
+    def finished(self, worker_id: str, result: PrefillResult, now_ns: int) -> RequestFinished:
+        """The answer to the order, once its last token is out."""
+        return RequestFinished(
+            order_id=self.order_id,
+            request_id=self.order.request_id,
+            worker_id=worker_id,
+            finish_reason=self.finish_reason,  # type: ignore[arg-type]
+            completion_tokens=len(self.output),
+            ttft_ns=result.queue_ns + result.compute_ns,  # transfers overlap both
+            tbt_ns=self.tbt_ns(),
+            decode_ns=now_ns - self.started_ns if self.started_ns else 0,
+            preemptions=self.preemptions,
         )

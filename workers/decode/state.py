@@ -15,6 +15,7 @@ from typing import assert_never
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.policy import Layout
+from halfmoon.workers.attention.events import HoldAsked, HoldLoaded
 from halfmoon.workers.decode import invariants
 from halfmoon.workers.decode.actions import Action, AnswerResend
 from halfmoon.workers.decode.batch import Batch
@@ -23,11 +24,12 @@ from halfmoon.workers.decode.events import (
     DecodeOrdered,
     EngineIdled,
     Event,
-    HoldAsked,
-    HoldLoaded,
     KvHeard,
     LayersCopied,
+    LeaseConfirmed,
     MemoryLost,
+    MoveEnded,
+    MoveOrdered,
     OutputShared,
     PartHeld,
     PartNotHeld,
@@ -36,6 +38,8 @@ from halfmoon.workers.decode.events import (
     StepFailed,
     SwappedIn,
     SwappedOut,
+    TailPushed,
+    TokensPushed,
 )
 from halfmoon.workers.decode.orders import Orders
 from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelled, TokensTaken, WorkerStopped
@@ -65,6 +69,7 @@ class DecodeState:
         self.orders = Orders(
             worker_id=worker_id,
             node_id=node_id,
+            incarnation=incarnation,
             layout=layout,
             kv_blocks=kv_blocks,
             profile=profile,
@@ -82,19 +87,27 @@ class DecodeState:
             case EngineIdled():
                 batch.next_work()
             case StepEnded():
-                batch.after_step(event.tokens, event.step_ns)
+                batch.after_step(event.tokens, event.step_ns, event.waits_ns)
             case KvHeard():
                 orders.hear(event.author_id, event.message)
             case StepFailed():
-                batch.step_failed(event.worker_id, event.reason)
+                batch.step_failed(event.worker_id, event.reason, event.hold)
             case HoldAsked():
                 orders.holds.ask(event.ask_id, event.request, orders.out)
             case HoldLoaded():
                 orders.hold_loaded(event.hold, event.problem)
+            case TailPushed():
+                orders.tail_pushed(event.order_id, event.problem)
             case PartHeld():
-                orders.part_held(event.order_id, event.worker_id, event.hold)
+                orders.part_held(event.order_id, event.worker_id, event.hold, event.plan_id)
             case PartNotHeld():
-                orders.part_not_held(event.order_id, event.worker_id, event.reason)
+                orders.part_not_held(event.order_id, event.worker_id, event.reason, event.plan_id)
+            case MoveOrdered():
+                orders.moves.begin(event.order, orders.open.get(event.order.order_id), orders.out)
+            case MoveEnded():
+                orders.end_move(event.plan_id)
+            case TokensPushed():
+                orders.pushed(event.moved_bytes, event.problem)
             case LayersCopied():
                 orders.copied(event.copy_id)
             case DecodeOrdered():
@@ -107,6 +120,8 @@ class DecodeState:
                 batch.swapped_out(event.held)
             case SwappedIn():
                 batch.swapped_in()
+            case LeaseConfirmed():
+                orders.lease_ended(event.order_id, held=event.held)
             case OutputShared():
                 orders.shared(event.order_id)
             case ResendRequested():
@@ -146,6 +161,7 @@ class DecodeState:
             orders=[*orders.open, *orders.holds.order_ids()],
             lacking=orders.lacking(),
             obeyed_seq=obeyed_seq,
+            places=orders.place_times.take(),
         )
 
     def validate(self) -> None:

@@ -15,29 +15,28 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartDecode
-from halfmoon.schemas.events import WorkerHeartbeat
-from halfmoon.schemas.lending import HoldReply, HoldRequest
+from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, EndMove, MoveKv, StartDecode
+from halfmoon.schemas.lending import HoldReply
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import StoreError
 from halfmoon.workers import machines
-from halfmoon.workers.attention.errors import LenderLost
+from halfmoon.workers.attention.actions import AnswerHold, DropHold, LoadHold, OfferHold
+from halfmoon.workers.attention.errors import LenderLost, PartRefused
+from halfmoon.workers.attention.hold_service import HoldService
 from halfmoon.workers.decode import events
 from halfmoon.workers.decode.actions import (
     Action,
-    AnswerHold,
     AnswerResend,
     AskHold,
     CopyLayers,
     Deliver,
-    DropHold,
     EndSpan,
-    LoadHold,
     Measure,
-    OfferHold,
+    PushTail,
+    PushTokens,
     Release,
     RunStep,
     ShareOutput,
@@ -45,9 +44,7 @@ from halfmoon.workers.decode.actions import (
     SwapOut,
     Wake,
 )
-from halfmoon.workers.decode.borrower import Borrower
 from halfmoon.workers.decode.cache_copies import copy_in, copy_layers, copy_out
-from halfmoon.workers.decode.lender import Lender, load_hold
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.shared_output import share_output
 from halfmoon.workers.decode.spans import end_decode
@@ -57,8 +54,9 @@ from halfmoon.workers.sample_requests import request_of, token_of
 from halfmoon.workers.worker import Worker, WorkerConfig
 
 if TYPE_CHECKING:
+    from halfmoon.workers.attention.pusher import Pusher
     from halfmoon.workers.decode.borrower import Borrower
-    from halfmoon.workers.decode.lender import Lender
+    from halfmoon.workers.decode.cache_borrower import CacheBorrower
 
 #: How long another worker may take to load a part.
 HOLD_S = 30.0
@@ -80,6 +78,7 @@ class DecodeWorker(Worker):
     """See the module; every decision is in `state`."""
 
     role = "decode"
+    state: DecodeState
 
     def __init__(self, bus: Bus, engine: Any, store: AgentClient | None, config: WorkerConfig) -> None:
         super().__init__(bus, engine, store, config)
@@ -94,20 +93,27 @@ class DecodeWorker(Worker):
             has_store=store is not None,
             eos_ids=frozenset(engine.config.eos_token_ids),
         )
-        self._lender: Lender | None = None
-        self._borrower: Borrower | None = None
+        self._holds: HoldService | None = None
+        self._borrower: Borrower | CacheBorrower | None = None
+        self._caches: CacheBorrower | None = None
+        self._pusher: Pusher | None = None
         if config.lending is not None:
             # They import torch, which a worker without a model does not wait for.
+            from halfmoon.workers.attention.lender import Lender
+            from halfmoon.workers.attention.pusher import Pusher
             from halfmoon.workers.decode.borrower import Borrower
-            from halfmoon.workers.decode.lender import Lender
+            from halfmoon.workers.decode.cache_borrower import CacheBorrower
+            from halfmoon.workers.decode.group_choice import GroupChoice
 
             hello, options = config.lending.hello, config.lending.options
-            self._lender = Lender(engine, config.layout, hello, options)
-            segment_blocks = config.layout.segment_tokens // config.layout.block_tokens
-            self._borrower = Borrower(engine, segment_blocks, hello, options)
-        #: Who asked to have something held, by the number that the machine knows the question by.
-        self._hold_asks: dict[int, asyncio.Future[AnswerHold]] = {}
-        self._ask_number = 0
+            if config.cache_elsewhere:
+                choice = GroupChoice(config.decode_groups, config.profile, hello, config.layout.block_tokens)
+                self._caches = self._borrower = CacheBorrower(engine, hello, options, choice)
+            else:
+                self._holds = HoldService(self, Lender(engine, config.layout, hello, options), self._feed)
+                segment_blocks = config.layout.segment_tokens // config.layout.block_tokens
+                self._borrower = Borrower(engine, segment_blocks, hello, options)
+                self._pusher = Pusher(engine.cache, hello, options)
         self._awake = asyncio.Event()
         #: The next instruction for the compute thread.
         self._work: RunStep | SwapOut | SwapIn | None = None
@@ -120,9 +126,8 @@ class DecodeWorker(Worker):
             self.store.kept_too.append(self.state.orders.leased)
         asked = subjects.resend(self.config.worker_id, "*")
         await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
-        if self._lender is not None:
-            asked = subjects.hold(self.config.worker_id, "*")
-            await self.bus.serve(asked, HoldRequest, self._hold, author="owner_id")
+        if self._holds is not None:
+            await self._holds.open(self._pool)
         self.spawn(self._follow_kv(await self.bus.open_kv(self.config.worker_id)))
         self.spawn(self._compute_all())
 
@@ -130,6 +135,10 @@ class DecodeWorker(Worker):
         match decision:
             case StartDecode():
                 self._feed(events.DecodeOrdered(order=decision, **now()))
+            case MoveKv():
+                self._feed(events.MoveOrdered(order=decision, **now()))
+            case EndMove():
+                self._feed(events.MoveEnded(plan_id=decision.plan_id, **now()))
             case CancelOrder():
                 self._feed(machines.OrderCancelled(order_id=decision.order_id, **now()))
             case AnnounceYourself():
@@ -137,14 +146,8 @@ class DecodeWorker(Worker):
             case _:
                 pass  # not for a decode worker
 
-    def heartbeat(self) -> WorkerHeartbeat:
-        return self.state.heartbeat(self.obeyed_seq)
-
     def orders_open(self) -> int:
         return len(self.state.orders.open) + len(self.state.orders.holds.order_ids())
-
-    def kv_blocks_used(self) -> int:
-        return self.state.kv_blocks_used
 
     async def release_all(self) -> None:
         for action in self.state.on(machines.WorkerStopped(**now())):
@@ -152,8 +155,10 @@ class DecodeWorker(Worker):
                 await self._release(action)
             else:
                 self._do(action)
-        if self._lender is not None:
-            await asyncio.to_thread(self._lender.close)
+        if self._holds is not None:
+            await self._holds.close()
+        if self._pusher is not None:
+            await asyncio.to_thread(self._pusher.close)
 
     # --- the machine ----------------------------------------------------------------------------------------
 
@@ -175,6 +180,8 @@ class DecodeWorker(Worker):
                 self.report(action.event)
             case Wake():
                 self._awake.set()
+            case PushTail():
+                self.spawn(self._push_tail(action))
             case CopyLayers():
                 self.spawn(self._copy(action))
             case TakeTokens():
@@ -185,20 +192,15 @@ class DecodeWorker(Worker):
                 self.metrics.waited(action.name, action.elapsed_ns)
             case EndSpan():
                 end_decode(self.tracing, action, self.config.worker_id)
+            case PushTokens():
+                self.spawn(self._push(action))
             case ShareOutput():
                 self.spawn(self._share(action))
             case AskHold():
                 self.spawn(self._ask_hold(action))
-            case AnswerHold():
-                self._hold_asks.pop(action.ask_id).set_result(action)
-            case LoadHold():
-                self.spawn(self._load_hold(action))
-            case OfferHold():
-                assert self._lender is not None
-                self._lender.offer(action.hold, action.blocks)
-            case DropHold():
-                assert self._lender is not None
-                self._lender.drop(action.hold)
+            case AnswerHold() | LoadHold() | OfferHold() | DropHold():
+                assert self._holds is not None
+                self._holds.do(action)
             case Announce():
                 self.announce()
             case AnswerResend():
@@ -221,21 +223,10 @@ class DecodeWorker(Worker):
         assert isinstance(answer, AnswerResend), answer
         return answer.reply
 
-    async def _hold(self, request: HoldRequest) -> HoldReply:
-        """Another decode worker asks."""
-        self._ask_number += 1
-        answer: asyncio.Future[AnswerHold] = self._loop.create_future()
-        self._hold_asks[self._ask_number] = answer
-        self._feed(events.HoldAsked(ask_id=self._ask_number, request=request, **now()))
-        found = await answer
-        assert self._lender is not None
-        addresses = [] if found.refused else self._lender.addresses
-        return HoldReply(hold=found.hold, addresses=addresses, refused=found.refused[:500])
-
     async def _ask_hold(self, ask: AskHold) -> None:
         if ask.after_ns:
             await asyncio.sleep(ask.after_ns / SECOND_NS)
-        order_id, worker_id = ask.request.order_id, ask.worker_id
+        order_id, worker_id, plan_id = ask.request.order_id, ask.worker_id, ask.request.plan_id
         reply = HoldReply(refused="this worker does not lend")
         if self._borrower is not None:
             subject = subjects.hold(worker_id, self.config.worker_id)
@@ -245,34 +236,41 @@ class DecodeWorker(Worker):
                 reply = HoldReply(refused=str(problem)[:500])
         if reply.refused or self._borrower is None:
             self._feed(
-                events.PartNotHeld(order_id=order_id, worker_id=worker_id, reason=reply.refused, **now())
+                events.PartNotHeld(
+                    order_id=order_id, worker_id=worker_id, reason=reply.refused, plan_id=plan_id, **now()
+                )
             )
         else:
             self._borrower.addresses[worker_id] = reply.addresses
-            self._feed(events.PartHeld(order_id=order_id, worker_id=worker_id, hold=reply.hold, **now()))
-
-    async def _load_hold(self, load: LoadHold) -> None:
-        assert self.store is not None
-        assert self._pool is not None
-
-        problem = ""
-        try:
-            await load_hold(
-                self.store,
-                self._pool,
-                self.engine.cache,
-                self.config.layout,
-                load,
-                lambda copy: self._loop.run_in_executor(self._copies, copy),
+            self._feed(
+                events.PartHeld(
+                    order_id=order_id, worker_id=worker_id, hold=reply.hold, plan_id=plan_id, **now()
+                )
             )
-        except (StoreError, BusError) as error:
+
+    async def _push(self, push: PushTokens) -> None:
+        assert self._pusher is not None
+        assert self._borrower is not None
+        addresses = self._borrower.addresses[push.worker_id]
+        moved_bytes, problem = 0, ""
+        try:
+            moved_bytes = await self._pusher.push(
+                push.worker_id, addresses, push.hold, push.blocks, push.first, push.tokens
+            )
+        except (LenderLost, PartRefused) as error:
             problem = str(error) or type(error).__name__
-        self._feed(events.HoldLoaded(hold=load.hold, problem=problem, **now()))
+        self._feed(events.TokensPushed(moved_bytes=moved_bytes, problem=problem, **now()))
 
     async def _release(self, release: Release) -> None:
         if release.after_ns:
             await asyncio.sleep(release.after_ns / SECOND_NS)
         assert self.store is not None
+        if release.confirm:
+            held = False
+            with contextlib.suppress(StoreError, BusError):
+                await self.store.require_held(release.order_id)
+                held = True
+            self._feed(events.LeaseConfirmed(order_id=release.order_id, held=held, **now()))
         with contextlib.suppress(StoreError, BusError):  # the lease's own end takes care of it
             await self.store.release(release.order_id)
 
@@ -284,6 +282,15 @@ class DecodeWorker(Worker):
         await self._loop.run_in_executor(self._copies, copy_layers, cache, pool, copies)
         self._feed(events.LayersCopied(copy_id=order.copy_id, **now()))
 
+    async def _push_tail(self, tail: PushTail) -> None:
+        assert self._caches is not None
+        problem = ""
+        try:
+            await self._loop.run_in_executor(self._copies, self._caches.push, tail)
+        except LenderLost as lost:
+            problem = f"{lost.worker_id}: {lost}"
+        self._feed(events.TailPushed(order_id=tail.order_id, problem=problem, **now()))
+
     async def _share(self, output: ShareOutput) -> None:
         assert self.store is not None
         assert self._pool is not None
@@ -294,7 +301,7 @@ class DecodeWorker(Worker):
                 self.engine.cache,
                 self.config.layout,
                 output,
-                lambda copy: self._loop.run_in_executor(self._copies, copy),
+                self.on_copy_thread,
             )
         finally:
             self._feed(events.OutputShared(order_id=output.order_id, **now()))
@@ -323,11 +330,13 @@ class DecodeWorker(Worker):
         try:
             tokens = await self.compute(self._sample, step.batch)
         except LenderLost as lost:
-            self._feed(events.StepFailed(worker_id=lost.worker_id, reason=str(lost), **now()))
+            failed = events.StepFailed(worker_id=lost.worker_id, reason=str(lost), hold=lost.hold, **now())
+            self._feed(failed)
             return
         step_ns = time.monotonic_ns() - started_ns
         self.metrics.stepped(step_ns, len(step.batch), step.context_tokens)
-        self._feed(events.StepEnded(tokens=tokens, step_ns=step_ns, **now()))
+        waits_ns = self._borrower.waits_ns if self._borrower is not None else {}
+        self._feed(events.StepEnded(tokens=tokens, step_ns=step_ns, waits_ns=waits_ns, **now()))
         if self.config.layout.layers == 0:
             await asyncio.sleep(0)  # an engine that computes nothing must not starve the loop
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import orjson
 
+from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 _MS = 1_000_000
 
@@ -155,6 +156,7 @@ class OpenAiFormatter:
         self._tokenizer = tokenizer
         self._chat = request.ask.chat
         self._top = request.ask.sampling.logprobs
+        self._ids = request.ask.return_token_ids
         self._characters = 0
         self._model = model
         self._created_s = created_s
@@ -174,6 +176,11 @@ class OpenAiFormatter:
             choice["text"] = request.text
         choice["logprobs"] = self._logprobs(request.samples)
         choice["finish_reason"] = request.finish_reason
+        prompt_ids: dict[str, list[int]] = {}
+        if self._ids:
+            choice["token_ids"] = request.output_ids
+            # As vLLM: of a chat beside the choices, of a completion within.
+            (prompt_ids if self._chat else choice)["prompt_token_ids"] = self._prompt_ids()
         return orjson.dumps(
             {
                 "id": self._id,
@@ -182,36 +189,58 @@ class OpenAiFormatter:
                 "model": self._model,
                 "choices": [choice],
                 "usage": openai_usage(request),
+                **prompt_ids,
                 **measures(request),
             }
         )
+
+    def _prompt_ids(self) -> list[int]:
+        return unpack_tokens(self._request.packed_prompt)
 
     def first_event(self) -> bytes:
         """The role, before any text (chat only)."""
         if not self._chat:
             return b""
-        return self._head + b'"delta":{"role":"assistant","content":""}' + self._end
+        end = self._end
+        if self._ids:
+            prompt_ids = b',"prompt_token_ids":' + orjson.dumps(self._prompt_ids()) + b"}\n\n"
+            end = end.removesuffix(b"}\n\n") + prompt_ids
+        return self._head + b'"delta":{"role":"assistant","content":""}' + end
 
     def event(self, piece: Piece) -> bytes:
-        """The server-sent event of a piece; b"" when there is nothing to show yet."""
-        if not piece.text and self._top < 0:
+        """The server-sent event of a piece; b"" when there is nothing to show yet.
+
+        The last one has the finish reason, and how long all took: load generators count an event without text as a
+        token. Behind it come usage, when asked for, and `[DONE]`.
+        """
+        if piece.finish_reason:
+            return self._last_events(piece)
+        if not piece.text and self._top < 0 and not self._ids:
             return b""
+        if self._top < 0:
+            return self._head + self._body(piece) + self._end
+        return self._head + self._body(piece) + self._end.replace(b"null", self._logprobs_json(piece), 1)
+
+    def _body(self, piece: Piece) -> bytes:
         text = orjson.dumps(piece.text)
         body = b'"delta":{"content":' + text + b"}" if self._chat else b'"text":' + text
-        if self._top < 0:
-            return self._head + body + self._end
-        logprobs = orjson.dumps(self._logprobs(piece.tokens))
-        return self._head + body + self._end.replace(b"null", logprobs, 1)
+        if self._ids:
+            body += b',"token_ids":' + orjson.dumps([sampled.token_id for sampled in piece.tokens])
+            if not piece.first and not self._chat:
+                body += b',"prompt_token_ids":' + orjson.dumps(self._prompt_ids())
+        return body
 
-    def last_events(self) -> bytes:
-        """Finish reason, usage when asked for, `[DONE]`."""
+    def _logprobs_json(self, piece: Piece) -> bytes:
+        return b"null" if self._top < 0 else orjson.dumps(self._logprobs(piece.tokens))
+
+    def _last_events(self, piece: Piece) -> bytes:
         request = self._request
-        empty = b'"delta":{}' if self._chat else b'"text":""'
-        reason = b',"logprobs":null,"finish_reason":"' + request.finish_reason.encode() + b'"}]'
-        usage_field = b',"usage":null' if request.ask.include_usage else b""
-        events = (
-            self._head + empty + reason + usage_field + b"," + orjson.dumps(measures(request))[1:] + b"\n\n"
-        )
+        reason = b',"logprobs":' + self._logprobs_json(piece)
+        reason += b',"finish_reason":"' + piece.finish_reason.encode() + b'"}]'
+        if request.ask.include_usage:
+            reason += b',"usage":null'
+        body = b'"delta":{}' if self._chat and not piece.text and not self._ids else self._body(piece)
+        events = self._head + body + reason + b"," + orjson.dumps(measures(request))[1:] + b"\n\n"
         if request.ask.include_usage:
             head = self._head.partition(b'"choices":')[0]
             events += head + b'"choices":[],"usage":' + orjson.dumps(openai_usage(request)) + b"}\n\n"

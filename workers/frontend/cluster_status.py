@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
-from halfmoon.schemas.status import ConductorStatus, StatusRequest
+from halfmoon.schemas.status import ConductorStatus, ElasticStatus, StatusRequest
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.log_health import LogHealth
 
@@ -123,7 +123,10 @@ class ClusterStatus:
                 "kv_used": node.kv_used,
                 "kv_total": node.kv_total,
                 "kv_lent": node.kv_lent,
+                "slow_wait_ms": round(node.slow_wait_ns / 1e6, 1),
+                "slow_expected_ms": round(node.slow_expected_ns / 1e6, 1),
                 "exact_numerics": node.exact_numerics,
+                "becomes": node.becomes,
             }
             for node in newest.nodes
         ]
@@ -143,6 +146,13 @@ class ClusterStatus:
             "cached_local_tokens": counts.cached_local_tokens,
             "cached_fetched_tokens": counts.cached_fetched_tokens,
         }
+        status["moves"] = {
+            "done": counts.moves,
+            "refused": counts.moves_refused,
+            "tokens": counts.moved_tokens,
+            "bytes": counts.moved_bytes,
+        }
+        status["roles"] = _roles(newest.elastic)
         status["policy"] = newest.policy.name
         return status
 
@@ -153,3 +163,22 @@ class ClusterStatus:
             return ""
         parts = urlsplit(url.geturl())
         return f"{parts.scheme}://{parts.hostname}:{parts.port}"
+
+
+def _roles(elastic: ElasticStatus) -> dict[str, Any]:
+    """Workers that the pools want, and what was made of it."""
+    roles: dict[str, Any] = {
+        "elastic": elastic.mode,
+        "changes": elastic.changes,
+        "pools": {
+            pool.role: {"wanted": pool.wanted, "workers": pool.workers, "needed": pool.needed / 1_000}
+            for pool in elastic.pools
+        },
+    }
+    if elastic.advised_worker:
+        roles["advised"] = {
+            "worker": elastic.advised_worker,
+            "role": elastic.advised_role,
+            "reason": elastic.reason,
+        }
+    return roles

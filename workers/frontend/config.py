@@ -37,7 +37,7 @@ class FrontendConfig:
     cluster_secret: str = field(default="", repr=False)
     #: Prompt and answer together, of one request.
     context_tokens: int = 8192
-    #: Of a chat or generate request that does not say `max_tokens` (cut to the context).
+    #: Of a generate request that does not say `max_tokens` (cut to the context); a chat may take all the context.
     max_tokens_default: int = 256
     #: Of an OpenAI completion that does not say; 16 is OpenAI's.
     completion_max_tokens_default: int = 16

@@ -9,7 +9,7 @@ from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.http_edge import HttpEdge
 from halfmoon.workers.frontend.nats_edge import NatsEdge
 from halfmoon.workers.frontend.registry import RequestRegistry
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 
 class Frontend:

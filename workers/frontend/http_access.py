@@ -13,7 +13,7 @@ import ipaddress
 from aiohttp import web
 
 from halfmoon.bus.addresses import is_address
-from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.api.errors import ApiError
 
 OPTION = "--http-allowed-hosts"
 

@@ -17,11 +17,20 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from halfmoon.bus.telemetry.http_server import JSON, Handler, HttpServer, read_body, refusal
+from halfmoon.bus.telemetry.http_server import (
+    JSON,
+    Handler,
+    HttpServer,
+    client_request_id,
+    read_body,
+    refusal,
+)
 from halfmoon.bus.telemetry.metrics import CONTENT_TYPE, exposition
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.bus.telemetry.version import VERSION
-from halfmoon.schemas.api import ApiError, ApiRequest, TokenizeBody, decode_body, parse_chat, parse_completion
+from halfmoon.schemas.api.bodies import TokenizeBody
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import ApiRequest, decode_body, parse_chat, parse_completion
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.answers import OpenAiFormatter
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
@@ -36,6 +45,8 @@ from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
 URGENT = frozenset(("/health", "/ready", "/metrics", "/version"))
 #: What may wait in memory for a client that does not read its stream.
 UNREAD_BYTES_MAX = 1 << 20
+#: What follows is a model's name, which may have slashes.
+_MODEL = "/v1/models/"
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -83,6 +94,8 @@ class HttpEdge:
         """Raises ApiError."""
         self._origins.check(request)
         known = self._handlers.get(request.path)
+        if known is None and request.path.startswith(_MODEL):
+            known = "GET", self._model
         if known is None:
             raise ApiError(404, f"there is no {request.path[:200]}", code="unknown_url")
         method, handler = known
@@ -103,12 +116,13 @@ class HttpEdge:
     ) -> web.StreamResponse:
         began_ns = time.monotonic_ns()
         traceparent = checked_traceparent(request.headers.get("traceparent", ""))
+        named = client_request_id(request)
         listener = _HttpListener(asyncio.get_running_loop(), request.transport)
         try:
             tenant = self._authorize(request)
             self._registry.admit()
             ask = in_the_name_of(read(await self._body(request)), tenant)
-            default = 0 if ask.chat else self._config.completion_max_tokens_default
+            default = None if ask.chat else self._config.completion_max_tokens_default
             opened = await self._registry.open(
                 ask, listener, traceparent=traceparent, max_tokens_default=default
             )
@@ -118,7 +132,7 @@ class HttpEdge:
         listener.form = OpenAiFormatter(
             opened, self._registry.tokenizer, self._config.model, int(time.time())
         )
-        headers = {"x-request-id": opened.request_id}
+        headers = {"x-request-id": named or opened.request_id}
         if traceparent:
             headers["traceparent"] = traceparent
         try:
@@ -170,6 +184,12 @@ class HttpEdge:
         self._authorize(request)
         await self._status.read()  # what the cluster can hold now
         return _json(self._registry.prompts.models(self._registry.started_at_s))
+
+    async def _model(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._authorize(request)
+        name = request.path.removeprefix(_MODEL)
+        await self._status.read()
+        return _json(self._registry.prompts.model(name, self._registry.started_at_s))
 
     async def _tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
         self._authorize(request)
@@ -250,14 +270,11 @@ class _HttpListener:
 
     def on_piece(self, request: OpenRequest, piece: Piece) -> None:
         assert self.form is not None
-        if request.ask.stream:
-            if event := self.form.event(piece):
-                self.events.append(event)
-                self._waiting_bytes += len(event)
-                if self._waiting_bytes > UNREAD_BYTES_MAX and self._transport is not None:
-                    self._transport.abort()  # which cancels the handler, and so the request
-            if piece.finish_reason:
-                self.events.append(self.form.last_events())
+        if request.ask.stream and (event := self.form.event(piece)):
+            self.events.append(event)
+            self._waiting_bytes += len(event)
+            if self._waiting_bytes > UNREAD_BYTES_MAX and self._transport is not None:
+                self._transport.abort()  # which cancels the handler, and so the request
         if piece.finish_reason:
             self.ended = True
         if self.events or self.ended:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 
 from halfmoon.bus.connection import Bus
-from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.config import FrontendConfig
 

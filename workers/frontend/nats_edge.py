@@ -27,15 +27,9 @@ from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.version import VERSION
 from halfmoon.bus.wire import reply_subject
 from halfmoon.schemas import subjects
-from halfmoon.schemas.api import (
-    ApiError,
-    ApiRequest,
-    CancelBody,
-    TokenizeBody,
-    decode_body,
-    parse_chat,
-    parse_completion,
-)
+from halfmoon.schemas.api.bodies import CancelBody, TokenizeBody
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import ApiRequest, decode_body, parse_chat, parse_completion
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
 from halfmoon.workers.frontend.last_words import LastWords
 from halfmoon.workers.frontend.nats_request import NatsListener, answer_too_large, client_traceparent

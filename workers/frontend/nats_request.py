@@ -10,7 +10,8 @@ from nats.aio.msg import Msg
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.bus.wire import reply_subject
 from halfmoon.schemas import subjects
-from halfmoon.schemas.api import ApiError, ApiRequest
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.workers.frontend.answers import generate_answer, generate_chunk
 from halfmoon.workers.frontend.nats_service import ServiceEndpoint
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece

@@ -16,12 +16,13 @@ import enum
 from typing import NamedTuple, Protocol, assert_never
 
 from halfmoon.bus.telemetry.tracing import OpenSpan
-from halfmoon.schemas.api import ApiError, ApiRequest
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import Delivery, TakeReply, TakeRequest, Timing
-from halfmoon.workers.model.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from halfmoon.workers.model.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 
 
 class Piece(NamedTuple):
@@ -164,9 +165,9 @@ class OpenRequest:
             self.seen_tokens = len(self.output_ids)
             self.unknown_count = 0
         match request.role:
-            case "decode":  # it will deliver
+            case "decode" | "mixed":  # it will deliver
                 self.decode_worker = request.worker_id
-            case "prefill":
+            case "prefill" | "attention":
                 pass
             case _:
                 assert_never(request.role)
@@ -220,7 +221,7 @@ class OpenRequest:
         """
         ids = [sampled.token_id for sampled in tokens]
         shown = ids
-        if finish_reason == "stop" and ids and ids[-1] in self.end_ids:
+        if finish_reason == "stop" and ids and ids[-1] in self.end_ids and not self.ask.include_stop:
             shown = ids[:-1]  # the mark of the end is no text
         if self.stop_checker is None:
             self.output_ids += ids
@@ -234,15 +235,18 @@ class OpenRequest:
             if len(self.output_ids) > self.ask.sampling.min_tokens:
                 piece, hit = checker.push(piece)
                 if hit is not None:
-                    return text + piece, tokens[: position + 1], "stop"
+                    return text + piece + self._stop(hit), tokens[: position + 1], "stop"
             text += piece
         self.output_ids += ids[len(shown) :]
         if finish_reason:
             piece, hit = checker.push(self.detokenizer.flush())
             text += piece
-            if hit is None:
-                text += checker.flush()
+            text += checker.flush() if hit is None else self._stop(hit)
         return text, tokens, finish_reason
+
+    def _stop(self, hit: str) -> str:
+        """The stop string, where it is to be part of the answer."""
+        return hit if self.ask.include_stop else ""
 
 
 def order_rank(order_id: str) -> tuple[int, int]:

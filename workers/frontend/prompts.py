@@ -9,13 +9,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from halfmoon.schemas.api import ApiError, ApiRequest, TokenizeBody, plain_messages
+from halfmoon.schemas.api.bodies import TokenizeBody
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import (
+    ApiRequest,
+    ChatRendering,
+    chat_rendering,
+    plain_messages,
+    special_tokens_in_chat,
+)
 from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.status import ConductorStatus
 from halfmoon.schemas.tokens import carried_tokens
 from halfmoon.workers.frontend.config import FrontendConfig
-from halfmoon.workers.model.tokenizer import (
+from halfmoon.workers.model.text.tokenizer import (
     ChatTemplateError,
     ChatTemplateSlow,
     TextNotEncoded,
@@ -76,19 +84,37 @@ class PromptReader:
             message = f"the model {name[:80]!r} does not exist; there is {self.config.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def read(self, ask: ApiRequest, *, max_tokens_default: int) -> TokenizedPrompt:
-        """`max_tokens_default`: when the request does not say; cut to the context."""
+    async def read(self, ask: ApiRequest, *, max_tokens_default: int | None) -> TokenizedPrompt:
+        """`max_tokens_default`: when the request does not say, cut to what the context and the cluster hold; None: all
+        of that.
+        """
         self.check_model(ask.model)
-        token_ids = await self.encode(text=ask.text, token_ids=ask.token_ids, messages=ask.messages)
+        token_ids = await self.encode(
+            text=ask.text,
+            token_ids=ask.token_ids,
+            messages=ask.messages,
+            rendering=ask.rendering,
+            add_special=ask.add_special_tokens,
+        )
+        if ask.truncate_prompt_tokens is not None:
+            token_ids = self._truncated(token_ids, ask)
         max_tokens = self._max_tokens(ask, len(token_ids), max_tokens_default)
         packed = pack_tokens(token_ids)
         root = self._root(ask.tenant, ask.cache_salt)
         keys = chain_keys(root, token_ids, self._layout.block_tokens)
         return TokenizedPrompt(packed, len(token_ids), root, keys, max_tokens)
 
+    def model(self, name: str, created_s: int) -> dict[str, Any]:
+        """`/v1/models/{name}`. Raises ApiError 404."""
+        self.check_model(name)
+        return self._model(created_s)
+
     def models(self, created_s: int) -> dict[str, Any]:
         """`/v1/models`."""
-        model = {
+        return {"object": "list", "data": [self._model(created_s)]}
+
+    def _model(self, created_s: int) -> dict[str, Any]:
+        return {
             "id": self.config.model,
             "object": "model",
             "created": created_s,
@@ -96,7 +122,6 @@ class PromptReader:
             "max_model_len": self.max_model_len,
             "vocab_size": self._tokenizer.vocab_size,
         }
-        return {"object": "list", "data": [model]}
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """`{"tokens", "count", "max_model_len"}`."""
@@ -104,8 +129,21 @@ class PromptReader:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(422, "exactly one of prompt and messages", param="prompt", code="contradiction")
         messages = plain_messages(body.messages) if body.messages is not None else None
-        ids = await self.encode(text=body.prompt, messages=messages) if messages or body.prompt else []
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
+        rendering = chat_rendering(
+            body.add_generation_prompt,
+            continue_final=bool(body.continue_final_message),
+            switches=body.chat_template_kwargs or {},
+        )
+        if messages is not None and body.add_special_tokens:
+            raise special_tokens_in_chat()
+        ids: list[int] = []
+        if messages or body.prompt:
+            special = body.add_special_tokens is not False
+            ids = await self.encode(
+                text=body.prompt, messages=messages, rendering=rendering, add_special=special
+            )
+        answer = {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
+        return answer | {"token_strs": self._tokenizer.names(ids) if body.return_token_strs else None}
 
     async def encode(
         self,
@@ -113,8 +151,14 @@ class PromptReader:
         text: str | None,
         token_ids: list[int] | None = None,
         messages: list[dict[str, str]] | None = None,
+        rendering: ChatRendering,
+        add_special: bool = True,
     ) -> list[int]:
-        """The token ids of whichever is given."""
+        """The token ids of whichever is given.
+
+        Control tokens in a text are those tokens: who asks for a completion writes all of it. In a chat only the
+        template's are.
+        """
         param = "messages" if messages is not None else "prompt"
         if token_ids is not None:
             if token_ids and max(token_ids) >= self._tokenizer.vocab_size:
@@ -122,19 +166,28 @@ class PromptReader:
                 raise ApiError(400, message, param="prompt", code="invalid")
         elif messages is not None:
             characters = sum(len(message["content"]) for message in messages)
-            token_ids = await self._encode_chat(messages, characters)
+            token_ids = await self._encode_chat(messages, rendering, characters)
         else:
             text = text or ""
             token_ids = await self._encode(
-                functools.partial(self._tokenizer.encode, text, add_special=True), len(text)
+                functools.partial(self._tokenizer.encode, text, add_special=add_special, parse_special=True),
+                len(text),
             )
         if not token_ids:
             raise ApiError(422, f"{param}: no token to start from", param=param, code="empty")
         return token_ids
 
-    async def _encode_chat(self, messages: list[dict[str, str]], characters: int) -> list[int]:
+    async def _encode_chat(
+        self, messages: list[dict[str, str]], rendering: ChatRendering, characters: int
+    ) -> list[int]:
         """Raises ApiError when the chat template refuses the messages, or does not come to an end."""
-        encode = functools.partial(self._tokenizer.encode_chat, messages)
+        encode = functools.partial(
+            self._tokenizer.encode_chat,
+            messages,
+            add_generation_prompt=rendering.add_generation_prompt,
+            continue_final=rendering.continue_final,
+            switches=rendering.switches,
+        )
         try:
             if self._inline and characters <= INLINE_CHARACTERS_MAX:
                 begin = time.thread_time()
@@ -161,8 +214,22 @@ class PromptReader:
         except TextNotEncoded as problem:
             raise ApiError(400, str(problem)[:500], param="prompt", code="not_encoded") from None
 
-    def _max_tokens(self, ask: ApiRequest, prompt_tokens: int, default: int) -> int:
-        """The `max_tokens` asked for, or the default; fits in the context. Raises ApiError 413."""
+    def _truncated(self, token_ids: list[int], ask: ApiRequest) -> list[int]:
+        """The last tokens, as many as `truncate_prompt_tokens` says. Raises ApiError 400."""
+        keep = ask.truncate_prompt_tokens
+        assert keep is not None
+        if keep > self._context:
+            message = f"truncate_prompt_tokens: {keep} is more than the context of {self._context} tokens"
+            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid")
+        if keep < 0:
+            keep = max(1, self._context - (ask.max_tokens or 1))
+        if keep == 0:
+            message = "truncate_prompt_tokens: no token would be left"
+            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid")
+        return token_ids[-keep:]
+
+    def _max_tokens(self, ask: ApiRequest, prompt_tokens: int, default: int | None) -> int:
+        """The `max_tokens` asked for, or the default; fits in the context. Raises ApiError 400."""
         context = self._context
         room = context - prompt_tokens
         bound = f"the context of {context} tokens"
@@ -171,16 +238,18 @@ class PromptReader:
                 f"the {context} tokens that messages of {self._payload_bytes_max} bytes (max_payload) hold"
             )
         if room < 1:
-            message = f"the prompt's {prompt_tokens} tokens leave no room in {bound}"
             param = "messages" if ask.chat else "prompt"
-            raise ApiError(413, message, param=param, code="context_length_exceeded")
+            message = f"{param}: {prompt_tokens} tokens leave no room in {bound}"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
         if ask.max_tokens is None:
             # What the cluster holds changes with its members: whether the request fits is for the conductors to say.
             held = max(1, self.max_model_len - prompt_tokens)
-            return min(max(min(default, held), ask.sampling.min_tokens), room)
+            wanted = held if default is None else min(default, held)
+            return min(max(wanted, ask.sampling.min_tokens), room)
         if ask.max_tokens > room:
-            message = f"{prompt_tokens} prompt tokens and {ask.max_tokens} to generate are more than {bound}"
-            raise ApiError(413, message, param="max_tokens", code="context_length_exceeded")
+            asked = f"{prompt_tokens} prompt tokens and {ask.max_tokens} to generate"
+            message = f"max_tokens: {asked} are more than {bound}"
+            raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
         return ask.max_tokens
 
     def _root_key(self, tenant: str, cache_salt: str) -> bytes:

@@ -18,7 +18,7 @@ import msgspec
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError, PeerUnreachable
 from halfmoon.schemas import subjects
-from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.tokens import ResendReply, ResendRequest, TokensSampled
 from halfmoon.workers.frontend.config import FrontendConfig

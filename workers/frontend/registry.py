@@ -25,9 +25,17 @@ from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.metrics import process_registry
 from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.schemas import subjects
-from halfmoon.schemas.api import CLIENT_GONE, ApiError, ApiRequest
+from halfmoon.schemas.api.errors import CLIENT_GONE, ApiError
+from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.codec import encode
-from halfmoon.schemas.decisions import AnnounceYourself, FailRequest, RejectRequest, StartPrefill
+from halfmoon.schemas.decisions import (
+    AnnounceYourself,
+    FailRequest,
+    RejectRequest,
+    StartDecode,
+    StartMixed,
+    StartPrefill,
+)
 from halfmoon.schemas.events import (
     FrontendHeartbeat,
     FrontendJoined,
@@ -47,7 +55,7 @@ from halfmoon.workers.frontend.redelivery import Redelivery
 from halfmoon.workers.frontend.rejections import rejection
 from halfmoon.workers.frontend.spans import begin_request, end_request, refused_request
 from halfmoon.workers.frontend.tenants import ALL_TENANTS
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 _TICK_S = 0.25
 #: A worker that asks before its placement was heard here waits so long; shorter than it waits for an answer.
@@ -143,11 +151,21 @@ class RequestRegistry:
             raise ApiError(429, message, code="queue_full", retry_after_ns=SECOND_NS)
 
     async def open(
-        self, ask: ApiRequest, listener: Listener, *, traceparent: str = "", max_tokens_default: int = 0
+        self,
+        ask: ApiRequest,
+        listener: Listener,
+        *,
+        traceparent: str = "",
+        max_tokens_default: int | None = None,
     ) -> OpenRequest:
-        """Take a request in. Raises ApiError; then the listener is never called."""
+        """Take a request in. Raises ApiError; then the listener is never called.
+
+        `max_tokens_default` of one that does not say; None: of a chat all that the context has left, else the
+        configuration's.
+        """
         now_ns = time.monotonic_ns()
-        max_tokens_default = max_tokens_default or self.config.max_tokens_default
+        if max_tokens_default is None:
+            max_tokens_default = None if ask.chat else self.config.max_tokens_default
         prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
         if (ask.tenant, ask.request_id) in self._aliases:
             raise ApiError(
@@ -244,26 +262,35 @@ class RequestRegistry:
 
     async def _follow_placements(self, reader: StreamTail) -> None:
         async for ordered in self.bus.follow_decisions(reader):
-            if isinstance(ordered.decision, StartPrefill):
-                self._on_placed(ordered.decision)
+            match ordered.decision:
+                case StartPrefill() as order:
+                    self._on_placed(order, order.worker_id, order.decode_worker_id)
+                case StartDecode() as order:
+                    self._on_placed(order, "", order.worker_id)
+                case StartMixed() as order:
+                    self._on_placed(order, order.worker_id, order.worker_id)
+                case _:
+                    pass
 
-    def _on_placed(self, order: StartPrefill) -> None:
-        """Give both workers the tokens before they ask."""
+    def _on_placed(
+        self, order: StartPrefill | StartDecode | StartMixed, prefill_id: str, decode_id: str
+    ) -> None:
+        """Give the workers the tokens before they ask. `prefill_id` "": nothing is to be computed anew."""
         request = self.requests.get(order.request_id)
         if request is None or order_rank(order.order_id) <= request.order_rank:
             return  # not wanted any more; or another conductor's copy
         resumes = bool(request.output_ids)
-        request.prefill_worker = order.worker_id
+        request.prefill_worker = prefill_id
         request.progress_at_ns = time.monotonic_ns()
         ask = TakeRequest(
             request_id=order.request_id,
             order_id=order.order_id,
-            worker_id=order.decode_worker_id,
+            worker_id=decode_id,
             role="decode",
         )
         me = self.config.frontend_id
         given = encode(TokensGiven(frontend_id=me, order_id=order.order_id, taken=request.take(ask)))
-        for worker_id in (order.worker_id, order.decode_worker_id):
+        for worker_id in dict.fromkeys(filter(None, (prefill_id, decode_id))):
             self.bus.nc.send(subjects.give(worker_id, me), given)
         if resumes:
             self.metrics.resumed.inc()

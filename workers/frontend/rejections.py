@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.decisions import Prediction, RejectReason, RejectRequest
 from halfmoon.schemas.numbers import MS_NS
 

@@ -10,7 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from halfmoon.bus.telemetry.tracing import OpenSpan, Tracing, Value, wall_ns
-from halfmoon.schemas.api import ApiError, ApiRequest
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.events import RequestArrived
 
 if TYPE_CHECKING:

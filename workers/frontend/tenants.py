@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from halfmoon.schemas import subjects
-from halfmoon.schemas.api import ApiError, ApiRequest
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import ApiRequest
 
 #: In place of a tenant's name: the sender may speak for any.
 ALL_TENANTS = "*"

@@ -7,7 +7,7 @@ the same shapes:
 - prefill runs on an absolute grid, one block of the cache at a time, so a prefix hit cannot shift a boundary;
 - matrix products of decode see `decode_rows_multiple` rows, always; a larger batch is several such groups;
 - attention runs for each sequence alone, over fixed segments of its tokens, whose results merge in order
-  (`attention_exact`).
+  (`attention.exact`).
 
 This holds for one build of torch, kind of CPU and number of threads. Fast mode gives it up: chunks of any
 length and place, decode's products over the batch as it is. KV of a generated token differs from a prefill of
@@ -16,17 +16,24 @@ it in both modes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
 
-from halfmoon.workers.model.attention import Attention, Plan
-from halfmoon.workers.model.attention_choice import make_attention
-from halfmoon.workers.model.attention_exact import Elsewhere, ExactAttention, ExactPlan
+from halfmoon.workers.model.attention.choice import make_attention
+from halfmoon.workers.model.attention.exact import (
+    CacheElsewhere,
+    Elsewhere,
+    ExactAttention,
+    ExactPlan,
+    PartsElsewhere,
+)
+from halfmoon.workers.model.attention.kernel import Attention, Plan
 from halfmoon.workers.model.block_allocator import BlockAllocator
-from halfmoon.workers.model.files import LoadedModel
+from halfmoon.workers.model.groups import cut, in_turn
+from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.paged_cache import LayerBytes, PagedCache
 from halfmoon.workers.model.pooled_segments import PooledSegments
 from halfmoon.workers.model.sampling import sample, sample_batch
@@ -42,6 +49,21 @@ for 256.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Tokens `[start, start + len(token_ids))` of one sequence; in exact mode a block of the grid, or its beginning."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    want_logits: bool = False
+    """The last token's."""
+
+
+def _whole_tiles(rows: int) -> int:
+    return -(-rows // _PREFILL_ROWS_MULTIPLE) * _PREFILL_ROWS_MULTIPLE
+
+
 class Engine:
     """One model replica on one device. Not thread safe: one compute thread owns it."""
 
@@ -55,7 +77,9 @@ class Engine:
         attention: str = "auto",
         decode_rows_multiple: int = 16,
         segment_tokens: int | None = None,
+        query_first: bool = False,
     ) -> None:
+        """`query_first`: decode sends queries elsewhere before it computes their keys and values; the same bits."""
         self.config, self.dtype = model.config, model.dtype
         self.model_name, self.fingerprint = model.name, model.fingerprint
         self.exact, self.block_tokens = exact, block_tokens
@@ -63,7 +87,7 @@ class Engine:
             # A table for all that config.json promises may be larger than the model: it grows where a sequence whose
             # KV lies partly elsewhere is longer than the cache.
             positions = min(model.config.context_tokens_max, num_blocks * block_tokens)
-            self._model = Transformer(model.config, model.weights, positions)
+            self._model = Transformer(model.config, model.weights, positions, query_first=query_first)
         self.device = self._model.device
         # Outside of inference mode, or only code inside of it could write to the cache.
         self.cache = PagedCache(model.config, num_blocks, block_tokens, model.dtype, self.device)
@@ -103,19 +127,37 @@ class Engine:
         the last token's logits, f32 `[vocab]`, if wanted. None also when `should_stop` said so between
         two layers: the chunk's KV is then incomplete.
         """
+        chunk = PromptRows(token_ids, start, block_table, want_logits)
+        return in_turn(
+            [
+                self._chunk_rows(
+                    chunk,
+                    before_layer=before_layer,
+                    after_layer=after_layer,
+                    should_stop=should_stop,
+                    elsewhere=elsewhere,
+                )
+            ]
+        )[0]
+
+    def _chunk_rows(
+        self,
+        chunk: PromptRows,
+        *,
+        before_layer: Callable[[int], None] | None = None,
+        after_layer: Callable[[int], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> Generator[None, None, Tensor | None]:
+        """As `prefill_chunk`; yields after each layer."""
+        token_ids, start, block_table = chunk.token_ids, chunk.start, chunk.block_table
         count = len(token_ids)
-        assert count > 0, "an empty chunk has no last token"
-        assert start + count <= self.config.context_tokens_max, (start, count, self.config.context_tokens_max)
-        if self.exact:
-            assert start % self.block_tokens == 0, f"{start} is off the grid of {self.block_tokens} tokens"
-            assert count <= self.block_tokens, (count, self.block_tokens)
+        self._check(chunk)
         slots = self._slots([block_table] * count, range(start, start + count))
-        padded = -(-count // _PREFILL_ROWS_MULTIPLE) * _PREFILL_ROWS_MULTIPLE
+        padded = _whole_tiles(count)
         x, cos, sin = self._enter(token_ids, range(start, start + count), padded)
         plan = self._plan([block_table], [count], [start + count], elsewhere)
-        attended = torch.zeros(
-            padded, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device
-        )
+        attended = self._room(padded)
         for i, layer in enumerate(self._model.layers):
             if should_stop is not None and should_stop():
                 return None
@@ -130,12 +172,98 @@ class Engine:
                 after_layer(i)
             self._attend(i, q, k, v, plan, attended, count)
             x = layer.finish(x, attended.view(padded, -1))
-        if not want_logits:
+            yield
+        if not chunk.want_logits:
             return None
         last = x[count - 1 : count]
         if self.exact:
             last = torch.cat([last, last.new_zeros(self.decode_rows_multiple - 1, last.shape[1])])
         return self._model.logits(last)[0]
+
+    def _check(self, chunk: PromptRows) -> None:
+        count, end = len(chunk.token_ids), chunk.start + len(chunk.token_ids)
+        assert count > 0, "an empty chunk has no last token"
+        assert end <= self.config.context_tokens_max, (chunk.start, count, self.config.context_tokens_max)
+        if self.exact:
+            assert chunk.start % self.block_tokens == 0, (
+                f"{chunk.start} is off the grid of {self.block_tokens} tokens"
+            )
+            assert count <= self.block_tokens, (count, self.block_tokens)
+
+    @torch.inference_mode()
+    def mixed(
+        self,
+        chunks: Sequence[PromptRows],
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """One iteration of chunks of prompts and, beside them, of one token for each sequence that decodes.
+
+        Returns what `decode` would, None where nobody decodes, and for each chunk what `prefill_chunk` would; one
+        prompt's chunks come in order. In fast mode all rows share the linear layers' products. In exact mode every
+        group of rows is computed as if it were alone, and so has the same bits; groups take turns layer by layer.
+        """
+        assert len(token_ids) == len(positions) == len(block_tables), (len(token_ids), len(positions))
+        assert chunks or token_ids, "an iteration without rows"
+        if not self.exact:
+            return self._fused(chunks, token_ids, positions, block_tables)
+        decodes = [
+            self._decode_rows(token_ids[rows], positions[rows], block_tables[rows])
+            for rows in (self.groups_of(len(token_ids)) if token_ids else [])
+        ]
+        # A chunk finds in each layer what the one before it stored: it comes later in every round.
+        steps: list[Generator[None, None, Tensor | None]] = [*decodes, *map(self._chunk_rows, chunks)]
+        made = in_turn(steps)
+        logits = [row for row in made[: len(decodes)] if row is not None]
+        return torch.cat(logits) if logits else None, made[len(decodes) :]
+
+    def _fused(
+        self,
+        chunks: Sequence[PromptRows],
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """`mixed` in fast mode: rows of decodes, then those of the chunks, then padding."""
+        batch, ids, places = len(token_ids), list(token_ids), list(positions)
+        tables = list(block_tables)
+        for chunk in chunks:
+            self._check(chunk)
+            count = len(chunk.token_ids)
+            ids += chunk.token_ids
+            places += range(chunk.start, chunk.start + count)
+            tables += [chunk.block_table] * count
+        rows, padded = len(ids), _whole_tiles(len(ids))
+        slots = self._slots(tables, places)
+        x, cos, sin = self._enter(ids, places, padded)
+        plans = []
+        if batch:
+            decodes = self._plan(block_tables, [1] * batch, [position + 1 for position in positions], None)
+            plans.append((slice(0, batch), decodes))
+        at = batch
+        for chunk in chunks:
+            count = len(chunk.token_ids)
+            plan = self._plan([chunk.block_table], [count], [chunk.start + count], None)
+            plans.append((slice(at, at + count), plan))
+            at += count
+        attended = self._room(padded)
+        for i, layer in enumerate(self._model.layers):
+            q, k, v = layer.project(x, cos, sin)
+            self._store(i, slots, k[:rows], v[:rows])
+            for own, plan in plans:
+                self._attend(i, q[own], k[own], v[own], plan, attended[own], own.stop - own.start)
+            x = layer.finish(x, attended.view(padded, -1))
+        # The widest product of all is for rows that a token is drawn from.
+        ends = [own.stop - 1 for own, _ in plans[bool(batch) :]]
+        wanted = [end for end, chunk in zip(ends, chunks, strict=True) if chunk.want_logits]
+        if not batch and not wanted:
+            return None, [None] * len(chunks)
+        drawn = self._model.logits(x[[*range(batch), *wanted]])
+        lasts = iter(drawn[batch:])
+        return drawn[:batch] if batch else None, [
+            next(lasts) if chunk.want_logits else None for chunk in chunks
+        ]
 
     @torch.inference_mode()
     def decode(
@@ -143,47 +271,83 @@ class Engine:
         token_ids: Sequence[int],
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
-        elsewhere: Sequence[Elsewhere | None] = (),
+        elsewhere: Sequence[PartsElsewhere | CacheElsewhere | None] = (),
+        *,
+        groups: int = 1,
     ) -> Tensor:
         """One token of each sequence: f32 `[batch, vocab]`. Writes the KV of each token at its position.
 
-        Segments whose blocks are AWAY in a table are attended to by `elsewhere`, in exact mode: one for each group of
-        `decode_rows_multiple` sequences, whose rows it counts from 0; None where all of a group's are here.
+        In exact mode KV may be elsewhere: segments whose blocks are AWAY in a table, or all of it, where the tables of
+        these sequences are not looked at. `elsewhere` has one for each of `groups_of(batch, groups)`, whose rows it
+        counts from 0; None where all of a group's are here. While one group waits for answers, the next computes;
+        into how many a batch is divided changes no bit.
         """
         batch = len(token_ids)
         assert batch == len(positions) == len(block_tables) > 0, (batch, len(positions), len(block_tables))
-        step = self.decode_rows_multiple if self.exact else batch
-        groups = [slice(at, at + step) for at in range(0, batch, step)]
-        assert not elsewhere or (self.exact and len(elsewhere) == len(groups)), (batch, len(elsewhere))
-        logits = [
-            self._decode_rows(token_ids[each], positions[each], block_tables[each], others)
-            for each, others in zip(groups, elsewhere or [None] * len(groups), strict=True)
-        ]
+        cuts = self.groups_of(batch, groups)
+        assert not elsewhere or (self.exact and len(elsewhere) == len(cuts)), (batch, len(elsewhere))
+        steps: list[Generator[None, None, Tensor]] = []
+        for rows, others in zip(cuts, elsewhere or [None] * len(cuts), strict=True):
+            if isinstance(others, CacheElsewhere):
+                steps.append(self._decode_away(token_ids[rows], positions[rows], others))
+            else:
+                steps.append(self._decode_rows(token_ids[rows], positions[rows], block_tables[rows], others))
+        try:
+            logits = in_turn(steps) if elsewhere else [in_turn([step])[0] for step in steps]
+        except BaseException:
+            for others in elsewhere:
+                if others is not None:
+                    others.abandon()
+            raise
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def groups_of(self, batch: int, groups: int = 1) -> list[slice]:
+        """How `decode` divides so many sequences into at least so many groups: in exact mode a group has at most
+        `decode_rows_multiple`, in fast mode there is one.
+        """
+        return cut(batch, self.decode_rows_multiple, groups) if self.exact else [slice(0, batch)]
 
     def _decode_rows(
         self,
         token_ids: Sequence[int],
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
-        elsewhere: Elsewhere | None = None,
-    ) -> Tensor:
+        elsewhere: PartsElsewhere | None = None,
+    ) -> Generator[None, None, Tensor]:
+        """Logits; yields in each layer when what others were asked is under way, and its own part is done."""
         batch = len(token_ids)
-        padded = self.decode_rows_multiple if self.exact else batch
         slots = self._slots(block_tables, positions)
-        x, cos, sin = self._enter(token_ids, positions, padded)
-        contexts = [position + 1 for position in positions]
-        plan = self._plan(block_tables, [1] * batch, contexts, elsewhere)
-        attended = torch.zeros(
-            padded, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device
-        )
+        x, cos, sin, attended = self._enter_decode(token_ids, positions)
+        plan = self._plan(block_tables, [1] * batch, [position + 1 for position in positions], elsewhere)
         for i, layer in enumerate(self._model.layers):
             q, k, v = layer.project(x, cos, sin)
             if elsewhere is not None:
                 elsewhere.ask(i, q[:batch])
             self._store(i, slots, k[:batch], v[:batch])
-            self._attend(i, q, k, v, plan, attended, batch)
-            x = layer.finish(x, attended.view(padded, -1))
+            if isinstance(plan, ExactPlan) and isinstance(self.attention, ExactAttention):
+                k_cache, v_cache = self.cache.k[i], self.cache.v[i]
+                self.attention.begin(q[:batch], k[:batch], v[:batch], k_cache, v_cache, plan)
+                yield
+                self.attention.finish(plan, attended)
+            else:
+                self._attend(i, q, k, v, plan, attended, batch)
+            x = layer.finish(x, attended.view(len(attended), -1))
+        return self._model.logits(x)[:batch]
+
+    def _decode_away(
+        self, token_ids: Sequence[int], positions: Sequence[int], cache: CacheElsewhere
+    ) -> Generator[None, None, Tensor]:
+        """Logits; yields in each layer when its attention is under way."""
+        batch = len(token_ids)
+        x, cos, sin, attended = self._enter_decode(token_ids, positions)
+        for i, layer in enumerate(self._model.layers):
+            q, normed = layer.query(x, cos, sin)
+            cache.ask(i, q[:batch])
+            k, v = layer.key_value(normed, cos, sin)
+            cache.tell(k[:batch], v[:batch])
+            yield
+            cache.collect(attended)
+            x = layer.finish(x, attended.view(len(attended), -1))
         return self._model.logits(x)[:batch]
 
     def _plan(
@@ -225,6 +389,19 @@ class Engine:
             torch.tensor([*positions, *blank], dtype=torch.int64, device=self.device)
         )
         return self._model.embed(ids), cos, sin
+
+    def _enter_decode(
+        self, token_ids: Sequence[int], positions: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `_enter`, and room for attention's result."""
+        padded = self.decode_rows_multiple if self.exact else len(token_ids)
+        return *self._enter(token_ids, positions, padded), self._room(padded)
+
+    def _room(self, rows: int) -> Tensor:
+        """For attention's result; rows of padding stay 0."""
+        return torch.zeros(
+            rows, self.config.heads, self.config.head_dim, dtype=self.dtype, device=self.device
+        )
 
     def _slots(self, block_tables: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
         """Row of the cache (block * block_tokens + offset) of each position."""

@@ -10,12 +10,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from halfmoon.workers.model.block_allocator import BlockAllocator
-from halfmoon.workers.model.config import ModelConfig
+from halfmoon.workers.model.loading.config import ModelConfig
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from halfmoon.workers.model.engine import PromptRows
 
 NullRow = int
 """Stands for a row of logits: the token that is the only likely one."""
@@ -94,6 +98,20 @@ class NullEngine:
     ) -> list[NullRow]:
         assert len(token_ids) == len(positions) == len(block_tables) > 0, (len(token_ids), len(positions))
         return [self._token_after(position) for position in positions]
+
+    def mixed(
+        self,
+        chunks: Sequence[PromptRows],
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+    ) -> tuple[list[NullRow] | None, list[NullRow | None]]:
+        assert chunks or token_ids, "an iteration without rows"
+        ends = [
+            self.prefill_chunk(each.token_ids, each.start, each.block_table, want_logits=each.want_logits)
+            for each in chunks
+        ]
+        return self.decode(token_ids, positions, block_tables) if token_ids else None, ends
 
     def _token_after(self, position: int) -> NullRow:
         return (_FIRST_ID + (position + 1) % _IDS) % self.config.vocab

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from halfmoon.workers.model.block_allocator import BlockAllocator
-from halfmoon.workers.model.config import ModelConfig
+from halfmoon.workers.model.loading.config import ModelConfig
 
 __all__ = ["BlockAllocator", "LayerBytes", "PagedCache"]
 

@@ -3,15 +3,15 @@
 Every block of a prompt is in the pool of the worker's node as soon as it is computed, in shared memory that the worker
 has mapped. So a chunk's queries need its past in the cache only as far as there is room: the other segments are
 copied, one after the other, to room for one segment of one layer, and attended to there. Their states are the same
-bits, as they are at any other place (`attention_exact`).
+bits, as they are at any other place (`attention.exact`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from halfmoon.workers.model.attention import Attention, StepRuns, Tensor, runs_of
-from halfmoon.workers.model.attention_states import StateStack
+from halfmoon.workers.model.attention.kernel import Attention, StepRuns, Tensor, runs_of
+from halfmoon.workers.model.attention.states import StateStack
 from halfmoon.workers.model.paged_cache import LayerBytes, PagedCache
 
 

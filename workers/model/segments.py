@@ -1,4 +1,4 @@
-"""The fixed segments of a sequence over which exact mode attends: see `attention_exact`. Imports no torch."""
+"""The fixed segments of a sequence over which exact mode attends: see `attention.exact`. Imports no torch."""
 
 from __future__ import annotations
 

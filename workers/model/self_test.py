@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from halfmoon.workers.model.cache_files import cache_folder, held_lock, replace_file
 from halfmoon.workers.model.engine import Engine, Tensor
+from halfmoon.workers.model.loading.cache_files import cache_folder, held_lock, replace_file
 
 AGAIN = "the same prompt computed again, in other blocks"
 CACHED = "a prefix that came from a cache"

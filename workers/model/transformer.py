@@ -11,8 +11,8 @@ import math
 
 import torch
 
-from halfmoon.workers.model.config import ModelConfig
 from halfmoon.workers.model.linear import Linear
+from halfmoon.workers.model.loading.config import ModelConfig
 
 Tensor = torch.Tensor
 
@@ -87,12 +87,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class Layer:
     """The weights of one layer, packed."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], index: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], index: int, *, query_first: bool = False
+    ) -> None:
+        """`query_first`: q is a product of its own, so that `query` does not wait for k and v; the same bits, and a
+        little slower in all.
+        """
         name = f"layers.{index}"
         self._config = config
         self._attention_norm = weights[f"{name}.attention_norm"].float()
         self._ffn_norm = weights[f"{name}.ffn_norm"].float()
-        self._qkv = Linear(weights[f"{name}.qkv"], weights.get(f"{name}.qkv_bias"))
+        wide, bias = weights[f"{name}.qkv"], weights.get(f"{name}.qkv_bias")
+        cut = config.heads * config.head_dim if query_first else 0
+        self._query = Linear(wide[:cut], None if bias is None else bias[:cut]) if cut else None
+        #: Without those of `_query`.
+        self._qkv = Linear(wide[cut:], None if bias is None else bias[cut:])
         self._out = Linear(weights[f"{name}.out"])
         self._gate_up = Linear(weights[f"{name}.gate_up"])
         self._down = Linear(weights[f"{name}.down"])
@@ -100,11 +109,27 @@ class Layer:
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q `[rows, heads, head_dim]`, rotated k and plain v `[rows, kv_heads, head_dim]`."""
         config = self._config
+        if self._query is not None:
+            q, normed = self.query(x, cos, sin)
+            return q, *self.key_value(normed, cos, sin)
         qkv = self._qkv(rms_norm(x, self._attention_norm, config.rms_eps))
         heads = qkv.view(x.shape[0], config.heads + 2 * config.kv_heads, config.head_dim)
         turning = config.heads + config.kv_heads
         turned = rotate(heads[:, :turning], cos, sin)
         return turned[:, : config.heads], turned[:, config.heads :], heads[:, turning:]
+
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """With `query_first`: rotated q, and what `key_value` needs."""
+        assert self._query is not None, "query_first"
+        normed = rms_norm(x, self._attention_norm, self._config.rms_eps)
+        q = self._query(normed).view(x.shape[0], self._config.heads, self._config.head_dim)
+        return rotate(q, cos, sin), normed
+
+    def key_value(self, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated k and plain v, after `query`."""
+        config = self._config
+        heads = self._qkv(normed).view(normed.shape[0], 2 * config.kv_heads, config.head_dim)
+        return rotate(heads[:, : config.kv_heads], cos, sin), heads[:, config.kv_heads :]
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer after attention, whose result is `[rows, heads * head_dim]`; changes `x`."""
@@ -119,11 +144,13 @@ class Layer:
 class Transformer:
     """A whole model on one device, without cache or attention. `positions`: tokens of the sequences to begin with."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], positions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], positions: int, *, query_first: bool = False
+    ) -> None:
         self.config = config
         self._embed = weights["embed"]
         self.device, self.dtype = self._embed.device, self._embed.dtype
-        self.layers = [Layer(config, weights, i) for i in range(config.layers)]
+        self.layers = [Layer(config, weights, i, query_first=query_first) for i in range(config.layers)]
         self.rotary = Rotary(config, self.device, positions)
         self._norm = weights["norm"].float()
         self._head = Linear(weights["embed"] if config.tied else weights["head"])

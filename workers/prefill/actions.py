@@ -5,6 +5,8 @@ An action without such a name is done when it is begun, and its failure changes 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from halfmoon.schemas.kv import PrefillResult
@@ -179,3 +181,10 @@ Action = (
     | EndOrder
     | Announce
 )
+
+
+class Actions(Protocol):
+    """Where a job's actions go, in their order; a machine that has others too has them in the same list."""
+
+    def append(self, action: Action, /) -> None:
+        """At the end."""

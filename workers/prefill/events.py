@@ -137,7 +137,8 @@ class PushFailed(OrderEvent, frozen=True, kw_only=True):
     reason: str
 
 
-StepOfOrder = (
+#: What is heard before a prompt is computed, by whatever worker.
+Preparing = (
     TokensTaken
     | SlotsReserved
     | ReserveSlotsFailed
@@ -145,6 +146,9 @@ StepOfOrder = (
     | LayersFetched
     | BlocksFetched
     | FetchFailed
+)
+StepOfOrder = (
+    Preparing
     | PushOpened
     | OpenPushFailed
     | PrefixLayerLoaded

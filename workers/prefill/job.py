@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from halfmoon.schemas.decisions import StartPrefill
-from halfmoon.schemas.events import PrefillFailed, PrefillFinished
+from halfmoon.schemas.events import PrefillFailed
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.numbers import SECOND_NS
@@ -23,7 +23,8 @@ from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
 from halfmoon.workers.prefill import actions
-from halfmoon.workers.prefill.actions import Action
+from halfmoon.workers.prefill.actions import Actions
+from halfmoon.workers.prefill.answers import finished_of, result_of
 from halfmoon.workers.prefill.events import (
     BlocksFetched,
     ChunkStored,
@@ -104,7 +105,7 @@ class Job:
         """Cached blocks that can save computing: the last token is always computed, for its logits."""
         return (self.order.prompt_tokens - 1) // self.rules.layout.block_tokens
 
-    def prepare(self, out: list[Action]) -> None:
+    def prepare(self, out: Actions) -> None:
         """Its tokens, its slots, its fetch."""
         assert self.stage is PrefillStage.QUEUED, self.stage
         self.stage = PrefillStage.TAKING
@@ -113,7 +114,7 @@ class Job:
             TakeTokens(order_id=order.order_id, request_id=order.request_id, frontend_id=order.frontend_id)
         )
 
-    def begin_turn(self, at_ns: int, out: list[Action]) -> None:
+    def begin_turn(self, at_ns: int, out: Actions) -> None:
         """No other order computes until this one has drawn its first token, or ended."""
         assert self.stage is PrefillStage.PREPARED, self.stage
         if self.rules.has_store:
@@ -123,7 +124,7 @@ class Job:
             self.started_ns = at_ns
             self._compute(out)
 
-    def cancel(self, out: list[Action]) -> None:
+    def cancel(self, out: Actions) -> None:
         """One that waits ends at once; one that computes stops before its next layer."""
         if self.cancelled:
             return
@@ -134,7 +135,7 @@ class Job:
             out.append(actions.StopComputing(order_id=self.order_id))
         # Else something is under way that cannot be taken back: the order ends with it.
 
-    def step(self, event: StepOfOrder, out: list[Action]) -> None:
+    def step(self, event: StepOfOrder, out: Actions) -> None:
         """Something that was under way went on, or ended."""
         match event:
             case LayerStored():
@@ -179,7 +180,7 @@ class Job:
 
     # --- preparing ------------------------------------------------------------------------------------------
 
-    def _tokens_taken(self, reply: TakeReply | None, at_ns: int, out: list[Action]) -> None:
+    def _tokens_taken(self, reply: TakeReply | None, at_ns: int, out: Actions) -> None:
         if self.stage is not PrefillStage.TAKING:
             return
         if reply is None or reply.gone:
@@ -208,7 +209,7 @@ class Job:
         else:
             self.stage = PrefillStage.PREPARED
 
-    def _open_put(self, out: list[Action]) -> None:
+    def _open_put(self, out: Actions) -> None:
         out.append(
             actions.ReserveSlots(
                 order_id=self.order_id,
@@ -218,7 +219,7 @@ class Job:
             )
         )
 
-    def _put_opened(self, event: SlotsReserved, out: list[Action]) -> None:
+    def _put_opened(self, event: SlotsReserved, out: Actions) -> None:
         if self.stage is not PrefillStage.OPENING_PUT or self.paused:
             return
         self.stage = PrefillStage.PREPARED
@@ -229,7 +230,7 @@ class Job:
             self.cached_blocks += 1
         self._fetch(usable, out)
 
-    def _fetch(self, usable: int, out: list[Action]) -> None:
+    def _fetch(self, usable: int, out: Actions) -> None:
         """Order the first fetch that continues what is here; blocks that are here already are not fetched."""
         for ordered in self.order.fetches:
             fetch = ordered.clipped(self.cached_blocks, usable)
@@ -246,14 +247,14 @@ class Job:
                 )
                 return
 
-    def _layers_fetched(self, layer: int, out: list[Action]) -> None:
+    def _layers_fetched(self, layer: int, out: Actions) -> None:
         if not self.fetching or layer <= self.fetched_layer:
             return
         self.fetched_layer = layer
         if self.stage is PrefillStage.COMPUTING:
             out.append(actions.LoadLayers(order_id=self.order_id, layer=layer))
 
-    def _blocks_fetched(self, event: BlocksFetched, out: list[Action]) -> None:
+    def _blocks_fetched(self, event: BlocksFetched, out: Actions) -> None:
         if not self.fetching:
             return
         self._layers_fetched(self.rules.layout.layers - 1, out)
@@ -263,7 +264,7 @@ class Job:
         if self.stage is PrefillStage.AWAITING_FETCH:
             self._compute_without_fetch(out)
 
-    def _fetch_failed(self, reason: str, out: list[Action]) -> None:
+    def _fetch_failed(self, reason: str, out: Actions) -> None:
         """A failed fetch costs computing from what is held here, nothing else."""
         if not self.fetching:
             return
@@ -277,7 +278,7 @@ class Job:
             self.fetched_blocks = 0
 
     def _retry_store(
-        self, stage: PrefillStage, where: str, event: ReserveSlotsFailed | OpenPushFailed, out: list[Action]
+        self, stage: PrefillStage, where: str, event: ReserveSlotsFailed | OpenPushFailed, out: Actions
     ) -> None:
         """Ask again while a store is full of leased blocks, or its agent is just coming back."""
         if self.stage is not stage or self.paused:
@@ -291,7 +292,7 @@ class Job:
             self.paused = True
             out.append(actions.PauseOrder(order_id=self.order_id, pause_ns=STORE_PAUSE_NS))
 
-    def _pause_ended(self, out: list[Action]) -> None:
+    def _pause_ended(self, out: Actions) -> None:
         if not self.paused:
             return
         self.paused = False
@@ -302,7 +303,7 @@ class Job:
 
     # --- computing ------------------------------------------------------------------------------------------
 
-    def _open_push(self, out: list[Action]) -> None:
+    def _open_push(self, out: Actions) -> None:
         order = self.order
         out.append(
             actions.StartPush(
@@ -313,7 +314,7 @@ class Job:
             )
         )
 
-    def _push_opened(self, at_ns: int, out: list[Action]) -> None:
+    def _push_opened(self, at_ns: int, out: Actions) -> None:
         if self.stage is not PrefillStage.OPENING_PUSH or self.paused:
             return
         if self.cancelled:
@@ -322,7 +323,7 @@ class Job:
         self.started_ns = at_ns
         self._compute(out)
 
-    def _compute(self, out: list[Action]) -> None:
+    def _compute(self, out: Actions) -> None:
         self.stage = PrefillStage.COMPUTING
         self.held_pushes = []
         total, begin = len(self.token_ids), self.prefix_blocks * self.rules.layout.block_tokens
@@ -340,11 +341,11 @@ class Job:
             )
         )
 
-    def _compute_without_fetch(self, out: list[Action]) -> None:
+    def _compute_without_fetch(self, out: Actions) -> None:
         self.fetched_blocks = 0
         self._compute(out)
 
-    def _prefix_layer_loaded(self, layer: int, out: list[Action]) -> None:
+    def _prefix_layer_loaded(self, layer: int, out: Actions) -> None:
         last = self.rules.layout.layers - 1
         if self.rules.stream_layers:
             self._push(layer, 0, self.prefix_blocks, out)
@@ -352,19 +353,19 @@ class Job:
             for every in range(last + 1):
                 self._push(every, 0, self.prefix_blocks, out)
 
-    def _layer_stored(self, event: LayerStored, out: list[Action]) -> None:
+    def _layer_stored(self, event: LayerStored, out: Actions) -> None:
         if self.rules.stream_layers:
             self._push(event.layer, event.first_block, event.blocks, out)
         else:
             self.held_pushes.append((event.layer, event.first_block, event.blocks))
 
-    def _push(self, layer: int, first_block: int, blocks: int, out: list[Action]) -> None:
+    def _push(self, layer: int, first_block: int, blocks: int, out: Actions) -> None:
         if self.rules.has_store and not self.cancelled:
             out.append(
                 actions.SendLayer(order_id=self.order_id, layer=layer, first_block=first_block, blocks=blocks)
             )
 
-    def _chunk_stored(self, event: ChunkStored, out: list[Action]) -> None:
+    def _chunk_stored(self, event: ChunkStored, out: Actions) -> None:
         # The last block has no key when it is not full: nobody could ask for it.
         keyed = len(self.reply.block_keys) // KEY_BYTES
         blocks = min(event.first_block + event.blocks, keyed) - event.first_block
@@ -373,7 +374,7 @@ class Job:
                 actions.CommitPrompt(order_id=self.order_id, first_block=event.first_block, blocks=blocks)
             )
 
-    def _prompt_computed(self, event: PromptComputed, out: list[Action]) -> None:
+    def _prompt_computed(self, event: PromptComputed, out: Actions) -> None:
         if self.stage is not PrefillStage.COMPUTING:
             return
         if self.cancelled:
@@ -390,7 +391,7 @@ class Job:
             )
         )
 
-    def _load_failed(self, reason: str, out: list[Action]) -> None:
+    def _load_failed(self, reason: str, out: Actions) -> None:
         if self.stage is not PrefillStage.COMPUTING:
             return
         if self.cancelled:
@@ -404,69 +405,52 @@ class Job:
         else:
             self._compute_without_fetch(out)
 
-    def _computing_stopped(self, out: list[Action]) -> None:
+    def _computing_stopped(self, out: Actions) -> None:
         if self.stage is PrefillStage.COMPUTING and self.cancelled:
             self.fail("cancelled", out, retryable=False)
 
     # --- ending ---------------------------------------------------------------------------------------------
 
-    def _first_token_drawn(self, first: SampledToken, out: list[Action]) -> None:
+    def _first_token_drawn(self, first: SampledToken, out: Actions) -> None:
         if self.stage is not PrefillStage.DRAWING:
             return
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
             return
-        self.result = PrefillResult(
-            order_id=self.order_id,
-            request_id=self.order.request_id,
-            first=first,
-            queue_ns=self.started_ns - self.arrived_ns,
-            transfer_ns=self.put_ns + self.fetch_ns,
-            compute_ns=self.compute_ns,
-            cached_tokens=self.prefix_blocks * self.rules.layout.block_tokens,
-            finished_at_ns=self.finished_at_ns,
-        )
+        self.result = result_of(self, first)
         # The decode worker need not wait for the end of the push: it hears of every layer.
         out.append(actions.SendResult(decode_worker_id=self.order.decode_worker_id, result=self.result))
-        self.turn = None
         self.stage = PrefillStage.CLOSING
         if self.rules.has_store:
             out.append(actions.EndPush(order_id=self.order_id))
         else:
             self._push_closed(0, 0, out)
 
-    def _push_closed(self, moved_bytes: int, elapsed_ns: int, out: list[Action]) -> None:
+    def _push_closed(self, moved_bytes: int, elapsed_ns: int, out: Actions) -> None:
         if self.stage is not PrefillStage.CLOSING:
             return
-        result = self.result
-        assert result is not None, self.order_id
         if self.cancelled:
             self.fail("cancelled", out, retryable=False)
             return
-        block_tokens = self.rules.layout.block_tokens
-        finished = PrefillFinished(
-            order_id=self.order_id,
-            request_id=self.order.request_id,
-            worker_id=self.rules.worker_id,
-            queue_ns=result.queue_ns,
-            transfer_ns=result.transfer_ns,
-            compute_ns=result.compute_ns,
-            cached_local_tokens=self.cached_blocks * block_tokens,
-            cached_fetched_tokens=self.fetched_blocks * block_tokens,
-            fetched_bytes=self.fetched_bytes,
-            fetch_node_id=self.fetch_node_id if self.fetched_blocks else "",
-            fetch_ns=self.fetch_ns,
-            pushed_bytes=moved_bytes,
-            push_ns=elapsed_ns,
-        )
-        out.append(Report(event=finished))
+        self._finish(moved_bytes, elapsed_ns, out)
+
+    def end_computed(self, first: SampledToken, compute_ns: int, wall_ns: int, out: Actions) -> PrefillResult:
+        """A mixed worker has computed the prompt from its turn on, and keeps its KV: nothing is pushed."""
+        assert self.stage is PrefillStage.PREPARED, self.stage
+        self.compute_ns, self.finished_at_ns = compute_ns, wall_ns
+        self.result = result_of(self, first)
+        self._finish(0, 0, out)
+        return self.result
+
+    def _finish(self, pushed_bytes: int, push_ns: int, out: Actions) -> None:
+        out.append(Report(event=finished_of(self, pushed_bytes, push_ns)))
         self._end("", out)
 
-    def _push_failed(self, reason: str, out: list[Action]) -> None:
+    def _push_failed(self, reason: str, out: Actions) -> None:
         if self.stage is PrefillStage.CLOSING:
             self.fail(f"push to {self.order.decode_node_id}: {reason}", out, retryable=True)
 
-    def fail(self, reason: str, out: list[Action], *, retryable: bool) -> None:
+    def fail(self, reason: str, out: Actions, *, retryable: bool) -> None:
         """It ends without a result; one that was cancelled is not answered."""
         if not self.cancelled:
             failed = PrefillFailed(
@@ -479,7 +463,7 @@ class Job:
             out.append(Report(event=failed))
         self._end("cancelled" if self.cancelled else reason, out)
 
-    def _end(self, error: str, out: list[Action]) -> None:
+    def _end(self, error: str, out: Actions) -> None:
         self.stage, self.paused, self.fetching = PrefillStage.ENDED, False, False
         out.append(
             actions.EndOrder(

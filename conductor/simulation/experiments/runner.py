@@ -58,6 +58,7 @@ class Context:
         noise_percent: int = 0,
         arrivals: Sequence[Arrival] | None = None,
         outcomes: dict[str, Outcome] | None = None,
+        elastic: bool = False,
     ) -> SimulationReport:
         slo = slo or Objectives(ttft_ns=30 * S, tbt_ns=100 * MS)
         cluster = cluster or ClusterShape(prefill=8, decode=8)
@@ -68,7 +69,13 @@ class Context:
             system,
             self.arrivals if arrivals is None else arrivals,
             cluster,
-            Policy(name=policy, admission=admission, ttft_slo_ns=slo.ttft_ns, tbt_slo_ns=slo.tbt_ns),
+            Policy(
+                name=policy,
+                admission=admission,
+                ttft_slo_ns=slo.ttft_ns,
+                tbt_slo_ns=slo.tbt_ns,
+                elastic="on" if elastic else "off",
+            ),
             profile,
             seed=seed,
             speed=speed,

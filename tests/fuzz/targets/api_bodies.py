@@ -9,7 +9,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from halfmoon.schemas.api import ApiError, CancelBody, TokenizeBody, decode_body, parse_chat, parse_completion
+from halfmoon.schemas.api.bodies import CancelBody, TokenizeBody
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import decode_body, parse_chat, parse_completion
 from tests.api_fields import FIELDS
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import json_bytes, mutated_json

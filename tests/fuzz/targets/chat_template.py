@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from unittest import mock
 
-from halfmoon.workers.model import chat_template
-from halfmoon.workers.model.chat_template import ChatTemplate, ChatTemplateError
-from halfmoon.workers.model.errors import ModelBroken
+from halfmoon.workers.model.loading.errors import ModelBroken
+from halfmoon.workers.model.text import chat_template
+from halfmoon.workers.model.text.chat_template import ChatTemplate, ChatTemplateError
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import mutated_bytes
 

@@ -31,7 +31,7 @@ from halfmoon.schemas.view import ClusterView
 from halfmoon.workers.frontend import cluster_status
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.frontend.frontend_double import LAYOUT, MODEL, TIMING
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.http_player import LAST, PAGE_STREAM, judged
@@ -229,7 +229,8 @@ class Edge:
         )
         self._frontend = Frontend(self.bus, config, Tokenizer.load(MODEL), LAYOUT)  # type: ignore[arg-type]
         self._registry = self._frontend.registry
-        self.bus.placed = self._registry._on_placed
+        registry = self._registry
+        self.bus.placed = lambda order: registry._on_placed(order, order.worker_id, order.decode_worker_id)
 
     async def start(self) -> None:
         await self._frontend.start()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from halfmoon.store.pool.segment import SHM
-from halfmoon.workers.model.files import ModelError, _checked_config, find_model
+from halfmoon.workers.model.loading.files import ModelError, _checked_config, find_model
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.targets import model_directory, model_gguf
 

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.workers.model.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.frontend.frontend_double import MODEL, Cluster, Double, cluster
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import json_bytes, mutated_bytes, mutated_json

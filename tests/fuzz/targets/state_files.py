@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import nkeys
 import zstandard
+from msgspec.structs import asdict
 
 from halfmoon.bus.credentials import CredentialsBroken, public_key
 from halfmoon.cli import run_file
@@ -34,7 +35,7 @@ from halfmoon.conductor.simulation.trace import TraceInvalid, read_trace
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Policy
 from halfmoon.store.transports.topology import TopologyInvalid, read_topology
-from halfmoon.workers import profiler
+from halfmoon.workers import kept_profile
 from halfmoon.workers.frontend.tenants import read_keys
 from halfmoon.workers.model import self_test
 from tests.fuzz.frame import Found, Play
@@ -46,6 +47,8 @@ DEADLINE_S = 10.0
 URL = "nats://127.0.0.1:4222"
 _LAYOUT = {"model": "m", "model_fingerprint": "f", "layers": 2, "kv_heads": 1, "head_dim": 8, "block_tokens": 16,
            "dtype": "float32"}  # fmt: skip
+_MEASURED = {"profile": asdict(CostProfile(prefill_base_ns=5)), "spread_permille": 1_100, "measurements": 1,
+             "agreed": True}  # fmt: skip
 _ADDRESSES = [
     URL,
     "nats://127.0.0.1:99999",
@@ -215,7 +218,7 @@ KINDS: list[Kind] = [
         lambda path: load_profile(str(path)),
         (ProfileInvalid,),
     ),
-    Kind(_json(lambda draw: msgspec.to_builtins(CostProfile(prefill_base_ns=5))), profiler._read),
+    Kind(_json(lambda draw: _MEASURED), kept_profile._read),
     Kind(_json(lambda draw: {"differing": ["batch"]}), self_test._read),
 ]  # fmt: skip
 

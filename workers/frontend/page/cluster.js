@@ -25,7 +25,9 @@ function nodesOf(view) {
   return [...nodes.values()].sort((a, b) => number.compare(a.id, b.id));
 }
 
-const roleOf = (node) => (node.workers.some((worker) => worker.role === "decode") ? "decode" : "prefill");
+const roleOf = (node) => ["mixed", "attention", "decode"].find((role) => node.workers.some((worker) => worker.role === role)) || "prefill";
+// Who attends stands below who decodes.
+const COLUMNS = { prefill: ["prefill"], decode: ["decode", "mixed", "attention"] };
 
 function make(node) {
   const card = h("article", { class: "node", "data-node": node.id });
@@ -48,8 +50,9 @@ function update(card, node, view) {
   say(parts.title, node.id);
   const names = node.workers.map((worker) => worker.id).filter((id) => id !== node.id);
   say(parts.work, [names.join(", "), how === "ready" ? "" : how, count(sum("running")) + " running", count(sum("queued")) + " queued"].filter(Boolean).join(" · "));
-  const load = Math.max(0, ...node.workers.map((worker) => worker.load));
-  const word = roleOf(node) === "prefill" ? "queue against the TTFT SLO" : "step against the TBT SLO";
+  const role = roleOf(node), held = Math.floor((1000 * sum("kv_used")) / Math.max(1, sum("kv_total")));
+  const load = role === "attention" ? held : Math.max(0, ...node.workers.map((worker) => worker.load));
+  const word = { prefill: "queue against the TTFT SLO", decode: "step against the TBT SLO", attention: "its cache in use", mixed: "queue against the TTFT SLO" }[role];
   set(parts.load, load / 1000, percent(load, 1000), load > 800);
   parts.load.box.title = word;
   const dram = node.tiers.dram, ssd = node.tiers.ssd, size = view.block_bytes || 0;
@@ -64,15 +67,16 @@ function update(card, node, view) {
 }
 
 export function showCluster(view) {
-  const nodes = nodesOf(view), pools = { prefill: [], decode: [] };
+  const nodes = nodesOf(view), pools = { prefill: [], decode: [], mixed: [], attention: [] };
   for (const node of nodes) pools[roleOf(node)].push(node);
-  for (const [role, members] of Object.entries(pools)) {
-    const title = { id: "", title: role, members };
-    rows($(role), [title, ...members], (node) => node.id, (node) => (node.title ? h("h3", {}) : make(node)), (card, node) => {
-      if (node.title) say(card, node.title + " · " + count(members.length));
+  for (const [column, roles] of Object.entries(COLUMNS)) {
+    const shown = roles.filter((role) => role === column || pools[role].length);
+    const members = shown.flatMap((role) => [{ id: " " + role, title: role, count: pools[role].length }, ...pools[role]]);
+    rows($(column), members, (node) => node.id, (node) => (node.title ? h("h3", {}) : make(node)), (card, node) => {
+      if (node.title) say(card, node.title + " · " + count(node.count));
       else update(card, node, view);
     });
-    $(role).classList.toggle("many", members.length > 6);
+    $(column).classList.toggle("many", members.length > 6 + shown.length);
   }
   const frontends = (view.nodes || []).filter((node) => node.role === "frontend");
   const facts = [count(frontends.length) + (frontends.length === 1 ? " frontend" : " frontends"), "policy " + view.policy, "admission " + view.admission];

@@ -23,7 +23,7 @@ from halfmoon.bus.errors import PeerError, PeerUnreachable
 from halfmoon.bus.tasks import end_tasks
 from halfmoon.bus.telemetry.version import VERSION
 from halfmoon.schemas import subjects
-from halfmoon.schemas.api import ApiError
+from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, ViewRequest

@@ -9,7 +9,8 @@ export function verdict(view) {
   const ready = (role) => nodes.filter((node) => node.role === role && node.state === "ready").length;
   if (view.problem) bad("New requests are refused: " + view.problem);
   if (!view.caught_up) bad("The conductor is still reading the log");
-  for (const role of ["prefill", "decode"]) if (!ready(role)) bad("Not serving: no " + role + " worker is ready");
+  const mixed = ready("mixed"), known = nodes.some((node) => node.role === "mixed");
+  if (!mixed) for (const role of ["prefill", "decode"]) if (!ready(role)) bad("Not serving: no " + role + (known ? " and no mixed" : "") + " worker is ready");
   const rejected = Object.values(recent.rejected || {}).reduce((sum, n) => sum + n, 0);
   if (rejected) {
     const [reason] = Object.entries(recent.rejected).sort((a, b) => b[1] - a[1])[0];
@@ -31,7 +32,8 @@ export function verdict(view) {
   const waiting = view.stages?.waiting || 0;
   if (waiting) warn(count(waiting) + (waiting === 1 ? " request waits" : " requests wait") + " for a worker");
   found.sort((a, b) => b[0] - a[0]);
-  const workers = count(ready("prefill")) + " prefill and " + count(ready("decode")) + " decode workers ready";
+  const pair = count(ready("prefill")) + " prefill and " + count(ready("decode")) + " decode workers";
+  const workers = (mixed ? count(mixed) + " mixed" + (ready("prefill") + ready("decode") ? ", " + pair : " workers") : pair) + " ready";
   if (found.length) {
     const rest = found.slice(1, 4).map(([, text]) => text);
     if (found.length > 4) rest.push(found.length - 4 + " more");

@@ -1,0 +1,1 @@
+"""The commands that need no cluster: `halfmoon simulate`, `capacity`, `size` and `experiments`."""

@@ -1,0 +1,232 @@
+"""`halfmoon simulate`: the conductor's core over a trace, in a simulated cluster."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import orjson
+from tqdm import tqdm
+
+from halfmoon.cli.devices import add_devices, add_lending, deployment_of, lending_of
+from halfmoon.cli.options import OptionInvalid, add_config
+from halfmoon.conductor.simulation.profiles import ALIASES, PROFILES, load_profile
+from halfmoon.conductor.simulation.report import Objectives, PoolFigures, SimulationReport
+from halfmoon.conductor.simulation.systems import SYSTEMS, run_system
+from halfmoon.conductor.simulation.trace import Arrival, read_trace
+from halfmoon.conductor.simulation.world import ClusterShape
+from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+
+DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_workload(parser)
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="how many times as fast the trace is replayed"
+    )
+    parser.add_argument("--load", action="store_true", help="with --json: load over time as well")
+    parser.add_argument("--plot", metavar="DIR", default="", help="write plots into this folder")
+    parser.add_argument("--json", action="store_true")
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that simulates."""
+    add_config(parser)
+    group = parser.add_argument_group("workload")
+    group.add_argument("--trace", metavar="FILE", default=DEFAULT_TRACE, help="JSON Lines, also .gz and .zst")
+    group.add_argument("--requests", type=int, default=0, help="only the first so many (0: all)")
+    group.add_argument("--ttft-ms", type=int, default=30_000, help="objective: time to first token")
+    group.add_argument("--tbt-ms", type=int, default=1_000, help="objective: time between tokens")
+    group = parser.add_argument_group("cluster")
+    group.add_argument(
+        "--system",
+        choices=SYSTEMS,
+        default="halfmoon",
+        help="colocated systems have P + D workers, lamina its --devices, infinite-llm D instances",
+    )
+    group.add_argument("--policy", choices=get_args(PolicyName), default="halfmoon")
+    group.add_argument("--admission", choices=get_args(AdmissionName), default="predicted")
+    group.add_argument("--prefill", type=int, default=8, help="prefill workers")
+    group.add_argument("--decode", type=int, default=8, help="decode workers")
+    names = ", ".join([*PROFILES, *ALIASES])
+    group.add_argument("--profile", default="llama3-70b-8xa800", help=f"hardware: {names}, or a .json file")
+    group.add_argument("--block-tokens", type=int, default=512)
+    group.add_argument(
+        "--pool-blocks", type=int, default=-1, help="of a node's pool (default: the profile's)"
+    )
+    group.add_argument(
+        "--decode-pool-blocks", type=int, default=-1, help="of a decode node's pool (0: keeps nothing)"
+    )
+    group.add_argument("--kv-blocks", type=int, default=-1, help="of a worker's own cache")
+    group.add_argument(
+        "--link-gbit", type=float, default=0.0, help="of a node's network (default: the profile's)"
+    )
+    group.add_argument("--chunk-tokens", type=int, default=512, help="vllm-chunked: tokens of one iteration")
+    add_devices(parser)
+    add_lending(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the random policy and of the noise")
+    parser.add_argument(
+        "--noise-percent", type=int, default=0, help="computations differ from the profile by up to"
+    )
+
+
+def arrivals_of(args: argparse.Namespace) -> list[Arrival]:
+    if not 16 <= args.block_tokens <= 512:
+        raise OptionInvalid(f"--block-tokens {args.block_tokens}: 16 to 512")
+    arrivals = read_trace(args.trace, block_tokens=args.block_tokens)
+    return arrivals[: args.requests] if args.requests > 0 else arrivals
+
+
+def cluster_of(args: argparse.Namespace) -> ClusterShape:
+    return ClusterShape(
+        prefill=args.prefill,
+        decode=args.decode,
+        block_tokens=args.block_tokens,
+        pool_blocks=args.pool_blocks,
+        decode_pool_blocks=args.decode_pool_blocks,
+        kv_blocks=args.kv_blocks,
+        link_bytes_s=int(args.link_gbit * 1e9 / 8),
+        chunk_tokens=args.chunk_tokens,
+    )
+
+
+def policy_of(args: argparse.Namespace) -> Policy:
+    return Policy(
+        name=args.policy,
+        admission=args.admission,
+        ttft_slo_ns=args.ttft_ms * 1_000_000,
+        tbt_slo_ns=args.tbt_ms * 1_000_000,
+    )
+
+
+def simulated(
+    args: argparse.Namespace,
+    arrivals: list[Arrival],
+    *,
+    speed: float,
+    cluster: ClusterShape | None = None,
+    progress: Callable[[int], None] | None = None,
+    outcomes: dict[str, Any] | None = None,
+) -> SimulationReport:
+    """One simulation as the options say. Raises OptionInvalid for what makes no sense."""
+    for option in ("prefill", "decode", "ttft_ms", "tbt_ms"):
+        if getattr(args, option) < 1:
+            raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: must be positive")
+    if not 0 < speed < 1e6:
+        raise OptionInvalid(f"--speed {speed:g}: must be positive")
+    if not 0 <= args.noise_percent < 100:
+        raise OptionInvalid(f"--noise-percent {args.noise_percent}: 0 to 99")
+    policy = policy_of(args)
+    return run_system(
+        args.system,
+        arrivals,
+        cluster or cluster_of(args),
+        policy,
+        load_profile(args.profile),
+        seed=args.seed,
+        speed=speed,
+        noise_percent=args.noise_percent,
+        slo=Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
+        progress=progress,
+        outcomes=outcomes,
+        deployment=deployment_of(args, arrivals) if args.system == "lamina" else None,
+        lending=lending_of(args),
+    )
+
+
+@contextlib.contextmanager
+def bar(total: int, *, quiet: bool, what: str = "requests") -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error, where a person looks; tells how many were done."""
+    with tqdm(total=total, unit=f" {what}", disable=quiet or not sys.stderr.isatty(), leave=False) as shown:
+        yield lambda done: shown.update(done - shown.n) and None
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C reaches the simulation as KeyboardInterrupt, which then reports what it has."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+async def run(args: argparse.Namespace) -> int:
+    arrivals = arrivals_of(args)
+    outcomes: dict[str, Any] = {}
+    with bar(len(arrivals), quiet=args.json) as progress, interruptible():
+        report = simulated(args, arrivals, speed=args.speed, progress=progress, outcomes=outcomes)
+    if args.plot:
+        from halfmoon.conductor.simulation.plots import plot_run
+
+        written = plot_run(Path(args.plot), report, outcomes)
+        if not args.json:
+            print("\n".join(f"wrote {path}" for path in written))
+    print(orjson.dumps(report.plain(load=args.load)).decode() if args.json else table(report))
+    return 0 if report.complete else 130
+
+
+def table(report: SimulationReport) -> str:
+    """For a person."""
+    slo = report.slo
+    lines = [] if report.complete else ["INTERRUPTED: what had happened until then"]
+    shape = f"{report.prefill + report.decode} colocated workers"
+    if report.system == "halfmoon":
+        shape = f"{report.prefill} prefill + {report.decode} decode"
+    elif report.pools is not None:
+        shape = "decode alone"
+    lines.append(
+        f"{report.system} ({report.policy}, admission {report.admission}), {shape}, {report.profile}, "
+        f"speed {report.speed:g}"
+    )
+    rows = [
+        ("requests", f"{report.requests}  completed {report.completed}  failed {report.failed}"),
+        ("rejected", ", ".join(f"{reason} {count}" for reason, count in report.rejected.items()) or "none"),
+        ("wasted prefills", str(report.wasted_prefills)),
+    ]
+    if report.open:
+        rows.insert(1, ("still open", str(report.open)))
+    for name, spread in (("TTFT ms", report.ttft_ms), ("TBT ms", report.tbt_ms)):
+        rows.append(
+            (
+                name,
+                f"mean {spread.mean:.1f}  p50 {spread.p50:.1f}  p90 {spread.p90:.1f}  p99 {spread.p99:.1f}",
+            )
+        )
+    objective = f"TTFT <= {slo.ttft_ns / 1e9:g} s and TBT <= {slo.tbt_ns / 1e6:g} ms"
+    sources = ", ".join(f"{source} {share:.1%}" for source, share in report.hits_by_source.items())
+    rows += [
+        ("effective capacity", f"{report.effective_capacity:.2%} of requests ({objective})"),
+        ("goodput", f"{report.goodput_s:.3f} requests/s over {report.duration_s:.0f} s"),
+        ("token reuse", f"{report.token_reuse:.2%} ({sources})"),
+        ("prefill GPU time", f"{report.prefill_gpu_s:.0f} s ({report.prefill_busy:.0%} busy)"),
+        ("moved", f"{report.bytes_moved / 1e9:.1f} GB"),
+        ("predicted TTFT", _error(report.ttft_error)),
+        ("predicted TBT", _error(report.tbt_error)),
+        ("decisions", f"digest {report.digest}, {report.events} events in {report.wall_s:.2f} s"),
+    ]
+    if report.pools is not None:
+        rows = [*rows[:4], rows[6], *_pools(report.pools), rows[-4], rows[-1]]
+    return "\n".join([*lines, *(f"  {name:<19}{text}" for name, text in rows)])
+
+
+def _pools(pools: PoolFigures) -> list[tuple[str, str]]:
+    rows = [
+        ("batch", f"{pools.batch:.1f} sequences; room for {pools.kv_tokens:,} tokens"),
+        ("throughput", f"{pools.tokens_s:.1f} tokens/s, a step of {pools.step_ms:.1f} ms"),
+    ]
+    if pools.dollars_hour:
+        rows.append(
+            ("price", f"${pools.dollars_hour:.2f} an hour, {pools.tokens_per_dollar:,.0f} tokens a dollar")
+        )
+    return rows
+
+
+def _error(error: dict[str, float]) -> str:
+    return f"off by {error['p50']:.1%} (p50), {error['p90']:.1%} (p90)" if error else "nothing to compare"

@@ -1,0 +1,98 @@
+"""Early rejection at mixed workers: a request is placed on one whole, or refused by what is predicted there.
+
+The rules are those of a pair (`admission`), with one worker's queue, room and iterations.
+"""
+
+from __future__ import annotations
+
+from halfmoon.conductor.core.admission import (
+    RETRY_NS_MIN,
+    AdmissionLimits,
+    Placement,
+    Refusal,
+    late,
+    limits_of,
+    placement_of,
+    prediction,
+    room_at,
+    too_large_now,
+    too_long,
+    wait_ns,
+)
+from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
+from halfmoon.conductor.core.placement.prefix_match import match_prefix
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
+from halfmoon.conductor.core.state.records import Request
+from halfmoon.schemas.events import RequestArrived
+
+
+def decide_mixed(
+    state: State, request: RequestArrived, now_ns: int, *, waited_ns: int = 0
+) -> Placement | Refusal:
+    """The mixed worker for a request that was never placed, or why, of those that are there, none takes it."""
+    answer_tokens = expected_tokens(state.answers.get(answer_class(request.max_tokens)), request.max_tokens)
+    found = mixed_candidates(state, request, match_prefix(state, request, now_ns), now_ns, answer_tokens)
+    if not found:
+        return Refusal(reason="too_long", message=too_long(state, request))
+    able = [c for c in found if not c.full]
+    if not able:
+        return Refusal(
+            reason="queue_full",
+            message="the queue of every mixed worker is full",
+            retry_after_ns=max(min(c.prefill.queue_ns // c.prefill.orders for c in found), RETRY_NS_MIN),
+        )
+    roomy = [c for c in able if c.decode.room]
+    if not roomy and state.policy.admission in ("early", "predicted"):
+        roomy = [c for c in able if room_at(state, c.decode, now_ns + c.prefill.ttft_ns)]
+        if not roomy:
+            return _no_room(state, able, now_ns)
+    best = min(roomy or able, key=lambda c: c.rank)
+    placement = placement_of(state, request, best.prefill, best.decode, answer_tokens)
+    if state.policy.admission == "none":
+        return placement
+    limits = placement.limits = limits_of(state, request, placement)
+    return (
+        late(placement, limits, waited_ns)
+        or _slow(state, placement, limits, now_ns)
+        or too_large_now(state, placement, limits, len(found))
+        or placement
+    )
+
+
+def mixed_again(state: State, request: Request, now_ns: int) -> Placement | None:
+    """The best mixed worker for a request that was accepted before, whatever it takes; None when there is none."""
+    if not state.loads.mixed.workers:
+        return None
+    event = request.event
+    answer_tokens = expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens)
+    matched = match_prefix(state, event, now_ns)
+    found = mixed_candidates(state, event, matched, now_ns, answer_tokens, avoid=request.avoid)
+    if not found:
+        return None
+    best = min([c for c in found if c.decode.room] or found, key=lambda c: c.rank)
+    return placement_of(state, event, best.prefill, best.decode, answer_tokens)
+
+
+def _no_room(state: State, able: list[MixedCandidate], now_ns: int) -> Refusal:
+    least = min(able, key=lambda c: c.rank)
+    return Refusal(
+        reason="no_room",
+        message="no mixed worker has room for the request's KV",
+        predicted=prediction(least.prefill, least.decode.tbt_ns),
+        retry_after_ns=min(wait_ns(state, state.workers[c.worker_id], c.decode, 0, now_ns) for c in able),
+    )
+
+
+def _slow(state: State, placement: Placement, limits: AdmissionLimits, now_ns: int) -> Refusal | None:
+    """A refusal because an iteration with it is predicted to take too long."""
+    decode, limit = placement.decode, limits.tbt_ns
+    if state.policy.admission == "late" or decode.tbt_ns <= limit:
+        return None
+    return Refusal(
+        reason="tbt_slo",
+        message=f"predicted time between tokens {decode.tbt_ns // 1_000_000} ms; the limit is {limit // 1_000_000} ms",
+        predicted=placement.predicted,
+        limits=limits,
+        retry_after_ns=wait_ns(state, state.workers[decode.worker_id], decode, 0, now_ns),
+    )

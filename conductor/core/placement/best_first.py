@@ -1,0 +1,234 @@
+"""Branch and bound: the candidate that a policy would take, found without costing every worker.
+
+In a large cluster nearly all workers are passed over. A lower bound, cheap to compute, says how good a worker can be at
+best; workers are costed in the order of their bounds, until the next bound is no better than the best cost so far. The
+answer is that of looking at all of them: tests compare the two, on random logs.
+
+Only the orders of choice `EARLIEST_TOKEN`, `EARLIEST_TOKEN_WITH_COPIES` and `SHORTEST_STEP` have bounds.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from halfmoon.conductor.core.placement.candidates import (
+    cached_blocks_max,
+    candidate_of,
+    copies_ns,
+    decode_candidate_of,
+)
+from halfmoon.conductor.core.placement.fetch_plan import Prompt, plan_on_expected_links
+from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
+from halfmoon.conductor.core.placement.policies import (
+    EARLIEST_TOKEN,
+    EARLIEST_TOKEN_WITH_COPIES,
+    SHORTEST_STEP,
+    PolicyRules,
+    rules_of,
+)
+from halfmoon.conductor.core.placement.prefix_match import PrefixMatch
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.load_index import LoadIndex, PrefillRow
+from halfmoon.conductor.core.state.records import WorkerRecord
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.events import RequestArrived
+
+#: This many of the least loaded workers are costed first, to have a good cost early.
+FEW_WORKERS = 8
+#: Holders of the longest match are costed first too, when they are no more than this: a first block may be everywhere.
+FEW_NODES = 32
+#: Later than any first token.
+NEVER_NS = 2**62
+#: What the orders of choice compare: first token with the price of copies, transfer, orders; then the place by id.
+Rank = tuple[int, int, int, int]
+NEVER: Rank = (NEVER_NS, 0, 0, 0)
+#: Bounds every rank.
+NO_BOUND: Rank = (0, 0, 0, 0)
+
+
+# --- prefill: the earliest first token ----------------------------------------------------------------------
+
+
+def earliest_first_token(
+    state: State, request: RequestArrived, match: PrefixMatch, now_ns: int
+) -> Candidate | None:
+    """The candidate that `choose_prefill` would take of all those that are not full.
+
+    None when it is not known here: the policy chooses otherwise, workers differ in what they can hold, or all are
+    full. Then all must be looked at.
+    """
+    policy, tokens, index = state.policy, request.prompt_tokens, state.loads.prefill
+    if not _bounded(rules_of(state)) or tokens > index.tokens_max or now_ns < state.at_ns:
+        return None
+    blocks = min(match.longest, (tokens - 1) // index.block_tokens) if index.block_tokens else 0
+    # A good cost at the start passes over the most: that of the best bound among those that mostly win.
+    bounds = _lower_bounds(state, match, tokens, blocks, now_ns, _likely(index, match))
+    likely = min(bounds, default=None)
+    if likely is None:  # a worker may announce any cost: all of these are beyond NEVER_NS
+        return None
+    first = likely[-1]
+    best: Candidate | None = None
+    rank = NEVER
+    if index.rows[first].orders < policy.queued_max_per_worker:
+        best = candidate_of(state, index.workers[first], tokens, match, now_ns)
+        rank = _rank(best, first)
+    # Who has more queued than this cannot be earlier, even at the least cost of any worker.
+    queue_max_ns = rank[0] - index.least.prefill_ns(tokens, blocks * index.block_tokens)
+    places = [place for _, place in index.up_to(now_ns + queue_max_ns) if place != first]
+    idle = _IdleBound(state, tokens, match, now_ns)
+    for bound in sorted(_lower_bounds(state, match, tokens, blocks, now_ns, places, rank)):
+        if bound > rank:
+            break
+        place = bound[-1]
+        worker = index.workers[place]
+        if len(worker.orders) >= policy.queued_max_per_worker or idle.bound(worker, place) > rank:
+            continue
+        here = candidate_of(state, worker, tokens, match, now_ns)
+        here_rank = _rank(here, place)
+        if here_rank < rank:
+            best, rank = here, here_rank
+    return best
+
+
+def _bounded(rules: PolicyRules) -> bool:
+    """True where the lower bounds below bound what the policy compares."""
+    if rules.prefill == EARLIEST_TOKEN_WITH_COPIES:
+        return True
+    # The bounds contain the price of copies: they bound a rank without it only where there is none.
+    return rules.prefill == EARLIEST_TOKEN and not rules.copies_priced
+
+
+def _rank(candidate: Candidate, place: int) -> Rank:
+    return candidate.ttft_ns + candidate.copies_ns, candidate.transfer_ns, candidate.orders, place
+
+
+def _likely(index: LoadIndex[PrefillRow], match: PrefixMatch) -> list[int]:
+    """Places of workers that mostly win or nearly so: the least loaded, and holders of the longest match."""
+    places = [place for _, place in index.by_load[:FEW_WORKERS]]
+    if match.dram_runs and len(match.dram_runs[0][1]) <= FEW_NODES:
+        for node_id in match.dram_runs[0][1]:
+            places += index.on_node.get(node_id, ())
+    return places
+
+
+def _lower_bounds(
+    state: State,
+    match: PrefixMatch,
+    tokens: int,
+    blocks: int,
+    now_ns: int,
+    places: list[int],
+    rank: Rank = NEVER,
+) -> list[Rank]:
+    """Lower bounds of the ranks of the workers at `places`, those below `rank` only.
+
+    No first token comes before the queue is done and all behind the longest match of `blocks` is computed; the price of
+    copies comes on top. The transfer is taken to be free.
+    """
+    index, held = state.loads.prefill, match.dram
+    cached = blocks * index.block_tokens
+    found = []
+    for place in places:
+        worker = index.workers[place]
+        free_ns, behind_ns, orders = index.rows[place]
+        bound_ns = worker.cost.prefill_ns(tokens, cached) + max(behind_ns, free_ns - now_ns)
+        if bound_ns <= rank[0]:
+            lacking = blocks - min(held.get(worker.node_id, 0), blocks)
+            if lacking:
+                bound_ns += copies_ns(state, worker.cost, index.block_tokens, lacking)
+            found.append((bound_ns, 0, orders, place))
+    return [bound for bound in found if bound < rank]
+
+
+class _IdleBound:
+    """A closer lower bound, for workers that are idle and hold nothing of the prompt: there may be many, all alike.
+
+    It is the rank of an idle worker without the prefix, over links at the expected bandwidth; computed once for each
+    cost profile. A worker to which a faster link was measured has no such bound.
+    """
+
+    __slots__ = ("_known", "_match", "_now_ns", "_state", "_tokens")
+
+    def __init__(self, state: State, tokens: int, match: PrefixMatch, now_ns: int) -> None:
+        self._state, self._tokens, self._match, self._now_ns = state, tokens, match, now_ns
+        #: Cost profile, first token with the price of copies, transfer.
+        self._known: list[tuple[CostProfile, int, int]] = []
+
+    def bound(self, worker: WorkerRecord, place: int) -> Rank:
+        """A lower bound of the worker's rank; NO_BOUND when none is known."""
+        state, held = self._state, self._match.held
+        if worker.orders or worker.node_id in held or self._match.dram is not held:
+            return NO_BOUND
+        # Other rules than the cheapest may give a rank that is better than their own plan on expected links.
+        if rules_of(state).fetch != "cheapest":
+            return NO_BOUND
+        for node_id, link in state.loads.links_measured(worker.node_id, state.at_ns).items():
+            if link.bytes_s > state.policy.link_bytes_s and node_id in held:
+                return NO_BOUND
+        for cost, first_token_ns, transfer_ns in self._known:
+            if cost == worker.cost:
+                return first_token_ns, transfer_ns, 0, place
+        first_token_ns, transfer_ns = self._at_an_idle_worker(worker)
+        self._known.append((worker.cost, first_token_ns, transfer_ns))
+        return first_token_ns, transfer_ns, 0, place
+
+    def _at_an_idle_worker(self, worker: WorkerRecord) -> tuple[int, int]:
+        """First token with the price of copies, and transfer."""
+        state, tokens, match = self._state, self._tokens, self._match
+        limit = cached_blocks_max(worker, tokens)
+        first_token_ns, transfer_ns = worker.cost.prefill_ns(tokens, 0), 0
+        if limit:
+            prompt = Prompt(worker, tokens, match, self._now_ns, queue_ns=0, local=0, limit=limit)
+            plan = plan_on_expected_links(state, prompt)
+            if plan is not None and plan.ttft_ns < first_token_ns:
+                first_token_ns, transfer_ns = plan.ttft_ns, plan.transfer_ns
+        first_token_ns += copies_ns(state, worker.cost, worker.block_tokens, min(match.longest, limit))
+        return first_token_ns, transfer_ns
+
+
+# --- decode: the shortest step ------------------------------------------------------------------------------
+
+
+class ShortestStep(msgspec.Struct):
+    """The decode worker with the shortest step among those with room; no worker's step is longer than `tbt_ns_max`."""
+
+    best: DecodeCandidate
+    tbt_ns_max: int
+
+
+def shortest_step(
+    state: State, request: RequestArrived, match: PrefixMatch, answer_tokens: int
+) -> ShortestStep | None:
+    """The candidate that `choose_decode` would take of all those with room.
+
+    None when it is not known here: the policy chooses otherwise, workers differ in what they can hold, or none has
+    room. Then all must be looked at.
+    """
+    index = state.loads.decode
+    context = request.prompt_tokens + answer_tokens
+    if rules_of(state).decode != SHORTEST_STEP or not index.block_tokens:
+        return None
+    if state.loads.priced:  # rows do not know what a step waits for
+        return None
+    if request.prompt_tokens + request.max_tokens > index.tokens_max:
+        return None
+    blocks = -(-context // index.block_tokens)
+    # Rows know the step without this request's context, which adds at least and at most this much. (One ns more, since
+    # both parts were cut to whole ns.)
+    least_ns = index.least.decode_per_context_token_ps * context // 1_000
+    most_ns = index.most.decode_per_context_token_ps * context // 1_000 + 1
+    limit_ns = NEVER_NS
+    near = []
+    for step_ns, place in index.by_load:
+        if step_ns > limit_ns:
+            break
+        if index.rows[place].blocks_free >= blocks:
+            limit_ns = min(limit_ns, step_ns + most_ns - least_ns)
+            worker = index.workers[place]
+            sequences, held = len(worker.orders), match.held.get(worker.node_id, 0)
+            tbt_ns = worker.cost.step_ns(sequences + 1, worker.context_tokens + context)
+            near.append((tbt_ns, -held, sequences, place))
+    if not near:
+        return None
+    best = index.workers[min(near)[-1]]
+    return ShortestStep(decode_candidate_of(state, best, match, context), index.by_load[-1][0] + most_ns)

@@ -1,0 +1,102 @@
+"""Candidates, and the measures by which policies compare them.
+
+A measure is a number of a candidate with its name in words: the least wins. Policies choose by measures and replay
+explains a choice by the very same ones, so what is said is what was compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from halfmoon.schemas.decisions import CachePlace, Fetch, Loan
+
+
+class Candidate(msgspec.Struct, kw_only=True):
+    """A prefill worker, and what the prompt would take there, from now on."""
+
+    worker_id: str
+    node_id: str
+    queue_ns: int
+    transfer_ns: int = 0
+    prefill_ns: int
+    ttft_ns: int
+    #: Tokens (whole blocks) that need not be computed, and how many of those blocks are on the node already.
+    cached_tokens: int
+    cached_blocks: int
+    local_blocks: int
+    fetches: list[Fetch] = []
+    fetch_sharing: int = 1
+    #: Some of the blocks come from an SSD.
+    from_ssd: bool = False
+    #: Orders accepted before, blocks waiting to be computed, blocks of prompts in hand.
+    orders: int
+    pending_blocks: int
+    prompt_blocks: int
+    #: Blocks of this prompt that must be computed.
+    uncached_blocks: int
+    #: Price of one more copy of blocks that are elsewhere: the time to compute what it displaces, as far as that is
+    #: reused. 0 under policies that do not price copies.
+    copies_ns: int = 0
+    #: Out of the choice, because its queue is as long as it may be.
+    full: bool = False
+
+
+class DecodeCandidate(msgspec.Struct, kw_only=True):
+    """A decode worker with all that it has accepted, this request included."""
+
+    worker_id: str
+    node_id: str
+    tbt_ns: int
+    #: KV blocks that the request needs, and that are reserved before it; whether they fit.
+    blocks: int
+    reserved_blocks: int
+    room: bool
+    prefix_blocks: int
+    sequences: int
+    full: bool = False
+    #: Who would hold the prompt's first segments, where the worker's own cache is too small; `blocks` are the others.
+    loans: list[Loan] = []
+    #: Who would hold its KV where the worker keeps none, and how many blocks each (of parts: all together).
+    cache: list[CachePlace] = []
+    cache_blocks: int = 0
+    #: Of `tbt_ns`, what waits for attention elsewhere; in how many groups the batch takes turns (0: it does not).
+    waits_ns: int = 0
+    groups: int = 0
+
+    @property
+    def needs_others(self) -> bool:
+        """Others hold some of its KV."""
+        return bool(self.loans or self.cache)
+
+
+C = TypeVar("C", Candidate, DecodeCandidate)
+
+
+class CandidateMeasure(msgspec.Struct, Generic[C], frozen=True):
+    """A number of a candidate; smaller is better."""
+
+    words: str
+    of: Callable[[C], int]
+    unit: Literal["ns", "count"] = "count"
+
+
+FIRST_TOKEN = CandidateMeasure[Candidate]("first token", lambda c: c.ttft_ns, "ns")
+FIRST_TOKEN_AND_COPIES = CandidateMeasure[Candidate](
+    "first token + copies", lambda c: c.ttft_ns + c.copies_ns, "ns"
+)
+TRANSFER = CandidateMeasure[Candidate]("transfer", lambda c: c.transfer_ns, "ns")
+QUEUE = CandidateMeasure[Candidate]("queue", lambda c: c.queue_ns, "ns")
+ORDERS = CandidateMeasure[Candidate]("orders", lambda c: c.orders)
+#: Blocks still to compute, those of this prompt among them, and blocks in hand.
+PREFILL_BLOCKS = CandidateMeasure[Candidate](
+    "blocks to compute and in hand", lambda c: c.pending_blocks + c.prompt_blocks + c.uncached_blocks
+)
+
+STEP = CandidateMeasure[DecodeCandidate]("time between tokens", lambda c: c.tbt_ns, "ns")
+#: A prefix that is on the node already need not be pushed.
+MISSING_PREFIX = CandidateMeasure[DecodeCandidate]("missing prefix blocks", lambda c: -c.prefix_blocks)
+SEQUENCES = CandidateMeasure[DecodeCandidate]("sequences", lambda c: c.sequences)
+KV_BLOCKS = CandidateMeasure[DecodeCandidate]("KV blocks", lambda c: c.reserved_blocks + c.blocks)

@@ -1,0 +1,141 @@
+"""The table of policies: how each one chooses a prefill and a decode worker, and which blocks it moves.
+
+To add a policy, add an entry here and its name to `schemas.policy.PolicyName`: the choice, its short cut and the
+explanation all read this table. Every choice is a total order that ends in an id, so that it does not depend on the
+order of iteration.
+
+Source: Mooncake (FAST'25), Algorithm 1 (`mooncake`, `halfmoon`), and its baselines; `dynamo` is the published cost of
+NVIDIA Dynamo's KV router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Generic, Literal, assert_never
+
+import msgspec
+
+from halfmoon.conductor.core.placement.measures import (
+    FIRST_TOKEN,
+    FIRST_TOKEN_AND_COPIES,
+    KV_BLOCKS,
+    MISSING_PREFIX,
+    ORDERS,
+    PREFILL_BLOCKS,
+    QUEUE,
+    SEQUENCES,
+    STEP,
+    TRANSFER,
+    C,
+    Candidate,
+    CandidateMeasure,
+    DecodeCandidate,
+)
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.records import Half
+from halfmoon.schemas.policy import PolicyName
+
+#: `cheapest`: any part of the prefix, from whichever holder gives the earliest first token. `as_printed`: all of the
+#: longest prefix, as in the paper. `local_only`: nothing moves between nodes.
+FetchRule = Literal["cheapest", "as_printed", "local_only"]
+
+
+class Least(msgspec.Struct, Generic[C], frozen=True):
+    """The candidate whose measures are least: the first decides, the next ones between equals, then the id."""
+
+    measures: tuple[CandidateMeasure[C], ...]
+
+    def rank(self, candidate: C) -> tuple[int | str, ...]:
+        return (*[measure.of(candidate) for measure in self.measures], candidate.worker_id)
+
+
+class InTurn(msgspec.Struct, frozen=True):
+    """The worker whose id follows that of the last one chosen, around the end."""
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """Any worker, drawn from the policy's seed and the place in the log."""
+
+
+#: Where nothing is predicted (the null engine) the number of orders tells candidates apart.
+EARLIEST_TOKEN = Least((FIRST_TOKEN, TRANSFER, ORDERS))
+EARLIEST_TOKEN_WITH_COPIES = Least((FIRST_TOKEN_AND_COPIES, TRANSFER, ORDERS))
+SHORTEST_STEP = Least((STEP, MISSING_PREFIX, SEQUENCES))
+
+
+class PolicyRules(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy."""
+
+    prefill: Least[Candidate] | InTurn | Drawn
+    decode: Least[DecodeCandidate] | InTurn | Drawn
+    fetch: FetchRule
+    #: Whether a copy of blocks that are elsewhere has a price (`Candidate.copies_ns`).
+    copies_priced: bool = False
+    #: Whether under overload, with admission `predicted`, larger prompts are refused first.
+    large_refused_first: bool = False
+
+
+POLICIES: dict[PolicyName, PolicyRules] = {
+    "halfmoon": PolicyRules(
+        prefill=EARLIEST_TOKEN_WITH_COPIES,
+        decode=SHORTEST_STEP,
+        fetch="cheapest",
+        copies_priced=True,
+        large_refused_first=True,
+    ),
+    "mooncake": PolicyRules(prefill=EARLIEST_TOKEN, decode=SHORTEST_STEP, fetch="as_printed"),
+    "local_cache_aware": PolicyRules(prefill=EARLIEST_TOKEN, decode=SHORTEST_STEP, fetch="local_only"),
+    "least_loaded": PolicyRules(prefill=Least((QUEUE, ORDERS)), decode=SHORTEST_STEP, fetch="local_only"),
+    "round_robin": PolicyRules(prefill=InTurn(), decode=InTurn(), fetch="local_only"),
+    "random": PolicyRules(prefill=Drawn(), decode=Drawn(), fetch="local_only"),
+    "dynamo": PolicyRules(
+        prefill=Least((PREFILL_BLOCKS,)), decode=Least((KV_BLOCKS, SEQUENCES)), fetch="local_only"
+    ),
+}
+
+
+def rules_of(state: State) -> PolicyRules:
+    """The rules of the policy in force."""
+    return POLICIES[state.policy.name]
+
+
+def choose_prefill(state: State, found: Sequence[Candidate], draw: str) -> Candidate | None:
+    """The candidate that the policy in force takes; None when there is none. `draw` names this choice, for `Drawn`.
+
+    Where `best_first` has found the best already, `found` is that one candidate.
+    """
+    return _choose(rules_of(state).prefill, "prefill", state, found, draw)
+
+
+def choose_decode(state: State, found: Sequence[DecodeCandidate], draw: str) -> DecodeCandidate | None:
+    """As `choose_prefill`, of decode workers."""
+    return _choose(rules_of(state).decode, "decode", state, found, draw)
+
+
+def _choose(
+    choice: Least[C] | InTurn | Drawn, half: Half, state: State, found: Sequence[C], draw: str
+) -> C | None:
+    if not found:
+        return None
+    match choice:
+        case Least():
+            return min(found, key=choice.rank)
+        case InTurn():
+            return found[_next([c.worker_id for c in found], state.round_robin.get(half, ""))]
+        case Drawn():
+            return found[_drawn(state.policy.seed, f"{half}:{draw}", len(found))]
+        case _:
+            assert_never(choice)
+
+
+def _next(ids: Sequence[str], last: str) -> int:
+    """Place of the first id after `last`, around the end; `ids` are sorted."""
+    return next((place for place, worker_id in enumerate(ids) if worker_id > last), 0)
+
+
+def _drawn(seed: int, draw: str, count: int) -> int:
+    """A number below `count`, from the seed and the name of the draw alone."""
+    raw = blake2b(f"{seed}:{draw}".encode(), digest_size=8).digest()
+    # Scaled down, and no remainder taken: that would favour the first few.
+    return int.from_bytes(raw, "big") * count >> 64

@@ -1,0 +1,148 @@
+"""How many workers each pool needs: by what arrived lately, and by what waits and runs. Thousandths of a worker.
+
+Prefill: the time that arriving prompts take a second, and the queue. Decode: arriving tokens of answers over what a
+worker makes with a batch as large as the TBT SLO, its KV and its batch allow; or, if that is more, the workers that
+what is placed now fills so, and more by the share of requests that decode had no room for: how long answers are is
+learned when they end, which may be a minute after they have become longer.
+
+Refused requests count: those who ask and get nothing are what a pool lacks workers for.
+
+Sources: DistServe (arXiv 2401.09670) for a split by each phase's goodput under its own SLO; Mooncake (ARXIV), section
+7, for load over SLO. Which parts make a need, and their targets, are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.demand import Look, demand_of
+from halfmoon.conductor.core.state.load_index import queue_ns
+from halfmoon.conductor.core.state.records import WorkerRecord
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.roles import ELASTIC_ROLES, WorkerRole
+
+#: A pool counts as full at so much, in percent: of a prefill worker's time, of the TBT SLO, of a decode worker's KV.
+PREFILL_TARGET = 85
+STEP_TARGET = 75
+KV_TARGET = 90
+
+
+class PoolNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool that stays as it is: its workers (with those that are joining it), and how many it needs, permille."""
+
+    workers: int
+    #: For what arrives, for what is there, and for both.
+    arriving: int
+    present: int
+    permille: int
+
+    @property
+    def wanted(self) -> int:
+        """Whole workers, one at least."""
+        return max(1, -(-self.permille // 1_000))
+
+    def load(self, more: int = 0) -> int:
+        """How full it is, permille, with so many workers more; one of none is as full as can be."""
+        workers = self.workers + more
+        return self.permille // workers if workers > 0 else _ENDLESS
+
+
+_ENDLESS = 2**53
+
+
+def pool_needs(state: State) -> dict[WorkerRole, PoolNeed]:
+    """For the two roles that workers may change between."""
+    seen = demand_of(state.demand, state.at_ns, state.policy.elastic_window_ns)
+    stay: dict[WorkerRole, list[WorkerRecord]] = {role: [] for role in ELASTIC_ROLES}
+    joining: dict[WorkerRole, int] = dict.fromkeys(ELASTIC_ROLES, 0)
+    for worker in state.workers.values():
+        if worker.becomes in joining:
+            joining[worker.becomes] += 1
+        elif worker.role in stay and not worker.draining:
+            stay[worker.role].append(worker)
+    prefills, decodes = stay["prefill"], stay["decode"]
+    prompts, queued = _prompts(state, seen), _queued(state, prefills)
+    answers, decoding = _answers(state, seen, decodes or prefills), _decoding(state, seen, decodes)
+    return {
+        "prefill": PoolNeed(
+            workers=len(prefills) + joining["prefill"],
+            arriving=prompts,
+            present=queued,
+            permille=prompts + queued,
+        ),
+        "decode": PoolNeed(
+            workers=len(decodes) + joining["decode"],
+            arriving=answers,
+            present=decoding,
+            permille=max(answers, decoding),
+        ),
+    }
+
+
+def _prompts(state: State, seen: Look) -> int:
+    return seen.prefill_ns * 1_000 * 100 // (state.policy.elastic_window_ns * PREFILL_TARGET or 1)
+
+
+def _queued(state: State, workers: Sequence[WorkerRecord]) -> int:
+    """To be worked off beside what arrives, within the SLO and the window."""
+    horizon_ns = max(1, state.policy.ttft_slo_ns + state.policy.elastic_window_ns)
+    return sum(queue_ns(worker, state.at_ns) for worker in workers) * 1_000 // horizon_ns
+
+
+def _answers(state: State, seen: Look, workers: Sequence[WorkerRecord]) -> int:
+    """The tokens of answers that arrive, over those that one worker makes."""
+    if not seen.answer_tokens or not workers:
+        return 0
+    cost = _mean_cost(workers)
+    row_ps = _row_ps(cost, seen.context_steps // seen.answer_tokens)
+    batch = min(worker.batch_max for worker in workers)
+    room_ns = _step_room_ns(state, cost)
+    if row_ps:
+        batch = min(batch, room_ns * 1_000 // row_ps)
+    if workers[0].block_bytes:
+        tokens = min(worker.kv_blocks * worker.block_tokens for worker in workers) * KV_TARGET // 100
+        batch = min(batch, tokens * seen.answer_tokens // max(1, seen.reserved_steps))
+    batch = max(1, batch)
+    step_ns = cost.decode_base_ns + batch * row_ps // 1_000
+    return seen.answer_tokens * step_ns * 1_000 // (batch * max(1, state.policy.elastic_window_ns))
+
+
+def _decoding(state: State, seen: Look, workers: Sequence[WorkerRecord]) -> int:
+    """Workers that what is placed on these fills: their steps, KV or batches, whichever is the most."""
+    if not workers:
+        return 0
+    cost = _mean_cost(workers)
+    sequences = sum(len(worker.orders) for worker in workers)
+    context = sum(worker.context_tokens for worker in workers)
+    rows_ns = cost.decode_per_sequence_ns * sequences + cost.decode_per_context_token_ps * context // 1_000
+    batches = sum(worker.batch_max for worker in workers)
+    found = [rows_ns * 1_000 // _step_room_ns(state, cost), sequences * 1_000 * len(workers) // batches]
+    if workers[0].block_bytes:
+        blocks = sum(worker.kv_blocks for worker in workers) * KV_TARGET
+        reserved = sum(worker.reserved_blocks for worker in workers) * 100
+        found.append(reserved * 1_000 * len(workers) // max(1, blocks))
+    taken = max(1, seen.requests - seen.decode_refused)
+    return max(found) * max(1, seen.requests) // taken
+
+
+def _step_room_ns(state: State, cost: CostProfile) -> int:
+    """The time that a step may take beyond its base."""
+    return max(1, state.policy.tbt_slo_ns * STEP_TARGET // 100 - cost.decode_base_ns)
+
+
+def _row_ps(cost: CostProfile, context_tokens: int) -> int:
+    return cost.decode_per_sequence_ns * 1_000 + cost.decode_per_context_token_ps * context_tokens
+
+
+def _mean_cost(workers: Sequence[WorkerRecord]) -> CostProfile:
+    def mean(name: str) -> int:
+        return sum(int(getattr(worker.cost, name)) for worker in workers) // len(workers)
+
+    return CostProfile(
+        decode_base_ns=mean("decode_base_ns"),
+        decode_per_sequence_ns=mean("decode_per_sequence_ns"),
+        decode_per_context_token_ps=mean("decode_per_context_token_ps"),
+    )

@@ -1,0 +1,104 @@
+"""The state of the core: plain values, changed in place behind `Core.step` only.
+
+Every dictionary is filled in an order that the log alone decides, and a snapshot keeps that order. Times are ns of
+the log; what stands behind each id is in `records`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import msgspec
+
+from halfmoon.conductor.core.state.block_index import BlockIndex
+from halfmoon.conductor.core.state.cost import Answers, Link
+from halfmoon.conductor.core.state.demand import Demand
+from halfmoon.conductor.core.state.load_index import LoadIndexes
+from halfmoon.conductor.core.state.overload import Offered
+from halfmoon.conductor.core.state.records import (
+    Counters,
+    FrontendRecord,
+    Order,
+    Request,
+    StoreRecord,
+    WorkerRecord,
+)
+from halfmoon.schemas.policy import Policy
+
+#: How many ended requests are remembered, so that a repeated `RequestArrived` starts nothing.
+FINISHED_MAX = 16_384
+#: Where a pool bounds no prompt.
+UNBOUND_TOKENS = 2**62
+
+
+class State(msgspec.Struct, kw_only=True, dict=True):
+    """All that the core knows: a snapshot holds it and a digest names it. `loads` follows from it and is in neither."""
+
+    seq: int = 0
+    at_ns: int = 0
+    #: `at_ns` less the server's clock: what its steps back and forth add up to.
+    clock_lead_ns: int = 0
+    #: Orders given in the present step.
+    orders_now: int = 0
+    #: Timers that fired since the last event of any other kind.
+    timers_in_row: int = 0
+    code_version: str = ""
+    policy: Policy = Policy()
+    #: By id, always sorted.
+    workers: dict[str, WorkerRecord] = {}
+    stores: dict[str, StoreRecord] = {}
+    frontends: dict[str, FrontendRecord] = {}
+    index: BlockIndex
+    requests: dict[str, Request] = {}
+    #: Request ids in the order in which they lost their place.
+    parked: dict[str, bool] = {}
+    orders: dict[str, Order] = {}
+    #: Ended requests, oldest first; at most FINISHED_MAX.
+    finished: dict[str, bool] = {}
+    #: Timers that were set and have not fired: key to time.
+    timers: dict[str, int] = {}
+    #: When which process ("role:id") was asked to announce itself.
+    asked_ns: dict[str, int] = {}
+    #: Transfers that leave a node: node, order, predicted end.
+    leaving: dict[str, dict[str, int]] = {}
+    #: Destination, source: what links achieved; from DRAM, from SSD.
+    links: dict[str, dict[str, Link]] = {}
+    ssd_links: dict[str, dict[str, Link]] = {}
+    #: By class of max_tokens.
+    answers: dict[int, Answers] = {}
+    #: Worker that each pool's round robin chose last.
+    round_robin: dict[str, str] = {}
+    offered: Offered = msgspec.field(default_factory=Offered)
+    demand: Demand = msgspec.field(default_factory=Demand)
+    counters: Counters = msgspec.field(default_factory=Counters)
+
+    @property
+    def server_ns(self) -> int:
+        """The server's clock at the newest event, as people read it."""
+        return self.at_ns - self.clock_lead_ns
+
+    def log_ns(self, stamped_ns: int) -> int:
+        """The log's time of what the server stamped since its clock was last set."""
+        return stamped_ns + self.clock_lead_ns
+
+    @cached_property
+    def loads(self) -> LoadIndexes:
+        ready = [worker for worker in self.workers.values() if self.takes_orders(worker)]
+        return LoadIndexes(ready, self.stores.values(), self.links, self.pool_tokens)
+
+    def takes_orders(self, worker: WorkerRecord) -> bool:
+        """True unless it drains or its node's store agent, through which all its KVCache comes and goes, is away."""
+        return not worker.draining and (worker.block_bytes == 0 or worker.node_id in self.stores)
+
+    def pool_tokens(self, worker: WorkerRecord) -> int:
+        """Tokens of a prompt that the pool of the worker's node could hold, were it empty."""
+        store = self.stores.get(worker.node_id)
+        if store is None or not self.policy.pools_bound or worker.block_bytes == 0:
+            return UNBOUND_TOKENS
+        return store.slots * worker.block_tokens
+
+    def members_changed(self) -> None:
+        """Call after a worker or a store agent joined, drains, is suspected or left, and after the policy changed:
+        `loads` is built again.
+        """
+        vars(self).pop("loads", None)

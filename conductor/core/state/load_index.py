@@ -1,0 +1,245 @@
+"""Load indexes: one row per worker that takes orders, with what a choice looks at.
+
+In a large pool most of a decision's time would go into reading the workers themselves. A row is a tuple, made again
+when its worker's load or cost changes. Rows are also kept in the order of load, so that a choice looks at the least
+loaded first and passes over all that cannot be better. They follow from the state and are in no snapshot: they are made
+when first needed, and again when a process joins, drains or leaves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Mapping
+from operator import le
+from typing import Generic, NamedTuple, TypeVar, assert_never
+
+import msgspec
+
+from halfmoon.conductor.core.state.cost import LINK_STALE_NS, Link
+from halfmoon.conductor.core.state.records import StoreRecord, WorkerRecord
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.roles import WorkerRole
+
+#: KV blocks that are free where there is no KV.
+NO_KV_BLOCKS = 2**62
+
+
+class PrefillRow(NamedTuple):
+    """A prefill worker's queue: at a time t it is `free_ns` - t, and at least `behind_ns`."""
+
+    free_ns: int
+    #: What waits behind the oldest order.
+    behind_ns: int
+    orders: int
+
+
+class DecodeRow(NamedTuple):
+    """A decode worker's next step, and its room."""
+
+    #: A step with one more sequence, without that one's context.
+    step_ns: int
+    #: KV blocks for one more request; -1: the batch is full.
+    blocks_free: int
+
+
+Row = TypeVar("Row", PrefillRow, DecodeRow)
+
+
+class LoadIndex(Generic[Row]):
+    """The workers of one role, in the order of their ids, and their rows at the same places."""
+
+    __slots__ = (
+        "_changes",
+        "_places",
+        "_row",
+        "block_tokens",
+        "by_load",
+        "least",
+        "most",
+        "on_node",
+        "rows",
+        "tokens_max",
+        "workers",
+    )
+
+    def __init__(
+        self,
+        workers: list[WorkerRecord],
+        row: Callable[[WorkerRecord], Row],
+        pool_tokens: Callable[[WorkerRecord], int],
+    ) -> None:
+        self._row: Callable[[WorkerRecord], Row] = row
+        self._places = {worker.worker_id: place for place, worker in enumerate(workers)}
+        self.workers = workers
+        self.rows: list[Row] = [row(worker) for worker in workers]
+        #: (load, place), least loaded first; the load is the first part of a row.
+        self.by_load = sorted((one[0], place) for place, one in enumerate(self.rows))
+        #: Places by node.
+        self.on_node: dict[str, list[int]] = {}
+        for place, worker in enumerate(workers):
+            self.on_node.setdefault(worker.node_id, []).append(place)
+        #: Tokens of a request that every worker takes; -1: the workers are not alike.
+        self.tokens_max = min(
+            (min(tokens_max(worker), pool_tokens(worker)) for worker in workers), default=-1
+        )
+        # Where KV lies elsewhere, that there is room is to be seen elsewhere.
+        if any(worker.layout != workers[0].layout or worker.cache_elsewhere for worker in workers):
+            self.tokens_max = -1
+        #: Tokens of a block that may be cached; 0: there is no KV.
+        self.block_tokens = workers[0].block_tokens if workers and workers[0].block_bytes else 0
+        self._bound_costs()
+
+    def _bound_costs(self) -> None:
+        """No worker's cost is below `least` or above `most` in any of its parts."""
+        self.least = self.most = self.workers[0].cost if self.workers else CostProfile()
+        self._changes = 0
+        for worker in self.workers:
+            self._include(worker.cost)
+
+    def _include(self, cost: CostProfile) -> None:
+        least, own, most = map(msgspec.structs.astuple, (self.least, cost, self.most))
+        if not all(map(le, least, own)):
+            self.least = CostProfile(*map(min, least, own))
+        if not all(map(le, own, most)):
+            self.most = CostProfile(*map(max, most, own))
+
+    def changed(self, worker: WorkerRecord) -> None:
+        place = self._places.get(worker.worker_id)
+        if place is not None:
+            load, self.rows[place] = self.rows[place][0], self._row(worker)
+            if self.rows[place][0] != load:
+                del self.by_load[bisect_left(self.by_load, (load, place))]
+                insort(self.by_load, (self.rows[place][0], place))
+
+    def up_to(self, load: int) -> list[tuple[int, int]]:
+        """The part of `by_load` whose load is at most `load`."""
+        return self.by_load[: bisect_right(self.by_load, (load, len(self.rows)))]
+
+    def refitted(self, worker: WorkerRecord) -> None:
+        self.changed(worker)
+        self._include(worker.cost)
+        self._changes += 1
+        # Including a cost only widens the bounds: computed again now and then, they stay close.
+        if self._changes > len(self.workers):
+            self._bound_costs()
+
+
+class LoadIndexes:
+    """The load indexes of a cluster, one for each role, of the `workers` that take orders (in the order of ids)."""
+
+    __slots__ = (
+        "_links",
+        "attention",
+        "decode",
+        "lenders",
+        "mixed",
+        "prefill",
+        "priced",
+        "suspected_until_ns",
+    )
+
+    def __init__(
+        self,
+        workers: Iterable[WorkerRecord],
+        stores: Iterable[StoreRecord],
+        links: Mapping[str, Mapping[str, Link]],
+        pool_tokens: Callable[[WorkerRecord], int],
+    ) -> None:
+        every = list(workers)
+        self.prefill = LoadIndex[PrefillRow](
+            [worker for worker in every if worker.role == "prefill"], prefill_row, pool_tokens
+        )
+        self.decode = LoadIndex[DecodeRow](
+            [worker for worker in every if worker.role == "decode"], decode_row, pool_tokens
+        )
+        self.attention = LoadIndex[DecodeRow](
+            [worker for worker in every if worker.role == "attention"], decode_row, pool_tokens
+        )
+        self.mixed = LoadIndex[DecodeRow](
+            [worker for worker in every if worker.role == "mixed"], decode_row, pool_tokens
+        )
+        #: No store agent is suspected at or after this time.
+        self.suspected_until_ns = max((store.suspected_until_ns for store in stores), default=0)
+        #: How many decode workers lend.
+        self.lenders = sum(one.lends and one.layout.segment_tokens > 0 for one in self.decode.workers)
+        #: Some decode worker's step may wait for attention elsewhere, by its price.
+        self.priced = any(one.priced for one in self.decode.workers)
+
+        #: By destination and source; the one measured longest ago first.
+        self._links = {
+            destination: dict(sorted(sources.items(), key=lambda one: one[1].measured_ns))
+            for destination, sources in links.items()
+        }
+
+    def link_measured(self, destination: str, source: str, link: Link) -> None:
+        links = self._links.setdefault(destination, {})
+        links.pop(source, None)
+        links[source] = link
+
+    def links_measured(self, destination: str, now_ns: int) -> Mapping[str, Link]:
+        """Links to `destination` whose measurement still counts, by source. `now_ns` never goes back."""
+        links = self._links.get(destination)
+        if links is None:
+            return {}
+        while links:
+            source, link = next(iter(links.items()))
+            if now_ns - link.measured_ns <= LINK_STALE_NS:
+                break
+            del links[source]
+        return links
+
+    def changed(self, worker: WorkerRecord) -> None:
+        """Call after the worker's load has changed."""
+        self._index_of(worker.role).changed(worker)
+
+    def refitted(self, worker: WorkerRecord) -> None:
+        """Call after the worker's cost has changed."""
+        self._index_of(worker.role).refitted(worker)
+
+    def _index_of(self, role: WorkerRole) -> LoadIndex[PrefillRow] | LoadIndex[DecodeRow]:
+        match role:
+            case "prefill":
+                return self.prefill
+            case "decode":
+                return self.decode
+            case "attention":
+                return self.attention
+            case "mixed":
+                return self.mixed
+            case _:
+                assert_never(role)
+
+
+def queue_ns(worker: WorkerRecord, now_ns: int) -> int:
+    """Predicted remaining time of all prompts that a worker has accepted."""
+    prefills = worker.prefills
+    if not prefills:
+        return 0
+    # The oldest order is the one that runs.
+    head_ns = prefills[next(iter(prefills))]
+    return worker.reserved_ns - min(head_ns, max(0, now_ns - worker.head_since_ns))
+
+
+def prefill_row(worker: WorkerRecord) -> PrefillRow:
+    free_ns = behind_ns = 0
+    if worker.orders:
+        free_ns = worker.head_since_ns + worker.reserved_ns
+        behind_ns = worker.reserved_ns - worker.orders[next(iter(worker.orders))]
+    return PrefillRow(free_ns, behind_ns, len(worker.orders))
+
+
+def decode_row(worker: WorkerRecord) -> DecodeRow:
+    sequences = len(worker.orders)
+    blocks_free = NO_KV_BLOCKS
+    if worker.block_bytes:
+        blocks_free = worker.kv_blocks - worker.reserved_blocks if sequences < worker.batch_max else -1
+    return DecodeRow(worker.cost.step_ns(sequences + 1, worker.context_tokens), blocks_free)
+
+
+def tokens_max(worker: WorkerRecord) -> int:
+    """Tokens of the longest request (prefill: prompt) that the worker itself could take, were it empty."""
+    if not worker.block_bytes or worker.cache_elsewhere:
+        return worker.context_tokens_max
+    if worker.prompt_tokens_max:  # the rest of the prompt is in the pool of its node
+        return min(worker.context_tokens_max, worker.prompt_tokens_max)
+    return min(worker.context_tokens_max, worker.kv_blocks * worker.block_tokens)

@@ -1,0 +1,235 @@
+"""Records of the state: one for each worker, store agent, frontend, request and order that the core knows.
+
+Plain values, changed in place behind `Core.step` only. Times are ns of the log, sizes are tokens, blocks or bytes as
+named. A snapshot holds them field by field, in this order.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from halfmoon.conductor.core.state.cost import Fit
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.decisions import CachePlace, Loan, Prediction
+from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.types import ExactNumerics
+
+#: The halves of a request's work. Every order has both, whatever roles there are.
+Half = Literal["prefill", "decode"]
+
+
+class SlowMark(msgspec.Struct, kw_only=True):
+    """A worker waits far too long for another: since when, when that was seen last, and how long in a step."""
+
+    since_ns: int
+    seen_ns: int
+    waited_ns: int
+    expected_ns: int
+
+
+class WorkerRecord(msgspec.Struct, kw_only=True):
+    """A worker that has joined, and what is reserved on it."""
+
+    worker_id: str
+    role: WorkerRole
+    node_id: str
+    incarnation: str
+    layout: Layout
+    kv_blocks: int
+    context_tokens_max: int
+    batch_max: int
+    last_seen_ns: int
+    draining: bool = False
+    #: Told to announce itself (for a heartbeat of another incarnation): it drops what it has and joins again.
+    asked: bool = False
+    #: As joined, and as refitted.
+    profile: CostProfile
+    cost: CostProfile
+    fit: Fit
+    #: Null engine: predictions stay what the profile says.
+    learns: bool
+    # Of `layout`, computed once.
+    block_tokens: int
+    block_bytes: int
+    layer_block_bytes: int
+    #: Orders that hold a reservation here, oldest first: ns of a prefill, KV blocks of a decode.
+    orders: dict[str, int] = {}
+    # Sums over `orders`. Prefill: time, blocks to compute, blocks of prompt. Decode: KV blocks, context
+    # tokens.
+    reserved_ns: int = 0
+    pending_blocks: int = 0
+    prompt_blocks: int = 0
+    reserved_blocks: int = 0
+    context_tokens: int = 0
+    #: Prefill: since when the oldest order is the one that runs.
+    head_since_ns: int = 0
+    # From its last heartbeat, for people.
+    queued: int = 0
+    running: int = 0
+    kv_blocks_used: int = 0
+    #: Orders that its last heartbeat did not list though it must know them, and listed though we do not:
+    #: since when.
+    unlisted_ns: dict[str, int] = {}
+    stray_ns: dict[str, int] = {}
+    #: Orders whose prefill has ended and whose KV or first token it lacks, by its last heartbeat: since when.
+    lacking_ns: dict[str, int] = {}
+    #: As joined, for people.
+    exact_numerics: ExactNumerics = ""
+    #: Prefill: the longest prompt, where one may be longer than its cache; 0: none may.
+    prompt_tokens_max: int = 0
+    #: Decode: whether it lends, and the blocks that it holds of others' orders; `reserved_blocks` counts them too.
+    lends: bool = False
+    lent: dict[str, int] = {}
+    #: Decode: it keeps no KV. Attention: the KV heads that its cache has; what it holds is `lent`.
+    cache_elsewhere: bool = False
+    first_kv_head: int = 0
+    kv_heads: int = 0
+    #: Roles that its process takes when it is told to; and the one that it was told to take, "": none.
+    may_become: list[WorkerRole] = []
+    becomes: WorkerRole | Literal[""] = ""
+    #: Decode with `cache_elsewhere`: groups by its option (0: by its profile), and what its steps take, in thousandths
+    #: of what their parts add up to.
+    decode_groups: int = 0
+    elsewhere_permille: int = 1_000
+    #: When a prefill or a step last taught what it takes; 0: none did since it joined.
+    learned_ns: int = 0
+    #: Mixed: tokens of an iteration; those of `orders` whose prompt is to be computed yet, oldest first, with its time;
+    #: and the fit of that (`fit` is of decodes).
+    token_budget: int = 0
+    prompts: dict[str, int] = {}
+    prompt_fit: Fit | None = None
+    #: Who finds it slow, as one that holds parts for others.
+    slow_by: dict[str, SlowMark] = {}
+
+    @property
+    def prefills(self) -> dict[str, int]:
+        """Orders whose prompt it computes, oldest first, with the time that each takes."""
+        return self.prompts if self.role == "mixed" else self.orders
+
+    @property
+    def priced(self) -> bool:
+        """Attention elsewhere has a price: it may happen, and the parts of a step were measured."""
+        elsewhere = self.lends or self.cache_elsewhere
+        return elsewhere and self.cost.channel_trip_ns > 0 and self.cost.attention_token_ps > 0
+
+
+def loan_blocks(worker: WorkerRecord, loan: Loan) -> int:
+    """Blocks of a loan, in the layout of either end."""
+    return loan.segments * (worker.layout.segment_tokens // worker.block_tokens)
+
+
+class StoreRecord(msgspec.Struct, kw_only=True):
+    """A store agent that has joined; what it holds is in the index."""
+
+    node_id: str
+    incarnation: str
+    host: str
+    slots: int
+    last_seen_ns: int
+    suspected_until_ns: int = 0
+    #: Parts of the inventory that were counted.
+    parts_seen: dict[int, bool] = {}
+    slots_used: int = 0
+
+
+class FrontendRecord(msgspec.Struct, kw_only=True):
+    """A frontend that has joined."""
+
+    frontend_id: str
+    incarnation: str
+    last_seen_ns: int
+    open_requests: int = 0
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """A request that has not ended. It has an order, or it is parked (`order_id` "").
+
+    With `placements` 0 it is parked since it arrived, and not accepted yet.
+    """
+
+    event: RequestArrived
+    arrived_ns: int
+    placements: int = 0
+    order_id: str = ""
+    #: Workers that failed it: taken again only when there is no other.
+    avoid: list[str] = []
+
+
+class PendingMove(msgspec.Struct, kw_only=True):
+    """Segments of an order on their way to a lender, where their room is booked."""
+
+    plan_id: str
+    loan: Loan
+    since_ns: int
+
+
+class Order(msgspec.Struct, kw_only=True):
+    """One placement of a request: a prefill half and a decode half."""
+
+    order_id: str
+    request_id: str
+    prefill_id: str
+    prefill_node_id: str
+    decode_id: str
+    decode_node_id: str
+    #: "prefill" until the prefill worker has answered.
+    phase: Half = "prefill"
+    placed_ns: int
+    #: Sequence of the event that caused it.
+    placed_seq: int
+    predicted: Prediction
+    #: When prefill is to end, and (once it has) when it did.
+    prefill_end_ns: int
+    #: How long decode is to last.
+    decode_ns: int
+    #: Reserved at the prefill worker (time, blocks to compute, blocks of prompt) and at the decode worker.
+    reserved_ns: int
+    pending_blocks: int
+    prompt_blocks: int
+    reserved_blocks: int
+    context_tokens: int
+    #: Where blocks are fetched from ("": nowhere), in company of how many others, and whether from its SSD.
+    fetch_node_id: str = ""
+    fetch_sharing: int = 1
+    fetch_ssd: bool = False
+    #: Who holds the prompt's first segments for the decode worker; the last `moved_loans` were made by moves.
+    loans: list[Loan] = []
+    moved_loans: int = 0
+    move: PendingMove | None = None
+    #: It has joined the batch.
+    running: bool = False
+    #: The attention workers that hold its KV, and the blocks that each has reserved for it (of parts: all together).
+    cache: list[CachePlace] = []
+    cache_blocks: int = 0
+    #: The order whose cache it took over; who holds it may list it under that one's id.
+    resumes: str = ""
+
+    @property
+    def mixed(self) -> bool:
+        """One mixed worker has both halves."""
+        return self.prefill_id == self.decode_id
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """Since the log began."""
+
+    arrived: int = 0
+    placed: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    rejected: dict[str, int] = {}
+    #: Refused by a decode worker after its prefill was done.
+    wasted_prefills: int = 0
+    prompt_tokens: int = 0
+    cached_local_tokens: int = 0
+    cached_fetched_tokens: int = 0
+    #: Of KV between decode workers: done, refused, and what they moved.
+    moves: int = 0
+    moves_refused: int = 0
+    moved_tokens: int = 0
+    moved_bytes: int = 0

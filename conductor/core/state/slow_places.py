@@ -1,0 +1,46 @@
+"""Places that answer far more slowly than was measured: attention workers, and decode workers that lend.
+
+Those who ask them tell, with each heartbeat, how long the middle one of their newest steps waited for each, and what it
+was to take. One that took `slow_place_percent` of that is marked, until it takes less than half as much. New parts go
+to others while these have room. So nobody may ask it any more: a mark that nothing has renewed for `slow_place_ns` is
+over, and the next part that goes there shows how it is.
+"""
+
+from __future__ import annotations
+
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.records import SlowMark, WorkerRecord
+from halfmoon.schemas.events import WorkerHeartbeat
+
+
+def judge_places(state: State, owner: WorkerRecord, event: WorkerHeartbeat) -> None:
+    """By what a decode worker has seen of those that it asks."""
+    percent = state.policy.slow_place_percent
+    for seen in event.places if percent else ():
+        place = state.workers.get(seen.worker_id)
+        if place is None:
+            continue
+        marks = {
+            owner_id: mark
+            for owner_id, mark in place.slow_by.items()
+            if owner_id in state.workers and _counts(state, mark)
+        }
+        known = marks.pop(owner.worker_id, None)
+        if seen.waited_ns * 100 >= seen.expected_ns * (percent if known is None else percent // 2):
+            marks[owner.worker_id] = SlowMark(
+                since_ns=state.at_ns if known is None else known.since_ns,
+                seen_ns=state.at_ns,
+                waited_ns=seen.waited_ns,
+                expected_ns=seen.expected_ns,
+            )
+        place.slow_by = marks
+
+
+def slow_mark(state: State, place: WorkerRecord) -> SlowMark | None:
+    """Why new parts avoid it: the word of who waited longest; None: they do not."""
+    marks = [mark for mark in place.slow_by.values() if _counts(state, mark)]
+    return max(marks, key=lambda mark: mark.waited_ns, default=None)
+
+
+def _counts(state: State, mark: SlowMark) -> bool:
+    return state.at_ns - mark.seen_ns < state.policy.slow_place_ns

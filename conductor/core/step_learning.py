@@ -1,0 +1,61 @@
+"""Every finished prefill teaches what its worker takes, and heartbeats of decode workers what their steps take: the own
+part by the fit, attention elsewhere by its price.
+
+What a step waits for attention elsewhere is not the worker's own cost, and is taken off before the fit. Where all KV is
+elsewhere, the parts of a step are known from what was measured, and only what they add up to is corrected. Both know
+who holds what for the batch as it is now, so heartbeats teach while the batch has as many sequences as their steps had.
+"""
+
+from __future__ import annotations
+
+from halfmoon.conductor.core.objectives import learned
+from halfmoon.conductor.core.placement.prices import lent_price, row_of, step_elsewhere
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.cost import measured_permille, refit_decode, refit_prefill
+from halfmoon.conductor.core.state.records import WorkerRecord
+from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
+
+
+def learn_prefill(state: State, event: PrefillFinished, prompt_tokens: int, *, of_request: int) -> None:
+    """From a prefill that computed `prompt_tokens` with what was cached (0: not known; then it teaches nothing), for a
+    request whose own prompt has `of_request`.
+    """
+    cached = event.cached_local_tokens + event.cached_fetched_tokens
+    if of_request:
+        counters = state.counters
+        counters.prompt_tokens += of_request
+        counters.cached_local_tokens += event.cached_local_tokens
+        counters.cached_fetched_tokens += event.cached_fetched_tokens
+    worker = state.workers.get(event.worker_id)
+    if worker is not None and worker.learns and cached < prompt_tokens:
+        worker.cost = refit_prefill(
+            worker.prompt_fit or worker.fit, worker.cost, prompt_tokens, cached, event.compute_ns
+        )
+        state.loads.refitted(worker)
+        learned(state, worker)
+
+
+def learn_step(state: State, worker: WorkerRecord, event: WorkerHeartbeat) -> None:
+    """From the mean step of a decode worker's heartbeat."""
+    sequences, context, seen_ns = event.step_sequences, event.step_context_tokens, event.step_ns
+    if worker.priced:
+        orders = [state.orders[order_id] for order_id in worker.orders]
+        rows = [row_of(order) for order in orders if order.running]
+        steady = len(rows) == sequences
+        if worker.cache_elsewhere:
+            step = step_elsewhere(state, worker, rows)
+            if step is not None:
+                if steady:
+                    expected_ns = step.ns(worker.decode_groups or step.groups)
+                    known = worker.elsewhere_permille
+                    worker.elsewhere_permille = measured_permille(known, expected_ns, seen_ns)
+                    learned(state, worker)
+                return
+        elif any(row.loans for row in rows):
+            if not steady:
+                return
+            away, waits_ns = lent_price(state, worker, context, rows)
+            context, seen_ns = context - away, seen_ns - waits_ns
+    worker.cost = refit_decode(worker.fit, worker.cost, sequences, context, seen_ns)
+    state.loads.refitted(worker)
+    learned(state, worker)

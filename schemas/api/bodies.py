@@ -1,0 +1,156 @@
+"""Bodies of the API's requests, field by field.
+
+The names are OpenAI's and vLLM's; `slo`, `tenant` and `request_id` are ours. Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from halfmoon.schemas.types import Id
+
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Milliseconds = Annotated[float, Meta(gt=0, le=1e9)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Name = Annotated[str, Meta(max_length=256)]
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+#: A template's own switch. No control token fits in: what a template is given is written as its own words.
+TEMPLATE_WORD = r"[A-Za-z0-9_. -]{0,64}"
+TemplateWord = Annotated[str, Meta(pattern=f"^{TEMPLATE_WORD}$")]
+#: JSON names of tokens are strings.
+BiasToken = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message's content; only parts of type `text` are understood."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation, as OpenAI writes it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Meta(max_length=1024)] | None = None
+    # For templates that read them.
+    name: Name | None = None
+    tool_call_id: Name | None = None
+    # Refused unless empty.
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """What the client wants; what is absent is by the cluster's policy."""
+
+    ttft_ms: Milliseconds | None = None
+    tbt_ms: Milliseconds | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`include_usage`: a last chunk with the token counts."""
+
+    include_usage: bool | None = None
+
+
+class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every generating request. `null` is the same as absent."""
+
+    model: Name | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Probability | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    logprobs: bool | Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: (
+        Annotated[dict[BiasToken, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
+    ) = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    tenant: Annotated[str, Meta(max_length=128)] | None = None
+    slo: Slo | None = None
+    request_id: Id | None = None
+    logits_digest: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    # Refused where they ask for something: `requests.NOT_SUPPORTED`.
+    n: Annotated[int, Meta(ge=1)] | None = None
+    best_of: Annotated[int, Meta(ge=1)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    prompt_logprobs: Any = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+
+
+class CompletionBody(GeneratingFields, frozen=True, kw_only=True):
+    """`/v1/completions` and `halfmoon.v1.generate`."""
+
+    prompt: str | list[TokenId | str | list[TokenId]]
+
+
+class ChatBody(GeneratingFields, frozen=True, kw_only=True):
+    """`/v1/chat/completions` and `halfmoon.v1.chat`."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: TokenCount | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: TemplateWord | None = None
+    # Refused.
+    chat_template: str | None = None
+    documents: list[Any] | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`/tokenize` and `halfmoon.v1.tokenize`: one of `prompt` and `messages`."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class CancelBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`id`: the answer's id, or the `request_id` that the client gave."""
+
+    id: Id

@@ -1,0 +1,312 @@
+"""From a body to a checked request.
+
+A body goes through three steps: the typed decoder (wrong type, out of range, too long: 400 with the field's name),
+`_ask` (fields that contradict each other, or mean nothing: 422; known ones that would change the answer and that we
+cannot honour: 400), and the frontend (needs the tokenizer: vocabulary, context).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from halfmoon.schemas.api.bodies import (
+    TEMPLATE_WORD,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GeneratingFields,
+)
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.numbers import MS_NS
+from halfmoon.schemas.sampling import Sampling
+
+_SEED_MASK = 2**63 - 1
+#: Larger priorities, either way, count as this.
+PRIORITY_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRendering:
+    """How the chat template is used. `continue_final`: the last message is not closed, the answer goes on with it."""
+
+    add_generation_prompt: bool = True
+    continue_final: bool = False
+    #: The template's own switches.
+    switches: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiRequest:
+    """A checked request, the same for both edges. One of `text`, `token_ids`, `messages` is set."""
+
+    chat: bool
+    text: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[dict[str, str]] | None = None
+    rendering: ChatRendering = ChatRendering()
+    #: Put around a text what the model puts around every one.
+    add_special_tokens: bool = True
+    #: Keep so many of the prompt's last tokens; -1: as many as the context holds; None: all.
+    truncate_prompt_tokens: int | None = None
+    model: str
+    #: None: as many as the frontend gives when nothing is said.
+    max_tokens: int | None
+    sampling: Sampling
+    stops: tuple[str, ...]
+    include_stop: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    ttft_slo_ns: int
+    tbt_slo_ns: int
+    tenant: str
+    cache_salt: str
+    priority: int
+    request_id: str
+
+
+B = TypeVar("B")
+_TEMPLATE_WORD = re.compile(TEMPLATE_WORD)
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(([A-Za-z_0-9.]*)[^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")  # of the body itself
+
+
+def decode_body(payload: bytes, kind: type[B]) -> B:
+    """The body in `payload`. Raises ApiError 400, with the field's name in `param`."""
+    try:
+        return _decoder(kind).decode(payload)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not valid UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+    except msgspec.ValidationError as problem:
+        text = str(problem)
+        if (missing := _MISSING.fullmatch(text)) is not None:
+            raise ApiError(400, f"{missing[1]} is missing", param=missing[1], code="missing") from None
+        path = _PATH.search(text)
+        where, param = (path[1] or "the body", path[2] or None) if path else ("the body", None)
+        reason = text.partition(" - at `")[0]
+        raise ApiError(
+            400, f"{where}: {reason[:1].lower()}{reason[1:]}", param=param, code="invalid"
+        ) from None
+    except msgspec.DecodeError as problem:
+        raise ApiError(400, f"the body is not JSON: {problem}", code="invalid_json") from None
+
+
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def _decoder(kind: type[B]) -> msgspec.json.Decoder[B]:
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    return decoder
+
+
+def parse_completion(payload: bytes) -> ApiRequest:
+    """Raises ApiError."""
+    body = decode_body(payload, CompletionBody)
+    prompt: Any = body.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise ApiError(422, "prompt: one prompt a request", param="prompt", code="several_prompts")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return _ask(body, body.max_tokens, chat=False, text=prompt)
+    if not all(isinstance(token, int) for token in prompt):  # a mixture of numbers and texts
+        raise ApiError(400, "prompt: a text, or a list of token ids", param="prompt", code="invalid")
+    return _ask(body, body.max_tokens, chat=False, token_ids=prompt)
+
+
+def parse_chat(payload: bytes) -> ApiRequest:
+    """Raises ApiError."""
+    body = decode_body(payload, ChatBody)
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.add_special_tokens:
+        raise special_tokens_in_chat()
+    switches = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        switches.setdefault("reasoning_effort", body.reasoning_effort)
+    rendering = chat_rendering(
+        body.add_generation_prompt, continue_final=bool(body.continue_final_message), switches=switches
+    )
+    messages = plain_messages(body.messages)
+    return _ask(body, max_tokens, chat=True, messages=messages, rendering=rendering)
+
+
+_RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents"))
+
+
+def chat_rendering(
+    add_generation_prompt: bool | None, *, continue_final: bool, switches: dict[str, Any]
+) -> ChatRendering:
+    """Raises ApiError for what contradicts itself, and for switches that may be more than switches."""
+    if continue_final and add_generation_prompt is not False:
+        raise ApiError(
+            400,
+            "continue_final_message: needs add_generation_prompt to be false",
+            param="continue_final_message",
+            code="contradiction",
+        )
+    for name, value in switches.items():
+        plain = value is None or isinstance(value, bool | int | float)
+        word = isinstance(value, str) and _TEMPLATE_WORD.fullmatch(value) is not None
+        if name in _RESERVED or not (plain or word):
+            raise ApiError(
+                400,
+                f"chat_template_kwargs.{name[:64]}: a switch of the template is a number, true, false, null or a short "
+                "word",
+                param="chat_template_kwargs",
+                code="invalid",
+            )
+    return ChatRendering(
+        add_generation_prompt=add_generation_prompt is not False,
+        continue_final=continue_final,
+        switches=switches,
+    )
+
+
+def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    """As the chat template takes them. Raises ApiError for content that is no text."""
+    plain = []
+    for position, message in enumerate(messages):
+        for name in ("tool_calls", "function_call"):
+            if getattr(message, name):
+                raise ApiError(
+                    400, f"messages[{position}].{name} is not supported", param="messages", code="unsupported"
+                )
+        content = message.content
+        if isinstance(content, list):
+            for part in content:
+                if part.type != "text" or part.text is None:
+                    reason = f"messages[{position}].content: only parts of type text are understood"
+                    raise ApiError(400, reason, param="messages", code="unsupported")
+            content = "".join(part.text or "" for part in content)
+        read = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+        if message.name is not None:
+            read["name"] = message.name
+        if message.tool_call_id is not None:
+            read["tool_call_id"] = message.tool_call_id
+        plain.append(read)
+    return plain
+
+
+def _more_than_one(count: int) -> bool:
+    return count > 1
+
+
+def _not_none(choice: Any) -> bool:
+    return bool(choice != "none")
+
+
+def _always(value: Any) -> bool:
+    return True
+
+
+#: Fields that would change the answer, and whether a value asks for that.
+NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "n": _more_than_one,
+    "best_of": _more_than_one,
+    "echo": bool,
+    "suffix": bool,
+    "tools": bool,
+    "tool_choice": _not_none,
+    "functions": bool,
+    "function_call": _not_none,
+    "structured_outputs": bool,
+    "guided_json": _always,
+    "guided_regex": _always,
+    "guided_choice": _always,
+    "guided_grammar": _always,
+    "prompt_logprobs": _always,
+    "bad_words": bool,
+    "allowed_token_ids": _always,
+    "skip_special_tokens": lambda skipped: not skipped,
+    "use_beam_search": bool,
+    "length_penalty": lambda penalty: penalty != 1.0,
+    # Of chats only.
+    "chat_template": _always,
+    "documents": bool,
+}
+
+
+def special_tokens_in_chat() -> ApiError:
+    """For whoever asks a chat to be put between a text's own tokens."""
+    return _not_supported("add_special_tokens", " in chats: the template has them")
+
+
+def _not_supported(name: str, why: str = "", *, one: bool = False) -> ApiError:
+    message = f"{name}: only 1 is supported" if one else f"{name} is not supported{why}"
+    return ApiError(400, message, param=name, code="unsupported")
+
+
+def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt: Any) -> ApiRequest:
+    for name, asks in NOT_SUPPORTED.items():
+        if (value := getattr(body, name, None)) is not None and asks(value):
+            raise _not_supported(name, one=asks is _more_than_one)
+    if body.response_format is not None and body.response_format.get("type", "text") != "text":
+        raise ApiError(
+            400, "response_format: only type text is supported", param="response_format", code="unsupported"
+        )
+    if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
+        reason = f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})"
+        raise ApiError(422, reason, param="min_tokens", code="contradiction")
+    if body.top_logprobs and body.logprobs is False:
+        raise ApiError(
+            422, "top_logprobs needs logprobs to be true", param="top_logprobs", code="contradiction"
+        )
+    stop = body.stop
+    slo = body.slo
+    return ApiRequest(
+        chat=chat,
+        model=body.model or "",
+        max_tokens=max_tokens,
+        sampling=_sampling(body),
+        stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        include_stop=bool(body.include_stop_str_in_output),
+        stream=bool(body.stream),
+        return_token_ids=bool(body.return_token_ids),
+        add_special_tokens=body.add_special_tokens is not False,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        ttft_slo_ns=round((slo.ttft_ms or 0) * MS_NS) if slo else 0,
+        tbt_slo_ns=round((slo.tbt_ms or 0) * MS_NS) if slo else 0,
+        tenant=body.tenant or "",
+        cache_salt=body.cache_salt or "",
+        # As vLLM has it, a smaller number is earlier; within the cluster a larger one is.
+        priority=-min(max(body.priority or 0, -PRIORITY_MAX), PRIORITY_MAX),
+        request_id=body.request_id or "",
+        **prompt,
+    )
+
+
+def _sampling(body: GeneratingFields) -> Sampling:
+    logprobs = -1
+    if body.logprobs is True:
+        logprobs = body.top_logprobs or 0
+    elif body.logprobs is not None and body.logprobs is not False:
+        logprobs = body.logprobs
+    elif body.top_logprobs:
+        logprobs = body.top_logprobs
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        seed=(random.getrandbits(63) if body.seed is None else body.seed) & _SEED_MASK,
+        logprobs=logprobs,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias={int(token): bias for token, bias in body.logit_bias.items()} if body.logit_bias else {},
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=body.stop_token_ids or [],
+        logits_digest=bool(body.logits_digest),
+    )

@@ -1,0 +1,62 @@
+"""The checks of the live chaos run: what core NATS may lose is told from what nobody may; no figure is lost."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.chaos import live_watch
+from tests.chaos.live_load import contradiction
+from tests.chaos.live_watch import Watch
+
+LAST = {"token_ids": [4, 5, 6], "text": "abc"}
+
+
+def chunk(index: int, tokens: list[int], text: str) -> dict[str, Any]:
+    return {"index": index, "token_ids": tokens, "text": text}
+
+
+WHOLE = [chunk(0, [4], "a"), chunk(2, [], ""), chunk(1, [5, 6], "bc")]
+
+
+def test_what_came_whole_contradicts_nothing() -> None:
+    assert contradiction(WHOLE, LAST, gap_allowed=False) == ""
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_gap_is_allowed_where_a_connection_broke(lost: int) -> None:
+    heard = [*WHOLE[:lost], *WHOLE[lost + 1 :]]
+    assert contradiction(heard, LAST, gap_allowed=True) == ""
+    assert contradiction(heard, LAST, gap_allowed=False)
+
+
+@pytest.mark.parametrize(
+    "heard",
+    [
+        [chunk(0, [4], "a"), chunk(1, [7], "b")],
+        [chunk(0, [4], "a"), chunk(0, [4], "a")],
+        [chunk(0, [4], "a"), chunk(1, [5, 6], "bd")],
+        [chunk(0, [4, 5, 6, 7], "abc")],
+    ],
+    ids=["another token", "a token twice", "another text", "a token too many"],
+)
+def test_what_was_heard_must_be_what_stands_at_last(heard: list[dict[str, Any]]) -> None:
+    assert contradiction(heard, LAST, gap_allowed=True)
+
+
+def test_a_process_that_ends_while_it_is_looked_at_leaves_no_empty_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two hours of figures were lost for it."""
+    watch = Watch(SimpleNamespace(process=SimpleNamespace(pid=os.getpid())))  # type: ignore[arg-type]
+    monkeypatch.setattr(live_watch, "SETTLED_S", 0.0)
+    watch.look()
+    monkeypatch.setattr(live_watch, "kind_of", lambda pid: "another")
+    monkeypatch.setattr(live_watch, "_anonymous_bytes", lambda pid: int("it has ended"))
+    watch.look()
+    assert "another" not in watch.figures()
+    assert all(figures["rss_mib_max"] > 0 for figures in watch.figures().values())
+    assert watch.figures()

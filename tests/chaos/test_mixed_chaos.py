@@ -1,0 +1,52 @@
+"""Worlds with mixed workers: faults planted in their machine and in the core are found there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from halfmoon.conductor.core import orders
+from halfmoon.workers.mixed.state import MixedState
+from tests.chaos.mixed_workers import MixedWorker
+from tests.chaos.test_chaos import fails
+from tests.chaos.world import World
+
+
+def test_a_world_with_mixed_workers_keeps_its_promises() -> None:
+    world = World(10)
+    assert world.mixed
+    world.run()
+    assert world.net.counts["prompts computed again"] > 0
+
+
+def test_a_table_that_is_read_when_its_request_may_be_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = MixedWorker.end
+
+    def late(self: MixedWorker, step: Any, *others: Any) -> None:
+        rows = [msgspec.structs.replace(row, table=row.sequence.table) for row in step.decodes]
+        whole(self, msgspec.structs.replace(step, decodes=rows), *others)
+
+    monkeypatch.setattr(MixedWorker, "end", late)
+    fails(10, "rows without blocks")
+
+
+def test_a_prompt_whose_time_stays_booked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = orders.free_prefill
+
+    def forgets(state: Any, order: Any) -> None:
+        if order.mixed and order.phase == "prefill":
+            order.phase = "decode"
+        else:
+            whole(state, order)
+
+    monkeypatch.setattr(orders, "free_prefill", forgets)
+    fails(25, "prefill half|reserved load|WorkerRecord")
+
+
+def test_an_order_that_is_cancelled_for_one_half_and_runs_on_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MixedState, "_drop", lambda self, request: None)
+    fails(25, "cancelled and answered|orders at m|answered twice")

@@ -1,0 +1,120 @@
+"""Mixed workers of a real cluster: a pair's bits and transformers' tokens, cached or not, and whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from halfmoon.schemas.decisions import StartDecode, StartMixed, StartPrefill
+from halfmoon.schemas.events import DecodeStarted, PrefillFinished
+from tests.chaos.live import replayed
+from tests.cluster.harness import PATIENT, Cluster, running
+from tests.cluster.prompts import prompt
+from tests.cluster.steering import draining, prefill_of
+from tests.cluster.test_same_text import Answers, Form, ask, same, written_down
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+FORM = Form((40, 257, 600), 6)
+MODEL = ("--dtype", "float32", "--pool-mib", "256", *PATIENT)
+OTHER = {"mixed-0": "mixed-1", "mixed-1": "mixed-0"}
+
+
+async def three_ways(cluster: Cluster) -> Answers:
+    """Cold, cached on the own node, and fetched from the other mixed worker's node."""
+    nc = await cluster.connect()
+    cold: Answers = {}
+    for length in FORM.lengths:
+        cold[length] = await ask(cluster, nc, length, FORM.tokens)
+        assert cold[length]["prefill_worker"] == cold[length]["decode_worker"]
+        whole_blocks = (length - 1) // 256 * 256
+        for away in (OTHER[cold[length]["prefill_worker"]], cold[length]["prefill_worker"]):
+            async with draining(cluster, away):
+                again = await ask(cluster, nc, length, FORM.tokens)
+            went = await prefill_of(cluster, again["id"])
+            found = {went.cached_local_tokens, went.cached_fetched_tokens}
+            assert (went.worker_id, found) == (OTHER[away], {0, whole_blocks}), (length, went)
+            assert same(again, cold[length]), (length, away)
+    await nc.close()
+    return cold
+
+
+async def partly_cached(cluster: Cluster, cold: Answers) -> None:
+    """A prompt of which the beginning alone is known, and then several at once: chunks beside decodes."""
+    nc = await cluster.connect()
+    salted = {"cache_salt": "begun"}
+    await cluster.generate(nc, prompt=prompt(600)[:300], max_tokens=1, temperature=0, **salted)
+    await asyncio.sleep(0.5)  # the answer does not wait for the conductor to hear of the block
+    begun = await ask(cluster, nc, 600, FORM.tokens, **salted)
+    assert begun["usage"]["cached_tokens"] == 256
+    assert same(begun, cold[600])
+    before = (await cluster.events())[-1].seq
+    lengths = FORM.lengths * 2
+    salts = [{"cache_salt": f"alone-{place}"} if place % 2 else {} for place in range(len(lengths))]
+    answers = await asyncio.gather(
+        *(ask(cluster, nc, length, FORM.tokens, **salt) for length, salt in zip(lengths, salts, strict=True))
+    )
+    for length, answer in zip(lengths, answers, strict=True):
+        assert same(answer, cold[length]), length
+    decoding: set[str] = set()
+    beside = False
+    for stamped in await cluster.events(before):
+        match stamped.event:
+            case DecodeStarted(worker_id=worker_id):
+                decoding.add(worker_id)
+            case PrefillFinished(worker_id=worker_id):
+                beside = beside or worker_id in decoding
+            case _:
+                pass
+    assert beside, "no prompt was computed by a worker that decoded"
+    await nc.close()
+
+
+async def decoding_at(cluster: Cluster, request: int) -> str:
+    """Where the newest request, of this number, decodes, once it does."""
+    for _ in range(1_200):
+        placed = [one.decision for one in await cluster.decisions() if isinstance(one.decision, StartMixed)]
+        started = {s.event.order_id for s in await cluster.events() if isinstance(s.event, DecodeStarted)}
+        if placed[-1].order_id in started and len({one.request_id for one in placed}) == request:
+            return placed[-1].worker_id
+        await asyncio.sleep(0.05)
+    raise AssertionError("it does not decode")
+
+
+async def killed_in_mid_answer(cluster: Cluster, tokens: int) -> None:
+    """The text of one that nobody disturbs, without a token twice."""
+    nc = await cluster.connect()
+    whole = await ask(cluster, nc, 600, tokens)
+    before = {
+        one.decision.request_id for one in await cluster.decisions() if isinstance(one.decision, StartMixed)
+    }
+    asked = asyncio.create_task(ask(cluster, nc, 600, tokens))
+    worker_id = await decoding_at(cluster, len(before) + 1)
+    await asyncio.sleep(0.5)
+    cluster.kill(worker_id)
+    answer = await asked
+    assert same(answer, whole)
+    placed = [one.decision for one in await cluster.decisions() if isinstance(one.decision, StartMixed)]
+    assert placed[-1].placement == 2, "it was over before its worker died"
+    await nc.close()
+
+
+async def test_mixed_workers_give_a_pairs_bits_in_all_ways(tmp_path: Path) -> None:
+    """Beside a pair, which takes what no mixed worker is there for."""
+    roles = ("--mixed", "2", "--mixed-choice", "preferred", "--prefill", "1", "--decode", "1")
+    with running(tmp_path, *roles, *MODEL) as cluster:
+        cold = await three_ways(cluster)
+        assert {length: answer["token_ids"] for length, answer in cold.items()} == written_down(FORM)
+        await partly_cached(cluster, cold)
+        given = [one.decision for one in await cluster.decisions()]
+        assert not any(isinstance(one, StartPrefill | StartDecode) for one in given)
+        nc = await cluster.connect()
+        async with draining(cluster, "mixed-0"), draining(cluster, "mixed-1"):
+            for length in FORM.lengths:
+                answer = await ask(cluster, nc, length, FORM.tokens, cache_salt="of a pair")
+                assert answer["prefill_worker"] == "prefill-0"
+                assert same(answer, cold[length]), length
+        await nc.close()
+        await killed_in_mid_answer(cluster, 32)
+        assert "identical" in replayed(cluster, tmp_path)

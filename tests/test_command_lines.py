@@ -1,0 +1,66 @@
+"""Options and words in every order, and errors that name them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.options import OptionInvalid, bus_config, parse
+
+#: What each command takes without a name, and its options with their values, of which any may stand anywhere.
+WORDS: dict[str, tuple[list[str], list[list[str]]]] = {
+    "generate": (["a text"], [["--max-tokens", "4"], ["--json"], ["--stop", "x"], ["--cluster", "c"]]),
+    "chat": (["hello"], [["--system", "s"], ["--nats", "nats://a:1"]]),
+    "events": (["save", "file"], [["--nats", "nats://a:1"], ["--cluster", "c"]]),
+    "replay": (["file"], [["--until", "5"], ["--json"]]),
+    "policy": (["set", "name=random", "seed=7"], [["--cluster", "c"], ["--json"]]),
+    "drain": (["node-1"], [["--cluster", "c"]]),
+    "role": (["prefill-1", "decode"], [["--nats", "nats://a:1"]]),
+    "secrets": (["directory"], [["--tenants", "acme"]]),
+    "experiments": (["hits", "reuse"], [["--out", "directory"]]),
+}
+
+
+def parsed(argv: list[str]) -> Any:
+    top = argparse.ArgumentParser(prog="halfmoon")
+    subparsers = top.add_subparsers(dest="command", required=True)
+    parsers = {each.name: subparsers.add_parser(each.name) for each in COMMANDS}
+    modules = {each.name: each.module for each in COMMANDS}
+    return parse(top, parsers, argv, lambda name: importlib.import_module(modules[name]).add(parsers[name]))
+
+
+@pytest.mark.parametrize("command", [each.name for each in COMMANDS])
+def test_options_may_stand_anywhere(command: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(next(each.module for each in COMMANDS if each.name == command)).add(parser)
+    positional = [a for a in parser._actions if not a.option_strings]
+    if command == "container" or not positional:
+        return  # `container` hands on what stands behind the role
+    assert command in WORDS, f"{command} takes {positional[0].dest}: say how in WORDS"
+    words, options = WORDS[command]
+    expected = vars(parsed([command, *words, *(word for option in options for word in option)]))
+    pieces = [[word] for word in words]
+    for place in range(len(pieces) + 1):
+        for turned in (options, options[::-1]):
+            argv = [command]
+            for piece in [*pieces[:place], *turned, *pieces[place:]]:
+                argv += piece
+            assert vars(parsed(argv)) == expected, argv
+
+
+def test_a_wrong_option_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(["events", "save", "file", "--nonsense"])
+    assert capsys.readouterr().err.startswith("usage: halfmoon events ")
+
+
+def test_a_cluster_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(OptionInvalid, match="--cluster mine: none of this name runs on this machine"):
+        bus_config(parsed(["status", "--cluster", "mine"]))
+    assert bus_config(parsed(["status", "--cluster", "mine", "--nats", "nats://h:1"])).url == "nats://h:1"

@@ -1,0 +1,93 @@
+"""Options of mixed workers: how many of each role `halfmoon up` starts, and what an iteration may hold."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from halfmoon.cli.options import OptionInvalid
+from halfmoon.cli.processes.mixed import largest_budget, token_budget_of
+from halfmoon.cli.up import add, count_nodes
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.policy import Layout
+
+MS = 1_000_000
+#: 1 ms a token, and 1 ms of each 1,000 tokens before them; a step of 16 takes 10 + 16 ms.
+PROFILE = CostProfile(
+    prefill_base_ns=5 * MS,
+    prefill_per_token_ps=1_000 * MS,
+    decode_base_ns=10 * MS,
+    decode_per_sequence_ns=1 * MS,
+)
+LAYOUT = Layout(
+    model="m", model_fingerprint="f", layers=2, kv_heads=1, head_dim=4, block_tokens=256, dtype="float32"
+)
+FAST = Layout(
+    model="m",
+    model_fingerprint="f",
+    layers=2,
+    kv_heads=1,
+    head_dim=4,
+    block_tokens=256,
+    dtype="float32",
+    numerics="fast",
+)
+
+
+def nodes(*words: str) -> tuple[int, int, int, int]:
+    parser = argparse.ArgumentParser()
+    add(parser)
+    args = parser.parse_args(words)
+    count_nodes(args)
+    return args.prefill, args.decode, args.mixed, args.attention
+
+
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        ((), (2, 2, 0, 0)),
+        (("--mixed", "1"), (0, 0, 1, 0)),
+        (("--mixed", "2", "--prefill", "1", "--decode", "3"), (1, 3, 2, 0)),
+        (("--prefill", "1"), (1, 2, 0, 0)),
+    ],
+)
+def test_with_mixed_workers_there_need_be_no_others(words: tuple[str, ...], counts: tuple[int, ...]) -> None:
+    assert nodes(*words) == counts
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--prefill", "0"), "--prefill: at least 1"),
+        (("--mixed", "1", "--prefill", "1"), "some of both, or with --mixed none of either"),
+        (("--mixed", "-1"), "at least"),
+        (("--mixed", "1", "--attention", "1"), "--attention: its KV is that of decode workers"),
+    ],
+)
+def test_counts_that_serve_nobody_are_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(OptionInvalid, match=message):
+        nodes(*words)
+
+
+def budget(layout: Layout, iteration_ms: int, **fields: Any) -> int:
+    given: dict[str, Any] = {"batch_max": 16, "context_tokens": 8_192, "chunk_tokens": 1_024, **fields}
+    return largest_budget(layout, PROFILE, iteration_ns=iteration_ms * MS, **given)
+
+
+def test_the_budget_is_the_largest_that_keeps_the_time_in_whole_tiles() -> None:
+    # 26 ms are the decodes'; blocks on top of which come 16 of them.
+    assert [budget(LAYOUT, ms) for ms in (100, 300, 538, 539, 5_000)] == [272, 272, 528, 528, 1_040]
+    # All rows together, in tiles of 16.
+    assert [budget(FAST, ms) for ms in (20, 100, 5_000)] == [16, 80, 1_024]
+    budgets = [budget(FAST, ms) for ms in range(20, 1_200, 40)]
+    assert budgets == sorted(budgets)
+
+
+@pytest.mark.parametrize("word", ["0", "-3", "many", ""])
+def test_a_budget_that_is_none_is_refused(word: str) -> None:
+    args = argparse.Namespace(token_budget=word)
+    with pytest.raises(OptionInvalid, match="--token-budget"):
+        token_budget_of(args, "mixed", LAYOUT, PROFILE, 64)
+    assert token_budget_of(args, "decode", LAYOUT, PROFILE, 64) == 0

@@ -1,0 +1,315 @@
+"""The batch former: which tokens the next iteration of a mixed worker computes.
+
+An iteration has rows of two kinds: one for each sequence that decodes, and chunks of prompts. Stall-free batching
+takes, in this order and while the token budget lasts:
+
+1. every running sequence whose prompt is computed, one token each, whatever the budget says;
+2. running requests whose prompt is computed in part;
+3. requests that wait, in the order in which they came, as room and `sequences_max` allow.
+
+A sequence that needs room for its next token and finds none takes it from whoever was admitted last; that one waits
+again, before all others, and its KV is computed anew. Nobody is admitted in an iteration that took room away.
+
+The other ways of batching are those that it is compared with. The former knows names and numbers of tokens, and is
+pure: the mixed worker obeys it, and so do simulated ones.
+
+Source: Sarathi-Serve (OSDI'24, arXiv 2403.02310), algorithm 3, in the form that its text describes: as printed, a line
+overwrites the batch, and the loop over waiting requests never advances.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class Batching(Enum):
+    """Which rows may share an iteration. Source: Sarathi-Serve, sections 3 and 5.4."""
+
+    #: Decodes and chunks together: Sarathi-Serve.
+    STALL_FREE = "stall-free"
+    #: Chunks within the budget, but decodes in iterations of their own, by turns.
+    CHUNKED = "chunked"
+    #: Decodes and whole prompts together: Orca.
+    HYBRID = "hybrid"
+    #: Whole prompts alone; decodes while no prompt waits that fits: vLLM's first scheduler.
+    PREFILL_FIRST = "prefill-first"
+
+
+class Room(Protocol):
+    """The cache, as the former asks for it."""
+
+    def enter(self, name: str, tokens: int) -> int | None:
+        """Takes room for these tokens: how many of them are cached already, fewer than all. None: no room."""
+
+    def grow(self, name: str) -> bool:
+        """Takes room for one token more of a request that is in; False when there is none."""
+
+    def leave(self, name: str) -> None:
+        """Gives up all that the request has."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Tokens `[start, start + tokens)` of one request's prompt; `last`: its next token is drawn after it."""
+
+    name: str
+    start: int
+    tokens: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One iteration. `admitted` are new in it; `preempted` gave up their room before it."""
+
+    decodes: tuple[str, ...] = ()
+    chunks: tuple[PromptChunk, ...] = ()
+    admitted: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the linear layers."""
+        return len(self.decodes) + sum(chunk.tokens for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class _Member:
+    """A request in hand: `computed` of the `tokens` that come before its next token; `drawn` since it was added."""
+
+    name: str
+    tokens: int
+    computed: int = 0
+    drawn: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        return self.computed == self.tokens
+
+
+class BatchFormer:
+    """`add` a request, `form` an iteration, say that it was `made`, `remove` who has ended. Once formed, an iteration
+    is made, or the request that prevents it is removed, before the next one is formed.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        *,
+        budget_tokens: int,
+        sequences_max: int,
+        grain_tokens: int = 1,
+        batching: Batching = Batching.STALL_FREE,
+        replays: bool = False,
+    ) -> None:
+        """`budget_tokens` may be changed between two iterations; the sequences that decode may then be more.
+
+        `grain_tokens`: chunks end at multiples of it, or with their prompt; exact numerics need whole blocks.
+        `replays`: what a preempted request had drawn goes through decode again, token by token, and not into the
+        prompt; exact numerics need that too.
+        """
+        assert 0 < grain_tokens <= budget_tokens, (grain_tokens, budget_tokens)
+        assert sequences_max > 0, sequences_max
+        self._room = room
+        self.budget_tokens, self.sequences_max, self.grain_tokens = budget_tokens, sequences_max, grain_tokens
+        self.batching, self.replays = batching, replays
+        self._waiting: deque[_Member] = deque()
+        #: In the order of their admission.
+        self._running: dict[str, _Member] = {}
+        self._formed: Iteration | None = None
+        self._chunks_made = False
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        return tuple(member.name for member in self._waiting)
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        return tuple(self._running)
+
+    @property
+    def prefilling(self) -> int:
+        """How many are running whose prompt is not computed yet."""
+        return sum(not member.decodes for member in self._running.values())
+
+    def progress(self, name: str) -> tuple[int, int]:
+        """(tokens computed, tokens to compute before the next one is drawn) of a running request."""
+        member = self._running[name]
+        return member.computed, member.tokens
+
+    def add(self, name: str, tokens: int) -> None:
+        """A request whose prompt has `tokens`, which fit into an empty room with all that it will draw."""
+        assert tokens > 0, (name, tokens)
+        assert name not in self._running, f"{name} is in hand"
+        self._waiting.append(_Member(name, tokens))
+
+    def remove(self, name: str) -> None:
+        """It has ended, or was cancelled; a name that is not in hand is passed over."""
+        if self._running.pop(name, None) is not None:
+            self._room.leave(name)
+        else:
+            self._waiting = deque(member for member in self._waiting if member.name != name)
+
+    # --- an iteration ---------------------------------------------------------------------------------------
+
+    def form(self) -> Iteration:
+        """The next iteration; an empty one where nothing can be computed."""
+        assert self._formed is None, "the last iteration was not made"
+        decodes: list[str] = []
+        chunks: list[PromptChunk] = []
+        admitted: list[str] = []
+        preempted: list[str] = []
+        alone = self.batching in (Batching.CHUNKED, Batching.PREFILL_FIRST)
+        # By turns: after chunks come the decodes, if there are any.
+        chunks_turn = not (self.batching is Batching.CHUNKED and self._chunks_made and self._any_decodes())
+        if not alone or not chunks_turn:
+            decodes, preempted = self._take_decodes()
+        if chunks_turn:
+            left = max(0, self.budget_tokens - len(decodes))
+            left = self._take_partial(left, chunks)
+            if not preempted:
+                self._take_waiting(left, chunks, admitted)
+        if alone and chunks_turn and not chunks:
+            decodes, preempted = self._take_decodes()
+        self._formed = Iteration(tuple(decodes), tuple(chunks), tuple(admitted), tuple(preempted))
+        return self._formed
+
+    def made(self) -> Iteration:
+        """The iteration that was formed is over; who was removed meanwhile is passed over."""
+        batch, self._formed = self._formed, None
+        assert batch is not None, "no iteration was formed"
+        self._chunks_made = bool(batch.chunks)
+        for name in batch.decodes:
+            if name in self._running:
+                self._running[name].drawn += 1
+        for chunk in batch.chunks:
+            member = self._running.get(chunk.name)
+            if member is not None:
+                member.computed += chunk.tokens
+                member.drawn += chunk.last
+        return batch
+
+    def _any_decodes(self) -> bool:
+        return any(member.decodes for member in self._running.values())
+
+    def _take_decodes(self) -> tuple[list[str], list[str]]:
+        """(who decodes, who gave up room for them)."""
+        decodes: list[str] = []
+        preempted: list[str] = []
+        for member in list(self._running.values()):
+            if not member.decodes or member.name not in self._running:
+                continue
+            while not self._room.grow(member.name):
+                preempted.append(self._preempt())
+                if preempted[-1] == member.name:
+                    break
+            else:
+                decodes.append(member.name)
+        return decodes, preempted
+
+    def _preempt(self) -> str:
+        """Whoever was admitted last waits again, before all others."""
+        assert len(self._running) > 1, f"{self._running} fits not even alone"
+        _, member = self._running.popitem()
+        self._room.leave(member.name)
+        if not self.replays:
+            member.tokens += member.drawn
+        member.computed = member.drawn = 0
+        self._waiting.appendleft(member)
+        return member.name
+
+    def _take_partial(self, left: int, chunks: list[PromptChunk]) -> int:
+        for member in self._running.values():
+            if not member.decodes:
+                left = self._take(member, left, chunks)
+        return left
+
+    def _take_waiting(self, left: int, chunks: list[PromptChunk], admitted: list[str]) -> None:
+        while self._waiting and len(self._running) < self.sequences_max:
+            member = self._waiting[0]
+            # Nobody takes room that it does not compute for: so at most one prompt is computed in part.
+            if not self._tokens(member, left, alone=not chunks):
+                break
+            cached = self._room.enter(member.name, member.tokens)
+            if cached is None:
+                break
+            assert 0 <= cached < member.tokens, (member, cached)
+            self._waiting.popleft()
+            member.computed = cached
+            self._running[member.name] = member
+            admitted.append(member.name)
+            left = self._take(member, left, chunks)
+
+    def _take(self, member: _Member, left: int, chunks: list[PromptChunk]) -> int:
+        """The rest of the budget."""
+        tokens = self._tokens(member, left, alone=not chunks)
+        if tokens:
+            last = member.computed + tokens == member.tokens
+            chunks.append(PromptChunk(member.name, member.computed, tokens, last))
+        # Too little for this one is not for those who came after it either.
+        return max(0, left - tokens) if member.computed + tokens == member.tokens else 0
+
+    def _tokens(self, member: _Member, left: int, *, alone: bool) -> int:
+        """Tokens of the member's next chunk, 0 where nothing of it fits."""
+        rest = member.tokens - member.computed
+        if self.batching in (Batching.HYBRID, Batching.PREFILL_FIRST):
+            # A prompt longer than the budget goes alone.
+            return rest if rest <= left or alone else 0
+        if rest <= left:
+            return rest
+        end = (member.computed + left) // self.grain_tokens * self.grain_tokens
+        return max(0, end - member.computed)
+
+
+class BlockRoom:
+    """Blocks of a paged cache, by number alone: a prompt's when it enters, one more as a sequence grows into it."""
+
+    def __init__(self, blocks: int, block_tokens: int, *, spare_blocks: int = 0) -> None:
+        """`spare_blocks` stay free when a request enters and others are in, so that these can grow."""
+        self.blocks, self.block_tokens, self.spare_blocks = blocks, block_tokens, spare_blocks
+        self.free = blocks
+        self._tokens: dict[str, int] = {}
+
+    def enter(self, name: str, tokens: int) -> int | None:
+        needed = self._blocks_of(tokens)
+        if needed + (self.spare_blocks if self._tokens else 0) > self.free:
+            return None
+        self.free -= needed
+        self._tokens[name] = tokens
+        return 0
+
+    def grow(self, name: str) -> bool:
+        tokens = self._tokens[name]
+        more = self._blocks_of(tokens + 1) - self._blocks_of(tokens)
+        if more > self.free:
+            return False
+        self.free -= more
+        self._tokens[name] = tokens + 1
+        return True
+
+    def leave(self, name: str) -> None:
+        self.free += self._blocks_of(self._tokens.pop(name))
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+
+def token_budget(iteration_ns: Callable[[int], float], slo_ns: float, *, tile: int, tokens_max: int) -> int:
+    """The most tokens of an iteration that takes no longer than `slo_ns`: a multiple of `tile`, at least one tile.
+
+    `iteration_ns` of a number of tokens does not fall as they become more. Where one tile takes longer, no budget holds
+    the objective and one tile breaks it least. Source: Sarathi-Serve, section 4.3.
+    """
+    assert 0 < tile <= tokens_max, (tile, tokens_max)
+    low, high = 1, tokens_max // tile
+    while low < high:
+        middle = (low + high + 1) // 2
+        if iteration_ns(middle * tile) <= slo_ns:
+            low = middle
+        else:
+            high = middle - 1
+    return low * tile

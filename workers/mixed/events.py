@@ -1,0 +1,50 @@
+"""Stimuli of the mixed machine. Those of a prefill's preparation and a decode's are theirs; here is what is its own.
+
+    Wake ─▶ EngineIdled            RunIteration ─▶ IterationMade
+
+After IterationMade the shell says EngineIdled: the machine answers it with the next iteration, or with none until it
+says Wake.
+"""
+
+from __future__ import annotations
+
+from halfmoon.schemas.decisions import StartMixed
+from halfmoon.schemas.sampling import SampledToken
+from halfmoon.workers.decode.events import EngineIdled, ResendRequested
+from halfmoon.workers.machines import (
+    AnnounceRequested,
+    OrderCancelled,
+    WorkerEvent,
+    WorkerStopped,
+)
+from halfmoon.workers.prefill.events import Preparing
+
+
+class MixedOrdered(WorkerEvent, frozen=True, kw_only=True):
+    """The conductor placed a request here; the same order may come again."""
+
+    order: StartMixed
+
+
+class IterationMade(WorkerEvent, frozen=True, kw_only=True):
+    """RunIteration is done. The tokens are of its rows that draw, in their order.
+
+    `lost`: orders whose slots of the node's pool were not theirs any more when all had been loaded from them.
+    """
+
+    decoded: list[SampledToken]
+    first: list[SampledToken]
+    step_ns: int
+    lost: list[str]
+
+
+Event = (
+    MixedOrdered
+    | OrderCancelled
+    | AnnounceRequested
+    | WorkerStopped
+    | ResendRequested
+    | Preparing
+    | EngineIdled
+    | IterationMade
+)

@@ -1,0 +1,81 @@
+"""One iteration of the mixed worker on its compute thread: loads, computes all rows at once, stores, draws."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from halfmoon.schemas.sampling import SampledToken
+from halfmoon.store.errors import StoreError
+from halfmoon.workers.mixed.actions import ChunkRows, RunIteration
+from halfmoon.workers.sample_requests import next_token, request_of, token_of
+
+if TYPE_CHECKING:
+    from halfmoon.store.pool.segment import PoolView
+
+
+class Rows(NamedTuple):
+    """As the engine takes a chunk of a prompt (`model.engine.PromptRows`, which imports torch)."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    want_logits: bool
+
+
+class Made(NamedTuple):
+    """Tokens of the rows that draw: of decodes, and of prompts that are whole."""
+
+    decoded: list[SampledToken]
+    first: list[SampledToken]
+
+
+def run(engine: Any, pool: PoolView | None, step: RunIteration) -> Made:
+    """On the compute thread."""
+    for chunk in step.chunks:
+        if chunk.loads:
+            assert pool is not None, chunk
+            for layer in range(engine.cache.layers):
+                for slot, block in chunk.loads:
+                    engine.cache.write_block(layer, block, pool.layer_block(slot, layer))
+    logits, ends = engine.mixed(
+        [Rows(chunk.token_ids, chunk.start, chunk.table, chunk.draws) for chunk in step.chunks],
+        [row.token_id for row in step.decodes],
+        [row.position for row in step.decodes],
+        [row.table for row in step.decodes],
+    )
+    if pool is not None:
+        engine.synchronize()
+        for chunk in step.chunks:
+            _store(engine.cache, pool, chunk)
+    first = [
+        next_token(engine, end, chunk.sequence.sampling, chunk.sequence.prompt, [])
+        for chunk, end in zip(step.chunks, ends, strict=True)
+        if chunk.draws
+    ]
+    return Made(_draw(engine, logits, step), first)
+
+
+def _draw(engine: Any, logits: Any, step: RunIteration) -> list[SampledToken]:
+    """Rows whose next token is known already draw too, and it is passed over."""
+    if not any(row.draws for row in step.decodes):
+        return []
+    sequences = [row.sequence for row in step.decodes]
+    requests = [request_of(engine, s.params, s.sampling, s.prompt, s.output) for s in sequences]
+    sampled = engine.sample_rows(logits, requests)
+    return [
+        token_of(engine, sampled[place], row.sequence.sampling, logits[place])
+        for place, row in enumerate(step.decodes)
+        if row.draws
+    ]
+
+
+def _store(cache: Any, pool: PoolView, chunk: ChunkRows) -> None:
+    """Into slots that are still the order's: once they are another's, this prompt is not shared, and goes on."""
+    order_id = chunk.sequence.order_id
+    with contextlib.suppress(StoreError):
+        for block, slot in chunk.stores:
+            for layer in range(cache.layers):
+                with pool.writing(slot, order_id):
+                    cache.read_block(layer, block, pool.layer_block(slot, layer))

@@ -1,0 +1,58 @@
+"""From what the batch former says to what the compute thread is told: tokens, blocks, slots. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from halfmoon.workers.batch_former import Iteration, PromptChunk
+from halfmoon.workers.mixed.actions import ChunkRows, NextRow
+from halfmoon.workers.mixed.request import MixedRequest
+
+
+def decode_row(request: MixedRequest) -> NextRow:
+    """The newest token that is not in the cache yet."""
+    output = request.sequence.output
+    return NextRow(
+        sequence=request.sequence,
+        table=request.sequence.table,
+        token_id=output[request.drawn - 1],
+        position=request.position,
+        draws=request.drawn == len(output),
+    )
+
+
+def chunk_rows(request: MixedRequest, chunk: PromptChunk, formed: Iteration) -> Iterator[ChunkRows]:
+    """A chunk, in pieces of one block where numerics are exact."""
+    layout, sequence = request.job.rules.layout, request.sequence
+    size, end = layout.block_tokens, chunk.start + chunk.tokens
+    piece = size if layout.numerics == "exact" else chunk.tokens
+    loads: tuple[tuple[int, int], ...] = ()
+    if chunk.name in formed.admitted and request.cached_tokens:
+        blocks = range(request.cached_tokens // size)
+        loads = tuple((request.job.slots[block], sequence.table[block]) for block in blocks)
+    for start in range(chunk.start, end, piece):
+        stop = min(start + piece, end)
+        last = chunk.last and stop == end
+        yield ChunkRows(
+            sequence=sequence,
+            token_ids=sequence.prompt[start:stop],
+            start=start,
+            table=list(sequence.table),
+            loads=loads if start == chunk.start else (),
+            stores=_stores(request, start, stop),
+            draws=last,
+        )
+
+
+def _stores(request: MixedRequest, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Blocks that are whole after these tokens, to slots that nobody reads yet."""
+    job = request.job
+    if request.answered or not job.rules.has_store:
+        return ()
+    size = job.rules.layout.block_tokens
+    fixed = {*job.present, *request.stored}
+    return tuple(
+        (request.sequence.table[block], job.slots[block])
+        for block in range(start // size, stop // size)
+        if block not in fixed
+    )

@@ -1,0 +1,184 @@
+"""The mixed worker: prompts and answers in one loop, over one cache.
+
+The shell of `MixedState`: it feeds it what happens, and does what it says. Nothing is decided here.
+
+Source: Sarathi-Serve (OSDI'24), section 4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import assert_never
+
+from halfmoon.bus.errors import BusError
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartMixed
+from halfmoon.schemas.tokens import ResendReply, ResendRequest
+from halfmoon.store.errors import StoreError
+from halfmoon.workers import machines
+from halfmoon.workers.decode import events as decode_events
+from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan, Measure, Wake
+from halfmoon.workers.decode.spans import end_decode
+from halfmoon.workers.machines import Announce, Report, TakeTokens
+from halfmoon.workers.mixed import iteration
+from halfmoon.workers.mixed.actions import Action, RunIteration
+from halfmoon.workers.mixed.events import IterationMade, MixedOrdered
+from halfmoon.workers.mixed.state import MixedState
+from halfmoon.workers.prefill.actions import (
+    BeginSpan,
+    CommitPrompt,
+    ComputePrompt,
+    DrawFirstToken,
+    EndOrder,
+    EndPush,
+    FailLoads,
+    LoadLayers,
+    PauseOrder,
+    ReserveSlots,
+    SendLayer,
+    SendResult,
+    StartFetch,
+    StartPush,
+    StopComputing,
+)
+from halfmoon.workers.prefill.prompt_worker import PromptWorker
+
+
+class MixedWorker(PromptWorker):
+    """See the module; every decision is in `state`."""
+
+    role = "mixed"
+    state: MixedState
+
+    async def prepare(self) -> None:
+        config = self.config
+        self.state = MixedState(
+            worker_id=config.worker_id,
+            node_id=config.node_id,
+            incarnation=self.incarnation,
+            layout=config.layout,
+            kv_blocks=config.kv_blocks,
+            batch_max=config.batch_max,
+            budget_tokens=config.token_budget,
+            profile=config.profile,
+            has_store=self.store is not None,
+            prepared_max=config.prepared_max,
+            eos_ids=frozenset(self.engine.config.eos_token_ids),
+        )
+        self._awake = asyncio.Event()
+        #: The next iteration of the compute thread.
+        self._work: RunIteration | None = None
+        await self.prepare_prompts()
+        asked = subjects.resend(config.worker_id, "*")
+        await self.bus.serve(asked, ResendRequest, self._resend, author="frontend_id")
+        self.spawn(self._compute_all())
+
+    def obey(self, decision: Decision) -> None:
+        now_ns = time.monotonic_ns()
+        match decision:
+            case StartMixed():
+                self.hear(MixedOrdered(at_ns=now_ns, order=decision))
+            case CancelOrder():
+                self.hear(machines.OrderCancelled(at_ns=now_ns, order_id=decision.order_id))
+            case AnnounceYourself():
+                self.hear(machines.AnnounceRequested(at_ns=now_ns))
+            case _:
+                pass  # not for a mixed worker
+
+    def orders_open(self) -> int:
+        return self.state.orders_open()
+
+    # --- the machine ----------------------------------------------------------------------------------------
+
+    def obey_action(self, action: Action) -> None:
+        match action:
+            case RunIteration():
+                assert self._work is None, (self._work, action)
+                self._work = action
+            case Deliver():
+                subject = subjects.tokens(action.frontend_id, self.config.worker_id)
+                self.bus.publish_soon(subject, action.message)
+            case Wake():
+                self._awake.set()
+            case Report():
+                self.report(action.event)
+            case Measure():
+                self.metrics.waited(action.name, action.elapsed_ns)
+            case EndSpan():
+                end_decode(self.tracing, action, self.config.worker_id)
+            case Announce():
+                self.announce()
+            case (
+                CommitPrompt()
+                | TakeTokens()
+                | BeginSpan()
+                | ReserveSlots()
+                | PauseOrder()
+                | StartFetch()
+                | EndOrder()
+            ):
+                self.prepare_further(action)
+            case (
+                AnswerResend()
+                | StartPush()
+                | ComputePrompt()
+                | LoadLayers()
+                | FailLoads()
+                | StopComputing()
+                | SendLayer()
+                | DrawFirstToken()
+                | SendResult()
+                | EndPush()
+            ):
+                raise AssertionError(("not of a mixed worker's orders", action))
+            case _:
+                assert_never(action)
+
+    def _resend(self, request: ResendRequest) -> ResendReply:
+        asked = decode_events.ResendRequested(at_ns=time.monotonic_ns(), request=request)
+        (answer,) = self.state.on(asked)
+        assert isinstance(answer, AnswerResend), answer
+        return answer.reply
+
+    # --- the compute thread ---------------------------------------------------------------------------------
+
+    async def _compute_all(self) -> None:
+        while True:
+            self.hear(decode_events.EngineIdled(at_ns=time.monotonic_ns()))
+            work, self._work = self._work, None
+            if work is None:
+                await self._awake.wait()
+                self._awake.clear()
+            else:
+                await self._iterate(work)
+
+    async def _iterate(self, step: RunIteration) -> None:
+        started_ns = time.monotonic_ns()
+        made = await self.compute(iteration.run, self.engine, self._pool, step)
+        loaded = [chunk.sequence.order_id for chunk in step.chunks if chunk.loads]
+        lost = [order_id for order_id in loaded if not await self._is_held(order_id)]
+        step_ns = time.monotonic_ns() - started_ns
+        if not step.chunks:
+            self.metrics.stepped(step_ns, len(step.decodes), step.context_tokens)
+        self.hear(
+            IterationMade(
+                at_ns=time.monotonic_ns(),
+                wall_ns=time.time_ns(),
+                decoded=made.decoded,
+                first=made.first,
+                step_ns=step_ns,
+                lost=lost,
+            )
+        )
+        if self.config.layout.layers == 0:
+            await asyncio.sleep(0)  # an engine that computes nothing must not starve the loop
+
+    async def _is_held(self, order_id: str) -> bool:
+        """A lease that ended meanwhile (the process stood still) gave others the slots that were loaded from."""
+        assert self.store is not None
+        try:
+            await self.store.require_held(order_id)
+        except (StoreError, BusError):
+            return False
+        return True

@@ -1,0 +1,330 @@
+"""Attention over the paged cache: one interface, its implementations for any device and for flash-attn.
+
+Shapes. `q` is `[rows, heads, head_dim]`, `k_cache` and `v_cache` one layer of the cache,
+`[num_blocks, block_tokens, kv_heads, head_dim]`. Queries are the last tokens of their sequence and their own keys are
+in the cache already. A `Plan` is made once a step, and used by every layer of it.
+
+Attention over some of the keys only is a `Partial` (`states`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from halfmoon.workers.model.attention.states import Partial, StateStack, merge, neutral
+from halfmoon.workers.model.segments import AWAY
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class Plan:
+    """Which cached tokens each sequence of a step attends to. Valid while tables and lengths stay as they
+    were.
+    """
+
+    query_tokens: list[int]
+    context_tokens: list[int]
+    """Tokens in the cache including the queries' own."""
+    tables: list[list[int]]
+    first_rows: list[int | None]
+    """Row of the first token when the blocks lie in one run, else None."""
+    indices: list[Tensor | None]
+    """Block numbers to gather, int64, where the blocks are scattered."""
+    device_tables: Tensor | None = field(default=None)
+    device_lengths: Tensor | None = field(default=None)
+
+
+def make_plan(
+    tables: Sequence[Sequence[int]],
+    query_tokens: Sequence[int],
+    context_tokens: Sequence[int],
+    block_tokens: int,
+    device: torch.device,
+) -> Plan:
+    plan = Plan(list(query_tokens), list(context_tokens), [], [], [])
+    for table, tokens in zip(tables, context_tokens, strict=True):
+        blocks = list(table[: -(-tokens // block_tokens)])
+        assert len(blocks) * block_tokens >= tokens, (len(table), tokens, block_tokens)
+        first, index = _where(blocks, block_tokens, device)
+        plan.tables.append(blocks)
+        plan.first_rows.append(first)
+        plan.indices.append(index)
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRun:
+    """Segments of equal length, one after the other, of one sequence: what one call of a kernel can attend to."""
+
+    row: int
+    """The query's."""
+    column: int
+    """Row of the states."""
+    part: int
+    """Of the first segment, among the parts of that row."""
+    segments: int
+    tokens: int
+    """Of each segment."""
+    blocks: list[int]
+    """They begin with the first segment's first token."""
+    first_row: int | None
+    """Row of the first token where the blocks lie in one run, else None."""
+    index: Tensor | None
+    """Block numbers to gather, int64, where the blocks are scattered."""
+
+
+@dataclass(slots=True)
+class StepRuns:
+    """All runs of a step; `device` is what an implementation makes of them at the first layer and keeps."""
+
+    items: list[SegmentRun] = field(default_factory=list)
+    device: tuple[Tensor, ...] | None = None
+
+
+def runs_of(
+    row: int,
+    table: Sequence[int],
+    tokens: int,
+    segment_tokens: int,
+    block_tokens: int,
+    device: torch.device,
+    *,
+    part: int = 0,
+    column: int | None = None,
+) -> list[SegmentRun]:
+    """The first `tokens` tokens of a sequence: runs of whole segments, and one of the rest, without those that are
+    elsewhere (a segment with AWAY in its table). `part`: of the first segment. `column`: as `row`, unless given.
+    """
+    each = segment_tokens // block_tokens
+    full, rest = divmod(tokens, segment_tokens)
+    runs: list[SegmentRun] = []
+
+    def add(first: int, segments: int, size: int) -> None:
+        blocks = list(table[first * each :][: segments * -(-size // block_tokens)])
+        where = _where(blocks, block_tokens, device)
+        runs.append(
+            SegmentRun(row, row if column is None else column, part + first, segments, size, blocks, *where)
+        )
+
+    here = [i for i in range(full) if AWAY not in table[i * each : (i + 1) * each]]
+    for _, group in groupby(enumerate(here), lambda pair: pair[1] - pair[0]):
+        found = [segment for _, segment in group]
+        add(found[0], len(found), segment_tokens)
+    if rest and AWAY not in table[full * each : full * each + -(-rest // block_tokens)]:
+        add(full, 1, rest)
+    return runs
+
+
+def _where(blocks: list[int], block_tokens: int, device: torch.device) -> tuple[int | None, Tensor | None]:
+    """Row of the first token where the blocks lie in one run; else their numbers to gather, int64."""
+    if all(block == blocks[0] + i for i, block in enumerate(blocks)):
+        return blocks[0] * block_tokens, None
+    return None, torch.tensor(blocks, dtype=torch.int64, device=device)
+
+
+class Attention(ABC):
+    """Implementations hold no state of a sequence; `name` is what the configuration calls them."""
+
+    name: str
+
+    def __init__(self, block_tokens: int, device: torch.device) -> None:
+        self.block_tokens, self.device = block_tokens, device
+
+    def plan(
+        self, tables: Sequence[Sequence[int]], query_tokens: Sequence[int], context_tokens: Sequence[int]
+    ) -> Plan:
+        return make_plan(tables, query_tokens, context_tokens, self.block_tokens, self.device)
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
+    ) -> None:
+        """Causal attention of every sequence of `plan`, rows of `q` in its order, into `out` (like
+        `q`). `k` and `v` `[rows, kv_heads, head_dim]` are what the cache holds of the queries' own tokens.
+        """
+
+    @abstractmethod
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
+        """The state of one sequence's queries over `k`, `v` `[keys, kv_heads, head_dim]`.
+
+        `causal` needs as many keys as queries: key j is seen by queries j and later.
+        """
+
+    @abstractmethod
+    def segment_states(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
+    ) -> None:
+        """Writes the states of single queries (`q` `[rows, heads, head_dim]`) over each segment of `runs`.
+
+        The bits of a state depend on its query and its segment alone.
+        """
+
+    def chunk_states(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: Sequence[SegmentRun], states: StateStack
+    ) -> None:
+        """Writes the states of all rows of `q`, a chunk of one sequence, over each segment of `runs`."""
+        for run in runs:
+            keys, values = (self.segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))
+            for i in range(run.segments):
+                state = self.partial(q, keys[i], values[i], causal=False)
+                states.out[run.part + i], states.lse[run.part + i] = state.out, state.lse
+
+    def segments(self, cache: Tensor, run: SegmentRun) -> Tensor:
+        """`[segments, kv_heads, tokens, head_dim]`: a view where the blocks lie in a row."""
+        _, _, kv_heads, dim = cache.shape
+        first = run.first_row
+        if first is None:
+            assert run.index is not None
+            cache, first = cache.index_select(0, run.index), 0
+        row = kv_heads * dim
+        return cache.as_strided(
+            (run.segments, kv_heads, run.tokens, dim),
+            (run.tokens * row, dim, row, 1),
+            cache.storage_offset() + first * row,
+        )
+
+    def sequence(self, cache: Tensor, plan: Plan, i: int, tokens: int) -> Tensor:
+        """The first tokens of sequence `i`, `[tokens, kv_heads, head_dim]`: a view where its blocks lie in a row, a
+        gathered copy otherwise.
+        """
+        first, index = plan.first_rows[i], plan.indices[i]
+        if first is not None:
+            return cache.flatten(0, 1)[first : first + tokens]
+        assert index is not None
+        return cache.index_select(0, index).flatten(0, 1)[:tokens]
+
+
+class SdpaAttention(Attention):
+    """PyTorch alone. On CPU its private flash operator, which returns the log-sum-exp; elsewhere the public
+    one.
+
+    Each sequence is computed at its exact length and without padding, so that its bits do not depend on the
+    batch or on where its blocks lie.
+    """
+
+    name = "sdpa"
+
+    def __init__(self, block_tokens: int, device: torch.device, *, private_op: bool = True) -> None:
+        super().__init__(block_tokens, device)
+        found = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+        self._flash = found.default if private_op and found is not None and device.type == "cpu" else None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, out: Tensor
+    ) -> None:
+        row = 0
+        kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
+        grouped = q.view(-1, kv_heads, heads // kv_heads, dim)
+        grouped_out = out.view(-1, kv_heads, heads // kv_heads, dim)
+        for i, (rows, context) in enumerate(zip(plan.query_tokens, plan.context_tokens, strict=True)):
+            keys, values = (self.sequence(cache, plan, i, context) for cache in (k_cache, v_cache))
+            if rows == 1 and self._flash is not None:
+                # The query heads of one KV head are as good as further query rows, and read its keys once.
+                one = self._flash(
+                    grouped[row : row + 1],
+                    keys.transpose(0, 1).unsqueeze(0),
+                    values.transpose(0, 1).unsqueeze(0),
+                )
+                grouped_out[row] = one[0].view(kv_heads, heads // kv_heads, dim)
+            else:
+                out[row : row + rows] = self._whole(q[row : row + rows], keys, values)
+            row += rows
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        past = k.shape[0] - q.shape[0]
+        if self._flash is None:
+            return _public_sdpa(q, k, v)
+        own = self.partial(q, k[past:], v[past:], causal=True)
+        if past == 0:
+            return own.out
+        return merge(self.partial(q, k[:past], v[:past], causal=False), own).out
+
+    def segment_states(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
+    ) -> None:
+        kv_heads, (heads, dim) = k_cache.shape[2], q.shape[1:]
+        group = heads // kv_heads
+        if self._flash is None:
+            self._plain_segment_states(q, k_cache, v_cache, runs, states)
+            return
+        grouped = q.view(-1, kv_heads, group, dim)
+        outs = states.out.view(-1, states.out.shape[1], kv_heads, group, dim)
+        lses = states.lse.view(-1, states.lse.shape[1], kv_heads, group)
+        for run in runs.items:
+            # The segments are the operator's batch, the query heads of a KV head its query rows, which read its keys
+            # once.
+            keys, values = (self.segments(cache, run) for cache in (k_cache, v_cache))
+            o, lse = self._flash(grouped[run.row].expand(run.segments, -1, -1, -1), keys, values)
+            outs[run.part : run.part + run.segments, run.column] = o
+            lses[run.part : run.part + run.segments, run.column] = lse
+
+    def _plain_segment_states(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack
+    ) -> None:
+        for run in runs.items:
+            keys, values = (self.segments(cache, run).transpose(1, 2) for cache in (k_cache, v_cache))
+            for i in range(run.segments):
+                state = self.partial(q[run.row : run.row + 1], keys[i], values[i], causal=False)
+                states.out[run.part + i, run.column], states.lse[run.part + i, run.column] = (
+                    state.out[0],
+                    state.lse[0],
+                )
+
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
+        assert not causal or k.shape[0] == q.shape[0], (q.shape, k.shape)
+        if k.shape[0] == 0:
+            return neutral(q)
+        if self._flash is None:
+            return _plain_partial(q, k, v, causal=causal)
+        rows, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        group = heads // kv_heads
+        by_head = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
+        if causal:
+            # KV heads as the batch and their query heads as the heads, with a stride of zero for the keys.
+            keys = k.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
+            values = v.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
+            o, lse = self._flash(by_head, keys, values, 0.0, True)
+        else:
+            # No mask: the query heads of a KV head are as good as further query rows, and read its keys once.
+            folded = by_head.reshape(1, kv_heads, group * rows, dim)
+            o, lse = self._flash(
+                folded, k.permute(1, 0, 2).unsqueeze(0), v.permute(1, 0, 2).unsqueeze(0), 0.0, False
+            )
+        out = o.reshape(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
+        return Partial(out, lse.reshape(heads, rows).t().float())
+
+
+def _public_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows, keys = q.shape[0], k.shape[0]
+    mask = None
+    if rows > 1:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
+        attn_mask=mask,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _plain_partial(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
+    """By the definition, in f32: where no kernel returns the log-sum-exp."""
+    group = q.shape[1] // k.shape[1]
+    keys = k.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->qhk", q.float(), keys) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1))
+    out = torch.einsum("qhk,khd->qhd", weights, v.float().repeat_interleave(group, dim=1))
+    return Partial(out.to(q.dtype), lse)

@@ -1,0 +1,64 @@
+"""The words of a prefill once its prompt is computed: to who decodes, and to the log."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.events import PrefillFinished
+from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.sampling import SampledToken
+from halfmoon.workers.prefill.stages import JobRules
+
+
+class Computed(Protocol):
+    """A `Job` whose prompt is computed."""
+
+    order: StartPrefill
+    rules: JobRules
+    arrived_ns: int
+    started_ns: int
+    compute_ns: int
+    finished_at_ns: int
+    put_ns: int
+    cached_blocks: int
+    fetched_blocks: int
+    fetch_node_id: str
+    fetched_bytes: int
+    fetch_ns: int
+
+
+def result_of(job: Computed, first: SampledToken) -> PrefillResult:
+    """The first token, and how the prefill went."""
+    cached = job.cached_blocks + job.fetched_blocks
+    return PrefillResult(
+        order_id=job.order.order_id,
+        request_id=job.order.request_id,
+        first=first,
+        queue_ns=job.started_ns - job.arrived_ns,
+        transfer_ns=job.put_ns + job.fetch_ns,
+        compute_ns=job.compute_ns,
+        cached_tokens=cached * job.rules.layout.block_tokens,
+        finished_at_ns=job.finished_at_ns,
+    )
+
+
+def finished_of(job: Computed, pushed_bytes: int, push_ns: int) -> PrefillFinished:
+    """The answer to the order."""
+    block_tokens = job.rules.layout.block_tokens
+    return PrefillFinished(
+        order_id=job.order.order_id,
+        request_id=job.order.request_id,
+        worker_id=job.rules.worker_id,
+        queue_ns=job.started_ns - job.arrived_ns,
+        transfer_ns=job.put_ns + job.fetch_ns,
+        compute_ns=job.compute_ns,
+        cached_local_tokens=job.cached_blocks * block_tokens,
+        cached_fetched_tokens=job.fetched_blocks * block_tokens,
+        fetched_bytes=job.fetched_bytes,
+        fetch_node_id=job.fetch_node_id if job.fetched_blocks else "",
+        fetch_ns=job.fetch_ns,
+        pushed_bytes=pushed_bytes,
+        push_ns=push_ns,
+        prompt_tokens=job.order.prompt_tokens,
+    )
