@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,11 @@ from halfmoon.schemas.types import ExactNumerics
 from halfmoon.workers.kept_profile import ProfileCheck, doubt
 from halfmoon.workers.model.loading.files import ModelConfig, load_config, model_fingerprint
 from halfmoon.workers.model.segments import segment_tokens
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from halfmoon.workers.model.grammar_masks import GrammarMasks
 
 NULL_CONTEXT_TOKENS = 131_072
 
@@ -82,7 +87,8 @@ def build_engine(
         from halfmoon.workers.model.null_engine import NullEngine
 
         config = replace(load_config(args.model), context_tokens_max=NULL_CONTEXT_TOKENS)
-        return NullEngine(config, num_blocks=kv_blocks, block_tokens=layout.block_tokens)
+        masks = _masks(args.model, config.vocab)
+        return NullEngine(config, num_blocks=kv_blocks, block_tokens=layout.block_tokens, masks=masks)
     import torch
 
     from halfmoon.workers.model.engine import Engine
@@ -103,9 +109,25 @@ def build_engine(
             attention=args.attention_kernel,
             segment_tokens=layout.segment_tokens,
             query_first=cache_elsewhere,
+            masks=_masks(args.model, model.config.vocab),
         )
     except (RuntimeError, MemoryError) as problem:
         raise _no_memory(problem, layout, kv_blocks) from None
+
+
+def _masks(model: str, vocab: int) -> GrammarMasks:
+    """Masks of `vocab` tokens; the model's tokenizer is read with the first grammar."""
+    from halfmoon.workers.model.grammar_masks import GrammarMasks
+
+    def load() -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        from halfmoon.workers.model.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(model)
+        return LLTokenizer(tokenizer.serialized(), n_vocab=vocab, eos_token=sorted(tokenizer.eos_ids))
+
+    return GrammarMasks(load)
 
 
 def build_attention(args: argparse.Namespace, layout: Layout, *, kv_blocks: int, kv_heads: int) -> Any:

@@ -29,6 +29,12 @@ class Sampling(Part, frozen=True):
     ignore_eos: bool = False
     #: Token ids that end the text, beside the model's own.
     stop_token_ids: list[int] = []
+    #: Only these may be drawn; []: all.
+    allowed_token_ids: list[int] = []
+    #: Sequences of token ids that may not be completed.
+    bad_words: list[list[int]] = []
+    #: What the text must look like, as llguidance writes a grammar; "": anything.
+    grammar: str = ""
     #: Report xxh3_64 of each token's f32 logits (tests of bit equality).
     logits_digest: bool = False
 

@@ -8,6 +8,9 @@ from typing import Any
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 
+#: As vLLM writes the log probability of what is impossible.
+LOGPROB_MIN = -9999.0
+
 
 def params_of(sampling: Sampling) -> SamplingParams:
     """The engine's parameters for what the frontend sent."""
@@ -31,24 +34,37 @@ def end_ids(eos_ids: frozenset[int], sampling: Sampling) -> frozenset[int]:
     return own | frozenset(sampling.stop_token_ids)
 
 
-def banned_ids(engine: Any, sampling: Sampling, index: int) -> Sequence[int]:
-    """Tokens that may not be drawn at `index`: every end before `min_tokens`."""
-    if index < sampling.min_tokens:
-        return sorted(frozenset(engine.config.eos_token_ids) | frozenset(sampling.stop_token_ids))
-    return ()
+def banned_ids(engine: Any, sampling: Sampling, output: Sequence[int]) -> Sequence[int]:
+    """Tokens that may not be drawn after `output`: every end before `min_tokens`, and the last of a bad word."""
+    banned: set[int] = set()
+    if len(output) < sampling.min_tokens:
+        banned.update(engine.config.eos_token_ids, sampling.stop_token_ids)
+    for word in sampling.bad_words:
+        before = len(word) - 1
+        if before <= len(output) and list(output[len(output) - before :]) == word[:-1]:
+            banned.add(word[-1])
+    return sorted(banned)
 
 
 def request_of(
-    engine: Any, params: SamplingParams, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+    engine: Any,
+    params: SamplingParams,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    name: str = "",
 ) -> SampleRequest:
-    """The engine's question for token number `len(output)`."""
-    index = len(output)
+    """The engine's question for token number `len(output)`. `name`: of the order whose tokens they are."""
     return SampleRequest(
         params=params,
-        index=index,
+        index=len(output),
         prompt_ids=prompt,
         output_ids=output,
-        banned_ids=banned_ids(engine, sampling, index),
+        banned_ids=banned_ids(engine, sampling, output),
+        allowed_ids=sampling.allowed_token_ids,
+        grammar=sampling.grammar,
+        name=name,
     )
 
 
@@ -57,7 +73,8 @@ def token_of(engine: Any, sampled: Sampled, sampling: Sampling, logits_row: Any)
     return SampledToken(
         token_id=sampled.token_id,
         logprob=sampled.logprob or 0.0,
-        top_logprobs=list(sampled.top_logprobs),
+        # JSON has no infinity: what a grammar forbids has this.
+        top_logprobs=[(token, max(logprob, LOGPROB_MIN)) for token, logprob in sampled.top_logprobs],
         logits_digest=engine.logits_digest(logits_row) if sampling.logits_digest else "",
     )
 

@@ -23,11 +23,13 @@ from halfmoon.schemas.events import WorkerDraining, WorkerHeartbeat, WorkerJoine
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import ExactNumerics, Message
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.workers.kept_profile import ProfileCheck
+from halfmoon.workers.machines import TakeTokens
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
 
@@ -254,6 +256,14 @@ class Worker(ABC):
         if self.config.layout.layers == 0:
             return work(*args)
         return await self._loop.run_in_executor(self._compute, work, *args)
+
+    async def take_tokens(self, ask: TakeTokens) -> TakeReply | None:
+        """The tokens of an order, once all that they are drawn by is ready; None: the frontend does not answer."""
+        reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, self.role)
+        if reply is not None and reply.sampling.grammar:
+            # A second, at worst: neither the loop nor the batch waits for it.
+            await asyncio.to_thread(self.engine.prepare_grammar, reply.sampling.grammar)
+        return reply
 
     async def on_copy_thread(self, copy: Callable[[], None]) -> None:
         """`copy` on the thread that moves KV between the node's pool and the engine's cache."""

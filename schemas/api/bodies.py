@@ -59,6 +59,35 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """OpenAI's `json_schema` of a response format; `name`, `description` and `strict` change nothing."""
+
+    schema: str | dict[str, Any] | bool | None = None
+    name: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's. `json_schema` with the type of that name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's: exactly one of the first six, and how JSON is written."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    # Refused.
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
 class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every generating request. `null` is the same as absent."""
 
@@ -94,6 +123,15 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # As vLLM wrote them before `structured_outputs`.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Refused where they ask for something: `requests.NOT_SUPPORTED`.
     n: Annotated[int, Meta(ge=1)] | None = None
     best_of: Annotated[int, Meta(ge=1)] | None = None
@@ -103,15 +141,7 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     prompt_logprobs: Any = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None

@@ -23,6 +23,7 @@ from halfmoon.schemas.api.bodies import (
     GeneratingFields,
 )
 from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.structures import Structure, structure_of
 from halfmoon.schemas.numbers import MS_NS
 from halfmoon.schemas.sampling import Sampling
 
@@ -58,6 +59,9 @@ class ApiRequest:
     #: None: as many as the frontend gives when nothing is said.
     max_tokens: int | None
     sampling: Sampling
+    #: What the answer must look like; None: anything.
+    structure: Structure | None = None
+    bad_words: tuple[str, ...] = ()
     stops: tuple[str, ...]
     include_stop: bool
     stream: bool
@@ -219,14 +223,7 @@ NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
     "tool_choice": _not_none,
     "functions": bool,
     "function_call": _not_none,
-    "structured_outputs": bool,
-    "guided_json": _always,
-    "guided_regex": _always,
-    "guided_choice": _always,
-    "guided_grammar": _always,
     "prompt_logprobs": _always,
-    "bad_words": bool,
-    "allowed_token_ids": _always,
     "skip_special_tokens": lambda skipped: not skipped,
     "use_beam_search": bool,
     "length_penalty": lambda penalty: penalty != 1.0,
@@ -250,10 +247,6 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
     for name, asks in NOT_SUPPORTED.items():
         if (value := getattr(body, name, None)) is not None and asks(value):
             raise _not_supported(name, one=asks is _more_than_one)
-    if body.response_format is not None and body.response_format.get("type", "text") != "text":
-        raise ApiError(
-            400, "response_format: only type text is supported", param="response_format", code="unsupported"
-        )
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         reason = f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})"
         raise ApiError(422, reason, param="min_tokens", code="contradiction")
@@ -268,6 +261,8 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         model=body.model or "",
         max_tokens=max_tokens,
         sampling=_sampling(body),
+        structure=structure_of(body),
+        bad_words=tuple(body.bad_words or ()),
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
         stream=bool(body.stream),
@@ -308,5 +303,6 @@ def _sampling(body: GeneratingFields) -> Sampling:
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=body.stop_token_ids or [],
+        allowed_token_ids=body.allowed_token_ids or [],
         logits_digest=bool(body.logits_digest),
     )

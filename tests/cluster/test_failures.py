@@ -195,6 +195,48 @@ async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster,
 
 
 @pytest.mark.slow
+async def test_a_decode_worker_dies_in_the_middle_of_an_object(cluster: Cluster, nc: nats.NATS) -> None:
+    """What a schema allows next is a function of the tokens: the other worker goes on in the same object."""
+    row = {
+        "type": "object",
+        "properties": {"id": {"type": "integer", "maximum": 99}, "name": {"type": "string", "maxLength": 12}},
+        "required": ["id", "name"],
+        "additionalProperties": False,
+    }
+    schema = {"type": "array", "items": row, "minItems": 3, "maxItems": 3}
+    written = {"json": schema, "disable_any_whitespace": True}
+    asked = {"prompt": prompt(300), "structured_outputs": written, "max_tokens": 200, "stream": True}
+
+    async def answer(salt: str, kill_after: int) -> dict[str, Any]:
+        before, inbox = await last_seq(cluster), nc.new_inbox()
+        heard = await nc.subscribe(inbox)
+        body = {**asked, "seed": 11, "cache_salt": salt, "logits_digest": True}
+        await nc.publish(f"{subjects.API}.generate", orjson.dumps(body), reply=inbox)
+        chunks = 0
+        while True:
+            message = orjson.loads((await heard.next_msg(timeout=90)).data)
+            assert "error" not in message, message
+            if message.get("done"):
+                return dict(message)
+            chunks += bool(message["text"])
+            if chunks == kill_after:
+                cluster.kill((await order_of(cluster, StartDecode, before)).worker_id)
+                chunks += 1
+
+    undisturbed = await answer("calm", 0)
+    rows = orjson.loads(undisturbed["text"])
+    assert [sorted(each) for each in rows] == [["id", "name"]] * 3
+    await all_ready(cluster)
+    resumed = await answer("dies in an object", 8)
+    assert resumed["text"] == undisturbed["text"]
+    assert resumed["logits_digests"] == undisturbed["logits_digests"]
+    orders = [o.decision for o in await cluster.decisions() if isinstance(o.decision, StartDecode)]
+    assert orders[-1].placement == 2
+    await all_ready(cluster)
+    await nothing_held(cluster)
+
+
+@pytest.mark.slow
 async def test_a_drained_store_hands_over_what_no_other_node_holds(cluster: Cluster, nc: nats.NATS) -> None:
     """First that of the decode node: the prompt's blocks are at the prefill node too, and then there alone."""
     undisturbed = await cluster.generate(nc, **fields(600, 4, "drained"))

@@ -155,7 +155,6 @@ def refusal(read: Any, body: dict[str, Any]) -> ApiError:
         ({"n": 2}, "n: only 1 is supported"),
         ({"tools": [{}]}, "tools is not supported"),
         ({"tool_choice": {"type": "function"}}, "tool_choice is not supported"),
-        ({"guided_regex": "a"}, "guided_regex is not supported"),
         ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
         ({"add_special_tokens": True}, "add_special_tokens is not supported in chats: the template has them"),
     ],

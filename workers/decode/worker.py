@@ -215,7 +215,7 @@ class DecodeWorker(Worker):
             self._feed(events.KvHeard(author_id=author_id, message=message, **now()))
 
     async def _take(self, ask: TakeTokens) -> None:
-        reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, "decode")
+        reply = await self.take_tokens(ask)
         self._feed(machines.TokensTaken(order_id=ask.order_id, reply=reply, **now()))
 
     def _resend(self, request: ResendRequest) -> ResendReply:
@@ -351,7 +351,9 @@ class DecodeWorker(Worker):
             logits = self.engine.decode(
                 [s.output[-1] for s in batch], [s.length for s in batch], [s.table for s in batch]
             )
-        requests = [request_of(self.engine, s.params, s.sampling, s.prompt, s.output) for s in batch]
+        requests = [
+            request_of(self.engine, s.params, s.sampling, s.prompt, s.output, name=s.order_id) for s in batch
+        ]
         sampled = self.engine.sample_rows(logits, requests)
         return [
             s.next_known() or token_of(self.engine, one, s.sampling, logits[row])

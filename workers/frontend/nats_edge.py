@@ -119,7 +119,8 @@ class NatsEdge:
             self.refuse(endpoint, started_ns, msg.reply, error)
             return
         listener = NatsListener(self, endpoint, started_ns, msg, ask)
-        if len(msg.data) > INLINE_CHARACTERS_MAX:  # tokenizing may take a while: others go on
+        # Tokenizing, or reading a grammar, may take a while: others go on.
+        if len(msg.data) > INLINE_CHARACTERS_MAX or ask.structure is not None:
             self.registry.spawn(self._open_ask(listener, ask))
         else:
             await self._open_ask(listener, ask)

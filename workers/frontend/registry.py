@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import time
 import uuid
@@ -53,6 +54,7 @@ from halfmoon.workers.frontend.open_request import Listener, OpenRequest, Progre
 from halfmoon.workers.frontend.prompts import PromptReader
 from halfmoon.workers.frontend.redelivery import Redelivery
 from halfmoon.workers.frontend.rejections import rejection
+from halfmoon.workers.frontend.sampling_reader import SamplingReader
 from halfmoon.workers.frontend.spans import begin_request, end_request, refused_request
 from halfmoon.workers.frontend.tenants import ALL_TENANTS
 from halfmoon.workers.model.text.tokenizer import Tokenizer
@@ -75,6 +77,7 @@ class RequestRegistry:
         self.log_health = LogHealth(bus, config)
         of_process.register(LogDisk(self.log_health, config))
         self.prompts = PromptReader(config, tokenizer, layout, payload_bytes_max=bus.nc.max_payload)
+        self._sampling = SamplingReader(tokenizer)
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
         #: OpenTelemetry, where it is switched on.
@@ -119,6 +122,7 @@ class RequestRegistry:
             self.fail(request, ApiError(503, "this frontend is stopping", code="stopping"), "frontend stops")
         await end_tasks(self._tasks)
         self.prompts.close()
+        self._sampling.close()
         if not self.bus.nc.is_closed:
             left = FrontendLeft(
                 frontend_id=self.config.frontend_id, incarnation=self._incarnation, reason="stopped"
@@ -167,6 +171,7 @@ class RequestRegistry:
         if max_tokens_default is None:
             max_tokens_default = None if ask.chat else self.config.max_tokens_default
         prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
+        ask = dataclasses.replace(ask, sampling=await self._sampling.read(ask))
         if (ask.tenant, ask.request_id) in self._aliases:
             raise ApiError(
                 422, "a request of this request_id is open", param="request_id", code="request_id_in_use"

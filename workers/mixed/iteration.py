@@ -62,7 +62,9 @@ def _draw(engine: Any, logits: Any, step: RunIteration) -> list[SampledToken]:
     if not any(row.draws for row in step.decodes):
         return []
     sequences = [row.sequence for row in step.decodes]
-    requests = [request_of(engine, s.params, s.sampling, s.prompt, s.output) for s in sequences]
+    requests = [
+        request_of(engine, s.params, s.sampling, s.prompt, s.output, name=s.order_id) for s in sequences
+    ]
     sampled = engine.sample_rows(logits, requests)
     return [
         token_of(engine, sampled[place], row.sequence.sampling, logits[place])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -40,6 +41,9 @@ from halfmoon.workers.model.sampling import sample, sample_batch
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 from halfmoon.workers.model.segments import segment_tokens as default_segment_tokens
 from halfmoon.workers.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from halfmoon.workers.model.grammar_masks import GrammarMasks
 
 Tensor = torch.Tensor
 
@@ -78,8 +82,11 @@ class Engine:
         decode_rows_multiple: int = 16,
         segment_tokens: int | None = None,
         query_first: bool = False,
+        masks: GrammarMasks | None = None,
     ) -> None:
-        """`query_first`: decode sends queries elsewhere before it computes their keys and values; the same bits."""
+        """`query_first`: decode sends queries elsewhere before it computes their keys and values; the same bits.
+        `masks`: for requests with a grammar; None: there are none.
+        """
         self.config, self.dtype = model.config, model.dtype
         self.model_name, self.fingerprint = model.name, model.fingerprint
         self.exact, self.block_tokens = exact, block_tokens
@@ -96,6 +103,7 @@ class Engine:
         segment = default_segment_tokens(block_tokens) if segment_tokens is None else segment_tokens
         self.attention: Attention = ExactAttention(base, segment) if exact and segment else base
         self.decode_rows_multiple = decode_rows_multiple
+        self._masks = masks
 
     @property
     def attention_name(self) -> str:
@@ -428,12 +436,27 @@ class Engine:
             output_ids=request.output_ids,
             index=request.index,
             banned_ids=request.banned_ids,
+            allowed_ids=request.allowed_ids,
+            forbidden=self._forbidden(request),
         )
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Compile it before its first mask is wanted. On any thread but those that nobody may wait for."""
+        assert self._masks is not None, "an engine without masks"
+        self._masks.prepare(grammar)
+
+    def _forbidden(self, request: SampleRequest) -> Tensor | None:
+        """By the request's grammar: True for each id of the vocabulary that may not come next."""
+        if not request.grammar:
+            return None
+        assert self._masks is not None, "an engine without masks"
+        allowed = bytearray(self._masks.allowed(request.grammar, request.name, request.output_ids))
+        return torch.frombuffer(allowed, dtype=torch.uint8)[: self.config.vocab] == 0
 
     @torch.inference_mode()
     def sample_rows(self, logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
         """One token for each row of `logits`: `[rows, vocab]`, or `[vocab]` as prefill returns it."""
-        return sample_batch(logits.view(-1, logits.shape[-1]), requests)
+        return sample_batch(logits.view(-1, logits.shape[-1]), requests, self._forbidden)
 
     def argmax(self, logits: Tensor) -> list[int]:
         """The largest logit of each row."""

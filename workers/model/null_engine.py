@@ -20,6 +20,7 @@ from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, Sampl
 
 if TYPE_CHECKING:
     from halfmoon.workers.model.engine import PromptRows
+    from halfmoon.workers.model.grammar_masks import GrammarMasks
 
 NullRow = int
 """Stands for a row of logits: the token that is the only likely one."""
@@ -61,12 +62,15 @@ class NullEngine:
         block_tokens: int,
         exact: bool = True,
         fingerprint: str = "0" * 32,
+        masks: GrammarMasks | None = None,
     ) -> None:
+        """`masks`: for requests with a grammar; None: there are none."""
         self.config = replace(config, layers=0)
         self.fingerprint = fingerprint
         self.cache = NullCache(num_blocks, block_tokens)
         self.allocator = BlockAllocator(num_blocks)
         self.exact, self.block_tokens = exact, block_tokens
+        self._masks = masks
 
     def synchronize(self) -> None:
         """Nothing is ever under way."""
@@ -117,12 +121,28 @@ class NullEngine:
         return (_FIRST_ID + (position + 1) % _IDS) % self.config.vocab
 
     def sample(self, logits_row: NullRow, params: SamplingParams, request: SampleRequest) -> Sampled:
-        token = logits_row
-        while token in request.banned_ids:
-            token = (token + 1) % self.config.vocab
+        token = self._next_allowed(logits_row, request)
         if params.logprobs is None:
             return Sampled(token)
         return Sampled(token, 0.0, ((token, 0.0),) if params.logprobs else ())
+
+    def _next_allowed(self, token: NullRow, request: SampleRequest) -> int:
+        """`token`, or the id behind it that may come next; where none may, the next that the grammar allows."""
+        if not (request.grammar or request.allowed_ids or request.banned_ids):
+            return token
+        vocab = self.config.vocab
+        ids = [(token + further) % vocab for further in range(vocab)]
+        if request.grammar:
+            assert self._masks is not None, "an engine without masks"
+            allowed = self._masks.allowed(request.grammar, request.name, request.output_ids)
+            ids = [each for each in ids if allowed[each]]
+        wanted = frozenset(request.allowed_ids or ids).difference(request.banned_ids)
+        return next((each for each in ids if each in wanted), ids[0])
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """As `Engine`."""
+        assert self._masks is not None, "an engine without masks"
+        self._masks.prepare(grammar)
 
     def sample_rows(
         self, logits: NullRow | Sequence[NullRow], requests: Sequence[SampleRequest]

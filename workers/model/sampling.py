@@ -1,8 +1,8 @@
 """Chooses tokens from logits.
 
-Order, as in vLLM: banned tokens and logit bias, repetition, frequency and presence penalties, temperature,
-min_p, top_k, top_p, draw. Log-probabilities are of the model's own distribution, before all of that (vLLM's
-`raw_logprobs`).
+Order, as in vLLM: the text's grammar, then banned tokens and logit bias, repetition, frequency and presence
+penalties, temperature, min_p, top_k, top_p, draw. Log-probabilities are of the model's own distribution, before all of
+that (vLLM's `raw_logprobs`), but of what the grammar allows.
 
 A draw is a function of (seed, index of the token) alone: no state is kept between tokens, so a request that
 goes on elsewhere at token `index` draws what it would have drawn here. It inverts the cumulative
@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import xxhash
@@ -41,11 +41,20 @@ def sample(
     output_ids: Sequence[int] = (),
     index: int,
     banned_ids: Sequence[int] = (),
+    allowed_ids: Sequence[int] = (),
+    forbidden: Tensor | None = None,
 ) -> Sampled:
-    """One token from f32 `logits` `[vocab]`, which are left as they were."""
+    """One token from f32 `logits` `[vocab]`, which are left as they were.
+
+    `forbidden` `[vocab]`: what the text's grammar does not allow. The grammar's word counts above all: bans that would
+    leave nothing of what it allows are passed over.
+    """
+    if forbidden is not None:
+        logits = logits.masked_fill(forbidden.to(logits.device), float("-inf"))
     raw = logits
-    if params.adjusts_logits or banned_ids:
-        logits = _adjust(logits.clone(), params, prompt_ids, output_ids, banned_ids)
+    if params.adjusts_logits or banned_ids or allowed_ids:
+        adjusted = _adjust(logits.clone(), params, prompt_ids, output_ids, banned_ids, allowed_ids)
+        logits = adjusted if float(adjusted.max()) > float("-inf") else raw
     token = int(logits.argmax()) if params.greedy else _draw(logits, params, index)
     if params.logprobs is None:
         return Sampled(token)
@@ -57,9 +66,13 @@ def sample(
     return Sampled(token, float(logprobs[token]), top)
 
 
-def sample_batch(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
+def sample_batch(
+    logits: Tensor,
+    requests: Sequence[SampleRequest],
+    forbidden: Callable[[SampleRequest], Tensor | None] = lambda _: None,
+) -> list[Sampled]:
     """One token for each row of f32 `[rows, vocab]`; those that ask for the largest logit alone share one
-    call.
+    call. `forbidden`: by the request's grammar.
     """
     assert len(requests) <= logits.shape[0], (len(requests), logits.shape)
     largest: list[int] = []
@@ -75,6 +88,8 @@ def sample_batch(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Samp
             output_ids=request.output_ids,
             index=request.index,
             banned_ids=request.banned_ids,
+            allowed_ids=request.allowed_ids,
+            forbidden=forbidden(request),
         )
         for row, request in enumerate(requests)
     ]
@@ -86,6 +101,7 @@ def _adjust(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     banned_ids: Sequence[int],
+    allowed_ids: Sequence[int],
 ) -> Tensor:
     """In place. Repetition counts the prompt too; presence and frequency count generated tokens only
     (OpenAI).
@@ -105,6 +121,11 @@ def _adjust(
         ids = _index(list(counts), logits)
         times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
         logits[ids] -= params.frequency_penalty * times + params.presence_penalty
+    if allowed_ids:
+        ids = _index([token for token in allowed_ids if 0 <= token < vocab], logits)
+        others = torch.ones_like(logits, dtype=torch.bool)
+        others[ids] = False
+        logits[others] = float("-inf")
     if banned_ids:
         logits[_index(list(banned_ids), logits)] = float("-inf")
     return logits

@@ -77,7 +77,7 @@ class SamplingParams:
 class SampleRequest:
     """One row of logits to choose from. `index` counts the request's generated tokens from 0.
 
-    `banned_ids` cannot be chosen: the end tokens while `min_tokens` or `ignore_eos` forbid them.
+    `banned_ids` cannot be chosen: the end tokens before `min_tokens`, and what would complete a bad word.
     """
 
     params: SamplingParams
@@ -85,12 +85,18 @@ class SampleRequest:
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     banned_ids: Sequence[int] = ()
+    #: No other can be chosen; (): any can.
+    allowed_ids: Sequence[int] = ()
+    #: The text's grammar (`halfmoon.workers.model.grammar_masks`), and the name under which its state is kept.
+    grammar: str = ""
+    name: str = ""
 
     @property
     def plain_greedy(self) -> bool:
         """Nothing but the largest logit is asked for."""
         params = self.params
-        return params.greedy and params.logprobs is None and not self.banned_ids and not params.adjusts_logits
+        plain = params.greedy and params.logprobs is None and not params.adjusts_logits
+        return plain and not (self.banned_ids or self.allowed_ids or self.grammar)
 
 
 @dataclass(frozen=True, slots=True)

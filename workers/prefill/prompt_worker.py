@@ -122,7 +122,7 @@ class PromptWorker(Worker):
         return span.traceparent if span is not None else ""
 
     async def _take_tokens(self, action: TakeTokens) -> None:
-        reply = await self.inbox.take(action.frontend_id, action.request_id, action.order_id, self.role)
+        reply = await self.take_tokens(action)
         self.hear(TokensTaken(at_ns=time.monotonic_ns(), order_id=action.order_id, reply=reply))
 
     def _begin_span(self, action: BeginSpan) -> None:

@@ -90,6 +90,11 @@ class Tokenizer:
         detokenizer = IncrementalDetokenizer(self)
         return detokenizer.push(list(ids)) + detokenizer.flush()
 
+    def serialized(self) -> str:
+        """The content of a tokenizer.json."""
+        text: str = self._files.with_control.to_str()
+        return text
+
     def names(self, ids: Iterable[int]) -> list[str]:
         """As the vocabulary writes them; "" for ids beyond it."""
         return [self._files.with_control.id_to_token(token_id) or "" for token_id in ids]

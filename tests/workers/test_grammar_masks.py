@@ -1,0 +1,216 @@
+"""What a grammar allows is drawn, whatever the logits say; its state is a function of the tokens alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from json_schemas import random_schema
+from llguidance import LLTokenizer
+
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.structures import Structure
+from halfmoon.schemas.sampling import Sampling
+from halfmoon.workers.frontend.grammars import GrammarReader
+from halfmoon.workers.model.grammar_masks import GrammarMasks
+from halfmoon.workers.model.sampling import sample_batch
+from halfmoon.workers.model.sampling_params import SampleRequest
+from halfmoon.workers.model.text.tokenizer import Tokenizer
+from halfmoon.workers.sample_requests import params_of, request_of
+
+MODEL = "smollm2-135m-instruct"
+TOKENS_MAX = 1500
+
+
+class Drawer:
+    """Random logits through the code that an engine samples by."""
+
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer.load(MODEL)
+        self.vocab = self.tokenizer.vocab_size
+        self.end = min(self.tokenizer.eos_ids)
+        ends = sorted(self.tokenizer.eos_ids)
+        self.library_tokenizer = LLTokenizer(self.tokenizer.serialized(), n_vocab=self.vocab, eos_token=ends)
+        self.masks = self.fresh()
+        self.reader = GrammarReader()
+        raw = [self.tokenizer.token_bytes(token) for token in range(self.vocab)]
+        #: Where an answer should come to an end, these are likelier than others.
+        self.closing = torch.tensor(
+            [token for token, each in enumerate(raw) if each and not each.strip(b'"}],')]
+        )
+        #: Of what `request_of` asks an engine.
+        self.config = type("Config", (), {"eos_token_ids": tuple(self.tokenizer.eos_ids)})
+
+    def fresh(self) -> GrammarMasks:
+        return GrammarMasks(lambda: self.library_tokenizer)
+
+    def grammar(self, kind: Any, asked: Any, **options: Any) -> str:
+        return asyncio.run(self.reader.read(Structure(kind=kind, asked=asked, param="it", **options)))
+
+    def forbidden(self, request: SampleRequest, masks: GrammarMasks | None = None) -> torch.Tensor | None:
+        if not request.grammar:
+            return None
+        allowed = (masks or self.masks).allowed(request.grammar, request.name, request.output_ids)
+        return torch.frombuffer(bytearray(allowed), dtype=torch.uint8)[: self.vocab] == 0
+
+    def answers(self, samplings: list[Sampling], seed: int) -> list[list[int]]:
+        """In one batch, which shrinks as answers end. Each has its end token, unless it grew too long."""
+        noise = torch.Generator().manual_seed(seed)
+        outputs: list[list[int]] = [[] for _ in samplings]
+        going = list(range(len(samplings)))
+        for step in range(TOKENS_MAX):
+            if not going:
+                break
+            logits = torch.randn(len(going), self.vocab, generator=noise)
+            logits[:, self.closing] += min(step * 0.3, 40)
+            logits[:, self.end] += min(step * 0.3, 60)
+            asked = [
+                request_of(self, params_of(samplings[i]), samplings[i], [5], outputs[i], name=f"o{i}")
+                for i in going
+            ]
+            for i, drawn in zip(going, sample_batch(logits, asked, self.forbidden), strict=True):
+                outputs[i].append(drawn.token_id)
+            going = [i for i in going if outputs[i][-1] != self.end]
+        return outputs
+
+    def text(self, output: list[int]) -> str:
+        assert output[-1] == self.end, self.tokenizer.decode(output)[-200:]
+        return self.tokenizer.decode(output)
+
+
+@pytest.fixture(scope="module")
+def drawer() -> Drawer:
+    return Drawer()
+
+
+def check_schemas(drawer: Drawer, seeds: range) -> None:
+    schemas = [random_schema(seed) for seed in seeds]
+    samplings = [
+        Sampling(grammar=drawer.grammar("json", schema, any_whitespace=False), seed=seed)
+        for seed, schema in zip(seeds, schemas, strict=True)
+    ]
+    for seed, schema, output in zip(seeds, schemas, drawer.answers(samplings, seeds.start), strict=True):
+        answer = json.loads(drawer.text(output))
+        validator = jsonschema.Draft202012Validator(schema)
+        assert validator.is_valid(answer), (seed, schema, answer)
+
+
+def test_answers_to_random_schemas_are_valid(drawer: Drawer) -> None:
+    check_schemas(drawer, range(24))
+
+
+@pytest.mark.slow
+def test_answers_to_a_thousand_random_schemas_are_valid(drawer: Drawer) -> None:
+    for first in range(0, 1000, 20):
+        check_schemas(drawer, range(first, first + 20))
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "pattern"),
+    [
+        ("choice", ["ja", "nein", 'é🌓 "x\\'], None),
+        ("regex", "[a-f]{3}-(x|yy)+z", None),
+        ("grammar", 'start: "<" word ("," word)* ">"\nword: /[a-z]{1,4}/', r"<[a-z]{1,4}(,[a-z]{1,4})*>"),
+        ("grammar", 'root ::= "a" root | "b"', "a*b"),
+    ],
+)
+def test_other_structures_hold_too(drawer: Drawer, kind: str, asked: Any, pattern: str | None) -> None:
+    sampling = Sampling(grammar=drawer.grammar(kind, asked), temperature=1.5)
+    texts = {drawer.text(drawer.answers([sampling], seed)[0]) for seed in range(5)}
+    if kind == "choice":
+        assert texts <= set(asked)
+        assert len(texts) > 1
+    else:
+        assert all(re.fullmatch(pattern or asked, text) for text in texts), texts
+
+
+def test_the_masks_are_a_function_of_the_tokens(drawer: Drawer) -> None:
+    """A matcher that followed all along, one that begins anywhere, and one that was led astray under the same name."""
+    grammar = drawer.grammar("json", random_schema(5), any_whitespace=False)
+    output = drawer.answers([Sampling(grammar=grammar)], 5)[0]
+    assert len(output) > 20
+    kept, astray = drawer.fresh(), drawer.fresh()
+    for index in range(len(output)):
+        expected = drawer.fresh().allowed(grammar, "new", output[:index]) if index % 7 == 0 else None
+        mask = kept.allowed(grammar, "o1", output[:index])
+        assert expected is None or mask == expected
+        if index % 5 == 0:
+            astray.allowed(grammar, "o1", output[: index // 2])
+            assert astray.allowed(grammar, "o1", output[:index]) == mask
+
+
+def test_the_grammar_counts_above_bans(drawer: Drawer) -> None:
+    """Nothing that they would leave is an answer."""
+    grammar = drawer.grammar("choice", ["ab"])
+    banned = list(drawer.tokenizer.encode("ab")) + list(drawer.tokenizer.encode("a"))
+    for sampling in (
+        Sampling(grammar=grammar, min_tokens=50),
+        Sampling(grammar=grammar, bad_words=[[token] for token in banned]),
+        Sampling(grammar=grammar, allowed_token_ids=[7]),
+        Sampling(grammar=grammar, temperature=0.0, logprobs=3),
+    ):
+        assert drawer.text(drawer.answers([sampling], 1)[0]) == "ab"
+
+
+def test_log_probabilities_are_those_of_what_the_grammar_allows(drawer: Drawer) -> None:
+    sampling = Sampling(grammar=drawer.grammar("choice", ["1"]), logprobs=2)
+    request = request_of(drawer, params_of(sampling), sampling, [5], [])
+    (drawn,) = sample_batch(torch.zeros(1, drawer.vocab), [request], drawer.forbidden)
+    assert drawn.logprob == 0.0
+    assert drawn.top_logprobs[1][1] == float("-inf")
+
+
+def test_bad_words_are_not_completed_and_others_than_allowed_are_not_drawn(drawer: Drawer) -> None:
+    sampling = Sampling(bad_words=[[3], [5, 6]], allowed_token_ids=[3, 5, 6, 9], temperature=0.0)
+    logits = torch.zeros(1, drawer.vocab)
+    logits[0, [1, 3, 6, 9]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+
+    def next_after(output: list[int]) -> int:
+        request = request_of(drawer, params_of(sampling), sampling, [5], output)
+        return sample_batch(logits, [request])[0].token_id
+
+    assert (next_after([]), next_after([9]), next_after([9, 5])) == (6, 6, 9)
+
+
+HOSTILE = [
+    ("regex", "(.*a.*b.*c.*d.*){1,500}"),
+    ("regex", "((a|b|c){1,1000}d?){1,1000}x"),
+    ("regex", "(a|b)*a(a|b){60}"),
+    ("grammar", 'start: a\na: a a | "x" |'),
+    ("grammar", 'start: ((("a"{1,1000}){1,1000}){1,1000}){1,1000}'),
+    ("grammar", "start: " + " | ".join(f'"{number}"' for number in range(5000))),
+    ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+    ("json", {"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
+    ("json", {"type": "string", "minLength": 10**9}),
+    ("json", '{"items":' * 3000 + "{}" + "}" * 3000),
+    ("json", {"anyOf": [{"type": "string", "pattern": f".*{n}.{{{n}}}.*"} for n in range(200)]}),
+    ("json", {"$ref": "#"}),
+    ("json", {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 20}}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "asked"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_grammar_is_refused_or_bounded(drawer: Drawer, kind: str, asked: Any) -> None:
+    """CPU time, of this thread and the library's: the machine may be busy."""
+    began = time.process_time()
+    refused, grammar = None, ""
+    try:
+        grammar = drawer.grammar(kind, asked)
+    except ApiError as error:
+        refused = error
+    if refused is not None:
+        assert (refused.status, refused.param, len(refused.message) < 400) == (400, "it", True)
+    else:
+        drawn = random.Random(1)
+        output: list[int] = []
+        for _ in range(8):
+            mask = drawer.masks.allowed(grammar, "hostile", output)
+            output.append(drawn.choice([token for token in range(drawer.vocab) if mask[token]]))
+    assert time.process_time() - began < 4
