@@ -229,6 +229,7 @@ def test_a_cache_that_stays_booked_for_the_order_that_was_resumed_is_found(
     fails(4, "lent to no order|WorkerRecord")
 
 
+@pytest.mark.slow
 def test_a_request_that_a_change_of_role_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = membership._orphans
 

@@ -22,6 +22,9 @@ from halfmoon.schemas.kv import KvReady
 from tests.cluster.harness import Cluster, all_ready
 from tests.cluster.prompts import prompt
 
+#: Two workers of each role that compute; tests/cluster/test_conductors.py kills where nothing is computed.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cluster(pairs: Cluster) -> Cluster:
@@ -99,7 +102,6 @@ def same(answer: dict[str, Any], undisturbed: dict[str, Any]) -> None:
     assert answer["text"] == undisturbed["text"]
 
 
-@pytest.mark.slow
 async def test_a_prefill_worker_dies_while_it_computes(cluster: Cluster, nc: nats.NATS) -> None:
     undisturbed = await cluster.generate(nc, **fields(600, 4, "calm"))
     await all_ready(cluster)
@@ -122,7 +124,6 @@ async def test_a_prefill_worker_dies_while_it_computes(cluster: Cluster, nc: nat
     await nothing_held(cluster)
 
 
-@pytest.mark.slow  # tests/cluster/test_conductors.py does it with an engine that computes nothing
 @pytest.mark.parametrize("half", ["prefill", "decode"])
 async def test_requests_wait_while_every_worker_of_a_role_is_restarted(
     cluster: Cluster, nc: nats.NATS, half: str
@@ -194,7 +195,6 @@ async def test_a_decode_worker_dies_in_the_middle_of_an_answer(cluster: Cluster,
     await nothing_held(cluster)
 
 
-@pytest.mark.slow
 async def test_a_decode_worker_dies_in_the_middle_of_an_object(cluster: Cluster, nc: nats.NATS) -> None:
     """What a schema allows next is a function of the tokens: the other worker goes on in the same object."""
     row = {
@@ -236,7 +236,6 @@ async def test_a_decode_worker_dies_in_the_middle_of_an_object(cluster: Cluster,
     await nothing_held(cluster)
 
 
-@pytest.mark.slow
 async def test_a_drained_store_hands_over_what_no_other_node_holds(cluster: Cluster, nc: nats.NATS) -> None:
     """First that of the decode node: the prompt's blocks are at the prefill node too, and then there alone."""
     undisturbed = await cluster.generate(nc, **fields(600, 4, "drained"))
@@ -264,7 +263,6 @@ async def test_a_drained_store_hands_over_what_no_other_node_holds(cluster: Clus
     await nothing_held(cluster)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", ["prefill", "decode"])
 async def test_a_store_agent_dies_under_a_request(cluster: Cluster, nc: nats.NATS, half: str) -> None:
     undisturbed = await cluster.generate(nc, **fields(1000, 8, "calm"))
@@ -285,7 +283,6 @@ async def test_a_store_agent_dies_under_a_request(cluster: Cluster, nc: nats.NAT
     await nothing_held(cluster)
 
 
-@pytest.mark.slow  # tests/cluster/test_conductors.py kills conductors with an engine that computes nothing
 async def test_a_conductor_dies_and_the_next_one_goes_on(cluster: Cluster, nc: nats.NATS) -> None:
     undisturbed = await cluster.generate(nc, **fields(600, 16, "calm"))
     asked = asyncio.ensure_future(cluster.generate(nc, **fields(600, 16, "conductor dies")))
@@ -298,7 +295,6 @@ async def test_a_conductor_dies_and_the_next_one_goes_on(cluster: Cluster, nc: n
     await nothing_held(cluster)
 
 
-@pytest.mark.slow
 async def test_a_stopped_worker_is_lost_and_its_late_words_change_nothing(
     cluster: Cluster, nc: nats.NATS
 ) -> None:

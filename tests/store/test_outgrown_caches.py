@@ -24,6 +24,7 @@ from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import PrefillResult, TransferOpened
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.tokens import TakeReply, TokensGiven
+from halfmoon.workers import token_inbox
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel, load_model
 from halfmoon.workers.prefill.worker import PrefillWorker
@@ -68,6 +69,12 @@ def whole(model: LoadedModel) -> tuple[str, np.ndarray]:
         for layer in range(LAYERS):
             engine.cache.read_block(layer, table[block], held[block, layer])
     return engine.logits_digest(logits), held
+
+
+@pytest.fixture(autouse=True)
+def no_frontend_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none: what was given ahead is waited for, also on a machine whose other tests keep it busy."""
+    monkeypatch.setattr(token_inbox, "GIVE_S", 30.0)
 
 
 class Nodes:
