@@ -13,7 +13,19 @@ from msgspec import Meta
 
 from halfmoon.schemas.events import Endpoint
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.types import BLOCKS_MAX, BlockKeys, Blocks, Bytes, Count, Id, Message, Ns, Part, Text
+from halfmoon.schemas.types import (
+    BLOCKS_MAX,
+    BlockKeys,
+    Blocks,
+    Bytes,
+    Count,
+    Id,
+    Message,
+    Ns,
+    PackedTokens,
+    Part,
+    Text,
+)
 
 Slots = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=BLOCKS_MAX)]
 Layers = Annotated[int, Meta(ge=0, le=10_000)]
@@ -53,6 +65,8 @@ class Attached(Message, frozen=True):
     lease_ttl_ns: Ns
     #: No transfer of this agent takes longer.
     transfer_ns_max: Ns
+    #: It publishes the tokens of blocks: `OpenPut.token_ids`.
+    wants_tokens: bool = False
 
 
 class OpenPut(Message, frozen=True):
@@ -71,6 +85,8 @@ class OpenPut(Message, frozen=True):
     tenant: Tenant = ""
     #: Bytes that the caller takes a block to have; 0: it has asked (`Attached.layout`).
     block_bytes: Bytes = 0
+    #: Of the blocks with keys, where the agent wants them: it publishes them (`--kv-events-tokens`).
+    token_ids: PackedTokens = b""
 
 
 class PutOpened(Message, frozen=True):
@@ -340,6 +356,8 @@ class ReserveBlocks(Message, frozen=True):
     block_keys: BlockKeys
     blocks: Blocks
     tenant: Mark = ""
+    #: Of the blocks with keys, where the writer's agent knows them.
+    token_ids: PackedTokens = b""
 
 
 class Reserved(Message, frozen=True):

@@ -23,7 +23,7 @@ from halfmoon.bus import errors as bus_errors
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
-from halfmoon.schemas.types import Message
+from halfmoon.schemas.types import KEY_BYTES, Message
 from halfmoon.store.errors import AgentUnreachable, BlockMissing, NotAttached, from_code
 from halfmoon.store.pool.segment import Geometry, PoolView, SegmentError
 
@@ -153,9 +153,10 @@ class AgentClient:
         head_keys: bytes = b"",
         tenant: str = "",
         block_bytes: int = 0,
+        token_ids: bytes = b"",
     ) -> messages.PutOpened:
         """Leases what is here, reserves slots for the rest. `head_keys`: of the chain before, when it is not
-        whole.
+        whole. `token_ids`, packed, of the blocks with keys and perhaps more: told only where the agent wants them.
 
         Raises StoreFull (QuotaExceeded), WrongTenant, WrongSize, AgentUnreachable;
         NotAttached after a restart while older orders are still open.
@@ -168,6 +169,7 @@ class AgentClient:
             head_keys=head_keys,
             tenant=tenant,
             block_bytes=block_bytes,
+            token_ids=self._wanted_tokens(block_keys, token_ids),
         )
         try:
             opened = await self.ask("open_put", request, messages.PutOpened)
@@ -179,6 +181,11 @@ class AgentClient:
         self._orders[order_id] = time.monotonic()
         self._pushes[order_id] = 0
         return opened
+
+    def _wanted_tokens(self, block_keys: bytes, token_ids: bytes) -> bytes:
+        if self._attached is None or not self._attached.wants_tokens:
+            return b""
+        return token_ids[: 4 * self._attached.layout.block_tokens * (len(block_keys) // KEY_BYTES)]
 
     async def fetch(
         self,

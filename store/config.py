@@ -57,6 +57,10 @@ class StoreConfig:
     #: not.
     kv_events: str = ""
     kv_events_replay: str = ""
+    #: First frame of each of their messages.
+    kv_events_topic: str = ""
+    #: They tell each block's tokens and the block before it, which routers need; whoever reads them reads all prompts.
+    kv_events_tokens: bool = False
     #: They name every block and have no authentication, so both are on loopback or are no sockets of a network, unless
     #: this says that whoever reaches them may read them.
     kv_events_public: bool = False

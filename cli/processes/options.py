@@ -122,6 +122,14 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--kv-events-replay", default="", metavar="ADDRESS", help="answer who asks for past ones"
     )
     group.add_argument(
+        "--kv-events-topic", default="", metavar="TOPIC", help="first frame of each of their messages"
+    )
+    group.add_argument(
+        "--kv-events-tokens",
+        action="store_true",
+        help="they tell tokens and parents of blocks: routers need them, and whoever reads them reads all prompts",
+    )
+    group.add_argument(
         "--kv-events-public",
         action="store_true",
         help="let KV events, which ask for no key, be read from other hosts",

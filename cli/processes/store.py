@@ -43,6 +43,8 @@ async def run(args: argparse.Namespace) -> int:
         eviction=args.eviction,
         kv_events=args.kv_events,
         kv_events_replay=args.kv_events_replay,
+        kv_events_topic=args.kv_events_topic,
+        kv_events_tokens=args.kv_events_tokens,
         kv_events_public=args.kv_events_public,
         ssd_path=_ssd_path(args),
         ssd_bytes=args.ssd_bytes,

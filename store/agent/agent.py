@@ -17,7 +17,6 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.follow import follow_decisions
-from halfmoon.store.agent.kv_events import KvEvents
 from halfmoon.store.agent.open_tier import open_tier
 from halfmoon.store.agent.processes import KnownProcesses
 from halfmoon.store.agent.release import sweep
@@ -34,8 +33,7 @@ class StoreAgent:
     def __init__(self, bus: Bus, config: StoreConfig, *, tracing: Tracing | None = None) -> None:
         self.context = AgentContext(bus, config, tracing=tracing)
         self.context.tier = open_tier(self.context)
-        self._kv_events = KvEvents(config.kv_events, config.kv_events_replay, config.layout.block_tokens)
-        self.context.announcer.listeners.append(self._kv_events.add)
+        self.context.announcer.listeners.append(self.context.kv_events.add)
         self._processes = KnownProcesses(self.context)
         self._subscriptions: list[Subscription] = []
 
@@ -58,9 +56,9 @@ class StoreAgent:
             decisions = await context.bus.open_decisions(config.node_id)
             context.spawn(follow_decisions(context, decisions, replicator))
             self._subscriptions = await serve_all(context, self._processes, replicator)
-            self._kv_events.start()
+            context.kv_events.start()
             if context.tier is not None:
-                self._kv_events.add(await context.tier.start())
+                context.kv_events.add(await context.tier.start())
             context.announcer.start(context.guard, context.joined, context.tier)
             context.spawn(sweep(context))
         except BaseException:
@@ -79,7 +77,7 @@ class StoreAgent:
         await context.cancel_background()
         if context.tier is not None:
             await context.tier.stop()
-        await self._kv_events.stop()
+        await context.kv_events.stop()
         await context.announcer.leave(reason)
         # Peers may read and write until here; nothing touches the memory once the transports are closed.
         await context.transports.close()

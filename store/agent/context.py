@@ -18,6 +18,7 @@ from halfmoon.bus.telemetry.tracing import Tracing
 from halfmoon.schemas.events import StoreJoined
 from halfmoon.schemas.store import Hello
 from halfmoon.store.agent.announcer import Announcer
+from halfmoon.store.agent.kv_events import KvEvents, KvEventsOptions
 from halfmoon.store.agent.open_transports import OpenTransports, TransportSite
 from halfmoon.store.agent.orders import OrderTasks
 from halfmoon.store.agent.peers import Peers, sign
@@ -65,6 +66,13 @@ class AgentContext:
         )
         self.peers.forgotten.append(lambda node_id: self.transports.forget(node_id))
         self.orders = OrderTasks()
+        options = KvEventsOptions(
+            address=config.kv_events,
+            replay_address=config.kv_events_replay,
+            topic=config.kv_events_topic,
+            tokens=config.kv_events_tokens,
+        )
+        self.kv_events = KvEvents(options, block_tokens=config.layout.block_tokens, slots=config.slot_count)
         self.tier: Tier | None = None
         self.segment: Segment | None = None
         #: Set when this node was drained: its process stops.

@@ -3,11 +3,12 @@
 PUB: multipart `[topic, seq as 8 bytes big-endian, payload]`; the payload is msgpack, an array `[ts, events,
 data_parallel_rank]` of tagged maps. ROUTER (if given an address): `[id, "", seq]` is answered with `[id, "",
 topic, seq, payload]` for each batch from there on that is still kept, and an end marker whose sequence number
-is -1.
+is -1. A new agent begins with `AllBlocksCleared` and sequence number 0.
 
-A block's hash is its 16-byte key. Tokens and parents are not told: the store does not know them (`token_ids`
-is empty,
-`parent_block_hash` nil). A new agent begins with `AllBlocksCleared` and sequence number 0.
+A block's hash is its 16-byte key. Tokens and parents are told only where `tokens` says so, because they are text. Then
+a router can find its own prompts among them, and only blocks of known tokens are told of: a hash without its tokens
+would be of no use to it. A worker tells the tokens when it puts blocks, and the agent keeps them as long as it has
+the blocks.
 
 Source: vLLM's `distributed/kv_events.py`, for the form.
 """
@@ -17,23 +18,53 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from halfmoon.schemas.keys import split_keys, unpack_tokens
 from halfmoon.store.errors import TransferError
 from halfmoon.store.pool.slots import Change
 
-TOPIC = b"kv@halfmoon"
+#: Batches that can be asked for again, and their bytes: what is larger is forgotten from the oldest on.
 KEPT = 10_000
+KEPT_BYTES_MAX = 64 << 20
 UNSENT_MAX = 100_000
 #: What a subscriber or an asker may send in one frame: a topic, a sequence number.
 HEARD_BYTES_MAX = 256
 _END = (-1).to_bytes(8, "big", signed=True)
 _MEDIA = {"dram": "CPU", "ssd": "STORAGE"}
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvEventsOptions:
+    """`address` "": nothing is published. `topic`: the first frame of each message."""
+
+    address: str = ""
+    replay_address: str = ""
+    topic: str = ""
+    tokens: bool = False
+
+
+class Origin(NamedTuple):
+    """Whence a block's key comes: the key before it, None at a prompt's head, and the block's tokens, packed."""
+
+    parent: bytes | None
+    token_ids: bytes
+
+
+@dataclass(slots=True)
+class _Told:
+    """A block that was told of, and the media on which it is."""
+
+    origin: Origin
+    media: set[str] = field(default_factory=set)
 
 
 class BlockStored(msgspec.Struct, tag=True):
@@ -45,6 +76,7 @@ class BlockStored(msgspec.Struct, tag=True):
     block_size: int
     lora_id: int | None
     medium: str
+    lora_name: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
@@ -71,34 +103,45 @@ class KvEvents:
     replay).
     """
 
-    def __init__(self, address: str, replay_address: str, block_tokens: int) -> None:
-        """No `address`: it does nothing."""
-        self._address, self._replay_address = address, replay_address
+    def __init__(self, options: KvEventsOptions, *, block_tokens: int, slots: int) -> None:
+        """`slots`: of the pool, so many blocks may wait to be committed."""
+        self._options = options
+        self._topic = options.topic.encode()
         self._block_tokens = block_tokens
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
+        self._slots = slots
+        #: Tokens of blocks that are put and not here yet; the oldest make room.
+        self._expected: OrderedDict[bytes, Origin] = OrderedDict()
+        self._told: dict[bytes, _Told] = {}
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
         self._seq = 0
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.asyncio.Socket | None = None
         self._replaying: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
+    @property
+    def wants_tokens(self) -> bool:
+        return bool(self._options.address) and self._options.tokens
+
     def start(self) -> None:
         """Raises TransferError: an address is taken, or makes no sense."""
-        if not self._address:
+        if not self._options.address:
             return
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(UNSENT_MAX)
         self._pub.setsockopt(zmq.MAXMSGSIZE, HEARD_BYTES_MAX)
         try:
-            self._pub.bind(self._address)
-            if self._replay_address:
+            self._pub.bind(self._options.address)
+            if self._options.replay_address:
                 self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
                 self._router.setsockopt(zmq.MAXMSGSIZE, HEARD_BYTES_MAX)
-                self._router.bind(self._replay_address)
+                self._router.bind(self._options.replay_address)
                 self._replaying = asyncio.create_task(self._replay(self._router))
         except zmq.ZMQError as problem:
-            raise TransferError(f"KV events: {self._address} {self._replay_address}: {problem}") from None
+            where = f"{self._options.address} {self._options.replay_address}"
+            raise TransferError(f"KV events: {where}: {problem}") from None
         self._send([AllBlocksCleared()])
 
     async def stop(self) -> None:
@@ -112,28 +155,92 @@ class KvEvents:
             self._context.term()
         self._pub = self._router = self._context = None
 
+    def learn(self, block_keys: bytes, token_ids: bytes, *, head_keys: bytes = b"") -> None:
+        """The tokens, packed, of whole blocks that are about to be put; `head_keys`: of the chain before them.
+
+        Raises ValueError when they are not so many.
+        """
+        if not self.wants_tokens or not token_ids:
+            return
+        keys, heads = split_keys(block_keys), split_keys(head_keys)
+        step = _TOKEN_BYTES * self._block_tokens
+        if len(token_ids) != step * len(keys):
+            raise ValueError(f"token_ids: {len(token_ids)} bytes are not those of {len(keys)} blocks")
+        parent = heads[-1] if heads else None
+        for number, key in enumerate(keys):
+            if key not in self._told:
+                self._expected[key] = Origin(parent, token_ids[number * step : (number + 1) * step])
+                self._expected.move_to_end(key)
+            parent = key
+        while len(self._expected) > self._slots:
+            self._expected.popitem(last=False)
+
+    def tokens_of(self, keys: Sequence[bytes]) -> bytes:
+        """The tokens of a chain from its head, packed, for another agent; b"" where any is not known."""
+        found = [self._told[key].origin if key in self._told else self._expected.get(key) for key in keys]
+        if not found or found[0] is None or found[0].parent is not None:
+            return b""
+        return b"" if None in found else b"".join(origin.token_ids for origin in found if origin is not None)
+
     def add(self, changes: Sequence[Change]) -> None:
         """One batch, in the order in which it happened."""
+        if not self._options.address:
+            return
         events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
-        last: tuple[str, str] | None = None
         for kind, key, tier in changes:
-            if (kind, tier) != last:
-                stored = BlockStored([], None, [], self._block_tokens, None, _MEDIA[tier])
-                events.append(stored if kind == "stored" else BlockRemoved([], _MEDIA[tier]))
-                last = (kind, tier)
-            event = events[-1]
-            assert not isinstance(event, AllBlocksCleared)
-            event.block_hashes.append(key)
+            medium = _MEDIA[tier]
+            origin: Origin | None = Origin(None, b"")
+            if self._options.tokens:
+                origin = self._stored(key, medium) if kind == "stored" else self._removed(key, medium)
+            if origin is None:
+                continue
+            last = events[-1] if events else None
+            if kind == "stored":
+                follows = not self._options.tokens or (
+                    isinstance(last, BlockStored) and last.block_hashes[-1] == origin.parent
+                )
+                if not isinstance(last, BlockStored) or last.medium != medium or not follows:
+                    last = BlockStored([], origin.parent, [], self._block_tokens, None, medium)
+                    events.append(last)
+                last.token_ids += unpack_tokens(origin.token_ids)
+            elif not isinstance(last, BlockRemoved) or last.medium != medium:
+                last = BlockRemoved([], medium)
+                events.append(last)
+            last.block_hashes.append(key)
         if events:
             self._send(events)
+
+    def _stored(self, key: bytes, medium: str) -> Origin | None:
+        """None: its tokens are not known, and it is not told of."""
+        told = self._told.get(key)
+        if told is None:
+            origin = self._expected.pop(key, None)
+            if origin is None:
+                return None
+            told = self._told[key] = _Told(origin)
+        told.media.add(medium)
+        return told.origin
+
+    def _removed(self, key: bytes, medium: str) -> Origin | None:
+        """None: it was not told of."""
+        told = self._told.get(key)
+        if told is None or medium not in told.media:
+            return None
+        told.media.remove(medium)
+        if not told.media:
+            del self._told[key]
+        return told.origin
 
     def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         if self._pub is None:
             return
         payload = msgspec.msgpack.encode(KvEventBatch(time.time(), events))
         self._kept.append((self._seq, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > KEPT or self._kept_bytes > KEPT_BYTES_MAX:
+            self._kept_bytes -= len(self._kept.popleft()[1])
         with contextlib.suppress(zmq.Again):
-            self._pub.send_multipart([TOPIC, self._seq.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+            self._pub.send_multipart([self._topic, self._seq.to_bytes(8, "big"), payload], zmq.NOBLOCK)
         self._seq += 1
 
     async def _replay(self, router: zmq.asyncio.Socket) -> None:
@@ -144,5 +251,5 @@ class KvEvents:
             who, start = frames[0], int.from_bytes(frames[2], "big")
             for seq, payload in list(self._kept):
                 if seq >= start:
-                    await router.send_multipart([who, b"", TOPIC, seq.to_bytes(8, "big"), payload])
+                    await router.send_multipart([who, b"", self._topic, seq.to_bytes(8, "big"), payload])
             await router.send_multipart([who, b"", b"", _END, b""])

@@ -69,13 +69,15 @@ def _require_whole(reserved: Reserved, blocks: int, node_id: str) -> None:
 async def _reserve(context: AgentContext, hold: Hold, request: OpenPush) -> PushTarget:
     """Room for the blocks at the target. When this ends otherwise, cancelled too, the target is told to drop it."""
     node_id = context.config.node_id
+    keys = [key for key in hold.keys if key]
     reserve = ReserveBlocks(
         order_id=request.order_id,
         decode_worker_id=request.decode_worker_id,
         writer_node_id=node_id,
-        block_keys=join_keys([key for key in hold.keys if key]),
+        block_keys=join_keys(keys),
         blocks=len(hold.slots),
         tenant=hold.tenant,
+        token_ids=context.kv_events.tokens_of(keys),
     )
     drop = DropBlocks(
         order_id=request.order_id, decode_worker_id=request.decode_worker_id, writer_node_id=node_id

@@ -59,6 +59,7 @@ class PeerService:
         if request.blocks < len(keys):
             raise ValueError(f"blocks: {request.blocks} is less than the number of keys, {len(keys)}")
         self._processes.require_attached(request.decode_worker_id)
+        self._context.kv_events.learn(request.block_keys, request.token_ids)
         writer = _writer(request.order_id, request.writer_node_id)
         hold = self._guard.open_put(writer, keys, request.blocks, writer=writer.party, tenant=request.tenant)
         try:

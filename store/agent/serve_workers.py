@@ -39,6 +39,7 @@ class WorkerService:
             layout=me.layout,
             lease_ttl_ns=self._context.config.lease_ttl_ns,
             transfer_ns_max=self._context.config.transfer_ns_max,
+            wants_tokens=self._context.kv_events.wants_tokens,
         )
 
     async def open_put(self, request: messages.OpenPut) -> messages.PutOpened:
@@ -50,6 +51,7 @@ class WorkerService:
         heads = split_keys(request.head_keys)
         require_size(self._context.config.layout, request.block_bytes)
         tenant = tenant_mark(request.tenant)
+        self._context.kv_events.learn(request.block_keys, request.token_ids, head_keys=request.head_keys)
         hold = self._guard.open_put(owner, keys, request.blocks, writer=WORKER, heads=heads, tenant=tenant)
         return messages.PutOpened(
             slots=hold.slots,

@@ -19,7 +19,7 @@ from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import MessageInvalid, decode, encode
 from halfmoon.schemas.replicas import Replicate
-from halfmoon.store.agent.kv_events import KvEvents
+from halfmoon.store.agent.kv_events import KvEvents, KvEventsOptions
 from halfmoon.store.agent.peers import sign
 from halfmoon.store.errors import TransferRefused
 from halfmoon.store.locate import find_holders
@@ -171,7 +171,8 @@ def test_who_reads_kv_events_sends_next_to_nothing(port: str, speaks: bytes) -> 
     """A frame of any length would be held until it is whole, for whoever reaches the port."""
 
     async def story() -> None:
-        feed = KvEvents("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", 16)
+        options = KvEventsOptions(address="tcp://127.0.0.1:*", replay_address="tcp://127.0.0.1:*")
+        feed = KvEvents(options, block_tokens=16, slots=4)
         feed.start()
         _, _, number = getattr(feed, port).getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")
         await asyncio.to_thread(flood, int(number), speaks)

@@ -23,7 +23,7 @@ BLOCK = 4 * 8192
 
 def read(frames: list[bytes]) -> tuple[int, list[Any]]:
     topic, seq, payload = frames
-    assert topic == b"kv@halfmoon"
+    assert topic == b""
     ts, events, rank = msgspec.msgpack.decode(payload)
     assert (type(ts), rank) == (float, 0)
     return int.from_bytes(seq, "big"), events

@@ -73,7 +73,9 @@ def take(order_id: str = "1-1") -> TakeTokens:
 
 
 def open_put(order_id: str = "1-1") -> ReserveSlots:
-    return ReserveSlots(order_id=order_id, block_keys=KEYS, blocks=3, tenant="")
+    return ReserveSlots(
+        order_id=order_id, block_keys=KEYS, blocks=3, tenant="", token_ids=pack_tokens(TOKENS)
+    )
 
 
 def open_push(order_id: str = "1-1") -> StartPush:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from halfmoon.bus.errors import BusError
-from halfmoon.schemas.keys import chain_keys
+from halfmoon.schemas.keys import chain_keys, pack_tokens
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.store.agent_client import AgentClient
@@ -39,6 +39,7 @@ async def share_output(
                 blocks=len(keys) // KEY_BYTES - known,
                 head_keys=keys[: KEY_BYTES * known],
                 tenant=output.tenant,
+                token_ids=pack_tokens(output.tokens[known * layout.block_tokens :]),
             )
 
             def copy() -> None:

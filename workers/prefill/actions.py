@@ -35,6 +35,8 @@ class ReserveSlots(msgspec.Struct, frozen=True, kw_only=True):
     block_keys: bytes
     blocks: int
     tenant: str
+    #: Packed: the store tells them to routers, where it is told to.
+    token_ids: bytes
 
 
 class PauseOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -216,6 +216,7 @@ class Job:
                 block_keys=self.reply.block_keys,
                 blocks=self.blocks,
                 tenant=self.reply.tenant,
+                token_ids=self.reply.token_ids,
             )
         )
 

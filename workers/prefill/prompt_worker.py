@@ -136,7 +136,11 @@ class PromptWorker(Worker):
         event: SlotsReserved | ReserveSlotsFailed
         try:
             put = await self.store.open_put(
-                action.order_id, action.block_keys, blocks=action.blocks, tenant=action.tenant
+                action.order_id,
+                action.block_keys,
+                blocks=action.blocks,
+                tenant=action.tenant,
+                token_ids=action.token_ids,
             )
         except (StoreError, BusError) as problem:
             event = ReserveSlotsFailed(
