@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from halfmoon.schemas.types import Part
@@ -37,6 +38,10 @@ class Sampling(Part, frozen=True):
     grammar: str = ""
     #: Report xxh3_64 of each token's f32 logits (tests of bit equality).
     logits_digest: bool = False
+
+    def reseeded(self, number: int) -> Sampling:
+        """The same, for another choice of one request."""
+        return msgspec.structs.replace(self, seed=(self.seed + number) & (2**63 - 1))
 
 
 class SampledToken(Part, frozen=True):

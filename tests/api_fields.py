@@ -22,7 +22,7 @@ NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
     "min_tokens": ([-1, 2**31, 0.5], [0, 5, None]),
     "priority": (["high", 0.5, 2**63], [-1000, 0, 10**6, None]),
     "truncate_prompt_tokens": ([-2, 1.5, "5"], [-1, 1, 5, None]),
-    "n": ([0, 2, "1"], [1, None]),
+    "n": ([0, 129, "1"], [1, None]),
     "best_of": ([2], [1, None]),
 }
 OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
@@ -45,10 +45,8 @@ OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "request_id": (["", "a b", "a" * 81, "a.b", "a\n", 5], ["a-b_C9", None]),
     "logits_digest": ([1], [True, None]),
-    "echo": ([True, 0], [False, None]),
+    "echo": ([0, "yes"], [False, None]),
     "suffix": (["x", 5], ["", None]),
-    "tools": ([[{"type": "function"}], 5], [[], None]),
-    "tool_choice": (["auto", {"type": "function"}], ["none", None]),
     "functions": ([[{"name": "f"}]], [[], None]),
     "function_call": (["auto"], ["none", None]),
     "structured_outputs": (
@@ -102,8 +100,9 @@ PROMPTS: list[tuple[Any, int]] = [
     ([2**32], 400),
     ([1.5], 400),
     ([["a"]], 400),
-    (["a", "b"], 422),
-    ([[1], [2]], 422),
+    (["a", 5], 400),
+    ([[1], 2], 400),
+    (["a"] * 257, 400),
 ]
 CHATS: list[Any] = [
     5,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from halfmoon.schemas.api.tool_bodies import NamedChoice, Tool, ToolCall
 from halfmoon.schemas.types import Id
 
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -41,8 +42,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     # For templates that read them.
     name: Name | None = None
     tool_call_id: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=256)] | None = None
     # Refused unless empty.
-    tool_calls: Any = None
     function_call: Any = None
 
 
@@ -54,9 +55,10 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """`include_usage`: a last chunk with the token counts."""
+    """`include_usage`: a last chunk with the token counts; `continuous_usage_stats`: those so far in each one, too."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
@@ -132,13 +134,11 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    # Refused where they ask for something: `requests.NOT_SUPPORTED`.
-    n: Annotated[int, Meta(ge=1)] | None = None
-    best_of: Annotated[int, Meta(ge=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     echo: bool | None = None
+    # Refused where they ask for something: `requests.NOT_SUPPORTED`.
+    best_of: Annotated[int, Meta(ge=1)] | None = None
     suffix: str | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     prompt_logprobs: Any = None
@@ -150,7 +150,7 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionBody(GeneratingFields, frozen=True, kw_only=True):
     """`/v1/completions` and `halfmoon.v1.generate`."""
 
-    prompt: str | list[TokenId | str | list[TokenId]]
+    prompt: str | Annotated[list[TokenId | str | list[TokenId]], Meta(max_length=4_194_304)]
 
 
 class ChatBody(GeneratingFields, frozen=True, kw_only=True):
@@ -162,6 +162,9 @@ class ChatBody(GeneratingFields, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: TemplateWord | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     # Refused.
     chat_template: str | None = None
     documents: list[Any] | None = None
@@ -177,6 +180,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     return_token_strs: bool | None = None
 
 

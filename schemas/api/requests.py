@@ -24,12 +24,16 @@ from halfmoon.schemas.api.bodies import (
 )
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.structures import Structure, structure_of
+from halfmoon.schemas.api.tool_bodies import ToolCall
+from halfmoon.schemas.api.tools import ToolUse, structure_of_calls, tool_use_of
 from halfmoon.schemas.numbers import MS_NS
 from halfmoon.schemas.sampling import Sampling
 
 _SEED_MASK = 2**63 - 1
 #: Larger priorities, either way, count as this.
 PRIORITY_MAX = 1000
+#: Of one request.
+PROMPTS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +53,19 @@ class ApiRequest:
     chat: bool
     text: str | None = None
     token_ids: list[int] | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tool_use: ToolUse | None = None
     rendering: ChatRendering = ChatRendering()
     #: Put around a text what the model puts around every one.
     add_special_tokens: bool = True
     #: Keep so many of the prompt's last tokens; -1: as many as the context holds; None: all.
     truncate_prompt_tokens: int | None = None
+    #: Completions: further prompts, which are answered by choices of their own.
+    more_prompts: tuple[str | list[int], ...] = ()
+    #: Choices of each prompt.
+    n: int = 1
+    #: The prompt (of a chat, what `continue_final` goes on with) is part of the answer's text.
+    echo: bool = False
     model: str
     #: None: as many as the frontend gives when nothing is said.
     max_tokens: int | None
@@ -66,6 +77,7 @@ class ApiRequest:
     include_stop: bool
     stream: bool
     include_usage: bool
+    usage_so_far: bool = False
     return_token_ids: bool
     ttft_slo_ns: int
     tbt_slo_ns: int
@@ -117,15 +129,17 @@ def parse_completion(payload: bytes) -> ApiRequest:
     """Raises ApiError."""
     body = decode_body(payload, CompletionBody)
     prompt: Any = body.prompt
+    more: list[Any] = []
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise ApiError(422, "prompt: one prompt a request", param="prompt", code="several_prompts")
-        prompt = prompt[0]
+        prompt, *more = prompt
+    if any(isinstance(each, int) for each in more) or len(more) >= PROMPTS_MAX:
+        message = f"prompt: a text, a list of token ids, or up to {PROMPTS_MAX} of these"
+        raise ApiError(400, message, param="prompt", code="invalid")
     if isinstance(prompt, str):
-        return _ask(body, body.max_tokens, chat=False, text=prompt)
+        return _ask(body, body.max_tokens, chat=False, text=prompt, more_prompts=tuple(more))
     if not all(isinstance(token, int) for token in prompt):  # a mixture of numbers and texts
         raise ApiError(400, "prompt: a text, or a list of token ids", param="prompt", code="invalid")
-    return _ask(body, body.max_tokens, chat=False, token_ids=prompt)
+    return _ask(body, body.max_tokens, chat=False, token_ids=prompt, more_prompts=tuple(more))
 
 
 def parse_chat(payload: bytes) -> ApiRequest:
@@ -141,7 +155,8 @@ def parse_chat(payload: bytes) -> ApiRequest:
         body.add_generation_prompt, continue_final=bool(body.continue_final_message), switches=switches
     )
     messages = plain_messages(body.messages)
-    return _ask(body, max_tokens, chat=True, messages=messages, rendering=rendering)
+    use = tool_use_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    return _ask(body, max_tokens, chat=True, messages=messages, rendering=rendering, tool_use=use)
 
 
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents"))
@@ -176,15 +191,13 @@ def chat_rendering(
     )
 
 
-def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
+def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """As the chat template takes them. Raises ApiError for content that is no text."""
     plain = []
     for position, message in enumerate(messages):
-        for name in ("tool_calls", "function_call"):
-            if getattr(message, name):
-                raise ApiError(
-                    400, f"messages[{position}].{name} is not supported", param="messages", code="unsupported"
-                )
+        if message.function_call:
+            reason = f"messages[{position}].function_call is not supported"
+            raise ApiError(400, reason, param="messages", code="unsupported")
         content = message.content
         if isinstance(content, list):
             for part in content:
@@ -192,17 +205,33 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
                     reason = f"messages[{position}].content: only parts of type text are understood"
                     raise ApiError(400, reason, param="messages", code="unsupported")
             content = "".join(part.text or "" for part in content)
-        read = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+        read: dict[str, Any] = {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": content or "",
+        }
         if message.name is not None:
             read["name"] = message.name
         if message.tool_call_id is not None:
             read["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            read["tool_calls"] = [_plain_call(call, position) for call in message.tool_calls]
         plain.append(read)
     return plain
 
 
-def _more_than_one(count: int) -> bool:
-    return count > 1
+def _plain_call(call: ToolCall, position: int) -> dict[str, Any]:
+    """Its arguments decoded, as templates write them. Raises ApiError."""
+    function = call.function
+    try:
+        arguments = msgspec.json.decode(function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        reason = f"messages[{position}].tool_calls: the arguments of {function.name} are no JSON object"
+        raise ApiError(400, reason, param="messages", code="invalid") from None
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": function.name, "arguments": arguments},
+    }
 
 
 def _not_none(choice: Any) -> bool:
@@ -215,12 +244,7 @@ def _always(value: Any) -> bool:
 
 #: Fields that would change the answer, and whether a value asks for that.
 NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "n": _more_than_one,
-    "best_of": _more_than_one,
-    "echo": bool,
     "suffix": bool,
-    "tools": bool,
-    "tool_choice": _not_none,
     "functions": bool,
     "function_call": _not_none,
     "prompt_logprobs": _always,
@@ -238,15 +262,24 @@ def special_tokens_in_chat() -> ApiError:
     return _not_supported("add_special_tokens", " in chats: the template has them")
 
 
-def _not_supported(name: str, why: str = "", *, one: bool = False) -> ApiError:
-    message = f"{name}: only 1 is supported" if one else f"{name} is not supported{why}"
-    return ApiError(400, message, param=name, code="unsupported")
+def _not_supported(name: str, why: str = "") -> ApiError:
+    return ApiError(400, f"{name} is not supported{why}", param=name, code="unsupported")
 
 
 def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt: Any) -> ApiRequest:
     for name, asks in NOT_SUPPORTED.items():
         if (value := getattr(body, name, None)) is not None and asks(value):
-            raise _not_supported(name, one=asks is _more_than_one)
+            raise _not_supported(name)
+    n = body.n or 1
+    if body.best_of not in (None, n):
+        # vLLM has it no more.
+        raise ApiError(400, "best_of: only what n says is supported", param="best_of", code="unsupported")
+    if n > 1 and body.temperature == 0:
+        message = f"n: {n} greedy choices would be the same one"
+        raise ApiError(400, message, param="n", code="contradiction")
+    if body.echo and not chat and body.logprobs not in (None, False):
+        message = "echo with logprobs is not supported: there are none of the prompt"
+        raise ApiError(400, message, param="echo", code="unsupported")
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         reason = f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})"
         raise ApiError(422, reason, param="min_tokens", code="contradiction")
@@ -254,14 +287,14 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         raise ApiError(
             422, "top_logprobs needs logprobs to be true", param="top_logprobs", code="contradiction"
         )
-    stop = body.stop
+    stop, options = body.stop, body.stream_options
     slo = body.slo
     return ApiRequest(
         chat=chat,
         model=body.model or "",
         max_tokens=max_tokens,
         sampling=_sampling(body),
-        structure=structure_of(body),
+        structure=_structure(body, prompt.get("tool_use")),
         bad_words=tuple(body.bad_words or ()),
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
@@ -269,7 +302,10 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         return_token_ids=bool(body.return_token_ids),
         add_special_tokens=body.add_special_tokens is not False,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        include_usage=bool(options and options.include_usage),
+        usage_so_far=bool(options and options.include_usage and options.continuous_usage_stats),
+        n=n,
+        echo=bool(body.echo),
         ttft_slo_ns=round((slo.ttft_ms or 0) * MS_NS) if slo else 0,
         tbt_slo_ns=round((slo.tbt_ms or 0) * MS_NS) if slo else 0,
         tenant=body.tenant or "",
@@ -279,6 +315,16 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         request_id=body.request_id or "",
         **prompt,
     )
+
+
+def _structure(body: GeneratingFields, use: ToolUse | None) -> Structure | None:
+    """Raises ApiError where answer and calls of tools would have to be one text."""
+    asked = structure_of(body)
+    of_calls = structure_of_calls(use) if use is not None else None
+    if asked is not None and of_calls is not None:
+        message = f"tool_choice: the answer is a call, and {asked.param} asks for another text"
+        raise ApiError(400, message, param="tool_choice", code="contradiction")
+    return asked or of_calls
 
 
 def _sampling(body: GeneratingFields) -> Sampling:

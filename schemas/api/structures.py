@@ -27,6 +27,8 @@ class Structure:
     any_whitespace: bool = True
     whitespace_pattern: str | None = None
     additional_properties: bool = True
+    #: Between items, and between key and value, where no other whitespace is allowed.
+    separators: tuple[str, str] = (",", ":")
 
 
 def structure_of(body: GeneratingFields) -> Structure | None:

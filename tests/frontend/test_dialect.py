@@ -152,9 +152,9 @@ def refusal(read: Any, body: dict[str, Any]) -> ApiError:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 2}, "n: only 1 is supported"),
-        ({"tools": [{}]}, "tools is not supported"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice is not supported"),
+        ({"best_of": 2}, "best_of: only what n says is supported"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
+        ({"functions": [{}]}, "functions is not supported"),
         ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
         ({"add_special_tokens": True}, "add_special_tokens is not supported in chats: the template has them"),
     ],
@@ -165,10 +165,10 @@ def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any],
     assert error.code == "unsupported"
 
 
-def test_calls_of_tools_in_messages_are_refused_and_names_are_read() -> None:
-    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+def test_older_calls_in_messages_are_refused_and_names_are_read() -> None:
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f"}}
     error = refusal(parse_chat, {"messages": [called]})
-    assert error.message == "messages[0].tool_calls is not supported"
+    assert error.message == "messages[0].function_call is not supported"
     named = parse_chat(json.dumps({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}).encode())
     assert named.messages == [{"role": "user", "content": "x", "name": "Ada"}]
 

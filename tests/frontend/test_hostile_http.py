@@ -262,7 +262,7 @@ def test_a_stream_that_nobody_reads_is_cancelled_and_waits_in_bounded_memory(
     run: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not options:
-        monkeypatch.setattr("halfmoon.workers.frontend.http_edge.UNREAD_BYTES_MAX", 1 << 16)
+        monkeypatch.setattr("halfmoon.workers.frontend.http_answer.UNREAD_BYTES_MAX", 1 << 16)
 
     async def scenario(cluster: Any) -> None:
         cluster.double.script = endless

@@ -5,12 +5,14 @@ Chunks are written by hand around the one part that changes, because a stream ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.workers.frontend.chat_parts import delta_of, message_of, parts_of
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
@@ -28,13 +30,17 @@ def usage(request: OpenRequest) -> dict[str, int]:
     }
 
 
-def openai_usage(request: OpenRequest) -> dict[str, Any]:
-    prompt, completion = request.arrived.prompt_tokens, len(request.output_ids)
+def openai_usage(choices: Sequence[OpenRequest]) -> dict[str, Any]:
+    """In the order of the choices: each prompt counts once, with its first one."""
+    firsts = choices[:: choices[0].ask.n]
+    prompt = sum(request.arrived.prompt_tokens for request in firsts)
+    completion = sum(len(request.output_ids) for request in choices)
+    cached = sum(request.timing.cached_tokens for request in firsts if request.timing)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": request.timing.cached_tokens if request.timing else 0},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
@@ -121,6 +127,10 @@ def generate_answer(
         "usage": usage(request),
         **measures(request),
     }
+    if (parts := parts_of(request, tokenizer)) is not None:
+        message = message_of(parts.push(request.text, final=True), "")
+        answer["finish_reason"] = parts.finish_reason(request.finish_reason)
+        answer |= {name: message[name] for name in ("tool_calls", "reasoning_content") if name in message}
     sampling = request.ask.sampling
     if sampling.logprobs >= 0 and with_logprobs:
         answer["logprobs"] = chat_logprobs(tokenizer, request.samples, sampling.logprobs)["content"]
@@ -149,102 +159,175 @@ def generate_chunk(request: OpenRequest, piece: Piece | None, tokenizer: Tokeniz
 
 
 class OpenAiFormatter:
-    """How one request is answered over HTTP. `created_s`: unix time."""
+    """One choice of an answer over HTTP. `created_s`: unix time."""
 
-    def __init__(self, request: OpenRequest, tokenizer: Tokenizer, model: str, created_s: int) -> None:
-        self._request = request
+    def __init__(
+        self,
+        request: OpenRequest,
+        tokenizer: Tokenizer,
+        model: str,
+        created_s: int,
+        *,
+        index: int = 0,
+        answer_id: str = "",
+        alone: bool = True,
+    ) -> None:
+        """`index` among the choices of the answer, which has the id of its first one's request. `alone`: it is the only
+        one, and how long it took is told beside it and not within.
+        """
+        ask = request.ask
+        self.request = request
+        self.index = index
         self._tokenizer = tokenizer
-        self._chat = request.ask.chat
-        self._top = request.ask.sampling.logprobs
-        self._ids = request.ask.return_token_ids
+        self._chat = ask.chat
+        self._top = ask.sampling.logprobs
+        self._ids = ask.return_token_ids
         self._characters = 0
         self._model = model
         self._created_s = created_s
-        self._id = ("chatcmpl-" if self._chat else "cmpl-") + request.request_id
+        self._alone = alone
+        self._id = ("chatcmpl-" if self._chat else "cmpl-") + (answer_id or request.request_id)
+        self._echoed = _echoed(request, tokenizer) if ask.echo else ""
+        self._parts = parts_of(request, tokenizer)
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         head = {"id": self._id, "object": kind, "created": created_s, "model": model}
-        self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":0,'
-        usage_field = b',"usage":null' if request.ask.include_usage else b""
-        self._end = b',"logprobs":null,"finish_reason":null}]' + usage_field + b"}\n\n"
+        self._answer = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+        self._head = self._answer + b'{"index":%d,' % index
+        self._unread = True
 
-    def body(self) -> bytes:
-        request = self._request
-        choice: dict[str, Any] = {"index": 0}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": request.text}
+    # --- whole ----------------------------------------------------------------------------------------------
+
+    def choice(self) -> dict[str, Any]:
+        request = self.request
+        choice: dict[str, Any] = {"index": self.index}
+        text, reason = self._echoed + request.text, request.finish_reason
+        if not self._chat:
+            choice["text"] = text
+        elif self._parts is None:
+            choice["message"] = {"role": "assistant", "content": text}
         else:
-            choice["text"] = request.text
+            parts = parts_of(request, self._tokenizer)
+            assert parts is not None
+            choice["message"] = message_of(parts.push(request.text, final=True), self._echoed)
+            reason = parts.finish_reason(reason)
         choice["logprobs"] = self._logprobs(request.samples)
-        choice["finish_reason"] = request.finish_reason
-        prompt_ids: dict[str, list[int]] = {}
+        choice["finish_reason"] = reason
         if self._ids:
             choice["token_ids"] = request.output_ids
-            # As vLLM: of a chat beside the choices, of a completion within.
-            (prompt_ids if self._chat else choice)["prompt_token_ids"] = self._prompt_ids()
+            if not self._chat:
+                choice["prompt_token_ids"] = self.prompt_ids()
+        return choice if self._alone else {**choice, **measures(request)}
+
+    def body(self, choices: Sequence[OpenAiFormatter] = ()) -> bytes:
+        """The answer of these choices; without any, of itself."""
+        choices = choices or [self]
+        # As vLLM: of a chat beside the choices, of a completion within.
+        prompt_ids = {"prompt_token_ids": self.prompt_ids()} if self._ids and self._chat else {}
         return orjson.dumps(
             {
                 "id": self._id,
                 "object": "chat.completion" if self._chat else "text_completion",
                 "created": self._created_s,
                 "model": self._model,
-                "choices": [choice],
-                "usage": openai_usage(request),
+                "choices": [each.choice() for each in choices],
+                "usage": openai_usage([each.request for each in choices]),
                 **prompt_ids,
-                **measures(request),
+                **(measures(self.request) if self._alone else {}),
             }
         )
 
-    def _prompt_ids(self) -> list[int]:
-        return unpack_tokens(self._request.packed_prompt)
+    def prompt_ids(self) -> list[int]:
+        return unpack_tokens(self.request.packed_prompt)
+
+    # --- a stream -------------------------------------------------------------------------------------------
 
     def first_event(self) -> bytes:
         """The role, before any text (chat only)."""
         if not self._chat:
             return b""
-        end = self._end
+        end = self._end()
         if self._ids:
-            prompt_ids = b',"prompt_token_ids":' + orjson.dumps(self._prompt_ids()) + b"}\n\n"
-            end = end.removesuffix(b"}\n\n") + prompt_ids
-        return self._head + b'"delta":{"role":"assistant","content":""}' + end
+            end = end[:-1] + b',"prompt_token_ids":' + orjson.dumps(self.prompt_ids()) + b"}"
+        return self._head + b'"delta":{"role":"assistant","content":""}' + end + b"\n\n"
 
     def event(self, piece: Piece) -> bytes:
-        """The server-sent event of a piece; b"" when there is nothing to show yet.
+        """The server-sent events of a piece; b"" when there is nothing to show yet.
 
         The last one has the finish reason, and how long all took: load generators count an event without text as a
-        token. Behind it come usage, when asked for, and `[DONE]`.
+        token. `last_events` follow when all choices have ended.
         """
-        if piece.finish_reason:
-            return self._last_events(piece)
-        if not piece.text and self._top < 0 and not self._ids:
-            return b""
-        if self._top < 0:
-            return self._head + self._body(piece) + self._end
-        return self._head + self._body(piece) + self._end.replace(b"null", self._logprobs_json(piece), 1)
+        bodies = self._bodies(piece)
+        if not bodies:
+            if not piece.finish_reason and self._top < 0 and not self._ids:
+                return b""
+            bodies = [
+                b'"delta":{}' if self._chat and (piece.finish_reason or self._parts) else self._text(b'""')
+            ]
+        bodies[0] += self._token_ids(piece)
+        reason = piece.finish_reason
+        if reason and self._parts is not None:
+            reason = self._parts.finish_reason(reason)
+        events = b""
+        for place, body in enumerate(bodies):
+            logprobs = self._logprobs_json(piece) if not place else b"null"
+            last = reason if place == len(bodies) - 1 else ""
+            events += self._head + body + self._end(logprobs, last) + b"\n\n"
+        return events
 
-    def _body(self, piece: Piece) -> bytes:
-        text = orjson.dumps(piece.text)
-        body = b'"delta":{"content":' + text + b"}" if self._chat else b'"text":' + text
-        if self._ids:
-            body += b',"token_ids":' + orjson.dumps([sampled.token_id for sampled in piece.tokens])
-            if not piece.first and not self._chat:
-                body += b',"prompt_token_ids":' + orjson.dumps(self._prompt_ids())
+    def last_events(self, requests: Sequence[OpenRequest]) -> bytes:
+        """Usage of all choices, when asked for, and the end."""
+        events = b""
+        if self.request.ask.include_usage:
+            events = self._answer + b'],"usage":' + orjson.dumps(openai_usage(requests)) + b"}\n\n"
+        return events + b"data: [DONE]\n\n"
+
+    def _bodies(self, piece: Piece) -> list[bytes]:
+        """A delta for each part of the piece's text."""
+        text = piece.text
+        if self._unread:
+            self._unread = False
+            text_before = self._echoed
+        else:
+            text_before = ""
+        if self._parts is None:
+            text = text_before + text
+            return [self._text(orjson.dumps(text))] if text else []
+        deltas = [{"content": text_before}] if text_before else []
+        deltas += map(delta_of, self._parts.push(text, final=bool(piece.finish_reason)))
+        return [b'"delta":' + orjson.dumps(delta) for delta in deltas]
+
+    def _text(self, text: bytes) -> bytes:
+        return b'"delta":{"content":' + text + b"}" if self._chat else b'"text":' + text
+
+    def _token_ids(self, piece: Piece) -> bytes:
+        if not self._ids:
+            return b""
+        body = b',"token_ids":' + orjson.dumps([sampled.token_id for sampled in piece.tokens])
+        if not piece.first and not self._chat:
+            body += b',"prompt_token_ids":' + orjson.dumps(self.prompt_ids())
         return body
+
+    def _end(self, logprobs: bytes = b"null", reason: str = "") -> bytes:
+        end = (
+            b',"logprobs":' + logprobs + b',"finish_reason":' + (orjson.dumps(reason) if reason else b"null")
+        )
+        told = orjson.dumps(measures(self.request))[1:-1] if reason else b""
+        if told and not self._alone:
+            end += b"," + told
+        end += b"}]"
+        ask = self.request.ask
+        if ask.usage_so_far:
+            end += b',"usage":' + orjson.dumps(openai_usage([self.request]))
+        elif ask.include_usage:
+            end += b',"usage":null'
+        if told and self._alone:
+            end += b"," + told
+        return end + b"}"
+
+    # --- log probabilities ----------------------------------------------------------------------------------
 
     def _logprobs_json(self, piece: Piece) -> bytes:
         return b"null" if self._top < 0 else orjson.dumps(self._logprobs(piece.tokens))
-
-    def _last_events(self, piece: Piece) -> bytes:
-        request = self._request
-        reason = b',"logprobs":' + self._logprobs_json(piece)
-        reason += b',"finish_reason":"' + piece.finish_reason.encode() + b'"}]'
-        if request.ask.include_usage:
-            reason += b',"usage":null'
-        body = b'"delta":{}' if self._chat and not piece.text and not self._ids else self._body(piece)
-        events = self._head + body + reason + b"," + orjson.dumps(measures(request))[1:] + b"\n\n"
-        if request.ask.include_usage:
-            head = self._head.partition(b'"choices":')[0]
-            events += head + b'"choices":[],"usage":' + orjson.dumps(openai_usage(request)) + b"}\n\n"
-        return events + b"data: [DONE]\n\n"
 
     def _logprobs(self, samples: list[SampledToken]) -> dict[str, Any] | None:
         if self._top < 0:
@@ -254,3 +337,14 @@ class OpenAiFormatter:
         entries = completion_logprobs(self._tokenizer, samples, self._top, self._characters)
         self._characters += sum(len(token) for token in entries["tokens"])
         return entries
+
+
+def _echoed(request: OpenRequest, tokenizer: Tokenizer) -> str:
+    """The prompt's text; of a chat, the last message that the answer goes on with."""
+    ask = request.ask
+    if ask.chat:
+        assert ask.messages is not None
+        return ask.messages[-1]["content"] if ask.rendering.continue_final else ""
+    if ask.text is not None and ask.truncate_prompt_tokens is None:
+        return ask.text
+    return tokenizer.decode(unpack_tokens(request.packed_prompt))

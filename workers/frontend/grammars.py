@@ -48,7 +48,7 @@ class GrammarReader:
             message = f"{param}: {len(asked)} bytes; at most {BYTES_MAX}"
             raise ApiError(400, message, param=param, code="too_long")
         options = (structure.any_whitespace, structure.whitespace_pattern, structure.additional_properties)
-        mark = orjson.dumps([structure.kind, *options]) + asked
+        mark = orjson.dumps([structure.kind, *options, structure.separators]) + asked
         grammar = self._kept.pop(mark, None)
         if grammar is None:
             grammar = await self._read(structure, param)
@@ -121,6 +121,7 @@ def _json(structure: Structure) -> tuple[str, Any]:
             if ("properties" in each or "patternProperties" in each) and "additionalProperties" not in each:
                 each["additionalProperties"] = False
     options: dict[str, Any] = {"whitespace_flexible": structure.any_whitespace}
+    options["item_separator"], options["key_separator"] = structure.separators
     if structure.whitespace_pattern is not None:
         options["whitespace_pattern"] = structure.whitespace_pattern
     return orjson.dumps(schema).decode(), options

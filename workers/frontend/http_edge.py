@@ -32,10 +32,9 @@ from halfmoon.schemas.api.bodies import TokenizeBody
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, parse_chat, parse_completion
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.workers.frontend.answers import OpenAiFormatter
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
 from halfmoon.workers.frontend.http_access import Origins, check_json
-from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.frontend.http_answer import HttpAnswer
 from halfmoon.workers.frontend.page.assets import Assets
 from halfmoon.workers.frontend.page.feed import PageFeed
 from halfmoon.workers.frontend.registry import RequestRegistry
@@ -43,8 +42,6 @@ from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
 
 #: Paths for which there is always room: the process is looked at when it is full, above all.
 URGENT = frozenset(("/health", "/ready", "/metrics", "/version"))
-#: What may wait in memory for a client that does not read its stream.
-UNREAD_BYTES_MAX = 1 << 20
 #: What follows is a model's name, which may have slashes.
 _MODEL = "/v1/models/"
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -117,57 +114,51 @@ class HttpEdge:
         began_ns = time.monotonic_ns()
         traceparent = checked_traceparent(request.headers.get("traceparent", ""))
         named = client_request_id(request)
-        listener = _HttpListener(asyncio.get_running_loop(), request.transport)
+        answer = HttpAnswer(self._registry, request.transport)
         try:
             tenant = self._authorize(request)
             self._registry.admit()
             ask = in_the_name_of(read(await self._body(request)), tenant)
             default = None if ask.chat else self._config.completion_max_tokens_default
-            opened = await self._registry.open(
-                ask, listener, traceparent=traceparent, max_tokens_default=default
-            )
+            await answer.open(ask, traceparent=traceparent, max_tokens_default=default)
         except ApiError as error:
             self._registry.refused(error, began_ns, chat=read is parse_chat, traceparent=traceparent)
             raise
-        listener.form = OpenAiFormatter(
-            opened, self._registry.tokenizer, self._config.model, int(time.time())
-        )
-        headers = {"x-request-id": named or opened.request_id}
+        headers = {"x-request-id": named or answer.request_id}
         if traceparent:
             headers["traceparent"] = traceparent
         try:
             if ask.stream:
-                return await self._stream(request, listener, headers)
-            await listener.wait()
-            if listener.error is not None:
-                return refusal(listener.error, headers)
-            return web.Response(body=listener.form.body(), content_type=JSON, headers=headers)
+                return await self._stream(request, answer, headers)
+            await answer.wait()
+            if answer.error is not None:
+                return refusal(answer.error, headers)
+            return web.Response(body=answer.body(), content_type=JSON, headers=headers)
         except (asyncio.CancelledError, ConnectionError):
-            self._registry.cancel(opened)
+            answer.cancel()
             raise
 
     async def _stream(
-        self, request: web.BaseRequest, listener: _HttpListener, headers: dict[str, str]
+        self, request: web.BaseRequest, answer: HttpAnswer, headers: dict[str, str]
     ) -> web.StreamResponse:
-        assert listener.form is not None
-        await listener.wait()
-        if listener.error is not None and not listener.events:
-            return refusal(listener.error, headers)
+        await answer.wait()
+        if answer.error is not None and not answer.events:
+            return refusal(answer.error, headers)
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await response.prepare(request)
-        written = listener.form.first_event()
+        written = b""
         while True:
-            written += listener.drain()
-            if listener.error is not None:
-                written += b"data: " + listener.error.body() + b"\n\n"
-            if listener.ended:
+            written += answer.drain()
+            if answer.error is not None:
+                written += b"data: " + answer.error.body() + b"\n\n"
+            if answer.ended:
                 await response.write(written)
                 await response.write_eof()
                 return response
             if written:
                 await response.write(written)
                 written = b""
-            await listener.wait()
+            await answer.wait()
 
     def _authorize(self, request: web.BaseRequest) -> str:
         """The tenant of the key. Raises ApiError 401."""
@@ -251,52 +242,3 @@ class HttpEdge:
 
 def _json(content: Any) -> web.Response:
     return web.Response(body=orjson.dumps(content), content_type=JSON)
-
-
-class _HttpListener:
-    """Events of one request, from the NATS callback to the handler that writes them."""
-
-    __slots__ = ("_loop", "_transport", "_waiter", "_waiting_bytes", "ended", "error", "events", "form")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport | None) -> None:
-        self._loop = loop
-        self._transport = transport
-        self._waiter: asyncio.Future[None] | None = None
-        self.form: OpenAiFormatter | None = None
-        self.events: list[bytes] = []
-        self._waiting_bytes = 0
-        self.ended = False
-        self.error: ApiError | None = None
-
-    def on_piece(self, request: OpenRequest, piece: Piece) -> None:
-        assert self.form is not None
-        if request.ask.stream and (event := self.form.event(piece)):
-            self.events.append(event)
-            self._waiting_bytes += len(event)
-            if self._waiting_bytes > UNREAD_BYTES_MAX and self._transport is not None:
-                self._transport.abort()  # which cancels the handler, and so the request
-        if piece.finish_reason:
-            self.ended = True
-        if self.events or self.ended:
-            self._wake()
-
-    def on_error(self, request: OpenRequest, error: ApiError) -> None:
-        self.error = error
-        self.ended = True
-        self._wake()
-
-    def drain(self) -> bytes:
-        events = b"".join(self.events)
-        self.events.clear()
-        self._waiting_bytes = 0
-        return events
-
-    async def wait(self) -> None:
-        """Until there is something to write, or the end."""
-        if not self.events and not self.ended:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -32,7 +32,12 @@ from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, parse_chat, parse_completion
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
 from halfmoon.workers.frontend.last_words import LastWords
-from halfmoon.workers.frontend.nats_request import NatsListener, answer_too_large, client_traceparent
+from halfmoon.workers.frontend.nats_request import (
+    NatsListener,
+    answer_too_large,
+    client_traceparent,
+    one_choice,
+)
 from halfmoon.workers.frontend.nats_service import MicroService, ServiceEndpoint, settled
 from halfmoon.workers.frontend.open_request import OpenRequest
 from halfmoon.workers.frontend.prompts import INLINE_CHARACTERS_MAX
@@ -112,7 +117,7 @@ class NatsEdge:
         started_ns = time.monotonic_ns()
         try:
             self.registry.admit()
-            ask = in_the_name_of(read(msg.data), tenant_of_subject(msg.subject))
+            ask = in_the_name_of(one_choice(read(msg.data)), tenant_of_subject(msg.subject))
         except ApiError as error:
             chat, traceparent = read is parse_chat, client_traceparent(msg)
             self.registry.refused(error, started_ns, chat=chat, traceparent=traceparent)

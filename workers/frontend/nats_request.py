@@ -30,6 +30,15 @@ def client_traceparent(msg: Msg) -> str:
     return checked_traceparent((msg.headers or {}).get("traceparent", ""))
 
 
+def one_choice(ask: ApiRequest) -> ApiRequest:
+    """Raises ApiError where several answers are asked for: a reply subject gets one."""
+    for param, several in (("n", ask.n > 1), ("prompt", bool(ask.more_prompts)), ("echo", ask.echo)):
+        if several:
+            message = f"{param}: over NATS a request has one prompt and one choice, which is not echoed; ask over HTTP"
+            raise ApiError(400, message, param=param, code="unsupported")
+    return ask
+
+
 def answer_too_large(answer: bytes, ask: str) -> ApiError:
     """`ask`: how the client gets it all the same."""
     message = f"the answer is {len(answer)} bytes, more than the NATS server's max_payload: ask {ask}"

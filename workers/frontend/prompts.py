@@ -9,6 +9,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import msgspec
+
 from halfmoon.schemas.api.bodies import TokenizeBody
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import (
@@ -93,6 +95,7 @@ class PromptReader:
             text=ask.text,
             token_ids=ask.token_ids,
             messages=ask.messages,
+            tools=ask.tool_use.tools if ask.tool_use is not None else None,
             rendering=ask.rendering,
             add_special=ask.add_special_tokens,
         )
@@ -140,7 +143,11 @@ class PromptReader:
         if messages or body.prompt:
             special = body.add_special_tokens is not False
             ids = await self.encode(
-                text=body.prompt, messages=messages, rendering=rendering, add_special=special
+                text=body.prompt,
+                messages=messages,
+                tools=msgspec.to_builtins(body.tools) if body.tools else None,
+                rendering=rendering,
+                add_special=special,
             )
         answer = {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
         return answer | {"token_strs": self._tokenizer.names(ids) if body.return_token_strs else None}
@@ -150,7 +157,8 @@ class PromptReader:
         *,
         text: str | None,
         token_ids: list[int] | None = None,
-        messages: list[dict[str, str]] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         rendering: ChatRendering,
         add_special: bool = True,
     ) -> list[int]:
@@ -166,7 +174,9 @@ class PromptReader:
                 raise ApiError(400, message, param="prompt", code="invalid")
         elif messages is not None:
             characters = sum(len(message["content"]) for message in messages)
-            token_ids = await self._encode_chat(messages, rendering, characters)
+            characters += sum(len(str(message.get("tool_calls", ""))) for message in messages)
+            characters += len(str(tools)) if tools else 0
+            token_ids = await self._encode_chat(messages, tools, rendering, characters)
         else:
             text = text or ""
             token_ids = await self._encode(
@@ -178,7 +188,11 @@ class PromptReader:
         return token_ids
 
     async def _encode_chat(
-        self, messages: list[dict[str, str]], rendering: ChatRendering, characters: int
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        rendering: ChatRendering,
+        characters: int,
     ) -> list[int]:
         """Raises ApiError when the chat template refuses the messages, or does not come to an end."""
         encode = functools.partial(
@@ -187,6 +201,7 @@ class PromptReader:
             add_generation_prompt=rendering.add_generation_prompt,
             continue_final=rendering.continue_final,
             switches=rendering.switches,
+            tools=tools,
         )
         try:
             if self._inline and characters <= INLINE_CHARACTERS_MAX:

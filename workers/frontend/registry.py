@@ -77,6 +77,8 @@ class RequestRegistry:
         self.log_health = LogHealth(bus, config)
         of_process.register(LogDisk(self.log_health, config))
         self.prompts = PromptReader(config, tokenizer, layout, payload_bytes_max=bus.nc.max_payload)
+        #: Of the KVCache: requests share whole blocks.
+        self.block_tokens = layout.block_tokens
         self._sampling = SamplingReader(tokenizer)
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from halfmoon.workers.model.loading.errors import ModelBroken
 from halfmoon.workers.model.text.template_meter import (
@@ -52,12 +53,16 @@ class ChatTemplate:
 
     def __init__(self, source: str, specials: dict[str, str]) -> None:
         self._specials = specials
+        self.source = source
+        self.knows_tools = False
         try:
             with metered(Meter(0, SECONDS_MAX)), warnings.catch_warnings():
                 warnings.simplefilter(
                     "ignore"
                 )  # Python's, about the code that Jinja makes of odd expressions
-                self._template = MeteredEnvironment().from_string(source)
+                environment = MeteredEnvironment()
+                self._template = environment.from_string(source)
+                self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         except (*_TEMPLATE_ERRORS, TemplateLimit) as error:
             raise ModelBroken("chat_template", f"is no template: {_words(error)}") from None
         try:
@@ -79,6 +84,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         switches: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         seconds_max: float = SECONDS_MAX,
     ) -> str:
         """`switches`: names that this template reads.
@@ -92,6 +98,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 seconds_max=seconds_max,
                 switches=switches or {},
+                tools=tools,
             )
         except TemplateSlow as error:
             raise ChatTemplateSlow(str(error)) from None
@@ -109,11 +116,12 @@ class ChatTemplate:
         add_generation_prompt: bool,
         seconds_max: float,
         switches: Mapping[str, Any],
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        given = size_of(messages, _GIVEN_MAX)
+        given = size_of([*messages, *(tools or ())], _GIVEN_MAX)
         with metered(Meter(given, seconds_max + given * _SECONDS_A_CHARACTER)):
             known = {
-                "messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, **self._specials,
+                "messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools, **self._specials,
             }  # fmt: skip
             return self._template.render({**switches, **known})
 

@@ -99,7 +99,7 @@ class StopChecker:
             _, at, self._hit = min(found)
             self._held = ""
             return text[:at], self._hit
-        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
+        hold = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], None
 
@@ -109,7 +109,7 @@ class StopChecker:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):

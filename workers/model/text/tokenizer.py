@@ -5,7 +5,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
@@ -20,6 +20,7 @@ from halfmoon.workers.model.text.chat_template import (
 )
 from halfmoon.workers.model.text.detokenizer import IncrementalDetokenizer, StopChecker, token_bytes
 from halfmoon.workers.model.text.tokenizer_files import TokenizerFiles, read_tokenizer
+from halfmoon.workers.model.text.tool_prompts import told_in_messages
 
 __all__ = [
     "ChatTemplateError",
@@ -63,6 +64,18 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self._bytes)
+
+    @property
+    def call_style(self) -> Literal["hermes", "llama3"]:
+        """How the model writes calls of tools, by the words of its template."""
+        source = self._template.source if self._template is not None else ""
+        llama = '"parameters": ' in source and "<tool_call>" not in source
+        return "llama3" if llama else "hermes"
+
+    @property
+    def thinks(self) -> bool:
+        """Whether its answers may begin with thoughts."""
+        return self._template is not None and "</think>" in self._template.source
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """`add_special` adds what the model puts around every text (a begin token, for some).
@@ -110,12 +123,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final: bool = False,
         switches: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         seconds_max: float = SECONDS_MAX,
     ) -> list[int]:
         """The chat as token ids, in which every control token is the template's own.
 
         `continue_final`: it ends where the last message's content does. `switches`: of the template; no strings that
-        users wrote, which would be read as the template's.
+        users wrote, which would be read as the template's. `tools`: for the template, or in the system message where it
+        knows none.
 
         Raises `ChatTemplateError`; `ChatTemplateSlow` when the template takes more than `seconds_max` of CPU;
         `TextNotEncoded`.
@@ -126,12 +141,16 @@ class Tokenizer:
             if first & set(message["role"]):
                 raise ChatTemplateError(f"messages[{i}].role is {message['role']!r}")
         control = list(self.control)
+        if self._template is not None and not self._template.knows_tools:
+            plain, tools = told_in_messages(plain, tools or []), None
 
         def render(changed: list[dict[str, Any]]) -> str:
-            text = self._render(changed, add_generation_prompt, switches, seconds_max)
-            return _cut_behind(text, changed[-1]["content"]) if continue_final else text
+            *told, given = changed
+            text = self._render(told, add_generation_prompt, switches, seconds_max, given["tools"])
+            return _cut_behind(text, told[-1]["content"]) if continue_final else text
 
-        pieces = render_pieces(plain, control, render)
+        # What users write in tools is theirs as much as what they write in messages.
+        pieces = render_pieces([*plain, {"tools": tools}], control, render)
         ids: list[int] = []
         for piece, special in pieces:
             ids += [self.control[piece]] if special else self.encode(piece)
@@ -143,6 +162,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         switches: Mapping[str, Any] | None = None,
         seconds_max: float = SECONDS_MAX,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
@@ -150,6 +170,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             switches=switches,
+            tools=tools,
             seconds_max=seconds_max,
         )
 

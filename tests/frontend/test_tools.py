@@ -1,0 +1,237 @@
+"""Tools: told to the model, called in its text, read from it, and written by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from frontend_double import MODEL, Double
+
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import parse_chat
+from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.keys import unpack_tokens
+from halfmoon.workers.frontend.answer_parts import AnswerPart, AnswerParts, CallStyle
+from halfmoon.workers.frontend.chat_parts import message_of
+from halfmoon.workers.model.text.tokenizer import Tokenizer
+
+CHAT = [{"role": "user", "content": "Weather in Rome?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TIME = {"type": "function", "function": {"name": "time_of"}}
+ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "R\\"}o{me"}}\n</tool_call>'
+TWO = ONE + '\n<tool_call>{"arguments": {"a": [1, {}]}, "name": "time_of"}</tool_call>\nand more'
+CALL = '{"name": "time_of", "parameters": {"a": [1, {}]}}'
+ROME, TWELVE = ("weather", {"city": 'R"}o{me'}), ("time_of", {"a": [1, {}]})
+
+
+def read(style: CallStyle, text: str, step: int, **options: Any) -> tuple[dict[str, Any], str]:
+    """The message of a text that comes in pieces of `step` characters, and how it ends."""
+    parts = AnswerParts(style, **options)
+    found: list[AnswerPart] = []
+    for at in range(0, len(text), step):
+        found += parts.push(text[at : at + step])
+    found += parts.push("", final=True)
+    return message_of(found, ""), parts.finish_reason("stop")
+
+
+@pytest.mark.parametrize(
+    ("style", "options", "text", "content", "reasoning", "calls", "reason"),
+    [
+        ("hermes", {}, "Just <b>text</b> <tool", "Just <b>text</b> <tool", "", [], "stop"),
+        ("hermes", {}, "I look.\n" + ONE, "I look.\n", "", [ROME], "tool_calls"),
+        ("hermes", {}, TWO, None, "", [ROME, TWELVE], "tool_calls"),
+        ("hermes", {"parallel": False}, TWO, None, "", [ROME], "tool_calls"),
+        ("hermes", {}, "<tool_call>no JSON</tool_call>!", "<tool_call>no JSON</tool_call>!", "", [], "stop"),
+        ("hermes", {}, '<tool_call>{"name": "w', '<tool_call>{"name": "w', "", [], "stop"),
+        ("llama3", {}, CALL, None, "", [TWELVE], "tool_calls"),
+        (
+            "llama3",
+            {},
+            '{"type": "function", ' + CALL[1:] + "; " + CALL,
+            None,
+            "",
+            [TWELVE, TWELVE],
+            "tool_calls",
+        ),
+        ("llama3", {}, '{"city": "Rome"} is JSON', '{"city": "Rome"} is JSON', "", [], "stop"),
+        ("llama3", {}, "It {is} 7", "It {is} 7", "", [], "stop"),
+        (
+            "list",
+            {},
+            f'[{CALL}, {{"name": "weather", "parameters": {{"city": "R\\"}}o{{me"}}}}]',
+            None,
+            "",
+            [TWELVE, ROME],
+            "tool_calls",
+        ),
+        ("arguments", {"named": "time_of"}, '{"a": [1, {}]}', None, "", [TWELVE], "stop"),
+        ("", {"thinks": True}, "<think>\nWell...</think>\n\nYes", "\n\nYes", "\nWell...", [], "stop"),
+        ("", {"thinks": True}, "  No <think>s", "  No <think>s", "", [], "stop"),
+        ("hermes", {"thinking": True}, "Hm</think>" + ONE, None, "Hm", [ROME], "tool_calls"),
+        ("", {"thinking": True}, "Hm, cut", "", "Hm, cut", [], "stop"),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 3, 7, 1000])
+def test_the_parts_of_a_text_do_not_depend_on_how_it_is_cut(
+    style: CallStyle,
+    options: dict[str, Any],
+    text: str,
+    content: str | None,
+    reasoning: str,
+    calls: list[Any],
+    reason: str,
+    step: int,
+) -> None:
+    message, ended = read(style, text, step, **options)
+    assert message["content"] == content
+    assert message.get("reasoning_content", "") == reasoning
+    made = [call["function"] for call in message.get("tool_calls", [])]
+    assert [(call["name"], json.loads(call["arguments"])) for call in made] == calls
+    assert ended == reason
+
+
+def refused(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse_chat(json.dumps({"messages": CHAT, **fields}).encode())
+    return caught.value
+
+
+def test_what_is_no_tool_or_no_choice_is_refused_by_name() -> None:
+    named = {"type": "function", "function": {"name": "nobody"}}
+    different = {"type": "object", "$defs": {"x": {"type": "null"}}}
+    clash = [
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": {**different, "$defs": {"x": {"type": kind}}}},
+        }
+        for name, kind in (("a", "null"), ("b", "string"))
+    ]
+    for fields, param in (
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": clash, "tool_choice": "required"}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": named}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}
+                ]
+            },
+            "messages",
+        ),
+    ):
+        error = refused(**fields)
+        assert (error.status, (error.param or "").partition(".")[0]) == (400, param), fields
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    city: str
+
+
+class Report(pydantic.BaseModel):
+    city: str
+    degrees: int
+
+
+def test_openais_client_calls_tools_and_parses_answers(run: Any, tokenizer: Tokenizer) -> None:
+    texts: list[str] = []
+    seen: list[Any] = []
+
+    async def answer(double: Double, seq: int, arrived: RequestArrived) -> None:
+        reply = await double.place(arrived, f"{seq}-0")
+        seen.append(reply)
+        ids = [*tokenizer.encode(texts.pop(0)), double.eos]
+        for index, token in enumerate(ids):
+            reason = "stop" if index == len(ids) - 1 else ""
+            await double.deliver(double.delivery(arrived, f"{seq}-0", index, [token], reason))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = answer
+        client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0)
+        ask: Any = {"model": MODEL, "messages": CHAT}
+
+        texts.append(TWO)
+        done = await client.chat.completions.create(**ask, tools=[WEATHER, TIME])
+        (choice,) = done.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        calls = choice.message.tool_calls or []
+        assert [(c.function.name, json.loads(c.function.arguments)) for c in calls] == [ROME, TWELVE]
+        assert len({call.id for call in calls}) == 2
+        prompt = tokenizer.decode(unpack_tokens(seen[-1].token_ids))
+        assert json.dumps(WEATHER) in prompt
+        assert seen[-1].sampling.grammar == ""
+
+        # Its words and its result are the next turn's.
+        texts.append("Warm.")
+        turn = [*CHAT, choice.message.model_dump(exclude_none=True)]
+        turn += [{"role": "tool", "tool_call_id": call.id, "content": "30 <|im_end|>"} for call in calls]
+        done = await client.chat.completions.create(model=MODEL, messages=turn, tools=[WEATHER, TIME])
+        assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("Warm.", "stop")
+        ids = unpack_tokens(seen[-1].token_ids)
+        assert "<tool_response>\n30 <|im_end|>\n</tool_response>" in tokenizer.decode(ids)
+        assert ids.count(tokenizer.control["<|im_end|>"]) == 5  # system, user, assistant, two results
+
+        texts.append("I look. " + ONE)
+        content, pieces, names = "", "", []
+        async for chunk in await client.chat.completions.create(**ask, tools=[WEATHER], stream=True):
+            delta = chunk.choices[0].delta
+            content += delta.content or ""
+            for call in delta.tool_calls or []:
+                assert call.function is not None
+                names += [call.function.name] if call.id else []
+                pieces += call.function.arguments or ""
+            reason = chunk.choices[0].finish_reason
+        assert (content, names, json.loads(pieces), reason) == (
+            "I look. ",
+            ["weather"],
+            ROME[1],
+            "tool_calls",
+        )
+
+        texts.append('[{"name": "weather", "parameters": {"city": "Rome"}}]')
+        tool = openai.pydantic_function_tool(Weather, name="weather")
+        parsed = await client.chat.completions.parse(**ask, tools=[tool], tool_choice="required")
+        (made,) = parsed.choices[0].message.tool_calls or []
+        assert made.function.parsed_arguments == Weather(city="Rome")
+        assert '"const":"weather"' in seen[-1].sampling.grammar
+
+        texts.append('{"city": "Rome"}')
+        named: Any = {"type": "function", "function": {"name": "weather"}}
+        done = await client.chat.completions.create(**ask, tools=[WEATHER, TIME], tool_choice=named)
+        assert done.choices[0].finish_reason == "stop"
+        (call,) = done.choices[0].message.tool_calls or []
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Rome"}')
+
+        texts.append('{"city": "Rome", "degrees": 30}')
+        report = await client.chat.completions.parse(**ask, response_format=Report)
+        assert report.choices[0].message.parsed == Report(city="Rome", degrees=30)
+        assert '"degrees"' in seen[-1].sampling.grammar
+
+        texts.append(ONE)
+        done = await client.chat.completions.create(**ask, tools=[WEATHER], tool_choice="none")
+        assert (done.choices[0].message.content, done.choices[0].message.tool_calls) == (ONE, None)
+
+        texts.append(ONE)
+        _, told = await cluster.ask("chat", {"messages": CHAT, "tools": [WEATHER]})
+        assert (told["text"], told["finish_reason"]) == (ONE, "tool_calls")
+        assert told["tool_calls"][0]["function"]["name"] == "weather"
+        await client.close()
+
+    run(scenario)

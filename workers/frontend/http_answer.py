@@ -1,0 +1,203 @@
+"""One answer over HTTP: all choices of one body, each of which is a request of its own to the cluster.
+
+Choices of one prompt share its KVCache as any two requests do, by the blocks of its prefix. So that these are computed
+once, the further ones of a prompt that has a whole block are opened when the first has its first token: then the
+blocks are in a pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterator
+
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import ApiRequest
+from halfmoon.workers.frontend.answers import OpenAiFormatter
+from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.frontend.registry import RequestRegistry
+
+#: What may wait in memory for a client that does not read its stream.
+UNREAD_BYTES_MAX = 1 << 20
+
+
+def prompts_of(ask: ApiRequest) -> Iterator[ApiRequest]:
+    """Each prompt of a request as one; its own name is the first one's."""
+    yield dataclasses.replace(ask, more_prompts=())
+    for prompt in ask.more_prompts:
+        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        yield dataclasses.replace(ask, more_prompts=(), text=text, token_ids=token_ids, request_id="")
+
+
+def choice_of(ask: ApiRequest, number: int) -> ApiRequest:
+    """Choice `number` of one prompt: another seed, as in vLLM."""
+    if not number:
+        return ask
+    sampling = ask.sampling.reseeded(number)
+    return dataclasses.replace(ask, sampling=sampling, request_id="")
+
+
+class HttpAnswer:
+    """`open`, then `wait` and `drain` until it has `ended`; `cancel` when the client leaves."""
+
+    def __init__(self, registry: RequestRegistry, transport: asyncio.Transport | None) -> None:
+        self._registry = registry
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        self._waiter: asyncio.Future[None] | None = None
+        self._waiting_bytes = 0
+        self._created_s = int(time.time())
+        self._traceparent = ""
+        self._max_tokens_default: int | None = None
+        self._forms: dict[int, OpenAiFormatter] = {}
+        self._left = 0
+        #: Choices that wait for the first token of the one that they stand under.
+        self._later: dict[int, list[tuple[int, ApiRequest]]] = {}
+        self._gone = False
+        self._alone = True
+        self.events: list[bytes] = []
+        self.error: ApiError | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._forms[0].request.request_id
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or not self._left
+
+    async def open(self, ask: ApiRequest, *, traceparent: str, max_tokens_default: int | None) -> None:
+        """Raises ApiError; then nothing is open."""
+        self._traceparent, self._max_tokens_default = traceparent, max_tokens_default
+        prompts = list(prompts_of(ask))
+        self._left = len(prompts) * ask.n
+        self._alone = self._left == 1
+        try:
+            for place, prompt in enumerate(prompts):
+                first = place * ask.n
+                if place:
+                    self._registry.admit()
+                opened = await self._open(first, prompt)
+                others = [(first + number, choice_of(prompt, number)) for number in range(1, ask.n)]
+                if (
+                    others
+                    and opened.arrived.prompt_tokens > self._registry.block_tokens
+                    and not opened.output_ids
+                ):
+                    self._later[first] = others
+                else:
+                    await self._open_all(others)
+        except (ApiError, asyncio.CancelledError):
+            self.cancel()
+            raise
+
+    async def _open_all(self, choices: list[tuple[int, ApiRequest]]) -> None:
+        for index, ask in choices:
+            self._registry.admit()
+            await self._open(index, ask)
+
+    async def _open(self, index: int, ask: ApiRequest) -> OpenRequest:
+        registry = self._registry
+        opened = await registry.open(
+            ask,
+            _Choice(self, index),
+            traceparent=self._traceparent,
+            max_tokens_default=self._max_tokens_default,
+        )
+        self._forms[index] = OpenAiFormatter(
+            opened,
+            registry.tokenizer,
+            registry.config.model,
+            self._created_s,
+            index=index,
+            answer_id=self._forms[0].request.request_id if index else "",
+            alone=self._alone,
+        )
+        if self._gone:
+            registry.cancel(opened)
+        return opened
+
+    async def _open_later(self, choices: list[tuple[int, ApiRequest]]) -> None:
+        try:
+            await self._open_all([each for each in choices if not self._gone])
+        except ApiError as error:
+            self.fail(error)
+
+    # --- from the registry ----------------------------------------------------------------------------------
+
+    def on_piece(self, index: int, request: OpenRequest, piece: Piece) -> None:
+        if self.error is not None:
+            return
+        if later := self._later.pop(index, None):
+            self._registry.spawn(self._open_later(later))
+        form = self._forms[index]
+        if request.ask.stream:
+            event = form.event(piece)
+            if not piece.first:
+                event = form.first_event() + event
+            self._send(event)
+        if piece.finish_reason:
+            self._left -= 1
+            if not self._left and request.ask.stream:
+                self._send(form.last_events([each.request for _, each in sorted(self._forms.items())]))
+        if self.events or self.ended:
+            self._wake()
+
+    def _send(self, event: bytes) -> None:
+        if event:
+            self.events.append(event)
+            self._waiting_bytes += len(event)
+            if self._waiting_bytes > UNREAD_BYTES_MAX and self._transport is not None:
+                self._transport.abort()  # which cancels the handler, and so the request
+
+    def fail(self, error: ApiError) -> None:
+        """One choice failed: the answer has failed."""
+        if self.error is None:
+            self.error = error
+            self.cancel()
+            self._wake()
+
+    # --- for the edge ---------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        self._gone = True
+        self._later.clear()
+        for form in self._forms.values():
+            self._registry.cancel(form.request)
+
+    def body(self) -> bytes:
+        forms = [form for _, form in sorted(self._forms.items())]
+        return forms[0].body(forms)
+
+    def drain(self) -> bytes:
+        events = b"".join(self.events)
+        self.events.clear()
+        self._waiting_bytes = 0
+        return events
+
+    async def wait(self) -> None:
+        """Until there is something to write, or the end."""
+        if not self.events and not self.ended:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Choice:
+    """The listener of one choice's request."""
+
+    __slots__ = ("_answer", "_index")
+
+    def __init__(self, answer: HttpAnswer, index: int) -> None:
+        self._answer, self._index = answer, index
+
+    def on_piece(self, request: OpenRequest, piece: Piece) -> None:
+        self._answer.on_piece(self._index, request, piece)
+
+    def on_error(self, request: OpenRequest, error: ApiError) -> None:
+        self._answer.fail(error)
