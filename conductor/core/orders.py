@@ -70,7 +70,8 @@ def _decide(state: State, request: Request) -> Placement | Refusal:
 def _learn_demand(state: State, event: RequestArrived, verdict: Placement | Refusal) -> None:
     """Count its demand on both pools, whether it is placed or not."""
     if isinstance(verdict, Refusal):
-        if verdict.reason == "too_long":
+        alone_ns, limits = verdict.predicted.prefill_ns, verdict.limits
+        if verdict.reason == "too_long" or (limits is not None and alone_ns > limits.ttft_ns):
             return  # no number of workers would serve it
     elif verdict.mixed:
         return  # the pools have nothing to do with it

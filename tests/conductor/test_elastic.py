@@ -128,6 +128,15 @@ def test_long_answers_take_workers_from_prefill() -> None:
     assert {role for _, _, role in cluster.changes} == {"decode"}
 
 
+def test_what_no_number_of_workers_would_serve_takes_none() -> None:
+    """Prompts that take longer than their objective alone are refused; those that wait too long are what lacks."""
+    for ttft_slo_ns, more in ((900 * MS, False), (1_500 * MS, True)):
+        cluster = Cluster(2, 6, admission="predicted", ttft_slo_ns=ttft_slo_ns)
+        cluster.serve(30, 200 * MS, LONG, 10)
+        assert sum(cluster.state.counters.rejected.values()) > 10
+        assert (cluster.roles()[0] > 2) == more, cluster.roles()
+
+
 def test_nothing_changes_without_a_planner_nor_where_workers_may_not() -> None:
     for policy in ({"elastic": "off"}, {"elastic": "advise"}):
         cluster = Cluster(2, 6, **policy)

