@@ -131,7 +131,8 @@ def elastic(context: Context) -> Section:
         f"{SLO.ttft_ns // S} s, TBT ≤ {SLO.tbt_ns // MS} ms, early rejection. Drawn loads ask in each phase for "
         f"{OFFERED:.0%} of what the workers could do if each had the right role; of the traces the answers swing, "
         f"{SPEEDS['conversation']:g} and {SPEEDS['synthetic']:g} times as fast. Goodput: requests a second that hold "
-        f"both objectives, over the time in which they arrive. Splits that stay: {SPLITS[0]} to {SPLITS[-1]} prefill workers. Elastic begins at 8 + 8, "
+        f"both objectives, over the time in which they arrive. "
+        f"Splits that stay: {SPLITS[0]} to {SPLITS[-1]} prefill workers. Elastic begins at 8 + 8, "
         f"changes one worker at a time, and knows nothing of the phases. Of the conversation trace the first "
         f"{TRACE_REQUESTS:,} requests.",
         columns=COLUMNS,
@@ -159,7 +160,14 @@ def _row(context: Context, chosen: str, name: str, arrivals: Sequence[Arrival]) 
     best = max(fixed, key=lambda split: fixed[split].effective_capacity)
     worst = min(fixed, key=lambda split: fixed[split].effective_capacity)
     held = found.effective_capacity
-    cells = [chosen, name, f"{len(arrivals):,}", f"{held * a_second:.2f}", f"{held:.1%}", f"{found.role_changes}"]
+    cells = [
+        chosen,
+        name,
+        f"{len(arrivals):,}",
+        f"{held * a_second:.2f}",
+        f"{held:.1%}",
+        f"{found.role_changes}",
+    ]
     for split in (best, worst):
         other = fixed[split].effective_capacity
         cells += [f"{split} + {WORKERS - split}", f"{other * a_second:.2f}", f"{held / other:.3f}"]
@@ -169,9 +177,9 @@ def _row(context: Context, chosen: str, name: str, arrivals: Sequence[Arrival]) 
 def _verdict(rows: list[list[str]]) -> str:
     """The aim, and by how much each kind of load reaches it at least."""
     words = []
-    for kind, chosen in (("drawn", lambda row: "trace" not in row[1]), ("traces", lambda row: "trace" in row[1])):
-        best = min(float(row[_OVER_BEST]) for row in rows if chosen(row))
-        worst = min(float(row[_OVER_WORST]) for row in rows if chosen(row))
+    for kind in ("drawn", "traces"):
+        those = [row for row in rows if ("trace" in row[1]) == (kind == "traces")]
+        best, worst = (min(float(row[column]) for row in those) for column in (_OVER_BEST, _OVER_WORST))
         words.append(
             f"{kind}: {best:.3f} of the best split and {worst:.2f} times the worst at least, "
             f"{'MET' if best >= 1 and worst >= WORST_TIMES else 'NOT MET'}"
