@@ -1,0 +1,46 @@
+"""Several choices of one prompt on a real cluster: its KVCache is computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import nats
+import pytest
+
+from halfmoon.schemas.events import PrefillFinished
+from tests.cluster.harness import Cluster
+from tests.cluster.prompts import prompt
+
+
+@pytest.fixture
+def cluster(small: Cluster) -> Cluster:
+    """It is left whole."""
+    return small
+
+
+@pytest.mark.slow
+async def test_further_choices_find_the_prompts_blocks(cluster: Cluster, nc: nats.NATS) -> None:
+    before = (await cluster.events())[-1].seq
+    body: dict[str, Any] = {
+        "prompt": prompt(600),
+        "n": 3,
+        "max_tokens": 8,
+        "seed": 3,
+        "cache_salt": "choices",
+    }
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(cluster.http + "/v1/completions", json=body) as response,
+    ):
+        answer = await response.json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(set(texts)) > 1, texts
+    prefills = [s.event for s in await cluster.events(before) if isinstance(s.event, PrefillFinished)]
+    found = [each.cached_local_tokens + each.cached_fetched_tokens for each in prefills]
+    assert found == [0, 512, 512]
+    # Each is what a request with that seed alone gets.
+    for number, text in enumerate(texts):
+        alone = {**body, "seed": 3 + number, "cache_salt": f"alone {number}"}
+        del alone["n"]
+        assert (await cluster.generate(nc, **alone))["text"] == text
