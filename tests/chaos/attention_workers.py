@@ -7,7 +7,7 @@ compared with the one that the sequence must have there.
 
 from __future__ import annotations
 
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision
 from halfmoon.schemas.events import WorkerHeartbeat
@@ -18,8 +18,15 @@ from halfmoon.workers.attention.state import Action, AttentionState
 from tests.chaos.holders import Holder
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, Text
 
-#: Of a hold: its number, and how many of its tokens are the sequence's.
-Row = tuple[int, int]
+
+class Row(NamedTuple):
+    """What a list says of a hold: how many of its tokens are the sequence's, from its token `first` on."""
+
+    hold: int
+    tokens: int
+    first: int
+    #: It has the sequence's end, and gets each new token.
+    grows: bool
 
 
 class AttentionWorker(Holder):
@@ -42,6 +49,9 @@ class AttentionWorker(Holder):
         #: The newest list that has each hold.
         self.attenders: dict[int, str] = {}
         self.hold_nothing()
+
+    def lends(self) -> bool:
+        return self.world.splits
 
     def kv_blocks(self) -> int:
         return self.world.attention_kv_blocks
@@ -106,27 +116,28 @@ class AttentionWorker(Holder):
 
     def take_list(self, name: str, rows: list[Row]) -> RowRefusal | None:
         """A step is about to begin, and those after it. Returns why not, or nothing."""
-        for hold, tokens in rows:
+        for hold, tokens, _, grows in rows:
             if hold not in self.offered:
                 return RowRefusal(f"hold {hold} is not here", hold)
+            assert grows or tokens == self.pushed[hold], ("a part of another length", hold, tokens)
             if tokens > self.pushed[hold]:
                 return RowRefusal(
                     f"hold {hold} has {self.pushed[hold]} tokens, and {tokens} were meant", hold
                 )
-        for hold, tokens in rows:
+        for hold, tokens, _, _ in rows:
             self.pushed[hold], self.attenders[hold] = tokens, name
         return None
 
     def attend(self, name: str, rows: list[Row], texts: list[Text]) -> RowRefusal | None:
         """A step: what each row's past is, then its new token joins it. Returns why there is no answer, or nothing."""
-        for hold, _ in rows:
+        for hold, *_ in rows:
             if hold not in self.offered:
                 return RowRefusal(f"hold {hold} was dropped", hold)
             if self.attenders[hold] != name:
                 return RowRefusal(f"hold {hold} is on a newer list", hold)
-        for (hold, tokens), text in zip(rows, texts, strict=True):
+        for (hold, tokens, first, grows), text in zip(rows, texts, strict=True):
             assert self.pushed[hold] == tokens, ("another length", self.process_id, hold, tokens)
-            wanted = text.token_kv(self.first_kv_head)
+            wanted = text.token_kv(self.first_kv_head)[first : first + tokens]
             for place in range(0, tokens, BLOCK_TOKENS):
                 end = min(BLOCK_TOKENS, tokens - place)
                 have = self.cache[self.offered[hold][place // BLOCK_TOKENS]][:end]
@@ -136,7 +147,8 @@ class AttentionWorker(Holder):
                     hold,
                     place,
                 )
-            self._write(hold, tokens, [text.kv(tokens)])
+            if grows:
+                self._write(hold, tokens, [text.kv(first + tokens)])
         return None
 
     def _write(self, hold: int, first: int, marks: list[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from halfmoon.conductor.core.machine import Core
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
 
 DIGEST_EVENTS = 100
 Identity = tuple[int, int]
+
+
+def published(decisions: Mapping[int, Sequence[Decision]], seqs: Iterable[int]) -> list[Identity]:
+    """Identities of the decisions on these events that are published at all."""
+    return [
+        (seq, position)
+        for seq in seqs
+        for position, decision in enumerate(decisions.get(seq, []))
+        if not isinstance(decision, SetTimer)
+    ]
 
 
 class Conductor:
@@ -47,6 +58,14 @@ class Conductor:
             self.arm(key, at_ns)
         self.soon()
 
+    def keep_snapshot(self, snapshot: bytes) -> None:
+        """As the shell does: only when all decisions up to there are stored."""
+        seq, stored = self.core.seq, self.net.stored_ns
+        # Of the last few events; those before were stored when the last snapshot was.
+        newest = published(self.world.decisions, range(max(1, seq - 4 * DIGEST_EVENTS), seq + 1))
+        if all(identity in stored for identity in newest):
+            self.world.snapshots.append(snapshot)
+
     def die(self) -> None:
         self.alive = False
         self.life += 1
@@ -78,8 +97,10 @@ class Conductor:
                 self.world.digested(self)
 
     def publish(self, identity: Identity, decision: Decision) -> None:
+        self.world.planner_deaths.before(decision)
         self.out_until_ns = max(self.out_until_ns, self.net.now_ns + self.net.lag_ns())
         self.net.at(self.out_until_ns, lambda life=self.life: self.leave(life, identity, decision))
+        self.world.planner_deaths.after(self, identity, decision)
 
     def leave(self, life: int, identity: Identity, decision: Decision) -> None:
         """Reaches the server."""

@@ -57,11 +57,16 @@ class DecodeWorker(Holder):
         self.told: dict[tuple[str, str, int], bool] = {}
         self.hear(decode_events.EngineIdled)
 
+    def lends(self) -> bool:
+        return self.world.lending
+
     def kv_blocks(self) -> int:
         return self.world.decode_kv_blocks
 
     def machine_heartbeat(self) -> WorkerHeartbeat:
-        return self.state.heartbeat(self.done[0])
+        heartbeat = self.state.heartbeat(self.done[0])
+        self.world.slow_holders.told(self, heartbeat)
+        return heartbeat
 
     def open_orders(self) -> list[str]:
         return list(self.state.orders.open)
@@ -155,15 +160,18 @@ class DecodeWorker(Holder):
             case act.RunStep():
                 step_ns = draw.choice([1 * MS, draw.randrange(1, 150 * MS)])
                 self.check_step(action.batch)
+                waits = self.world.slow_holders.waits(action.batch)
                 if self.world.attention:
                     # Slow, so that many die while they decode.
                     slow = self.world.attention_draw
                     step_ns = slow.choice([step_ns, slow.randrange(1, 600 * MS)])
+                    step_ns += max(waits.values(), default=0)
                     lost = self.caches.begin(action.batch)
-                    self.later(step_ns, lambda: self.step_elsewhere(action.batch, step_ns, lost))
+                    self.later(step_ns, lambda: self.step_elsewhere(action.batch, step_ns, lost, waits))
                 else:
+                    step_ns += max(waits.values(), default=0)
                     lives = self.lenders(action.batch)
-                    self.later(step_ns, lambda: self.step(action.batch, step_ns, lives))
+                    self.later(step_ns, lambda: self.step(action.batch, step_ns, lives, waits))
             case act.SwapOut():
                 self.net.counts["swapped out"] += 1
                 held = [list(self.cache[block]) for block in action.table]
@@ -360,7 +368,13 @@ class DecodeWorker(Holder):
                     )
         return lives
 
-    def step(self, batch: list[DecodeSequence], step_ns: int, lives: dict[tuple[str, int], int]) -> None:
+    def step(
+        self,
+        batch: list[DecodeSequence],
+        step_ns: int,
+        lives: dict[tuple[str, int], int],
+        waits: dict[str, int],
+    ) -> None:
         lives_now = self.lenders(batch)
         for (worker_id, hold), life in lives.items():
             if not life or lives_now[worker_id, hold] != life:
@@ -374,20 +388,23 @@ class DecodeWorker(Holder):
                 self.hear(decode_events.EngineIdled)
                 return
         self.check_step(batch)
-        self.step_ended(batch, step_ns)
+        self.step_ended(batch, step_ns, waits)
 
-    def step_elsewhere(self, batch: list[DecodeSequence], step_ns: int, lost: Lost | None) -> None:
+    def step_elsewhere(
+        self, batch: list[DecodeSequence], step_ns: int, lost: Lost | None, waits: dict[str, int]
+    ) -> None:
         lost = lost or self.caches.end(batch)
         if lost is None:
-            self.step_ended(batch, step_ns)
+            self.step_ended(batch, step_ns, waits)
         else:
             self.hear(decode_events.StepFailed, **lost._asdict())
             self.hear(decode_events.EngineIdled)
 
-    def step_ended(self, batch: list[DecodeSequence], step_ns: int) -> None:
+    def step_ended(self, batch: list[DecodeSequence], step_ns: int, waits: dict[str, int]) -> None:
         tokens = []
         for sequence in batch:
             drawn = self.world.text(sequence.order.request_id).token(len(sequence.output))
             tokens.append(sequence.next_known() or SampledToken(token_id=drawn))
-        self.hear(decode_events.StepEnded, tokens=tokens, step_ns=step_ns)
+        self.world.slow_holders.step_ended(self, waits)
+        self.hear(decode_events.StepEnded, tokens=tokens, step_ns=step_ns, waits_ns=waits)
         self.hear(decode_events.EngineIdled)

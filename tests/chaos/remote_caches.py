@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from halfmoon.workers.attention.errors import RowRefusal
 from halfmoon.workers.decode.actions import PushTail
+from halfmoon.workers.decode.lent_parts import CachePart
 from halfmoon.workers.decode.sequence import DecodeSequence
 from tests.chaos.attention_workers import AttentionWorker, Row
-from tests.chaos.texts import LAYERS, Text
+from tests.chaos.texts import BLOCK_TOKENS, LAYERS, Text
 
 if TYPE_CHECKING:
     from tests.chaos.decode_workers import DecodeWorker
@@ -40,10 +41,20 @@ class RemoteCaches:
         """Says which rows are where, if the places do not know it from the last step."""
         rows: dict[str, list[Row]] = {}
         for sequence in batch:
+            covered = 0
             for part in sequence.parts:
                 said = (sequence.order_id, part.worker_id, part.hold)
                 assert said in self.worker.told, ("counts as held what nobody said", said)
-                rows.setdefault(part.worker_id, []).append((part.hold, sequence.length))
+                assert isinstance(part, CachePart), part
+                first = part.first_block * BLOCK_TOKENS
+                tokens = sequence.length - first if part.grows else part.blocks * BLOCK_TOKENS
+                # By heads all have its end; by sequence each begins where the one before ends.
+                assert first == covered, ("parts overlap, or leave a gap", sequence.order_id, part.worker_id)
+                covered += 0 if part.grows else tokens
+                rows.setdefault(part.worker_id, []).append(Row(part.hold, tokens, first, part.grows))
+        self.world.net.counts["steps split by sequence"] += any(
+            not row.grows for some in rows.values() for row in some
+        )
         if rows == self._known:
             return None
         self._known, self._number = None, self._number + 1
@@ -79,7 +90,8 @@ class RemoteCaches:
                 self.world.net.counts["rows refused" if problem.hold else "places lost"] += 1
                 return Lost(worker_id, *problem)
         self._known = {
-            worker_id: [(hold, tokens + 1) for hold, tokens in rows] for worker_id, rows in known.items()
+            worker_id: [row._replace(tokens=row.tokens + row.grows) for row in rows]
+            for worker_id, rows in known.items()
         }
         self.world.net.counts["steps elsewhere"] += 1
         return None
@@ -87,7 +99,8 @@ class RemoteCaches:
     def push(self, tail: PushTail, text: Text) -> str:
         """Sends the end of a prompt to all places. Returns why not, or nothing."""
         marks = self.worker.cache[tail.block]
-        wanted = [text.kv(place) for place in range(tail.first_token, tail.first_token + tail.tokens)]
+        prompt_tokens = text.arrived.prompt_tokens
+        wanted = [text.kv(place) for place in range(prompt_tokens - tail.tokens, prompt_tokens)]
         assert marks == [wanted[0]] * LAYERS, ("sends KV of somebody else", tail.order_id, marks)
         for worker_id, hold, _, _ in tail.places:
             place = self._reached(worker_id)

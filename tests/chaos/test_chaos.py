@@ -238,7 +238,7 @@ def test_a_request_that_a_change_of_role_forgets_is_found(monkeypatch: pytest.Mo
         return [] if worker is not None and worker.becomes else whole(state, worker_id)
 
     monkeypatch.setattr(membership, "_orphans", forgets)
-    fails(44, "prefill half|open at f|orders at d")
+    fails(30, "prefill half|open at f|orders at d")
 
 
 def test_a_worker_that_counts_in_its_old_role_too_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ class Worker(Process):
                 batch_max=world.batch_max,
                 profile=world.profile,
                 prompt_tokens_max=self.prompt_tokens_max(),
-                lends=self.world.lending and self.role == "decode",
+                lends=self.lends(),
                 cache_elsewhere=self.world.attention > 0 and self.role == "decode",
                 first_kv_head=self.first_kv_head,
                 kv_heads=self.kv_heads,
@@ -165,6 +165,9 @@ class Worker(Process):
                 token_budget=self.token_budget(),
             )
         )
+
+    def lends(self) -> bool:
+        return False
 
     def kv_blocks(self) -> int:
         return self.world.kv_blocks

@@ -25,18 +25,20 @@ from halfmoon.conductor.core.invariants import check_ledger
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.codec import digest as digest_of
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import ChangeRole, Decision, SetTimer, StartDecode, StartMixed, StartPrefill
+from halfmoon.schemas.decisions import ChangeRole, Decision, StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.events import ClusterConfigured, RequestArrived, Stamped, StateDigested
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 from tests.chaos.attention_workers import AttentionWorker
-from tests.chaos.conductors import DIGEST_EVENTS, Conductor, Identity
+from tests.chaos.conductors import Conductor, published
 from tests.chaos.decode_workers import DecodeWorker
 from tests.chaos.faults import Faults
 from tests.chaos.frontends import Frontend
 from tests.chaos.holders import Holder
 from tests.chaos.mixed_workers import MixedWorker
 from tests.chaos.network import Network
+from tests.chaos.planner_deaths import PlannerDeaths
 from tests.chaos.prefill_workers import PrefillWorker
+from tests.chaos.slow_holders import SlowHolders
 from tests.chaos.stores import StoreAgent
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, LAYOUT, Text
 from tests.chaos.workers import Worker
@@ -48,6 +50,8 @@ LENDING = 0.4
 SEGMENT_TOKENS = 2 * BLOCK_TOKENS
 #: And how many of the rest of them have attention workers.
 ATTENTION = 0.4
+#: And how many of those by requests also split by sequence.
+SPLITS = 0.6
 #: In how many of those without them prefill and decode workers change roles, of those that lend, and that move KV.
 ELASTIC, ELASTIC_LENDING, ELASTIC_MOVING = 0.4, 0.2, 0.1
 #: And how many of those without any of it have mixed workers.
@@ -113,13 +117,16 @@ class World:
         self.answer_draw = random.Random(f"answers {seed}")
         self.attention_draw = random.Random(f"attention {seed}")
         self._add_attention(self.attention_draw)
+        self._add_splits(random.Random(f"splits {seed}"))
         #: Workers that may take each other's role, and are told to at any time.
         self.role_draw = random.Random(f"roles {seed}")
         share = ELASTIC_MOVING if self.moving else ELASTIC_LENDING if self.lending else ELASTIC
         self.elastic = not self.attention and self.role_draw.random() < share
         self.mixed_draw = random.Random(f"mixed {seed}")
         self._add_mixed(self.mixed_draw)
-        self.profile = CostProfile() if draw.random() < 0.2 else SLOW_PREFILL
+        self.slow_holders = SlowHolders(self, seed)
+        self.planner_deaths = PlannerDeaths(self, seed)
+        self.profile = self.slow_holders.measured(CostProfile() if draw.random() < 0.2 else SLOW_PREFILL)
         self.policy = self.any_policy()
         self.faults = Faults(self, cuts=lossy)
         conductors = conductors or draw.randrange(1, 5)
@@ -148,6 +155,12 @@ class World:
         self.layout = msgspec.structs.replace(
             self.layout, kv_heads=self.head_ranges, segment_tokens=segment_tokens
         )
+
+    def _add_splits(self, draw: random.Random) -> None:
+        """Some attention workers that have all heads take parts of sequences; none has room for all of most."""
+        self.splits = self.attention > 0 and self.head_ranges == 1 and draw.random() < SPLITS
+        if self.splits:
+            self.attention, self.attention_kv_blocks = draw.choice([2, 3]), draw.choice([8, 12, 20])
 
     def _add_mixed(self, draw: random.Random) -> None:
         """In some of those without any of this there are so many mixed workers, beside the others or alone."""
@@ -208,6 +221,7 @@ class World:
             }
             # Drawn apart: some moves are given up before their owner answers, and it does later.
             added["move_answer_ns"] = self.answer_draw.choice([0, 200 * MS, 2 * S])
+        added |= self.slow_holders.policy()
         if self.attention:
             added["admission"] = self.attention_draw.choice(["none", "none", "predicted"])
         if self.mixed:
@@ -300,6 +314,7 @@ class World:
             return
         if self.lending or self.attention:
             check_ledger(conductor.core.state)
+            self.slow_holders.check(conductor.core.state, stamped, decisions)
         self.net.counts["decisions"] += len(decisions)
         for decision in decisions:
             self.check_role(conductor.core.state, decision)
@@ -336,18 +351,7 @@ class World:
         )
         if conductor.position >= conductor.goal:
             self.net.append(event, f"digest-{conductor.name}-{seq}")
-        # As the shell does: only when all decisions up to there are stored.
-        if all(identity in self.net.stored_ns for identity in self._published(seq)):
-            self.snapshots.append(snapshot)
-
-    def _published(self, up_to: int) -> list[Identity]:
-        """Identities of the decisions up to there that are published at all, of the last few events."""
-        return [
-            (seq, position)
-            for seq in range(max(1, up_to - 4 * DIGEST_EVENTS), up_to + 1)
-            for position, decision in enumerate(self.decisions.get(seq, []))
-            if not isinstance(decision, SetTimer)
-        ]
+        conductor.keep_snapshot(snapshot)
 
     def ended(self, request_id: str, how: str) -> None:
         """A client was told the end of its request."""
@@ -378,6 +382,7 @@ class World:
                 # Answers outgrow small caches, whose requests give way to each other.
                 tokens = self.mixed_draw.choice([5, 20, 33, 60])
                 max_tokens, end_at = 40, self.mixed_draw.randrange(10, 40)
+            tokens = self.slow_holders.prompt_tokens(tokens)
             arrived = RequestArrived(
                 request_id=f"r{number}",
                 frontend_id=frontend.process_id,
@@ -414,6 +419,8 @@ class World:
         net.later(self.draw.randrange(2 * S), self.faults.strike)
         if self.attention:
             net.later(self.attention_draw.randrange(3 * S), self.faults.strike_attention)
+        if self.slow_holders.on:
+            net.later(self.slow_holders.draw.randrange(2 * S), self.slow_holders.strike)
         if self.elastic:
             net.later(self.role_draw.randrange(2 * S), self.faults.change_role)
         if self.clock_steps:
@@ -467,6 +474,10 @@ class World:
                 conductor.read()
         digests = {conductor.core.digest() for conductor in self.conductors}
         assert len(digests) == 1, ("another state at the end", digests)
+        decided = published(self.decisions, range(1, self.log[-1].seq + 1))
+        self.pass_time(1)
+        unheard = [identity for identity in decided if identity not in self.net.stored_ns]
+        assert not unheard, ("decided, and never published", unheard)
         assert len(self.ends) == self.accepted, (len(self.ends), self.accepted)
         for worker in self.conductors[0].core.state.workers.values():
             assert (worker.orders, worker.reserved_ns, worker.reserved_blocks) == ({}, 0, 0), worker
