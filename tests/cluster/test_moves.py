@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from halfmoon.schemas.decisions import MoveKv
+from halfmoon.conductor.core.invariants import check
+from halfmoon.conductor.core.machine import Core
+from halfmoon.schemas.decisions import MoveKv, SetTimer
 from halfmoon.schemas.events import DecodeStarted, KvMoved, KvMoveRefused
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.cluster.prompts import prompt
@@ -95,3 +97,39 @@ async def test_a_worker_that_dies_in_mid_move_costs_no_text(tmp_path: Path, of: 
         assert await ask(cluster, nc, LONG, ANSWER) == answers[0]
         await nothing_is_held(cluster)
         await nc.close()
+
+
+@pytest.mark.parametrize("conductors", [1, 2])
+async def test_the_planners_conductor_dies_in_mid_move(tmp_path: Path, conductors: int) -> None:
+    """The only one is started again and goes on from the log; with two, the other one goes on."""
+    with running(tmp_path, *MOVING, "--conductors", str(conductors)) as cluster:
+        nc = await cluster.connect()
+        asked = await skewed(cluster, nc)
+        ordered = await until_it_moves(cluster)
+        cluster.kill("conductor-0")
+        assert await events_of(cluster, KvMoved) == []
+        answers = await asyncio.gather(*asked)
+        assert [len(answer) for answer in answers] == [ANSWER, 8, 12]
+        # It was ordered once, and done.
+        assert await moves_of(cluster) == [ordered]
+        (moved,) = await events_of(cluster, KvMoved)
+        assert (moved.plan_id, moved.moved_bytes) == (ordered.plan_id, SEGMENT_BYTES)
+        await nothing_is_held(cluster)
+        assert await ask(cluster, nc, LONG, ANSWER) == answers[0]
+        await nothing_is_held(cluster)
+        await the_ledger_is_right(cluster, conductors)
+        await nc.close()
+
+
+async def the_ledger_is_right(cluster: Cluster, conductors: int) -> None:
+    """The log gives the decisions that were stored, each once, and a state in which nothing is lent."""
+    core, events = Core(), await cluster.events()
+    made = [((one.seq, at), it) for one in events for at, it in enumerate(core.step(one))]
+    stored = [((one.cause_seq, one.position), one.decision) for one in await cluster.decisions()]
+    assert stored == [
+        (identity, decision) for identity, decision in made if not isinstance(decision, SetTimer)
+    ]
+    check(core.state)
+    assert core.state.orders == {}
+    assert [worker.lent for worker in core.state.workers.values() if worker.lent] == []
+    assert len(await cluster.conductors(conductors)) == conductors
