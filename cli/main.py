@@ -20,6 +20,7 @@ from typing import Any
 from halfmoon.bus.errors import BusError
 from halfmoon.cli.commands import COMMANDS
 from halfmoon.cli.options import OptionInvalid, parse
+from halfmoon.cli.output import set_logging
 from halfmoon.workers.model.loading.errors import ModelError
 
 
@@ -73,6 +74,7 @@ def _main(argv: Sequence[str] | None) -> None:
             arguments,
             lambda name: importlib.import_module(modules[name]).add(commands[name]),
         )
+        set_logging(args)
         sys.exit(_run(importlib.import_module(modules[args.command]).run(args)))
     except BrokenPipeError:
         with contextlib.suppress(OSError):

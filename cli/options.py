@@ -322,6 +322,8 @@ def _apply(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: s
                 converted = action.type(str(value))
             else:
                 converted = value if isinstance(value, list) else str(value)
+                if isinstance(action, argparse._AppendAction) and isinstance(converted, str):
+                    converted = [each.strip() for each in converted.split(",") if each.strip()]
         except (TypeError, ValueError) as problem:
             raise OptionInvalid(f"{source}: {flag}: {_short(problem)}") from None
         if action.choices is not None and converted not in action.choices:

@@ -1,12 +1,58 @@
-"""Words to the person who started the process."""
+"""Words to the person who started the process, and what its log looks like."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
+import logging
 import sys
+import time
+
+_JSON = logging.getLogger("halfmoon.say")
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: `ts` (UTC), `level`, `logger`, `message`, and `exception` where there was one."""
+
+    converter = time.gmtime
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "ts": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told)
+
+
+def add_logging(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="json: an object a line, of processes"
+    )
+
+
+def set_logging(args: argparse.Namespace) -> None:
+    """As `add_logging`'s options say; a command that has none keeps what there is."""
+    root = logging.getLogger()
+    if (level := getattr(args, "log_level", None)) is not None:
+        # Of the libraries below us the debugging words are left out: nats-py and asyncio tell each message.
+        logging.getLogger("halfmoon").setLevel(level.upper())
+        root.setLevel(max(logging.INFO, getattr(logging, level.upper())))
+    if getattr(args, "log_format", "") == "json" and args.command != "up":
+        for handler in root.handlers:
+            handler.setFormatter(JsonLines())
+        _JSON.setLevel(logging.INFO)
 
 
 def say(text: str) -> None:
     """One line on standard error, at once; lost where that is a full disk, or nobody's any more."""
+    if _JSON.level == logging.INFO:
+        _JSON.info(text)
+        return
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

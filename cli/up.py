@@ -24,6 +24,7 @@ from halfmoon.cli.options import (
     add_secret,
     state_directory,
 )
+from halfmoon.cli.output import add_logging
 from halfmoon.cli.processes.lifecycle import raise_open_files_limit
 from halfmoon.cli.processes.options import add_frontend, add_policy, add_store, add_worker
 from halfmoon.cli.run_file import RunFile
@@ -73,6 +74,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_secret(parser)
     add_config(parser)
     add_tracing(parser)
+    add_logging(parser)
 
 
 async def run(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ import ipaddress
 import logging
 import re
 import resource
+import ssl
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -97,27 +98,30 @@ class HttpServer:
         *,
         urgent: frozenset[str],
         on_refusal: Callable[[int], None] = lambda _: None,
+        headers_for: Callable[[web.BaseRequest], dict[str, str]] = lambda _: {},
     ) -> None:
         self._handler = handler
         self._urgent = urgent
         self._on_refusal = on_refusal
+        self.headers_for = headers_for
         self._runner: web.ServerRunner | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self.limits = limits
         self.room = _Room(limits)
 
-    async def start(self, host: str, port: int) -> str:
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
         """Its URL; with port 0 a free one was taken. Raises OSError when the port is taken."""
         self._runner = web.ServerRunner(_Server(self), shutdown_timeout=1.0)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port, backlog=1024).start()
+            await web.TCPSite(self._runner, host, port, backlog=1024, ssl_context=tls).start()
         except OSError:
             await self._runner.cleanup()
             raise
         self._sweeping = asyncio.create_task(self._sweep())
         name, number = self._runner.addresses[0][:2]
-        return f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
+        scheme = "http" if tls is None else "https"
+        return f"{scheme}://[{name}]:{number}" if ":" in name else f"{scheme}://{name}:{number}"
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -237,7 +241,21 @@ class _Server(web.Server):
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         protocol.taken()
         size = self.owner.limits.body_bytes_max
-        return web.BaseRequest(message, payload, protocol, writer, task, protocol._loop, client_max_size=size)
+        request = _Request(message, payload, protocol, writer, task, protocol._loop, client_max_size=size)
+        request.owner = self.owner
+        return request
+
+
+class _Request(web.BaseRequest):
+    """Its answers, refusals and streams too, have the headers that the server is told to add."""
+
+    owner: HttpServer
+
+    async def _add_headers(self, response: web.StreamResponse) -> None:
+        response.headers.update(self.owner.headers_for(self))
+
+    #: aiohttp calls it before any answer's head is written.
+    _prepare_hook = _add_headers
 
 
 class Connection(web.RequestHandler):

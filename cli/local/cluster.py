@@ -151,9 +151,10 @@ class LocalCluster:
             await self._child(node, role, own, node_number=count)
             names.add(node)
         http_port = self.http_port or port_or_free(8000)
-        self.http = f"http://{args.http_host}:{http_port}"
+        scheme = "https" if args.ssl_certfile else "http"
+        self.http = f"{scheme}://{args.http_host}:{http_port}"
         log_dir = str(self.server.directory) if self.server is not None else ""
-        self.targets.add("frontend", self.http.removeprefix("http://"))
+        self.targets.add("frontend", self.http.partition("://")[2])
         await self._child(
             "frontend-0", "frontend", {"id": "frontend-0", "http_port": http_port, "log_dir": log_dir}
         )

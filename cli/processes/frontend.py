@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from halfmoon.cli import model as models
 from halfmoon.cli.metrics import shown
-from halfmoon.cli.options import OptionInvalid, add_model, secret
+from halfmoon.cli.options import OptionInvalid, add_model, check_option_file, secret
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
 from halfmoon.cli.processes.options import add_frontend, add_log_dir, add_process
@@ -17,6 +17,8 @@ from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.numbers import SECOND_NS
 
 if TYPE_CHECKING:
+    import ssl
+
     from halfmoon.bus.telemetry.http_server import HttpLimits
 
 
@@ -44,18 +46,22 @@ async def run(args: argparse.Namespace) -> int:
             raise OptionInvalid(f"--api-keys-file: {problem}") from None
     tracing = start_tracing(args, "frontend", args.id)
     bus = await connect(args, args.id)
+    names = args.served_model_name or [layout.model]
     config = FrontendConfig(
         frontend_id=args.id,
-        model=layout.model,
+        model=names[0],
+        model_aliases=tuple(names[1:]),
         http_host=args.http_host,
         http_port=args.http_port,
         silence_ns_max=int(args.silence_s * SECOND_NS),
         client_inboxes=tuple(args.client_inboxes.split(",")),
         http_allowed_hosts=tuple(name.strip() for name in args.http_allowed_hosts.split(",") if name.strip()),
         http_limits=_limits(args),
+        allowed_origins=tuple(name.strip() for name in args.allowed_origins.split(",") if name.strip()),
+        http_tls=_tls(args),
         api_keys=keys,
         cluster_secret=secret(args),
-        context_tokens=models.context_tokens_max(args),
+        context_tokens=_context_tokens(args),
         open_requests_max=args.open_requests_max,
         log_directory=args.log_dir,
         log_free_bytes_min=args.log_free_mib_min << 20,
@@ -64,7 +70,7 @@ async def run(args: argparse.Namespace) -> int:
     frontend = Frontend(bus, config, tokenizer, layout)
     frontend.registry.tracing = tracing
     await frontend.start()
-    say(f"frontend {args.id}: http://{args.http_host}:{frontend.http_port}")
+    say(f"frontend {args.id}: {frontend.http_url}")
     try:
         async with shown(args, frontend.registry.metrics.registry):
             await until_stopped(bus, args.health_file)
@@ -73,6 +79,36 @@ async def run(args: argparse.Namespace) -> int:
         await bus.close()
         stop_tracing(tracing)
     return 0
+
+
+def _context_tokens(args: argparse.Namespace) -> int:
+    """Raises OptionInvalid."""
+    most = models.context_tokens_max(args)
+    if not args.max_model_len:
+        return most
+    if not 2 <= args.max_model_len <= most:
+        raise OptionInvalid(f"--max-model-len: {args.max_model_len} is not in 2..{most}, the model's context")
+    return int(args.max_model_len)
+
+
+def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """None: plain HTTP. Raises OptionInvalid."""
+    import ssl
+
+    if not args.ssl_certfile:
+        if args.ssl_keyfile:
+            raise OptionInvalid("--ssl-keyfile: needs --ssl-certfile")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    for option, file in (("--ssl-certfile", args.ssl_certfile), ("--ssl-keyfile", args.ssl_keyfile)):
+        if file:
+            check_option_file(option, file)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile or None)
+    except (OSError, ssl.SSLError) as problem:
+        raise OptionInvalid(f"--ssl-certfile {args.ssl_certfile}: {problem}") from None
+    return context
 
 
 def _limits(args: argparse.Namespace) -> HttpLimits:

@@ -7,6 +7,7 @@ from typing import get_args
 
 from halfmoon.cli.metrics import add_metrics
 from halfmoon.cli.options import add_bus, add_config, add_secret
+from halfmoon.cli.output import add_logging
 from halfmoon.cli.processes.attention import add_decode_attention
 from halfmoon.cli.processes.mixed import add_token_budget
 from halfmoon.cli.tracing import add_tracing
@@ -29,6 +30,7 @@ def add_process(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_metrics(parser)
     add_tracing(parser)
+    add_logging(parser)
     parser.add_argument(
         "--drain-s", type=float, default=20.0, help="how long to finish what runs, when stopped"
     )
@@ -229,6 +231,29 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="NAMES",
         help="names that clients may ask for, by commas; *: any (where it listens on loopback: loopback's)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        default="",
+        metavar="ORIGINS",
+        help="pages that may ask from a browser (CORS), by commas: https://chat.example; *: any; default: none",
+    )
+    group.add_argument("--ssl-certfile", default="", metavar="FILE", help="serve HTTPS with this certificate")
+    group.add_argument(
+        "--ssl-keyfile", default="", metavar="FILE", help="its key, where it is a file of its own"
+    )
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the model's name in the API; repeatable: the first is in answers, all are understood",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        default=0,
+        help="prompt and answer together, at most; 0: the model's context",
     )
     group.add_argument("--http-connections-max", type=int, default=8192)
     group.add_argument(

@@ -184,6 +184,13 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`/detokenize`."""
+
+    tokens: list[TokenId]
+    model: Name | None = None
+
+
 class CancelBody(msgspec.Struct, frozen=True, kw_only=True):
     """`id`: the answer's id, or the `request_id` that the client gave."""
 

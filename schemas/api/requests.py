@@ -144,7 +144,11 @@ def parse_completion(payload: bytes) -> ApiRequest:
 
 def parse_chat(payload: bytes) -> ApiRequest:
     """Raises ApiError."""
-    body = decode_body(payload, ChatBody)
+    return read_chat(decode_body(payload, ChatBody))
+
+
+def read_chat(body: ChatBody) -> ApiRequest:
+    """Raises ApiError."""
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.add_special_tokens:
         raise special_tokens_in_chat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,6 +30,10 @@ class FrontendConfig:
     client_inboxes: tuple[str, ...] = CLIENT_INBOXES
     #: Names, or names with ports, that HTTP clients may ask for beside the loopback's; "*": any. See `Origins`.
     http_allowed_hosts: tuple[str, ...] = ()
+    #: Origins whose pages may ask from a browser (CORS), `scheme://host[:port]`; "*": any. Empty: none but our own.
+    allowed_origins: tuple[str, ...] = ()
+    #: Serve HTTPS.
+    http_tls: ssl.SSLContext | None = field(default=None, repr=False)
     http_limits: HttpLimits = field(default_factory=HttpLimits)
     #: Key -> tenant that its requests belong to (`tenants.ALL_TENANTS`: as the request says). Empty: HTTP asks for no
     #: key. Clients on NATS are known by their NATS credentials.
@@ -70,6 +75,10 @@ class FrontendConfig:
             raise ValueError("unstored_ns_max must be at least a second, log_free_bytes_min at least 0")
         if self.open_requests_max < 1:
             raise ValueError("open_requests_max must be at least 1")
+        for origin in self.allowed_origins:
+            scheme, _, place = origin.partition("://")
+            if origin != "*" and (scheme not in ("http", "https") or not place or "/" in place):
+                raise ValueError(f"allowed_origins: {origin!r} is no origin, like https://chat.example:8443")
         for prefix in self.client_inboxes:
             ours = f"{subjects.ROOT}."
             if not is_subject(f"{prefix}x") or prefix.startswith(("$", ours)) or ours.startswith(prefix):

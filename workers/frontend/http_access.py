@@ -9,6 +9,7 @@ declared to be JSON, which a browser does not send across origins unless it is a
 from __future__ import annotations
 
 import ipaddress
+import re
 
 from aiohttp import web
 
@@ -16,12 +17,16 @@ from halfmoon.bus.addresses import is_address
 from halfmoon.schemas.api.errors import ApiError
 
 OPTION = "--http-allowed-hosts"
+#: Headers of an answer that a page may read.
+_EXPOSED = "x-request-id, retry-after, retry-after-ms, x-should-retry"
 
 
 class Origins:
     """`check` raises ApiError. `allowed`: names beside those that always are; with "*" any is."""
 
-    def __init__(self, listens_at: str, allowed: tuple[str, ...]) -> None:
+    def __init__(self, listens_at: str, allowed: tuple[str, ...], pages: tuple[str, ...] = ()) -> None:
+        """`pages`: origins whose pages may ask."""
+        self._pages = {page.lower() for page in pages}
         self._any = "*" in allowed
         self._allowed = {name.lower() for name in allowed}
         self._local = _is_loopback(listens_at)
@@ -39,13 +44,50 @@ class Origins:
                 403, f"host: not a name of this frontend ({OPTION} adds names)", code="foreign_host"
             )
         origin = request.headers.get("origin")
-        if origin is not None and not self._any and not self._is_same(origin.strip().lower(), host):
+        if origin is not None and not self._any and not self._is_known(origin.strip().lower(), host):
             raise ApiError(
                 403, f"origin: a page of another site ({OPTION} adds names)", code="foreign_origin"
             )
         site, mode = request.headers.get("sec-fetch-site", ""), request.headers.get("sec-fetch-mode", "")
         if site == "cross-site" and origin is None and not (mode == "navigate" and request.method == "GET"):
             raise ApiError(403, "sec-fetch-site: a page of another site", code="foreign_origin")
+
+    def cors_headers(self, request: web.BaseRequest) -> dict[str, str]:
+        """Headers that let a page of an allowed origin read the answer; nothing where no page was allowed."""
+        origin = request.headers.get("origin", "").strip()
+        if not self._pages or not origin:
+            return {}
+        if not self._is_page(origin.lower()):
+            return {"vary": "origin"}
+        return {
+            "access-control-allow-origin": origin,
+            "access-control-expose-headers": _EXPOSED,
+            "vary": "origin",
+        }
+
+    def preflight(self, request: web.BaseRequest) -> web.Response | None:
+        """The answer to a browser that asks whether a page may ask; None: it is no such request, or of no such page."""
+        asked = request.headers.get("access-control-request-method")
+        origin = request.headers.get("origin", "").strip().lower()
+        if request.method != "OPTIONS" or asked is None or not self._is_page(origin):
+            return None
+        headers = request.headers.get("access-control-request-headers", "")
+        if not re.fullmatch(r"[A-Za-z0-9 ,_-]{0,1024}", headers):
+            return None
+        return web.Response(
+            status=204,
+            headers={
+                "access-control-allow-methods": "GET, POST, OPTIONS",
+                "access-control-allow-headers": headers,
+                "access-control-max-age": "600",
+            },
+        )
+
+    def _is_page(self, origin: str) -> bool:
+        return bool(origin) and ("*" in self._pages or origin in self._pages)
+
+    def _is_known(self, origin: str, host: str) -> bool:
+        return self._is_page(origin) or self._is_same(origin, host)
 
     def _is_ours(self, host: str) -> bool:
         name = _name(host)

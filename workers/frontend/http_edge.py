@@ -28,11 +28,17 @@ from halfmoon.bus.telemetry.http_server import (
 from halfmoon.bus.telemetry.metrics import CONTENT_TYPE, exposition
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.bus.telemetry.version import VERSION
-from halfmoon.schemas.api.bodies import TokenizeBody
+from halfmoon.schemas.api.bodies import DetokenizeBody, TokenizeBody
 from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.messages import parse_count_tokens, parse_messages
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, parse_chat, parse_completion
+from halfmoon.schemas.api.responses import parse_responses
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.cluster_status import ClusterStatus
+from halfmoon.workers.frontend.dialects import openapi
+from halfmoon.workers.frontend.dialects.exchange import Dialect, Exchanges
+from halfmoon.workers.frontend.dialects.messages import MessagesForm
+from halfmoon.workers.frontend.dialects.responses import ResponsesForm
 from halfmoon.workers.frontend.http_access import Origins, check_json
 from halfmoon.workers.frontend.http_answer import HttpAnswer
 from halfmoon.workers.frontend.page.assets import Assets
@@ -55,11 +61,17 @@ class HttpEdge:
         self._config = registry.config
         self._status = status
         self._keys = ApiKeys(registry.config.api_keys)
-        self._origins = Origins(registry.config.http_host, registry.config.http_allowed_hosts)
+        config = registry.config
+        self._origins = Origins(config.http_host, config.http_allowed_hosts, config.allowed_origins)
         self._limits = registry.config.http_limits
         self._server = HttpServer(
-            self._answer, self._limits, urgent=URGENT, on_refusal=registry.metrics.failed
+            self._answer,
+            self._limits,
+            urgent=URGENT,
+            on_refusal=registry.metrics.failed,
+            headers_for=self._origins.cors_headers,
         )
+        self._others = others = Exchanges(registry, self._keys, _STREAM_HEADERS)
         #: Where it listens, once started.
         self.url = ""
         self._handlers: dict[str, tuple[str, Handler]] = {
@@ -67,6 +79,13 @@ class HttpEdge:
             "/v1/completions": ("POST", self._complete),
             "/v1/models": ("GET", self._models),
             "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/v1/messages": ("POST", others.handler(Dialect(parse_messages, MessagesForm))),
+            "/v1/messages/count_tokens": ("POST", self._count_tokens),
+            "/v1/responses": ("POST", others.handler(Dialect(parse_responses, ResponsesForm))),
+            "/load": ("GET", self._load),
+            "/server_info": ("GET", self._server_info),
+            "/openapi.json": ("GET", self._openapi),
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
@@ -81,7 +100,9 @@ class HttpEdge:
 
     async def start(self) -> None:
         """Raises OSError when the port is taken."""
-        self.url = await self._server.start(self._config.http_host, self._config.http_port)
+        self.url = await self._server.start(
+            self._config.http_host, self._config.http_port, self._config.http_tls
+        )
 
     async def stop(self) -> None:
         await self._feed.close()
@@ -90,6 +111,8 @@ class HttpEdge:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Raises ApiError."""
         self._origins.check(request)
+        if (allowed := self._origins.preflight(request)) is not None:
+            return allowed
         known = self._handlers.get(request.path)
         if known is None and request.path.startswith(_MODEL):
             known = "GET", self._model
@@ -187,6 +210,29 @@ class HttpEdge:
         return _json(
             await self._registry.prompts.tokenize(decode_body(await self._body(request), TokenizeBody))
         )
+
+    async def _detokenize(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._authorize(request)
+        body = decode_body(await self._body(request), DetokenizeBody)
+        return _json(self._registry.prompts.detokenize(body))
+
+    async def _count_tokens(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._others.authorize(request)
+        ask = parse_count_tokens(await self._body(request))
+        self._registry.prompts.check_model(ask.model)
+        ids = await self._registry.prompts.encode(text=None, messages=ask.messages, rendering=ask.rendering)
+        return _json({"input_tokens": len(ids)})
+
+    async def _load(self, _: web.BaseRequest) -> web.StreamResponse:
+        return _json({"server_load": len(self._registry.requests)})
+
+    async def _server_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        """How it is set up, without secrets."""
+        self._authorize(request)
+        return _json({"version": VERSION, **self._registry.about()})
+
+    async def _openapi(self, _: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=openapi.document(), content_type=JSON)
 
     async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
         return _json({"status": "ok"})

@@ -87,6 +87,7 @@ class OpenRequest:
         "seen_tokens",
         "span",
         "stop_checker",
+        "stop_text",
         "text_parts",
         "timing",
         "traceparent",
@@ -137,6 +138,8 @@ class OpenRequest:
         self.samples: list[SampledToken] = []
         self.text_parts: list[str] = []
         self.finish_reason = ""
+        #: The stop string that ended it.
+        self.stop_text = ""
         self.timing: Timing | None = None
         self.resending = False
         #: Redelivery in a row that the worker answered with "I have no such order".
@@ -246,6 +249,7 @@ class OpenRequest:
 
     def _stop(self, hit: str) -> str:
         """The stop string, where it is to be part of the answer."""
+        self.stop_text = hit
         return hit if self.ask.include_stop else ""
 
 

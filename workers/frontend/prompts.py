@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from halfmoon.schemas.api.bodies import TokenizeBody
+from halfmoon.schemas.api.bodies import DetokenizeBody, TokenizeBody
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import (
     ApiRequest,
@@ -110,15 +110,16 @@ class PromptReader:
     def model(self, name: str, created_s: int) -> dict[str, Any]:
         """`/v1/models/{name}`. Raises ApiError 404."""
         self.check_model(name)
-        return self._model(created_s)
+        return self._model(name, created_s)
 
     def models(self, created_s: int) -> dict[str, Any]:
         """`/v1/models`."""
-        return {"object": "list", "data": [self._model(created_s)]}
+        names = (self.config.model, *self.config.model_aliases)
+        return {"object": "list", "data": [self._model(name, created_s) for name in names]}
 
-    def _model(self, created_s: int) -> dict[str, Any]:
+    def _model(self, name: str, created_s: int) -> dict[str, Any]:
         return {
-            "id": self.config.model,
+            "id": name,
             "object": "model",
             "created": created_s,
             "owned_by": "halfmoon",
@@ -151,6 +152,14 @@ class PromptReader:
             )
         answer = {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
         return answer | {"token_strs": self._tokenizer.names(ids) if body.return_token_strs else None}
+
+    def detokenize(self, body: DetokenizeBody) -> dict[str, str]:
+        """`{"prompt"}`. Raises ApiError."""
+        self.check_model(body.model or "")
+        if body.tokens and max(body.tokens) >= self._tokenizer.vocab_size:
+            message = f"tokens: {max(body.tokens)} is outside the vocabulary of {self._tokenizer.vocab_size}"
+            raise ApiError(400, message, param="tokens", code="invalid")
+        return {"prompt": self._tokenizer.decode(body.tokens)}
 
     async def encode(
         self,

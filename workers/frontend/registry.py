@@ -72,6 +72,7 @@ class RequestRegistry:
         self.bus = bus
         self.config = config
         self.tokenizer = tokenizer
+        self._layout = layout
         of_process = process_registry(bus, role="frontend", process_id=config.frontend_id)
         self.metrics = FrontendMetrics(config.model, of_process)
         self.log_health = LogHealth(bus, config)
@@ -139,6 +140,23 @@ class RequestRegistry:
         task.add_done_callback(self._tasks.discard)
 
     # --- requests, from the edges ---------------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        """The model that is served, and how; no secret."""
+        config = self.config
+        return {
+            "frontend_id": config.frontend_id,
+            "served_model_names": [config.model, *config.model_aliases],
+            "context_tokens": config.context_tokens,
+            "max_model_len": self.prompts.max_model_len,
+            "layout": msgspec.to_builtins(self._layout),
+            "limits": {
+                "open_requests_max": config.open_requests_max,
+                "body_bytes_max": config.http_limits.body_bytes_max,
+                "connections_max": config.http_limits.connections_max,
+            },
+            "api_keys": bool(config.api_keys),
+        }
 
     @property
     def open_requests(self) -> int:

@@ -1,0 +1,164 @@
+"""OpenAI's `/v1/responses`, read as a chat: field by field, nothing is kept between requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, Slo, TokenCount
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
+
+_TEXTS = ("input_text", "output_text", "text")
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    """One part of an item's content; only texts are understood."""
+
+    type: str
+    text: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """One turn: an item of type `message`, which may leave its type out."""
+
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Annotated[list[InputPart], Meta(max_length=1024)] | None = None
+    type: str = "message"
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """`effort` is the template's `reasoning_effort`."""
+
+    effort: str | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """`text`, `json_object`, or `json_schema` with its fields beside it."""
+
+    type: str = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """`format`: what the answer must follow."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`/v1/responses`. `store` and `metadata` change nothing here: an answer is not kept."""
+
+    model: Name | None = None
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stream: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    tenant: Annotated[str, Meta(max_length=128)] | None = None
+    slo: Slo | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    parallel_tool_calls: bool | None = None
+    # Refused where they ask for something.
+    previous_response_id: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+
+
+def parse_responses(payload: bytes) -> ApiRequest:
+    """Raises ApiError."""
+    return read_responses(decode_body(payload, ResponsesBody))
+
+
+def read_responses(body: ResponsesBody) -> ApiRequest:
+    """Raises ApiError."""
+    for name, asks in (
+        ("previous_response_id", body.previous_response_id is not None),
+        ("conversation", body.conversation is not None),
+        ("prompt", body.prompt is not None),
+        ("background", bool(body.background)),
+        ("tools", bool(body.tools)),
+        ("tool_choice", body.tool_choice not in (None, "auto", "none")),
+        ("include", bool(body.include)),
+        ("top_logprobs", bool(body.top_logprobs)),
+    ):
+        if asks:
+            raise ApiError(400, f"{name} is not supported here", param=name, code="unsupported")
+    messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
+    items = [InputItem("user", body.input)] if isinstance(body.input, str) else body.input
+    messages += [_message(place, item) for place, item in enumerate(items)]
+    return read_chat(
+        ChatBody(
+            model=body.model,
+            messages=messages,
+            max_tokens=body.max_output_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=body.seed,
+            stream=body.stream,
+            response_format=_format(body.text),
+            reasoning_effort=body.reasoning.effort if body.reasoning else None,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            tenant=body.tenant,
+            slo=body.slo,
+            # As `truncation` says: what does not fit is cut from the prompt's begin.
+            truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
+        )
+    )
+
+
+def _message(place: int, item: InputItem) -> ChatMessage:
+    if item.type != "message" or item.role is None:
+        raise ApiError(
+            400,
+            f"input[{place}]: only messages with a role are understood",
+            param="input",
+            code="unsupported",
+        )
+    content = item.content
+    if isinstance(content, list):
+        if any(part.type not in _TEXTS or part.text is None for part in content):
+            raise ApiError(
+                400,
+                f"input[{place}].content: only texts are understood",
+                param="input",
+                code="unsupported",
+            )
+        content = "".join(part.text or "" for part in content)
+    return ChatMessage(item.role, content)
+
+
+def _format(text: TextOptions | None) -> dict[str, Any] | None:
+    if text is None or text.format is None or text.format.type == "text":
+        return None
+    if text.format.type != "json_schema":
+        return {"type": text.format.type}
+    return {
+        "type": "json_schema",
+        "json_schema": {
+            "name": text.format.name or "answer",
+            "schema": text.format.schema or {},
+            "strict": text.format.strict,
+        },
+    }

@@ -1,0 +1,171 @@
+"""One request of another dialect over HTTP, from its body to the last byte of its answer.
+
+A stream's status line waits for the first token, as everywhere: a refusal is a status, not an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from aiohttp import web
+
+from halfmoon.bus.telemetry.http_server import JSON, client_request_id, read_body
+from halfmoon.bus.telemetry.tracing import checked_traceparent
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.requests import ApiRequest
+from halfmoon.workers.frontend.http_access import check_json
+from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.frontend.registry import RequestRegistry
+from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
+
+#: What may wait in memory for a client that does not read its stream.
+UNREAD_BYTES_MAX = 1 << 20
+
+
+class Form(Protocol):
+    """How one request is answered."""
+
+    def __init__(self, request: OpenRequest, model: str, payload: bytes) -> None: ...
+
+    @staticmethod
+    def error(error: ApiError) -> bytes: ...
+
+    def error_event(self, error: ApiError) -> bytes: ...
+
+    def body(self) -> bytes: ...
+
+    def first_event(self) -> bytes: ...
+
+    def event(self, piece: Piece) -> bytes: ...
+
+
+class Dialect(NamedTuple):
+    """`parse` raises ApiError."""
+
+    parse: Callable[[bytes], ApiRequest]
+    form: type[Form]
+
+
+class Exchanges:
+    """`generate` answers one request. It raises no ApiError: a refusal has the dialect's own form."""
+
+    def __init__(self, registry: RequestRegistry, keys: ApiKeys, stream_headers: dict[str, str]) -> None:
+        self._registry = registry
+        self._keys = keys
+        self._stream_headers = stream_headers
+
+    def handler(self, dialect: Dialect) -> Callable[[web.BaseRequest], object]:
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            return await self.generate(request, dialect)
+
+        return handle
+
+    def authorize(self, request: web.BaseRequest) -> str:
+        """The tenant of the key, which Anthropic's clients send in a header of their own. Raises ApiError 401."""
+        key = request.headers.get("x-api-key")
+        header = request.headers.get("authorization", "")
+        return self._keys.tenant_of(header or (f"Bearer {key}" if key else ""))
+
+    async def generate(self, request: web.BaseRequest, dialect: Dialect) -> web.StreamResponse:
+        began_ns = time.monotonic_ns()
+        traceparent = checked_traceparent(request.headers.get("traceparent", ""))
+        named = client_request_id(request)
+        listener = _Listener(request.transport)
+        headers = {"x-request-id": named} if named else {}
+        try:
+            tenant = self.authorize(request)
+            self._registry.admit()
+            check_json(request)
+            payload = await read_body(request, self._registry.config.http_limits)
+            ask = in_the_name_of(dialect.parse(payload), tenant)
+            opened = await self._registry.open(ask, listener, traceparent=traceparent)
+        except ApiError as error:
+            self._registry.refused(error, began_ns, chat=True, traceparent=traceparent)
+            self._registry.metrics.failed(error.status)
+            return _refusal(dialect, error, headers)
+        listener.form = form = dialect.form(opened, self._registry.config.model, payload)
+        headers["x-request-id"] = named or opened.request_id
+        try:
+            await listener.wait()
+            if listener.error is not None and not listener.events:
+                return _refusal(dialect, listener.error, headers)
+            if not ask.stream:
+                return web.Response(body=form.body(), content_type=JSON, headers=headers)
+            return await self._stream(request, listener, form, headers)
+        except (asyncio.CancelledError, ConnectionError):
+            self._registry.cancel(opened)
+            raise
+
+    async def _stream(
+        self, request: web.BaseRequest, listener: _Listener, form: Form, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**self._stream_headers, **headers})
+        await response.prepare(request)
+        written = form.first_event()
+        while True:
+            written += listener.drain()
+            if listener.error is not None:
+                written += form.error_event(listener.error)
+            if written:
+                await response.write(written)
+            if listener.ended:
+                await response.write_eof()
+                return response
+            written = b""
+            await listener.wait()
+
+
+def _refusal(dialect: Dialect, error: ApiError, headers: dict[str, str]) -> web.Response:
+    headers = {**headers, **error.retry_headers()}
+    return web.Response(
+        status=error.status, body=dialect.form.error(error), content_type=JSON, headers=headers
+    )
+
+
+class _Listener:
+    """Events of one request, from the NATS callback to the handler that writes them."""
+
+    def __init__(self, transport: asyncio.Transport | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        self._waiter: asyncio.Future[None] | None = None
+        self._waiting_bytes = 0
+        self.form: Form | None = None
+        self.events: list[bytes] = []
+        self.ended = False
+        self.error: ApiError | None = None
+
+    def on_piece(self, request: OpenRequest, piece: Piece) -> None:
+        assert self.form is not None
+        if request.ask.stream and (event := self.form.event(piece)):
+            self.events.append(event)
+            self._waiting_bytes += len(event)
+            if self._waiting_bytes > UNREAD_BYTES_MAX and self._transport is not None:
+                self._transport.abort()  # which cancels the handler, and so the request
+        self.ended = bool(piece.finish_reason)
+        if self.events or self.ended:
+            self._wake()
+
+    def on_error(self, request: OpenRequest, error: ApiError) -> None:
+        self.error = error
+        self.ended = True
+        self._wake()
+
+    def drain(self) -> bytes:
+        events = b"".join(self.events)
+        self.events.clear()
+        self._waiting_bytes = 0
+        return events
+
+    async def wait(self) -> None:
+        """Until there is something to write, or the end."""
+        if not self.events and not self.ended:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
