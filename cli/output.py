@@ -15,11 +15,10 @@ _JSON = logging.getLogger("halfmoon.say")
 class JsonLines(logging.Formatter):
     """One JSON object a line: `ts` (UTC), `level`, `logger`, `message`, and `exception` where there was one."""
 
-    converter = time.gmtime
-
     def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         told = {
-            "ts": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}Z",
+            "ts": f"{at}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

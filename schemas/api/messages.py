@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, Slo, StopText, TokenCount
+from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, ResponseFormat, Slo, StopText, TokenCount
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
 
@@ -120,7 +120,7 @@ def _chat_of(body: CountTokensBody) -> ChatBody:
     return ChatBody(
         model=body.model,
         messages=messages,
-        response_format=schema,
+        response_format=msgspec.convert(schema, ResponseFormat | None),
         reasoning_effort=wanted.effort,
         chat_template_kwargs=body.chat_template_kwargs,
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, Slo, TokenCount
+from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, ResponseFormat, Slo, TokenCount
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
 
@@ -38,7 +38,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 class TextFormat(msgspec.Struct, frozen=True):
     """`text`, `json_object`, or `json_schema` with its fields beside it."""
 
-    type: str = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -116,7 +116,7 @@ def read_responses(body: ResponsesBody) -> ApiRequest:
             top_k=body.top_k,
             seed=body.seed,
             stream=body.stream,
-            response_format=_format(body.text),
+            response_format=msgspec.convert(_format(body.text), ResponseFormat | None),
             reasoning_effort=body.reasoning.effort if body.reasoning else None,
             priority=body.priority,
             cache_salt=body.cache_salt,

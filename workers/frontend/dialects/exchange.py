@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
-from halfmoon.bus.telemetry.http_server import JSON, client_request_id, read_body
+from halfmoon.bus.telemetry.http_server import JSON, Handler, client_request_id, read_body
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
@@ -57,7 +57,7 @@ class Exchanges:
         self._keys = keys
         self._stream_headers = stream_headers
 
-    def handler(self, dialect: Dialect) -> Callable[[web.BaseRequest], object]:
+    def handler(self, dialect: Dialect) -> Handler:
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
             return await self.generate(request, dialect)
 

@@ -1,0 +1,189 @@
+"""Anthropic's messages and OpenAI's responses, by their own clients; what the edge says about itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from frontend_double import ANSWER, MODEL
+
+from halfmoon.schemas.api.messages import parse_messages
+from halfmoon.schemas.api.requests import parse_chat
+from halfmoon.schemas.api.responses import parse_responses
+from halfmoon.workers.model.text.tokenizer import Tokenizer
+
+ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+
+
+def of_anthropic(cluster: Any, **options: Any) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=cluster.url, api_key="k", max_retries=0, **options)
+
+
+def of_openai(cluster: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="k", max_retries=0)
+
+
+def test_anthropics_client_is_answered(run: Any, tokenizer: Tokenizer) -> None:
+    async def whole(cluster: Any) -> None:
+        async with of_anthropic(cluster) as client:
+            answer = await client.messages.create(**ASK)
+            assert (answer.content[0].text, answer.stop_reason, answer.model) == (
+                "Half moons:", "max_tokens", MODEL,
+            )  # fmt: skip
+            usage = answer.usage
+            prompt = len(tokenizer.encode_chat([{"role": "user", "content": "Hi"}]))
+            assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == prompt
+            assert usage.output_tokens == 3
+            answer = await client.messages.create(**{**ASK, "max_tokens": 300, "stop_sequences": [":"]})
+            assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == (
+                "Half moons", "stop_sequence", ":",
+            )  # fmt: skip
+            answer = await client.messages.create(**{**ASK, "max_tokens": 300})
+            assert (answer.content[0].text, answer.stop_reason) == (ANSWER, "end_turn")
+
+    async def streamed(cluster: Any) -> None:
+        client = of_anthropic(cluster)
+        async with client, client.messages.stream(**{**ASK, "max_tokens": 300}) as stream:
+            texts = [text async for text in stream.text_stream]
+            last = await stream.get_final_message()
+        assert ("".join(texts), len(texts) > 3, last.stop_reason) == (ANSWER, True, "end_turn")
+        assert last.usage.output_tokens > 3
+
+    async def counted(cluster: Any) -> None:
+        turns = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+        async with of_anthropic(cluster) as client:
+            counts = await client.messages.count_tokens(model=MODEL, messages=turns, system="Be short.")
+        whole = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+        assert counts.input_tokens == len(tokenizer.encode_chat(whole))
+
+    async def refused(cluster: Any) -> None:
+        async with of_anthropic(cluster) as client:
+            with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+                await client.messages.create(**{**ASK, "model": "none"})
+            with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+                await client.messages.create(**{**ASK, "max_tokens": 0})
+            with pytest.raises(anthropic.BadRequestError, match="thinking is not supported"):
+                await client.messages.create(**ASK, thinking={"type": "enabled", "budget_tokens": 1024})
+            image = [{"type": "image", "source": {"type": "url", "url": "http://x"}}]
+            with pytest.raises(anthropic.BadRequestError, match="only blocks of type text"):
+                await client.messages.create(**{**ASK, "messages": [{"role": "user", "content": image}]})
+        status, _, body = await cluster.post("/v1/messages", {**ASK, "max_tokens": 0})
+        assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
+
+    async def scenario(cluster: Any) -> None:
+        for part in (whole, streamed, counted, refused):
+            await part(cluster)
+
+    run(scenario)
+
+
+def test_anthropics_client_shows_its_key_in_its_own_header(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        async with of_anthropic(cluster) as client:
+            assert (await client.messages.create(**ASK)).stop_reason == "max_tokens"
+        async with anthropic.AsyncAnthropic(base_url=cluster.url, api_key="no", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.messages.create(**ASK)
+
+    run(scenario, api_keys={"k": ""})
+
+
+def test_openais_client_has_responses(run: Any, tokenizer: Tokenizer) -> None:
+    async def whole(cluster: Any) -> None:
+        async with of_openai(cluster) as client:
+            answer = await client.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
+            assert (answer.output_text, answer.status) == ("Half moons:", "incomplete")
+            assert answer.incomplete_details is not None
+            assert answer.incomplete_details.reason == "max_output_tokens"
+            turns = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
+            answer = await client.responses.create(model=MODEL, input=turns, instructions="Be short.")
+            assert (answer.output_text, answer.status, answer.store) == (ANSWER, "completed", False)
+            assert answer.usage is not None
+            whole = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+            assert answer.usage.input_tokens == len(tokenizer.encode_chat(whole))
+
+    async def streamed(cluster: Any) -> None:
+        async with of_openai(cluster) as client, client.responses.stream(model=MODEL, input="Hi") as stream:
+            kinds = [event.type async for event in stream]
+            last = await stream.get_final_response()
+        assert last.output_text == ANSWER
+        assert kinds[:4] == [
+            "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        ]  # fmt: skip
+        assert kinds[-4:] == [
+            "response.output_text.done", "response.content_part.done", "response.output_item.done",
+            "response.completed",
+        ]  # fmt: skip
+
+    async def refused(cluster: Any) -> None:
+        async with of_openai(cluster) as client:
+            with pytest.raises(openai.BadRequestError) as problem:
+                await client.responses.create(model=MODEL, input="Hi", previous_response_id="resp_1")
+            assert (problem.value.param, problem.value.code) == ("previous_response_id", "unsupported")
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve("resp_1")
+
+    async def scenario(cluster: Any) -> None:
+        for part in (whole, streamed, refused):
+            await part(cluster)
+
+    run(scenario)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def test_both_ask_for_answers_of_a_schema() -> None:
+    turns = [{"role": "user", "content": "Hi"}]
+    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    chat = parse_chat(json.dumps({"messages": turns, "response_format": asked}).encode())
+    messages = {**ASK, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+    format_ = {"type": "json_schema", "name": "answer", "schema": SCHEMA}
+    assert chat.structure is not None
+    assert parse_messages(json.dumps(messages).encode()).structure == chat.structure
+    responses = {"input": "Hi", "text": {"format": format_}}
+    assert parse_responses(json.dumps(responses).encode()).structure == chat.structure
+
+
+def test_tokens_become_text_again(run: Any, tokenizer: Tokenizer) -> None:
+    async def scenario(cluster: Any) -> None:
+        ids = tokenizer.encode("Half moons.")
+        _, _, answer = await cluster.post("/detokenize", {"model": MODEL, "tokens": ids})
+        assert answer == {"prompt": "Half moons."}
+        status, _, answer = await cluster.post("/detokenize", {"tokens": [10**6]})
+        assert (status, answer["error"]["param"]) == (400, "tokens")
+
+    run(scenario)
+
+
+def test_the_edge_says_what_it_is(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        _, _, content = await cluster.http_get("/load")
+        assert json.loads(content) == {"server_load": 0}
+        _, _, content = await cluster.http_get("/server_info")
+        about = json.loads(content)
+        assert (about["served_model_names"], about["context_tokens"]) == ([MODEL, "other"], 2048)
+        _, _, content = await cluster.http_get("/v1/models")
+        assert [model["id"] for model in json.loads(content)["data"]] == [MODEL, "other"]
+        _, _, answer = await cluster.post(
+            "/v1/completions", {"model": "other", "prompt": "x", "max_tokens": 1}
+        )
+        assert answer["model"] == MODEL
+        _, _, content = await cluster.http_get("/openapi.json")
+        document = json.loads(content)
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/detokenize"):
+            schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            name = schema["$ref"].removeprefix("#/components/schemas/")
+            assert document["components"]["schemas"][name]["properties"]
+        known = set(cluster.frontend._http._handlers)
+        pages = {
+            path
+            for path in known
+            if path == "/" or path.startswith("/page") or path.endswith((".js", ".css", ".svg"))
+        }
+        assert set(document["paths"]) == known - pages
+
+    run(scenario, model_aliases=("other",))
