@@ -21,7 +21,7 @@ from halfmoon.schemas import (
     tokens,
     view,
 )
-from halfmoon.schemas.api import bodies
+from halfmoon.schemas.api import bodies, messages, responses
 from halfmoon.schemas.types import Message
 
 
@@ -256,4 +256,8 @@ CHANNELS: tuple[Channel, ...] = (
 WITHOUT_CHANNEL: dict[type, str] = {
     decisions.Ordered: "the envelope of every decision",
     decisions.SetTimer: "for the conductors' own shells; never published",
+    bodies.DetokenizeBody: "over HTTP only",
+    messages.CountTokensBody: "over HTTP only",
+    messages.MessagesBody: "over HTTP only",
+    responses.ResponsesBody: "over HTTP only",
 }
