@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import openai
@@ -31,6 +32,7 @@ TIME = {"type": "function", "function": {"name": "time_of"}}
 ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "R\\"}o{me"}}\n</tool_call>'
 TWO = ONE + '\n<tool_call>{"arguments": {"a": [1, {}]}, "name": "time_of"}</tool_call>\nand more'
 CALL = '{"name": "time_of", "parameters": {"a": [1, {}]}}'
+BROKEN = '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>'
 ROME, TWELVE = ("weather", {"city": 'R"}o{me'}), ("time_of", {"a": [1, {}]})
 
 
@@ -52,6 +54,7 @@ def read(style: CallStyle, text: str, step: int, **options: Any) -> tuple[dict[s
         ("hermes", {}, TWO, None, "", [ROME, TWELVE], "tool_calls"),
         ("hermes", {"parallel": False}, TWO, None, "", [ROME], "tool_calls"),
         ("hermes", {}, "<tool_call>no JSON</tool_call>!", "<tool_call>no JSON</tool_call>!", "", [], "stop"),
+        ("hermes", {}, BROKEN, BROKEN, "", [], "stop"),
         ("hermes", {}, '<tool_call>{"name": "w', '<tool_call>{"name": "w', "", [], "stop"),
         ("llama3", {}, CALL, None, "", [TWELVE], "tool_calls"),
         (
@@ -98,6 +101,29 @@ def test_the_parts_of_a_text_do_not_depend_on_how_it_is_cut(
     made = [call["function"] for call in message.get("tool_calls", [])]
     assert [(call["name"], json.loads(call["arguments"])) for call in made] == calls
     assert ended == reason
+
+
+FRAGMENTS = (
+    '<tool_call> </tool_call> {"name":"f","arguments": {"type":"function", {"a":1} "parameters" "name" '
+    '<think> </think> <|python_tag|> null 12 } { [ ] " \\ : , ; < é x'
+)
+
+
+def test_no_text_makes_a_difference_by_its_cuts() -> None:
+    """Drawn of what calls consist of, mostly in no order."""
+    fragments = [*FRAGMENTS.split(" "), "\n", " "]
+    styles: list[CallStyle] = ["", "hermes", "llama3", "list", "arguments"]
+    for seed in range(3000):
+        draw = random.Random(seed)
+        text = "".join(draw.choice(fragments) for _ in range(draw.randint(1, 14)))
+        options = {"thinks": draw.random() < 0.4, "thinking": draw.random() < 0.2, "named": "f"}
+        style, outcomes = draw.choice(styles), []
+        for step in (1, draw.randint(2, 9), len(text)):
+            message, reason = read(style, text, step, **options)
+            for call in message.get("tool_calls", []):
+                del call["id"]
+            outcomes.append((message, reason))
+        assert outcomes[0] == outcomes[1] == outcomes[2], (seed, text)
 
 
 def refused(**fields: Any) -> ApiError:

@@ -19,11 +19,13 @@ from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.structures import Structure
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.workers.frontend.grammars import GrammarReader
+from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.grammar_masks import GrammarMasks
+from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.sampling import sample_batch
 from halfmoon.workers.model.sampling_params import SampleRequest
 from halfmoon.workers.model.text.tokenizer import Tokenizer
-from halfmoon.workers.sample_requests import params_of, request_of
+from halfmoon.workers.sample_requests import next_token, params_of, request_of
 
 MODEL = "smollm2-135m-instruct"
 TOKENS_MAX = 1500
@@ -110,6 +112,52 @@ def test_answers_to_random_schemas_are_valid(drawer: Drawer) -> None:
 def test_answers_to_a_thousand_random_schemas_are_valid(drawer: Drawer) -> None:
     for first in range(0, 1000, 20):
         check_schemas(drawer, range(first, first + 20))
+
+
+@pytest.mark.slow
+def test_what_the_model_answers_to_random_schemas_is_valid(drawer: Drawer, model_f32: LoadedModel) -> None:
+    """Through the engine, sixteen requests at a time, each with a schema of its own; some sampled, some greedy."""
+    engine = Engine(model_f32, num_blocks=80, block_tokens=128, exact=True, masks=drawer.masks)
+    valid = 0
+    for first in range(0, 64, 16):
+        seeds = range(first, first + 16)
+        samplings = [
+            Sampling(
+                grammar=drawer.grammar("json", random_schema(seed), any_whitespace=False),
+                seed=seed,
+                temperature=seed % 3 / 2,
+            )
+            for seed in seeds
+        ]
+        prompt = drawer.tokenizer.encode_chat([{"role": "user", "content": "Some data as JSON, please."}])
+        tables = [engine.allocator.allocate(4) for _ in seeds]
+        outputs: list[list[int]] = [[] for _ in seeds]
+        for table, sampling, output in zip(tables, samplings, outputs, strict=True):
+            logits = engine.prefill_chunk(prompt, 0, table, want_logits=True)
+            output.append(next_token(engine, logits, sampling, prompt, []).token_id)
+        going = list(range(16))
+        while going := [i for i in going if outputs[i][-1] != drawer.end and len(outputs[i]) < 400]:
+            logits = engine.decode(
+                [outputs[i][-1] for i in going],
+                [len(prompt) + len(outputs[i]) - 1 for i in going],
+                [tables[i] for i in going],
+            )
+            asked = [
+                request_of(
+                    engine, params_of(samplings[i]), samplings[i], prompt, outputs[i], name=f"m{first + i}"
+                )
+                for i in going
+            ]
+            for i, drawn in zip(going, engine.sample_rows(logits, asked), strict=True):
+                outputs[i].append(drawn.token_id)
+        for seed, output in zip(seeds, outputs, strict=True):
+            if output[-1] == drawer.end:  # a model may repeat itself in a string for ever
+                answer = json.loads(drawer.text(output))
+                assert jsonschema.Draft202012Validator(random_schema(seed)).is_valid(answer), (seed, answer)
+                valid += 1
+        for table in tables:
+            engine.allocator.free(table)
+    assert valid > 48, valid
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ THINK, THOUGHT = "<think>", "</think>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _HEADER = re.compile(
-    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
 _BETWEEN = " \t\r\n[],;"
 
@@ -162,7 +163,7 @@ class AnswerParts:
         if found is not None:
             self._held = self._held[found.end() :]
             self._stage, self._depth = _Stage.ARGUMENTS, 0
-            yield AnswerPart(call=self.calls, call_id=_call_id(), name=orjson.loads(found[1]))
+            yield AnswerPart(call=self.calls, call_id=_call_id(), name=found[1])
             self.calls += 1
             return
         ended = self._held.find(_CLOSE) if self._style == "hermes" else -1
