@@ -107,7 +107,7 @@ class Batch:
 
 def measured(engine: Engine, tokenizer: Tokenizer, name: str, rows: int, rounds: int) -> dict[str, Any]:
     started = time.perf_counter()
-    grammar = asyncio.run(GrammarReader().read(STRUCTURES[name]))
+    grammar = asyncio.run(GrammarReader(tokenizer).read(STRUCTURES[name]))
     read_ms = (time.perf_counter() - started) * 1000
     started = time.perf_counter()
     engine.prepare_grammar(grammar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 import re
@@ -25,6 +26,7 @@ from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.sampling import sample_batch
 from halfmoon.workers.model.sampling_params import SampleRequest
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from halfmoon.workers.model.text.tokenizer_files import read_tokenizer
 from halfmoon.workers.sample_requests import next_token, params_of, request_of
 
 MODEL = "smollm2-135m-instruct"
@@ -41,7 +43,7 @@ class Drawer:
         ends = sorted(self.tokenizer.eos_ids)
         self.library_tokenizer = LLTokenizer(self.tokenizer.serialized(), n_vocab=self.vocab, eos_token=ends)
         self.masks = self.fresh()
-        self.reader = GrammarReader()
+        self.reader = GrammarReader(self.tokenizer)
         raw = [self.tokenizer.token_bytes(token) for token in range(self.vocab)]
         #: Where an answer should come to an end, these are likelier than others.
         self.closing = torch.tensor(
@@ -231,6 +233,13 @@ def test_bad_words_are_not_completed_and_others_than_allowed_are_not_drawn(drawe
         return sample_batch(logits, [request])[0].token_id
 
     assert (next_after([]), next_after([9]), next_after([9, 5])) == (6, 6, 9)
+
+
+def test_a_model_whose_tokenizer_the_library_cannot_read_has_no_structures() -> None:
+    """It is said at the edge: no worker would get past such a request."""
+    endless = Tokenizer(dataclasses.replace(read_tokenizer(MODEL), eos_ids=frozenset()))
+    with pytest.raises(ApiError, match="it: not supported with this model's tokenizer"):
+        asyncio.run(GrammarReader(endless).read(Structure(kind="regex", asked="a", param="it")))
 
 
 HOSTILE = [

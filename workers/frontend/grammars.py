@@ -7,15 +7,24 @@ library's own limits, and in time; it is read in a thread.
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.structures import Structure
+from halfmoon.workers.model.text.tokenizer import Tokenizer
+
+# Imported with the first grammar: a frontend's start does not wait for it.
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+log = logging.getLogger("halfmoon.frontend")
 
 #: Of a grammar as it travels to the workers, within the messages that have its prompt.
 BYTES_MAX = 48 << 10
@@ -30,7 +39,9 @@ _VALUES = frozenset(("enum", "const", "default", "examples"))
 class GrammarReader:
     """`read` raises ApiError; what it made is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        #: Made with the first grammar, which it takes half a second longer.
+        self._library = functools.cache(lambda: _library_tokenizer(tokenizer))
         self._kept: OrderedDict[bytes, str] = OrderedDict()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
@@ -61,7 +72,9 @@ class GrammarReader:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(READ_S):
-                grammar, problem = await loop.run_in_executor(self._threads, _checked, structure)
+                grammar, problem = await loop.run_in_executor(
+                    self._threads, lambda: _checked(structure, self._library())
+                )
         except TimeoutError:
             message = f"{param}: not read within {READ_S:.0f} s"
             raise ApiError(400, message, param=param, code="too_complex") from None
@@ -73,12 +86,27 @@ class GrammarReader:
         return grammar
 
 
-def _checked(structure: Structure) -> tuple[str, str]:
+def _library_tokenizer(tokenizer: Tokenizer) -> LLTokenizer | None:
+    """None: the library cannot read this model's, and no worker could draw by a grammar."""
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(
+            tokenizer.serialized(), n_vocab=tokenizer.vocab_size, eos_token=sorted(tokenizer.eos_ids)
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        log.warning("no structured outputs: the model's tokenizer: %s", _short(str(error)))
+        return None
+
+
+def _checked(structure: Structure, tokenizer: LLTokenizer | None) -> tuple[str, str]:
     """The grammar, and what is wrong with it."""
     from llguidance import LLMatcher
 
     from halfmoon.workers.model.grammar_masks import limits
 
+    if tokenizer is None:
+        return "", "not supported with this model's tokenizer"
     try:
         grammar = _grammar(structure)
     # Whatever the library, and its reader of other dialects, raise for what a client wrote.
@@ -88,7 +116,7 @@ def _checked(structure: Structure) -> tuple[str, str]:
         if type(error).__module__.partition(".")[0] != "llguidance":
             raise
         return "", _short(str(error))
-    return grammar, _short(LLMatcher.validate_grammar(grammar, limits=limits()))
+    return grammar, _short(LLMatcher.validate_grammar(grammar, tokenizer, limits=limits()))
 
 
 def _grammar(structure: Structure) -> str:

@@ -20,7 +20,7 @@ class SamplingReader:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._grammars = GrammarReader()
+        self._grammars = GrammarReader(tokenizer)
 
     def close(self) -> None:
         self._grammars.close()
