@@ -82,6 +82,14 @@ def describe(status: dict[str, Any]) -> str:
             f"KV moved while decoding: {moves['tokens']} tokens ({moves['bytes']} bytes) in {moves['done']} moves; "
             f"{moves['refused']} refused"
         )
+    divided = [
+        f"{node['id']} in {node['groups']} groups"
+        + "".join(f", {count} by {split}" for split, count in node.get("splits", {}).items())
+        for node in status["nodes"]
+        if node.get("groups")
+    ]
+    if divided:
+        lines += ["", f"KV at attention workers: {'; '.join(divided)}"]
     slow = [
         f"{node['id']} ({node['slow_wait_ms']} ms of a step, where {node['slow_expected_ms']} were measured)"
         for node in status["nodes"]

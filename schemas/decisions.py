@@ -77,6 +77,10 @@ class Loan(Part, frozen=True):
     segments: Blocks
 
 
+#: How a request's KV is divided among attention workers.
+CacheSplit = Literal["request", "heads", "sequence"]
+
+
 class CachePlace(Part, frozen=True):
     """`kv_heads` KV heads of a sequence, from `first_kv_head` on, lie at the attention worker: of `segments` whole
     segments of the prompt, from `first_segment` on, or (0 of them) of all tokens from there on, new ones too.

@@ -154,6 +154,8 @@ class WorkerHeartbeat(Message, frozen=True):
     obeyed_seq: Seq = 0
     #: Decode: of those who were asked for attention in several steps since the last heartbeat.
     places: list[PlaceWait] = []
+    #: Decode with `cache_elsewhere`: in so many groups the rows of its newest step took turns; 0: no step yet.
+    groups: Count = 0
 
 
 class WorkerDraining(Message, frozen=True):

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from halfmoon.schemas.decisions import CacheSplit
 from halfmoon.schemas.policy import ElasticMode, Policy
 from halfmoon.schemas.roles import MemberRole, WorkerRole
 from halfmoon.schemas.types import Blocks, Count, ExactNumerics, Id, Message, Ns, Part, Seq, Text, Tokens
@@ -45,6 +46,10 @@ class NodeStatus(Part, frozen=True):
     #: they are not.
     slow_wait_ns: Ns = 0
     slow_expected_ns: Ns = 0
+    #: Decode workers whose KV lies at attention workers: in so many groups the rows of the newest step took turns, and
+    #: how many of its orders have their KV split so.
+    groups: Count = 0
+    splits: dict[CacheSplit, Count] = {}
 
 
 class PoolWanted(Part, frozen=True):

@@ -124,6 +124,7 @@ def worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> W
         return None
     worker.last_seen_ns = state.at_ns
     worker.queued, worker.running, worker.kv_blocks_used = event.queued, event.running, event.kv_blocks_used
+    worker.groups = event.groups
     return worker
 
 

@@ -21,9 +21,10 @@ from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.state.load_index import queue_ns
+from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import Decision, RejectReason
+from halfmoon.schemas.decisions import CacheSplit, Decision, RejectReason
 from halfmoon.schemas.events import EVENT_TYPES
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.roles import WORKER_ROLES
@@ -134,6 +135,18 @@ class ConductorMetrics(Collector):
         }
         yield gauge(
             "halfmoon_place_slow", "1 while who holds KV for others is avoided for new.", ("worker",), slow
+        )
+        apart = [it for it in state.workers.values() if it.cache_elsewhere]
+        groups: Values = {(it.worker_id,): it.groups for it in apart}
+        yield gauge(
+            "halfmoon_decode_groups", "Groups of a step that wait for attention in turn.", ("worker",), groups
+        )
+        splits = splits_of(state.orders.values()) if apart else {}
+        yield gauge(
+            "halfmoon_cache_splits",
+            "Open requests, by how attention workers divide their KV.",
+            ("split",),
+            {(split,): splits.get(split, 0) for split in get_args(CacheSplit)} if apart else {},
         )
         queues: Values = {
             (at,): queue_ns(it, state.at_ns) / SECOND_NS

@@ -12,6 +12,7 @@ from halfmoon.conductor.core.placement.candidates import capacity
 from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.role_rules import waiting_ns
 from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.status import ConductorStatus, ElasticStatus, NodeStatus, PoolWanted, RequestCounts
 
@@ -96,6 +97,8 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 becomes=worker.becomes,
                 slow_wait_ns=slow.waited_ns if slow is not None else 0,
                 slow_expected_ns=slow.expected_ns if slow is not None else 0,
+                groups=worker.groups,
+                splits=splits_of(state.orders[order_id] for order_id in worker.orders),
             )
         )
     for node_id, store in sorted(state.stores.items()):

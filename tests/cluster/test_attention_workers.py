@@ -46,6 +46,10 @@ async def nothing_is_held(cluster: Cluster) -> None:
             await asyncio.sleep(0.1)
 
 
+async def decode_nodes(cluster: Cluster) -> list[dict[str, Any]]:
+    return [node for node in (await cluster.status())["nodes"] if node["role"] == "decode"]
+
+
 @pytest.mark.slow
 async def test_answers_are_the_same_and_lie_at_both_attention_workers(tmp_path: Path) -> None:
     with running(tmp_path, "--attention", "2", *ONE_MODEL) as cluster:
@@ -69,6 +73,11 @@ async def test_by_heads_each_of_three_attention_workers_has_a_third_of_all(tmp_p
         for order in await orders(cluster):
             heads = [(one.worker_id, one.first_kv_head, one.kv_heads) for one in order.cache]
             assert heads == [(f"attention-{n}", n, 1) for n in range(3)]
+        # Heartbeats tell in how many groups the newest step was.
+        async with asyncio.timeout(20):
+            while not (groups := [node["groups"] for node in await decode_nodes(cluster)])[0]:
+                await asyncio.sleep(0.1)
+        assert groups[0] <= 3
         await nothing_is_held(cluster)
         await nc.close()
 

@@ -7,16 +7,22 @@ from typing import Any, get_args
 import pytest
 from conductor_scripts import LAYOUT, Script, arrived, decode, finished, keys, prefill, prefilled, worker
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
 
+from halfmoon.cli.status import describe
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement.candidates import capacity
+from halfmoon.conductor.core.state.records import splits_of
+from halfmoon.conductor.live.metrics import ConductorMetrics, Tally
 from halfmoon.conductor.replay.explain import decode_rows, remarks
 from halfmoon.conductor.replay.histories import RequestHistories
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.state_text import described
+from halfmoon.conductor.view.status import node_statuses
 from halfmoon.schemas.codec import decode as decode_message
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import (
+    CacheSplit,
     CancelOrder,
     Decision,
     RejectRequest,
@@ -417,3 +423,37 @@ def test_the_history_of_a_request_shows_who_went_on() -> None:
         ("d1", ""),
     ]
     assert attempts[1].finished is not None
+
+
+def test_groups_and_splits_are_in_the_status_and_in_metrics() -> None:
+    script = splitting(30, 20, 8)
+    for name, tokens in (("r1", 1_000), ("r2", 3_000)):
+        placed(script.orders(arrived(name, tokens=tokens, max_tokens=100)))
+    script(WorkerHeartbeat(worker_id="d0", incarnation="i1", running=2, groups=2))
+    (node,) = [one for one in node_statuses(script.core.state) if one.id == "d0"]
+    assert (node.groups, node.splits) == (2, {"request": 1, "sequence": 1})
+    shown = {
+        "id": "d0",
+        "role": "decode",
+        "state": "ready",
+        "queued": 0,
+        "running": 2,
+        "kv_used": 0,
+        "kv_total": 9,
+    }
+    shown |= {"groups": node.groups, "splits": node.splits}
+    lines = describe(
+        {"model": "m", "ready": True, "nats": "-", "http": "-", "nodes": [shown], "conductors": []}
+    )
+    assert "KV at attention workers: d0 in 2 groups, 1 by request, 1 by sequence" in lines
+    registry = CollectorRegistry()
+    bus: Any = None  # which the figures of the core do not need
+    registry.register(ConductorMetrics(bus, script.core, Tally()))
+    assert registry.get_sample_value("halfmoon_decode_groups", {"worker": "d0"}) == 2
+    found = [
+        registry.get_sample_value("halfmoon_cache_splits", {"split": each}) for each in get_args(CacheSplit)
+    ]
+    assert found == [1, 0, 1]
+    by_heads = cluster(attention(0, 20, 0, 2), attention(1, 30, 2, 2))
+    by_heads(arrived(tokens=1_000))
+    assert splits_of(by_heads.core.state.orders.values()) == {"heads": 1}

@@ -57,6 +57,8 @@ class CacheBorrower(BatchBorrower[_CacheGroup]):
     ) -> None:
         super().__init__(engine, hello, options)
         self._choice = choice
+        #: Of the newest step; the compute thread writes it.
+        self.groups = 0
         #: The copy thread's.
         self._pushes = WorkerChannels(hello, options)
 
@@ -69,6 +71,7 @@ class CacheBorrower(BatchBorrower[_CacheGroup]):
         count = self._choice.groups(batch)
         cuts = self._engine.groups_of(len(batch), count)
         groups = [self._group(number) for number in range(len(cuts))]
+        self.groups = len(groups)
         for group, cut in zip(groups, cuts, strict=True):
             self._begin(group, batch[cut])
         caches = [group.cache for group in groups]

@@ -11,11 +11,14 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, TypedDict, assert_never
 
+import msgspec
+
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.tail import StreamTail
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, EndMove, MoveKv, StartDecode
+from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.lending import HoldReply
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
@@ -145,6 +148,10 @@ class DecodeWorker(Worker):
                 self._feed(machines.AnnounceRequested(**now()))
             case _:
                 pass  # not for a decode worker
+
+    def heartbeat(self) -> WorkerHeartbeat:
+        found = super().heartbeat()
+        return msgspec.structs.replace(found, groups=self._caches.groups) if self._caches else found
 
     def orders_open(self) -> int:
         return len(self.state.orders.open) + len(self.state.orders.holds.order_ids())

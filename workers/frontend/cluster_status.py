@@ -123,6 +123,8 @@ class ClusterStatus:
                 "kv_used": node.kv_used,
                 "kv_total": node.kv_total,
                 "kv_lent": node.kv_lent,
+                "groups": node.groups,
+                "splits": node.splits,
                 "slow_wait_ms": round(node.slow_wait_ns / 1e6, 1),
                 "slow_expected_ms": round(node.slow_expected_ns / 1e6, 1),
                 "exact_numerics": node.exact_numerics,

@@ -6,13 +6,14 @@ named. A snapshot holds them field by field, in this order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from halfmoon.conductor.core.state.cost import Fit
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import CachePlace, Loan, Prediction
+from halfmoon.schemas.decisions import CachePlace, CacheSplit, Loan, Prediction
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
@@ -71,6 +72,8 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     queued: int = 0
     running: int = 0
     kv_blocks_used: int = 0
+    #: In so many groups the rows of its newest step took turns, whose KV lies elsewhere.
+    groups: int = 0
     #: Orders that its last heartbeat did not list though it must know them, and listed though we do not:
     #: since when.
     unlisted_ns: dict[str, int] = {}
@@ -233,3 +236,19 @@ class Counters(msgspec.Struct, kw_only=True):
     moves_refused: int = 0
     moved_tokens: int = 0
     moved_bytes: int = 0
+
+
+def splits_of(orders: Iterable[Order]) -> dict[CacheSplit, int]:
+    """How many orders have their KV at attention workers divided so: at one, by heads, by sequence. No zeros."""
+    found: dict[CacheSplit, int] = {}
+    for order in orders:
+        if order.cache:
+            split = _split_of(order.cache)
+            found[split] = found.get(split, 0) + 1
+    return dict(sorted(found.items()))
+
+
+def _split_of(cache: Sequence[CachePlace]) -> CacheSplit:
+    if any(place.segments for place in cache):
+        return "sequence"
+    return "heads" if len(cache) > 1 else "request"
