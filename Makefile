@@ -8,6 +8,8 @@
 #   make test-attention     environment with tools, then clusters that lend, move KV and have attention workers, some killed
 #   make test-clocks        environment with tools, then a real cluster whose clocks are set by hours and whose processes stop
 #                           for a minute each (needs a C compiler)
+#   make test-vllm          environment with tools, then the same 250 requests to a real vLLM and to a cluster, compared (HALFMOON_VLLM
+#                           names its program, HALFMOON_VLLM_MODEL a model's directory, made by tests/vllm/make_model.py)
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
@@ -40,7 +42,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-attention test-clocks test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -77,6 +79,9 @@ test-attention: $(DEV_STAMP)
 
 test-clocks: $(DEV_STAMP)
 	HALFMOON_TEST_CLOCKS=1 $(BIN)/python -m pytest -m slow tests/cluster/test_clocks.py $(ARGS)
+
+test-vllm: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m slow tests/vllm $(ARGS)
 
 test-page: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/page $(ARGS)

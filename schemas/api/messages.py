@@ -137,4 +137,4 @@ def _text(content: str | list[MessageBlock], where: str) -> str:
                 param=where.partition("[")[0],
                 code="unsupported",
             )
-    return "".join(block.text or "" for block in content)
+    return "\n".join(block.text or "" for block in content)

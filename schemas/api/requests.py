@@ -1,7 +1,7 @@
 """From a body to a checked request.
 
 A body goes through three steps: the typed decoder (wrong type, out of range, too long: 400 with the field's name),
-`_ask` (fields that contradict each other, or mean nothing: 422; known ones that would change the answer and that we
+`_ask` (fields that contradict each other, or mean nothing, and known ones that would change the answer and that we
 cannot honour: 400), and the frontend (needs the tokenizer: vocabulary, context).
 """
 
@@ -208,7 +208,7 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
                 if part.type != "text" or part.text is None:
                     reason = f"messages[{position}].content: only parts of type text are understood"
                     raise ApiError(400, reason, param="messages", code="unsupported")
-            content = "".join(part.text or "" for part in content)
+            content = "\n".join(part.text or "" for part in content)  # as vLLM, line by line
         read: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
             "content": content or "",
@@ -286,10 +286,10 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         raise ApiError(400, message, param="echo", code="unsupported")
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         reason = f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})"
-        raise ApiError(422, reason, param="min_tokens", code="contradiction")
+        raise ApiError(400, reason, param="min_tokens", code="contradiction")
     if body.top_logprobs and body.logprobs is False:
         raise ApiError(
-            422, "top_logprobs needs logprobs to be true", param="top_logprobs", code="contradiction"
+            400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="contradiction"
         )
     stop, options = body.stop, body.stream_options
     slo = body.slo

@@ -145,7 +145,7 @@ def _message(place: int, item: InputItem) -> ChatMessage:
                 param="input",
                 code="unsupported",
             )
-        content = "".join(part.text or "" for part in content)
+        content = "\n".join(part.text or "" for part in content)
     return ChatMessage(item.role, content)
 
 

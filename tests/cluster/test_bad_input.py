@@ -30,7 +30,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ),
     *(({"prompt": prompt}, status, "prompt") for prompt, status in PROMPTS),
     ({"prompt": "x", "model": "gpt-9"}, 404, "model"),
-    ({"prompt": ""}, 422, "prompt"),
+    ({"prompt": ""}, 400, "prompt"),
     ({"prompt": [10**6]}, 400, "prompt"),
     ({"prompt": "x", "max_tokens": CONTEXT}, 400, "max_tokens"),
     ({"prompt": [7] * CONTEXT}, 400, "prompt"),

@@ -100,12 +100,11 @@ def completion_logprobs(
         "top_logprobs": [
             {
                 tokenizer.decode([other]): max(logprob, -9999.0)
-                for other, logprob in sampled.top_logprobs[:top]
+                # The token itself is among them, as in vLLM, however likely others were.
+                for other, logprob in ((sampled.token_id, sampled.logprob), *sampled.top_logprobs[:top])
             }
             for sampled in samples
-        ]
-        if top
-        else None,
+        ],
         "text_offset": offsets,
     }
 
@@ -212,6 +211,7 @@ class OpenAiFormatter:
             reason = parts.finish_reason(reason)
         choice["logprobs"] = self._logprobs(request.samples)
         choice["finish_reason"] = reason
+        choice["stop_reason"] = request.stop_reason
         if self._ids:
             choice["token_ids"] = request.output_ids
             if not self._chat:
@@ -311,6 +311,8 @@ class OpenAiFormatter:
         end = (
             b',"logprobs":' + logprobs + b',"finish_reason":' + (orjson.dumps(reason) if reason else b"null")
         )
+        if reason:
+            end += b',"stop_reason":' + orjson.dumps(self.request.stop_reason)
         told = orjson.dumps(measures(self.request))[1:-1] if reason else b""
         if told and not self._alone:
             end += b"," + told

@@ -221,7 +221,8 @@ class HttpEdge:
         ask = parse_count_tokens(await self._body(request))
         self._registry.prompts.check_model(ask.model)
         ids = await self._registry.prompts.encode(text=None, messages=ask.messages, rendering=ask.rendering)
-        return _json({"input_tokens": len(ids)})
+        counted = {"input_tokens": len(ids), "context_management": {"original_input_tokens": len(ids)}}
+        return _json(counted)
 
     async def _load(self, _: web.BaseRequest) -> web.StreamResponse:
         return _json({"server_load": len(self._registry.requests)})

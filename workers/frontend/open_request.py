@@ -156,6 +156,14 @@ class OpenRequest:
     def text(self) -> str:
         return "".join(self.text_parts)
 
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or the one of `stop_token_ids`, that ended it; None: its length, or the model's own end."""
+        if self.stop_text:
+            return self.stop_text
+        last = self.output_ids[-1] if self.output_ids and self.finish_reason == "stop" else None
+        return last if last in self.ask.sampling.stop_token_ids else None
+
     def take(self, request: TakeRequest) -> TakeReply:
         """A worker wants the tokens. `gone` when a newer order has the request."""
         rank = order_rank(request.order_id)

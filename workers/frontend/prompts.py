@@ -131,7 +131,7 @@ class PromptReader:
         """`{"tokens", "count", "max_model_len"}`."""
         self.check_model(body.model or "")
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(422, "exactly one of prompt and messages", param="prompt", code="contradiction")
+            raise ApiError(400, "exactly one of prompt and messages", param="prompt", code="contradiction")
         messages = plain_messages(body.messages) if body.messages is not None else None
         rendering = chat_rendering(
             body.add_generation_prompt,
@@ -193,7 +193,7 @@ class PromptReader:
                 len(text),
             )
         if not token_ids:
-            raise ApiError(422, f"{param}: no token to start from", param=param, code="empty")
+            raise ApiError(400, f"{param}: no token to start from", param=param, code="empty")
         return token_ids
 
     async def _encode_chat(

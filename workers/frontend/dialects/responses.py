@@ -104,6 +104,9 @@ class ResponsesForm:
         return {
             "id": f"resp_{self._request.request_id}",
             "object": "response",
+            "background": False,
+            "frequency_penalty": sampling.frequency_penalty,
+            "presence_penalty": sampling.presence_penalty,
             "created_at": self._created_s,
             "status": status,
             "model": self._model,

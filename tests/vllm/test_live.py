@@ -1,0 +1,96 @@
+"""The same requests to a real vLLM and to a real cluster, over the same model: values too.
+
+HALFMOON_VLLM names vLLM's program, HALFMOON_VLLM_MODEL a Hugging Face directory (`tests/vllm/make_model.py` makes one);
+without them this skips. With HALFMOON_VLLM_RECORD=1 vLLM's answers become the recording of the default tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from halfmoon.bus.embedded import free_port
+from tests.cluster.harness import PATIENT, running
+from tests.vllm.answers import ask
+from tests.vllm.asked import MODEL, requests
+from tests.vllm.differences import DIFFERENCES, differences, reasons
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+START_S = 300.0
+
+
+@contextlib.contextmanager
+def vllm(program: str, model: str, directory: Path) -> Iterator[str]:
+    """Its URL; on one core, with a small cache. It has ended afterwards."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    environment = {
+        **os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    }  # fmt: skip
+    words = [
+        program, "serve", model, "--served-model-name", MODEL, "--dtype", "float32", "--host", "127.0.0.1", "--port",
+        f"{port}", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32",
+    ]  # fmt: skip
+    with (directory / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        until = time.monotonic() + START_S
+        while True:
+            if process.poll() is not None or time.monotonic() > until:
+                raise AssertionError((directory / "vllm.log").read_text()[-3000:])
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def asked_of(url: str) -> dict[str, Any]:
+    return {each.name: ask(url, each) for each in requests()}
+
+
+def test_every_difference_of_values_has_a_reason(tmp_path: Path) -> None:
+    program, model = os.environ.get("HALFMOON_VLLM"), os.environ.get("HALFMOON_VLLM_MODEL")
+    if not program or not model:
+        pytest.skip("HALFMOON_VLLM and HALFMOON_VLLM_MODEL name no vLLM and no model")
+    with vllm(program, model, tmp_path) as url:
+        theirs = asked_of(url)
+    if os.environ.get("HALFMOON_VLLM_RECORD"):
+        packed = zstandard.ZstdCompressor(level=19).compress(json.dumps(theirs, sort_keys=True).encode())
+        (Path(__file__).parent / "vllm-0.32.json.zst").write_bytes(packed)
+    flags = (
+        "--model",
+        model,
+        "--served-model-name",
+        MODEL,
+        "--max-model-len",
+        "1024",
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+    )
+    with running(tmp_path, *flags, *PATIENT) as cluster:
+        ours = asked_of(cluster.http)
+    unexplained: list[str] = []
+    used: set[int] = set()
+    for name, answer in theirs.items():
+        rows, without = reasons(name, differences(answer, ours[name], values=True))
+        used |= rows
+        unexplained += without
+    assert unexplained == []
+    assert [row.what for place, row in enumerate(DIFFERENCES) if place not in used] == []
