@@ -15,23 +15,18 @@ import argparse
 import asyncio
 import re
 import secrets as random_bytes
-import shutil
-import subprocess
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from halfmoon.bus.addresses import is_address
 from halfmoon.bus.credentials import CredentialsBroken, key_file, make_key, public_key, write_private
 from halfmoon.bus.permissions import Identity, authorization, cluster_identities
+from halfmoon.cli.certificates import make_authority, make_certificate
 from halfmoon.cli.options import OptionInvalid, add_config
 from halfmoon.cli.output import say
 from halfmoon.cli.processes.options import add_elastic
 from halfmoon.schemas import subjects
 from halfmoon.schemas.roles import ROLES, WORKER_ROLES
 
-DAYS = 3650
-_CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 #: Of a server that listens in the cluster: 4222 for processes, 6222 for the other servers, 8222 for health
 #: (loopback).
 _CONFIG = """\
@@ -79,8 +74,6 @@ async def run(args: argparse.Namespace) -> int:
     for option in ("conductors", "frontends", *WORKER_ROLES, "log_gib_max"):
         if getattr(args, option) < least.get(option, 1):
             raise OptionInvalid(f"--{option.replace('_', '-')}: at least {least.get(option, 1)}")
-    if shutil.which("openssl") is None:
-        raise OptionInvalid("secrets: needs the openssl command")
     await asyncio.to_thread(make, args)
     return 0
 
@@ -94,8 +87,7 @@ def make(args: argparse.Namespace) -> None:
     authority = place / "authority"
     authority.mkdir(mode=0o700, exist_ok=True)
     if made.missing(authority / "ca.key"):
-        files = ("-keyout", str(authority / "ca.key"), "-out", str(authority / "ca.pem"))
-        _openssl("req", "-x509", *_CURVE, "-days", str(DAYS), *files, "-subj", "/CN=halfmoon")
+        make_authority(authority / "ca.key", authority / "ca.pem")
     if made.missing(authority / "secret"):
         write_private(authority / "secret", random_bytes.token_hex(32).encode())
     identities = [_with_key(place / _folder(each), each, made) for each in _wanted(args)]
@@ -168,32 +160,17 @@ def _with_key(folder: Path, identity: Identity, made: _Made) -> Identity:
 
 
 def _certificate(here: Path, name: str, authority: Path) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        request, names = Path(scratch) / "request", Path(scratch) / "names"
-        own = f"IP:{name}" if is_address(name) else f"DNS:{name}"
-        names.write_text(f"subjectAltName={own},DNS:localhost,IP:127.0.0.1\n")
-        _openssl(
-            "req", *_CURVE, "-subj", f"/CN={name}", "-keyout", str(here / "server.key"), "-out", str(request)
+    """Raises OptionInvalid."""
+    try:
+        make_certificate(
+            name,
+            here / "server.key",
+            here / "server.pem",
+            authority_key=authority / "ca.key",
+            authority=authority / "ca.pem",
         )
-        _openssl(
-            "x509",
-            "-req",
-            "-in",
-            str(request),
-            "-CA",
-            str(authority / "ca.pem"),
-            "-CAkey",
-            str(authority / "ca.key"),
-            "-CAserial",
-            str(authority / "serial"),
-            "-CAcreateserial",
-            "-days",
-            str(DAYS),
-            "-extfile",
-            str(names),
-            "-out",
-            str(here / "server.pem"),
-        )
+    except ValueError as problem:
+        raise OptionInvalid(f"secrets: {name}: {problem}") from None
 
 
 def _configuration(args: argparse.Namespace, servers: list[str], name: str) -> str:
@@ -203,12 +180,6 @@ def _configuration(args: argparse.Namespace, servers: list[str], name: str) -> s
     return _CONFIG.format(
         name=name, store=args.store_dir, file_bytes=file_bytes, here=args.seen_at, cluster=cluster
     )
-
-
-def _openssl(*words: str) -> None:
-    done = subprocess.run(["openssl", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise OptionInvalid(f"openssl {words[0]}: {done.stderr.strip()[-300:]}")
 
 
 def _copy(path: Path, to: Path) -> None:

@@ -6,8 +6,6 @@ import base64
 import hashlib
 import json
 import secrets
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +18,7 @@ import pytest
 from halfmoon.bus.connection import Bus, BusConfig
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.errors import BusUnreachable
+from halfmoon.cli.certificates import make_authority, make_certificate
 from halfmoon.schemas.events import RequestCancelled
 
 #: A refusal is said at once, not when the time to connect is over.
@@ -143,23 +142,12 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`ca`, `server` and `client` signed by it, and `other`, an authority that signed neither; each .pem and
     .key.
     """
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl command to make certificates with")
     place = tmp_path_factory.mktemp("tls")
-    (place / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-
-    def run(*words: str) -> None:
-        subprocess.run([openssl, *words], cwd=place, check=True, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     for authority in ("ca", "other"):
-        files = ("-keyout", f"{authority}.key", "-out", f"{authority}.pem")
-        run("req", "-x509", *curve, *files, "-days", "2", "-subj", f"/CN={authority}")
+        make_authority(place / f"{authority}.key", place / f"{authority}.pem")
     for name in ("server", "client"):
-        run("req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
-        run("x509", "-req", "-in", f"{name}.csr", *signing, "-out", f"{name}.pem")
+        files = (place / f"{name}.key", place / f"{name}.pem")
+        make_certificate(name, *files, authority_key=place / "ca.key", authority=place / "ca.pem")
     return place
 
 

@@ -93,7 +93,7 @@ def base_image() -> str:
         run(
             "debootstrap",
             "--variant=minbase",
-            "--include=ca-certificates,openssl",
+            "--include=ca-certificates",
             "bookworm",
             str(root),
             timeout=600,
