@@ -23,6 +23,17 @@ from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.cli.output import set_logging
 from halfmoon.workers.model.loading.errors import ModelError
 
+#: What a package is missing for, by the name that is imported: an extra of this distribution.
+EXTRAS = {
+    "gguf": "engine",
+    "jinja2": "engine",
+    "llguidance": "engine",
+    "matplotlib": "plots",
+    "safetensors": "engine",
+    "tokenizers": "engine",
+    "torch": "engine",
+}
+
 
 class _Version(argparse.Action):
     """argparse's own version action needs the version before anybody asks; looking it up takes 30 ms."""
@@ -76,6 +87,13 @@ def _main(argv: Sequence[str] | None) -> None:
         )
         set_logging(args)
         sys.exit(_run(importlib.import_module(modules[args.command]).run(args)))
+    except ModuleNotFoundError as problem:
+        extra = EXTRAS.get((problem.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        command = f"pip install 'halfmoon[{extra}]'"
+        print(f"halfmoon: {problem.name} is not installed, and this needs it: {command}", file=sys.stderr)
+        sys.exit(1)
     except BrokenPipeError:
         with contextlib.suppress(OSError):
             sys.stdout.close()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.main import EXTRAS
 
 #: Each takes a noticeable part of a second, or is needed by servers only. `aiohttp.client` stands for all of aiohttp
 #: and `nats.js.client` for JetStream: nats-py imports both packages, of which nothing is executed until it is used.
@@ -22,7 +25,7 @@ STATUS_MODULES_MAX = 235
 TALK = {"asyncio", "msgspec", "nats", "orjson", "ssl", "uvloop"}
 IMPORTED_BY_HELP = {
     "halfmoon.bus", "halfmoon.bus.errors", "halfmoon.cli", "halfmoon.cli.commands", "halfmoon.cli.main",
-    "halfmoon.cli.options", "halfmoon.schemas", "halfmoon.schemas.numbers", "halfmoon.schemas.roles",
+    "halfmoon.cli.options", "halfmoon.cli.output", "halfmoon.schemas", "halfmoon.schemas.numbers", "halfmoon.schemas.roles",
     "halfmoon.workers", "halfmoon.workers.model", "halfmoon.workers.model.loading",
     "halfmoon.workers.model.loading.errors",
 }  # fmt: skip
@@ -143,3 +146,32 @@ def test_garbage_is_collected_but_while_modules_are_imported(words: str, runs: b
     done = subprocess.run([sys.executable, "-c", program, words], capture_output=True, text=True, timeout=60)
     said = [line for line in done.stdout.splitlines() if line.startswith(("adds ", "runs ", "ends "))]
     assert said == [*(["adds False", "runs True"] if runs else []), "ends True"]
+
+
+LIGHT = """
+import sys
+from halfmoon.cli.main import EXTRAS, main
+sys.modules.update(dict.fromkeys(EXTRAS))  # as where they are not installed
+import halfmoon.cli.processes.conductor, halfmoon.cli.processes.store, halfmoon.conductor.simulation.systems
+import halfmoon.store.client
+main(sys.argv[1:])
+"""
+
+
+def test_the_light_install_says_which_extra_a_command_needs() -> None:
+    """A store's client and agent, a conductor and the simulator need none."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, "profile"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "halfmoon: torch is not installed, and this needs it: pip install 'halfmoon[engine]'\n"
+    )
+
+
+def test_every_extra_that_is_named_is_one() -> None:
+    """What is imported by a name of EXTRAS stands in that extra, and not among what all installs have."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    for package, extra in EXTRAS.items():
+        assert any(line.startswith(f"{package}>=") for line in project["optional-dependencies"][extra])
+        assert not any(line.startswith(f"{package}>=") for line in project["dependencies"])

