@@ -25,8 +25,8 @@ STATUS_MODULES_MAX = 235
 TALK = {"asyncio", "msgspec", "nats", "orjson", "ssl", "uvloop"}
 IMPORTED_BY_HELP = {
     "halfmoon.bus", "halfmoon.bus.errors", "halfmoon.cli", "halfmoon.cli.commands", "halfmoon.cli.main",
-    "halfmoon.cli.options", "halfmoon.cli.output", "halfmoon.schemas", "halfmoon.schemas.numbers", "halfmoon.schemas.roles",
-    "halfmoon.workers", "halfmoon.workers.model", "halfmoon.workers.model.loading",
+    "halfmoon.cli.options", "halfmoon.cli.output", "halfmoon.schemas", "halfmoon.schemas.numbers",
+    "halfmoon.schemas.roles", "halfmoon.workers", "halfmoon.workers.model", "halfmoon.workers.model.loading",
     "halfmoon.workers.model.loading.errors",
 }  # fmt: skip
 PROGRAM = """
