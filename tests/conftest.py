@@ -60,11 +60,17 @@ def collected(request: pytest.FixtureRequest) -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def handlers_without_limits() -> Iterator[None]:
-    """A command that ran in this process leaves a limit of lines at pytest's own handlers."""
+def logging_as_it_was() -> Iterator[None]:
+    """A command that ran in this process leaves a limit of lines and a format at pytest's own handlers, and levels."""
+    formats = [(handler, handler.formatter) for handler in logging.getLogger().handlers]
     yield
     for handler in logging.getLogger().handlers:
         handler.filters.clear()
+    for handler, formatter in formats:
+        handler.setFormatter(formatter)
+    logging.getLogger().setLevel(logging.WARNING)
+    for name in ("halfmoon", "halfmoon.say"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 @pytest.fixture
