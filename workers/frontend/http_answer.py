@@ -38,15 +38,50 @@ def choice_of(ask: ApiRequest, number: int) -> ApiRequest:
     return dataclasses.replace(ask, sampling=sampling, request_id="")
 
 
-class HttpAnswer:
-    """`open`, then `wait` and `drain` until it has `ended`; `cancel` when the client leaves."""
+class UnreadEvents:
+    """Events for one client, from the registry's callbacks to the handler that writes them: `wait`, then `drain`, until
+    it has `ended`. A client that reads too little loses its connection.
+    """
 
-    def __init__(self, registry: RequestRegistry, transport: asyncio.Transport | None) -> None:
-        self._registry = registry
+    def __init__(self, transport: asyncio.Transport | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport = transport
         self._waiter: asyncio.Future[None] | None = None
         self._waiting_bytes = 0
+        self.events: list[bytes] = []
+        self.ended = False
+        self.error: ApiError | None = None
+
+    def drain(self) -> bytes:
+        events = b"".join(self.events)
+        self.events.clear()
+        self._waiting_bytes = 0
+        return events
+
+    async def wait(self) -> None:
+        """Until there is something to write, or the end."""
+        if not self.events and not self.ended:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def _send(self, event: bytes) -> None:
+        if event:
+            self.events.append(event)
+            self._waiting_bytes += len(event)
+            if self._waiting_bytes > UNREAD_BYTES_MAX and self._transport is not None:
+                self._transport.abort()  # which cancels the handler, and so the request
+
+    def _wake(self) -> None:
+        if (self.events or self.ended) and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class HttpAnswer(UnreadEvents):
+    """`open`, then `wait` and `drain` until it has `ended`; `cancel` when the client leaves."""
+
+    def __init__(self, registry: RequestRegistry, transport: asyncio.Transport | None) -> None:
+        super().__init__(transport)
+        self._registry = registry
         self._created_s = int(time.time())
         self._traceparent = ""
         self._max_tokens_default: int | None = None
@@ -56,16 +91,10 @@ class HttpAnswer:
         self._later: dict[int, list[tuple[int, ApiRequest]]] = {}
         self._gone = False
         self._alone = True
-        self.events: list[bytes] = []
-        self.error: ApiError | None = None
 
     @property
     def request_id(self) -> str:
         return self._forms[0].request.request_id
-
-    @property
-    def ended(self) -> bool:
-        return self.error is not None or not self._left
 
     async def open(self, ask: ApiRequest, *, traceparent: str, max_tokens_default: int | None) -> None:
         """Raises ApiError; then nothing is open."""
@@ -139,22 +168,16 @@ class HttpAnswer:
             self._send(event)
         if piece.finish_reason:
             self._left -= 1
-            if not self._left and request.ask.stream:
+            self.ended = not self._left
+            if self.ended and request.ask.stream:
                 self._send(form.last_events([each.request for _, each in sorted(self._forms.items())]))
-        if self.events or self.ended:
-            self._wake()
-
-    def _send(self, event: bytes) -> None:
-        if event:
-            self.events.append(event)
-            self._waiting_bytes += len(event)
-            if self._waiting_bytes > UNREAD_BYTES_MAX and self._transport is not None:
-                self._transport.abort()  # which cancels the handler, and so the request
+        self._wake()
 
     def fail(self, error: ApiError) -> None:
         """One choice failed: the answer has failed."""
         if self.error is None:
             self.error = error
+            self.ended = True
             self.cancel()
             self._wake()
 
@@ -170,22 +193,6 @@ class HttpAnswer:
     def body(self) -> bytes:
         forms = [form for _, form in sorted(self._forms.items())]
         return forms[0].body(forms)
-
-    def drain(self) -> bytes:
-        events = b"".join(self.events)
-        self.events.clear()
-        self._waiting_bytes = 0
-        return events
-
-    async def wait(self) -> None:
-        """Until there is something to write, or the end."""
-        if not self.events and not self.ended:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class _Choice:

@@ -17,12 +17,10 @@ from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.workers.frontend.http_access import check_json
+from halfmoon.workers.frontend.http_answer import UnreadEvents
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
-
-#: What may wait in memory for a client that does not read its stream.
-UNREAD_BYTES_MAX = 1 << 20
 
 
 class Form(Protocol):
@@ -125,47 +123,19 @@ def _refusal(dialect: Dialect, error: ApiError, headers: dict[str, str]) -> web.
     )
 
 
-class _Listener:
-    """Events of one request, from the NATS callback to the handler that writes them."""
+class _Listener(UnreadEvents):
+    """The listener of one request, in its form."""
 
-    def __init__(self, transport: asyncio.Transport | None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._transport = transport
-        self._waiter: asyncio.Future[None] | None = None
-        self._waiting_bytes = 0
-        self.form: Form | None = None
-        self.events: list[bytes] = []
-        self.ended = False
-        self.error: ApiError | None = None
+    form: Form | None = None
 
     def on_piece(self, request: OpenRequest, piece: Piece) -> None:
         assert self.form is not None
-        if request.ask.stream and (event := self.form.event(piece)):
-            self.events.append(event)
-            self._waiting_bytes += len(event)
-            if self._waiting_bytes > UNREAD_BYTES_MAX and self._transport is not None:
-                self._transport.abort()  # which cancels the handler, and so the request
+        if request.ask.stream:
+            self._send(self.form.event(piece))
         self.ended = bool(piece.finish_reason)
-        if self.events or self.ended:
-            self._wake()
+        self._wake()
 
     def on_error(self, request: OpenRequest, error: ApiError) -> None:
         self.error = error
         self.ended = True
         self._wake()
-
-    def drain(self) -> bytes:
-        events = b"".join(self.events)
-        self.events.clear()
-        self._waiting_bytes = 0
-        return events
-
-    async def wait(self) -> None:
-        """Until there is something to write, or the end."""
-        if not self.events and not self.ended:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
