@@ -15,8 +15,8 @@ from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import parse_chat
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
-from halfmoon.workers.frontend.answer_parts import AnswerPart, AnswerParts, CallStyle
-from halfmoon.workers.frontend.chat_parts import message_of
+from halfmoon.workers.frontend.openai.answer_parts import AnswerPart, AnswerParts, CallStyle
+from halfmoon.workers.frontend.openai.chat_parts import message_of
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Weather in Rome?"}]

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
-from halfmoon.workers.frontend.answers import OpenAiFormatter
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.frontend.openai.answers import OpenAiFormatter
 from halfmoon.workers.frontend.registry import RequestRegistry
 
 #: What may wait in memory for a client that does not read its stream.

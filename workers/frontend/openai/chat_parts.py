@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfmoon.schemas.keys import unpack_tokens
-from halfmoon.workers.frontend.answer_parts import THINK, AnswerPart, AnswerParts, CallStyle
 from halfmoon.workers.frontend.open_request import OpenRequest
+from halfmoon.workers.frontend.openai.answer_parts import THINK, AnswerPart, AnswerParts, CallStyle
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 #: Tokens at the end of a prompt in which a template may have begun the thoughts.

@@ -12,8 +12,8 @@ import orjson
 
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.workers.frontend.chat_parts import delta_of, message_of, parts_of
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.frontend.openai.chat_parts import delta_of, message_of, parts_of
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 _MS = 1_000_000
