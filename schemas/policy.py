@@ -104,10 +104,6 @@ class Policy(Part, frozen=True):
     #: From one change to the next at least; and so many under way at once.
     elastic_pause_ns: Ns = 1 * SECOND_NS
     elastic_changes_max: Annotated[int, Meta(ge=1, le=1_000)] = 1
-    #: So many idle prefill workers compute one prompt together at most, each some layers; 1, as in older logs: each
-    #: computes its own alone. And what each further one must take off the time of computing it, in percent.
-    prefill_group: Annotated[int, Meta(ge=1, le=64)] = 1
-    group_gain_percent: Annotated[int, Meta(ge=1, le=99)] = 10
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 

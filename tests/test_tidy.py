@@ -142,16 +142,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "workers.model",
         "workers.model.loading",
     },
-    "workers.prefill": {
-        "bus",
-        "bus.telemetry",
-        "schemas",
-        "store.channels",
-        "store.errors",
-        "workers",
-        "workers.attention",
-        "workers.model",
-    },
+    "workers.prefill": {"bus", "bus.telemetry", "schemas", "store.errors", "workers", "workers.model"},
     "workers.attention": {
         "bus",
         "schemas",

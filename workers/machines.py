@@ -25,7 +25,6 @@ from halfmoon.schemas.events import (
     PrefillFailed,
     PrefillFinished,
     RequestFinished,
-    StageFinished,
 )
 from halfmoon.schemas.tokens import TakeReply
 
@@ -80,7 +79,6 @@ class Report(msgspec.Struct, frozen=True):
     event: (
         PrefillFinished
         | PrefillFailed
-        | StageFinished
         | DecodeStarted
         | RequestFinished
         | DecodeRefused

@@ -27,8 +27,7 @@ def learn_prefill(state: State, event: PrefillFinished, prompt_tokens: int, *, o
         counters.cached_local_tokens += event.cached_local_tokens
         counters.cached_fetched_tokens += event.cached_fetched_tokens
     worker = state.workers.get(event.worker_id)
-    # What several took together says nothing of one.
-    if worker is not None and worker.learns and cached < prompt_tokens and event.stages < 2:
+    if worker is not None and worker.learns and cached < prompt_tokens:
         worker.cost = refit_prefill(
             worker.prompt_fit or worker.fit, worker.cost, prompt_tokens, cached, event.compute_ns
         )

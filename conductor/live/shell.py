@@ -54,7 +54,6 @@ from halfmoon.schemas.decisions import (
     StartDecode,
     StartMixed,
     StartPrefill,
-    StartStage,
 )
 from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested, TimerFired
 from halfmoon.schemas.numbers import SECOND_NS
@@ -74,7 +73,6 @@ def target(decision: Decision) -> str:
             StartPrefill()
             | StartDecode()
             | StartMixed()
-            | StartStage()
             | MoveKv()
             | EndMove()
             | CancelOrder()

@@ -38,7 +38,6 @@ from halfmoon.schemas.decisions import (
     StartDecode,
     StartMixed,
     StartPrefill,
-    StartStage,
 )
 from halfmoon.schemas.events import (
     ClusterConfigured,
@@ -321,7 +320,7 @@ class World:
                 pass  # a simulated pool has copies of what was fetched, and no others
             case ChangeRole():
                 self._change(decision.worker_id, decision.role)
-            case AnnounceYourself() | StartMixed() | StartStage():
+            case AnnounceYourself() | StartMixed():
                 raise AssertionError(("no simulated process is forgotten, or mixed", decision))
 
     @property

@@ -29,9 +29,7 @@ from halfmoon.workers.prefill.actions import (
     BeginSpan,
     CommitPrompt,
     ComputePrompt,
-    ComputeStage,
     DrawFirstToken,
-    DropStage,
     EndOrder,
     EndPush,
     FailLoads,
@@ -125,8 +123,6 @@ class MixedWorker(PromptWorker):
                 AnswerResend()
                 | StartPush()
                 | ComputePrompt()
-                | ComputeStage()
-                | DropStage()
                 | LoadLayers()
                 | FailLoads()
                 | StopComputing()

@@ -13,7 +13,7 @@ import msgspec
 
 from halfmoon.conductor.core.state.cost import Fit
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import CachePlace, CacheSplit, LayerStage, Loan, Prediction
+from halfmoon.schemas.decisions import CachePlace, CacheSplit, Loan, Prediction
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
@@ -105,9 +105,6 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     token_budget: int = 0
     prompts: dict[str, int] = {}
     prompt_fit: Fit | None = None
-    #: Prefill: where it listens for workers whose prompts it computes some layers of, and bytes of a token between two.
-    stage_addresses: list[str] = []
-    activation_bytes: int = 0
     #: Who finds it slow, as one that holds parts for others.
     slow_by: dict[str, SlowMark] = {}
 
@@ -213,9 +210,6 @@ class Order(msgspec.Struct, kw_only=True):
     cache_blocks: int = 0
     #: The order whose cache it took over; who holds it may list it under that one's id.
     resumes: str = ""
-    #: Who computes which layers of the prompt, the prefill worker the last ones; and which of the others do so yet.
-    stages: list[LayerStage] = []
-    staged: list[str] = []
 
     @property
     def mixed(self) -> bool:
