@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
@@ -23,6 +24,9 @@ from tests.fuzz.frame import TIMES_WAITED, Found, Target, load, played
 WARM_INPUTS = 2000
 #: By how much each may grow after that, whatever the number of inputs: files and threads by what is under way.
 GROWTH_MAX = {"rss_bytes": 64 << 20, "files": 8, "threads": 40}
+#: What is under way comes and goes from input to input: connections that nobody reads yet. So the most of the last
+#: samples before counts as warm, and the least of the last ones as the end.
+SAMPLED_INPUTS, SAMPLES = 25, 32
 STOP_S = 20.0
 #: A process that has been at one input for longer than its deadline and this does not hear the alarm.
 STUCK_S = 60.0
@@ -79,6 +83,10 @@ def held() -> dict[str, int]:
     }
 
 
+def each_of(choose: Callable[[Iterable[int]], int], samples: list[dict[str, int]]) -> dict[str, int]:
+    return {name: choose(sample[name] for sample in samples) for name in samples[0]}
+
+
 def grown(warm: dict[str, int], end: dict[str, int]) -> str:
     """What has grown by too much, in words; "" for nothing."""
     names = [name for name in warm if end[name] - warm[name] > GROWTH_MAX[name]]
@@ -96,6 +104,7 @@ def play_part(
     began, counts, problem = time.monotonic(), Counter[str](), ""
     warm: dict[str, int] = {}
     end: dict[str, int] = {}
+    samples: deque[dict[str, int]] = deque(maxlen=SAMPLES)
     try:
         with played(target) as play:
             # A cluster may take longer to start than its inputs have.
@@ -105,10 +114,13 @@ def play_part(
                 counts[play(target.input_of(seed))] += 1
                 passed_s = time.monotonic() - playing_since
                 if not warm and (count == min(WARM_INPUTS, len(seeds) // 2) or passed_s > seconds / 2):
-                    warm = held()
+                    warm = each_of(max, [*samples, held()])
+                    samples.clear()
+                if count % SAMPLED_INPUTS == 0:
+                    samples.append(held())
                 if passed_s > seconds or stop.is_set():
                     break
-            end = held()
+            end = each_of(min, [*samples, held()])
             at.value = -1
     except Found as found:
         problem, end = str(found), held()
