@@ -1,0 +1,324 @@
+"""How well TTFT and TBT are predicted on a real cluster under load: what the conductor predicted of the requests that
+it accepted, against what their client saw.
+
+One cluster for each kind of numerics. In each round a closed loop says what the cluster can do, and Poisson arrivals
+come at shares of that: light, full, double load. The TTFT objective is so many times the mean time between two that the
+closed loop finished: so overload is as deep on a slow machine as on a fast one. Predictions are those of the log,
+decided again by a replay; what was seen is the client's: from sending a request to its first token, and between tokens
+(mean of the longest tenth, as SLOs are judged, and mean of all).
+
+Figures: quantiles of seen over predicted and of how far it is from 1, SLO misses among accepted requests, and wasted
+work: time of prefills, and tokens, of requests that did not finish. `raw` has each accepted request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import uvloop
+from clusters import beside, bus_config, cluster, finish, parser, spread
+from simulation_live import read_log
+
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.streams import StreamLimits
+from halfmoon.cli.bench.clients import NatsTarget, Record
+from halfmoon.cli.bench.driver import Driver, Limits
+from halfmoon.cli.bench.report import intervals
+from halfmoon.cli.bench.workload import DrawnLoad, Lengths, Texts
+from halfmoon.cli.policy import conductor_status
+from halfmoon.conductor.core.machine import Core
+from halfmoon.schemas import subjects
+from halfmoon.schemas.decisions import Prediction, StartMixed, StartPrefill
+from halfmoon.schemas.events import (
+    DecodeRefused,
+    PolicyChanged,
+    PrefillFinished,
+    RequestArrived,
+    RequestFinished,
+    Stamped,
+)
+from halfmoon.schemas.numbers import MS_NS
+from halfmoon.schemas.slo import tbt_ns
+
+#: In flight at once where the capacity is measured: prefill and decode both have something to do.
+CLOSED_LOOP = 6
+#: There nothing is to be refused.
+UNREFUSED_MS = 3_600_000.0
+#: What a row of `raw` has, in this order. Times in ms; `tbt` is that of SLOs, `tbt_mean` of all intervals.
+COLUMNS = (
+    "load",
+    "ttft_slo",
+    "prompt_tokens",
+    "tokens",
+    "predicted_queue",
+    "predicted_prefill",
+    "predicted_ttft",
+    "predicted_tbt",
+    "ttft",
+    "tbt",
+    "tbt_mean",
+    "logged_prefill_end",
+    "worker_queue",
+    "worker_prefill",
+)
+
+
+class Run:
+    """One load: the records of the client, and how many requests a second arrived."""
+
+    def __init__(self, load: float, rate: float, records: list[Record]) -> None:
+        self.load, self.rate, self.records = load, rate, records
+
+
+class Round:
+    """Requests a second that were finished in a closed loop, each load at its share of that, and its TTFT objective."""
+
+    def __init__(self, capacity: float, ttft_slo_ms: float, runs: list[Run]) -> None:
+        self.capacity, self.ttft_slo_ms, self.runs = capacity, ttft_slo_ms, runs
+        self.load_average = beside()["load_average"]
+
+
+async def set_ttft_slo(config: BusConfig, ttft_slo_ms: float) -> None:
+    bus = await Bus.connect(config, name="operator", limits=StreamLimits(replicas=0))
+    policy = (await conductor_status(bus)).policy
+    changed = PolicyChanged(policy=msgspec.structs.replace(policy, ttft_slo_ns=int(ttft_slo_ms * MS_NS)))
+    await bus.append(changed, source_id=subjects.OPERATOR, within_s=10)
+    await bus.close()
+
+
+async def drive(config: BusConfig, args: argparse.Namespace, seed: int) -> Round:
+    """See Round."""
+    target = NatsTarget(config)
+    try:
+        model = await target.open()
+
+        async def send(rate: float, number: int, limits: Limits) -> list[Record]:
+            load = DrawnLoad(
+                prompt=Lengths.parse(args.prompt_tokens, "--prompt-tokens"),
+                output=Lengths.parse(args.output_tokens, "--output-tokens"),
+                context=model.context,
+                rate=rate,
+                seed=seed * 100 + number,
+            )
+            # A seed of their own: no prompt begins as one of another run.
+            driver = Driver(target, Texts(model.vocab_size, load.seed), load.requests(), limits)
+            await driver.run()
+            return driver.counted
+
+        await set_ttft_slo(config, UNREFUSED_MS)
+        limits = Limits(concurrency=CLOSED_LOOP, requests=args.capacity_requests, warmup=CLOSED_LOOP)
+        closed = await send(0.0, 0, limits)
+        assert all(record.outcome == "finished" for record in closed), [record.reason for record in closed]
+        took_ns = max(record.ended_ns for record in closed) - min(record.due_ns for record in closed)
+        capacity = len(closed) * 1e9 / took_ns
+        ttft_slo_ms = 1000 * args.ttft_slo_services / capacity
+        await set_ttft_slo(config, ttft_slo_ms)
+        runs = []
+        for number, load in enumerate(args.loads, 1):
+            rate = load * capacity
+            runs.append(Run(load, rate, await send(rate, number, Limits(duration_s=args.seconds))))
+        await asyncio.sleep(1.0)  # the last events
+        return Round(capacity, ttft_slo_ms, runs)
+    finally:
+        await target.close()
+
+
+class Logged:
+    """What the log says of each request."""
+
+    def __init__(self, log: Sequence[Stamped]) -> None:
+        self.predicted: dict[str, Prediction] = {}
+        self.placements: Counter[str] = Counter()
+        self.arrived_ns: dict[str, int] = {}
+        self.prefills: dict[str, list[tuple[int, PrefillFinished]]] = {}
+        self.finished: set[str] = set()
+        self.refused_after_prefill = 0
+        core = Core()
+        for stamped in log:
+            event = stamped.event
+            if isinstance(event, RequestArrived):
+                self.arrived_ns.setdefault(event.request_id, stamped.at_ns)
+            elif isinstance(event, PrefillFinished):
+                self.prefills.setdefault(event.request_id, []).append((stamped.at_ns, event))
+            elif isinstance(event, RequestFinished) and event.finish_reason != "abort":
+                self.finished.add(event.request_id)
+            self.refused_after_prefill += isinstance(event, DecodeRefused)
+            for decision in core.step(stamped):
+                if isinstance(decision, (StartPrefill, StartMixed)):
+                    self.predicted.setdefault(decision.request_id, decision.predicted)
+                    self.placements[decision.request_id] += 1
+
+
+def row_of(round_: Round, load: float, record: Record, logged: Logged) -> list[Any]:
+    """See COLUMNS; `record` is of a request that was accepted and has a first token."""
+    request_id = record.answer["id"]
+    predicted = logged.predicted[request_id]
+    ended_ns, prefill = logged.prefills[request_id][0]
+    gaps = intervals(record)
+    times_ns = (
+        predicted.queue_ns,
+        predicted.prefill_ns,
+        predicted.ttft_ns,
+        predicted.tbt_ns,
+        record.heard_ns[0] - record.sent_ns,
+        tbt_ns(gaps),
+        sum(gaps) // len(gaps) if gaps else 0,
+        ended_ns - logged.arrived_ns[request_id],
+        prefill.queue_ns,
+        prefill.compute_ns,
+    )
+    return [
+        load,
+        round(round_.ttft_slo_ms, 1),
+        record.prompt_tokens,
+        record.completion_tokens,
+        *(round(one / MS_NS, 1) for one in times_ns),
+    ]
+
+
+def off(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Of pairs (predicted, seen): seen over predicted, and how far that is from 1."""
+    ratios = sorted(seen / predicted for predicted, seen in pairs if predicted > 0 and seen > 0)
+    if not ratios:
+        return {}
+    away = sorted(abs(ratio - 1) for ratio in ratios)
+    # The same places as `spread`'s: the middle, and the value that a tenth is above.
+    return {
+        "ratio": spread(ratios),
+        "off_p50": round(statistics.median(away), 3),
+        "off_p90": round(away[min(len(away) - 1, int(0.9 * len(away)))], 3),
+    }
+
+
+def figures(
+    rows: Sequence[Sequence[Any]], records: Sequence[Record], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Of one load: rows of its accepted requests, and all that its client sent."""
+    found = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    outcomes = Counter(record.reason or record.outcome for record in records)
+    late = sum(one["ttft"] > one["ttft_slo"] for one in found)
+    slow = sum(one["tbt"] > args.tbt_slo_ms for one in found)
+    missed = sum(one["ttft"] > one["ttft_slo"] or one["tbt"] > args.tbt_slo_ms for one in found)
+    return {
+        "requests": len(records),
+        "accepted": len(found),
+        "outcomes": dict(sorted(outcomes.items())),
+        "ttft": off([(one["predicted_ttft"], one["ttft"]) for one in found]),
+        "tbt": off([(one["predicted_tbt"], one["tbt"]) for one in found if one["tokens"] > 1]),
+        "tbt_mean": off([(one["predicted_tbt"], one["tbt_mean"]) for one in found if one["tokens"] > 1]),
+        "slo_missed": {
+            "ttft": late,
+            "tbt": slow,
+            "any": missed,
+            "share": round(missed / max(1, len(found)), 4),
+        },
+    }
+
+
+def wasted(logged: Logged) -> dict[str, Any]:
+    """Work of a cluster that no answer has: prefills of requests that did not finish, and those done once more."""
+    times = {
+        request_id: [event.compute_ns for _, event in ended] for request_id, ended in logged.prefills.items()
+    }
+    all_ns = sum(map(sum, times.values()))
+    used_ns = sum(each[-1] for request_id, each in times.items() if request_id in logged.finished)
+    return {
+        "prefill_s": round((all_ns - used_ns) / 1e9, 3),
+        "share": round(1 - used_ns / max(1, all_ns), 4),
+        "refused_after_prefill": logged.refused_after_prefill,
+        "placed_again": sum(count > 1 for count in logged.placements.values()),
+    }
+
+
+def measure(numerics: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All rounds on one cluster."""
+    flags = ["--numerics", numerics, "--prefill", str(args.prefill), "--decode", str(args.decode)]
+    flags += ["--mixed", str(args.mixed)] if args.mixed else []
+    flags += ["--tbt-slo-ms", str(args.tbt_slo_ms)]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, cluster(*flags) as addresses:
+        config = bus_config(addresses)
+        measured = [runner.run(drive(config, args, args.seed + number)) for number in range(args.rounds)]
+        logged = Logged(runner.run(read_log(config)))
+    rounds, raw = [], []
+    by_load: dict[str, tuple[list[list[Any]], list[Record]]] = {f"{load:g}": ([], []) for load in args.loads}
+    for one in measured:
+        loads = {}
+        for run in one.runs:
+            name = f"{run.load:g}"
+            accepted = [record for record in run.records if record.answer.get("id") in logged.prefills]
+            rows = [row_of(one, run.load, record, logged) for record in accepted]
+            loads[name] = {"rate": round(run.rate, 3), **figures(rows, run.records, args)}
+            by_load[name][0].extend(rows)
+            by_load[name][1].extend(run.records)
+            raw.append(rows)
+        rounds.append(
+            {
+                "capacity": round(one.capacity, 3),
+                "ttft_slo_ms": round(one.ttft_slo_ms),
+                "load_average": one.load_average,
+                "loads": loads,
+            }
+        )
+    return {
+        "together": {name: figures(rows, records, args) for name, (rows, records) in by_load.items()},
+        "wasted": wasted(logged),
+        "rounds": rounds,
+        "raw": raw,
+    }
+
+
+def lines_of(numerics: str, result: dict[str, Any]) -> list[str]:
+    """For a person."""
+    lines = [f"{numerics}: capacity {', '.join(str(one['capacity']) for one in result['rounds'])} requests/s"]
+    for load, one in result["together"].items():
+        lines.append(f"  load {load}: {one['accepted']} of {one['requests']} accepted, {one['outcomes']}")
+        for name in ("ttft", "tbt", "tbt_mean"):
+            if one[name]:
+                ratio = one[name]["ratio"]
+                lines.append(
+                    f"    {name}: seen / predicted {ratio['p50']:.2f} (p50), {ratio['p90']:.2f} (p90); off by "
+                    f"{one[name]['off_p50']:.0%} (p50), {one[name]['off_p90']:.0%} (p90)"
+                )
+        lines.append(f"    SLO missed by {one['slo_missed']['share']:.1%} of the accepted")
+    waste = result["wasted"]
+    lines.append(
+        f"  wasted: {waste['share']:.1%} of prefill time, {waste['refused_after_prefill']} refused after it"
+    )
+    return lines
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--seconds", type=float, default=12.0, help="of arrivals, for each load")
+    options.add_argument(
+        "--loads", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="shares of the capacity"
+    )
+    options.add_argument("--numerics", nargs="+", default=["exact", "fast"], choices=["exact", "fast"])
+    options.add_argument("--prompt-tokens", default="64-512")
+    options.add_argument("--output-tokens", default="4-32")
+    options.add_argument("--capacity-requests", type=int, default=16, help="of the closed loop")
+    options.add_argument("--prefill", type=int, default=1)
+    options.add_argument("--decode", type=int, default=1)
+    options.add_argument("--mixed", type=int, default=0)
+    options.add_argument("--ttft-slo-services", type=float, default=8.0, help="in mean times of a request")
+    options.add_argument("--tbt-slo-ms", type=int, default=1000)
+    options.add_argument("--seed", type=int, default=1)
+    args = options.parse_args()
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "save")}
+    kinds, lines = {}, []
+    for numerics in args.numerics:
+        kinds[numerics] = measure(numerics, args)
+        lines += lines_of(numerics, kinds[numerics])
+    finish(args, {"settings": settings, "columns": COLUMNS, **kinds}, lines)
+
+
+if __name__ == "__main__":
+    main()
