@@ -7,6 +7,9 @@ closed loop finished: so overload is as deep on a slow machine as on a fast one.
 decided again by a replay; what was seen is the client's: from sending a request to its first token, and between tokens
 (mean of the longest tenth, as SLOs are judged, and mean of all).
 
+Beside them: what would have been predicted of the same requests without corrections (`Policy.correction_window` 0), by
+a replay of the same log.
+
 Figures: quantiles of seen over predicted and of how far it is from 1, SLO misses among accepted requests, and wasted
 work: time of prefills, and tokens, of requests that did not finish. `raw` has each accepted request.
 """
@@ -37,6 +40,7 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Prediction, StartMixed, StartPrefill
 from halfmoon.schemas.events import (
+    ClusterConfigured,
     DecodeRefused,
     PolicyChanged,
     PrefillFinished,
@@ -51,6 +55,8 @@ from halfmoon.schemas.slo import tbt_ns
 CLOSED_LOOP = 6
 #: There nothing is to be refused.
 UNREFUSED_MS = 3_600_000.0
+#: The longest tenth of the intervals of longer answers is more than their first, which waits for a step under way.
+LONG_ANSWER_TOKENS = 30
 #: What a row of `raw` has, in this order. Times in ms; `tbt` is that of SLOs, `tbt_mean` of all intervals.
 COLUMNS = (
     "load",
@@ -61,6 +67,8 @@ COLUMNS = (
     "predicted_prefill",
     "predicted_ttft",
     "predicted_tbt",
+    "uncorrected_ttft",
+    "uncorrected_tbt",
     "ttft",
     "tbt",
     "tbt_mean",
@@ -130,6 +138,21 @@ async def drive(config: BusConfig, args: argparse.Namespace, seed: int) -> Round
         await target.close()
 
 
+def uncorrected(log: Sequence[Stamped]) -> list[Stamped]:
+    """The same log, as if predictions were not corrected and nothing was refused but what was refused."""
+    accepted = {one.event.request_id for one in log if isinstance(one.event, PrefillFinished)}
+    found = []
+    for stamped in log:
+        event = stamped.event
+        if isinstance(event, RequestArrived) and event.request_id not in accepted:
+            continue
+        if isinstance(event, (ClusterConfigured, PolicyChanged)):
+            policy = msgspec.structs.replace(event.policy, correction_window=0, admission="none")
+            stamped = msgspec.structs.replace(stamped, event=msgspec.structs.replace(event, policy=policy))
+        found.append(stamped)
+    return found
+
+
 class Logged:
     """What the log says of each request."""
 
@@ -156,10 +179,10 @@ class Logged:
                     self.placements[decision.request_id] += 1
 
 
-def row_of(round_: Round, load: float, record: Record, logged: Logged) -> list[Any]:
+def row_of(round_: Round, load: float, record: Record, logged: Logged, without: Logged) -> list[Any]:
     """See COLUMNS; `record` is of a request that was accepted and has a first token."""
     request_id = record.answer["id"]
-    predicted = logged.predicted[request_id]
+    predicted, before = logged.predicted[request_id], without.predicted[request_id]
     ended_ns, prefill = logged.prefills[request_id][0]
     gaps = intervals(record)
     times_ns = (
@@ -167,6 +190,8 @@ def row_of(round_: Round, load: float, record: Record, logged: Logged) -> list[A
         predicted.prefill_ns,
         predicted.ttft_ns,
         predicted.tbt_ns,
+        before.ttft_ns,
+        before.tbt_ns,
         record.heard_ns[0] - record.sent_ns,
         tbt_ns(gaps),
         sum(gaps) // len(gaps) if gaps else 0,
@@ -212,7 +237,15 @@ def figures(
         "outcomes": dict(sorted(outcomes.items())),
         "ttft": off([(one["predicted_ttft"], one["ttft"]) for one in found]),
         "tbt": off([(one["predicted_tbt"], one["tbt"]) for one in found if one["tokens"] > 1]),
+        "tbt_long": off(
+            [(one["predicted_tbt"], one["tbt"]) for one in found if one["tokens"] > LONG_ANSWER_TOKENS]
+        ),
         "tbt_mean": off([(one["predicted_tbt"], one["tbt_mean"]) for one in found if one["tokens"] > 1]),
+        # The same requests, by what would have been predicted of them without corrections.
+        "uncorrected": {
+            name: off([(one[f"uncorrected_{name}"], one[name]) for one in found if one[name]])
+            for name in ("ttft", "tbt")
+        },
         "slo_missed": {
             "ttft": late,
             "tbt": slow,
@@ -245,7 +278,8 @@ def measure(numerics: str, args: argparse.Namespace) -> dict[str, Any]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, cluster(*flags) as addresses:
         config = bus_config(addresses)
         measured = [runner.run(drive(config, args, args.seed + number)) for number in range(args.rounds)]
-        logged = Logged(runner.run(read_log(config)))
+        log = runner.run(read_log(config))
+    logged, without = Logged(log), Logged(uncorrected(log))
     rounds, raw = [], []
     by_load: dict[str, tuple[list[list[Any]], list[Record]]] = {f"{load:g}": ([], []) for load in args.loads}
     for one in measured:
@@ -253,11 +287,11 @@ def measure(numerics: str, args: argparse.Namespace) -> dict[str, Any]:
         for run in one.runs:
             name = f"{run.load:g}"
             accepted = [record for record in run.records if record.answer.get("id") in logged.prefills]
-            rows = [row_of(one, run.load, record, logged) for record in accepted]
+            rows = [row_of(one, run.load, record, logged, without) for record in accepted]
             loads[name] = {"rate": round(run.rate, 3), **figures(rows, run.records, args)}
             by_load[name][0].extend(rows)
             by_load[name][1].extend(run.records)
-            raw.append(rows)
+            raw.append([" ".join(map(str, row)) for row in rows])
         rounds.append(
             {
                 "capacity": round(one.capacity, 3),
@@ -279,12 +313,17 @@ def lines_of(numerics: str, result: dict[str, Any]) -> list[str]:
     lines = [f"{numerics}: capacity {', '.join(str(one['capacity']) for one in result['rounds'])} requests/s"]
     for load, one in result["together"].items():
         lines.append(f"  load {load}: {one['accepted']} of {one['requests']} accepted, {one['outcomes']}")
-        for name in ("ttft", "tbt", "tbt_mean"):
+        for name in ("ttft", "tbt", "tbt_long", "tbt_mean"):
             if one[name]:
                 ratio = one[name]["ratio"]
                 lines.append(
                     f"    {name}: seen / predicted {ratio['p50']:.2f} (p50), {ratio['p90']:.2f} (p90); off by "
                     f"{one[name]['off_p50']:.0%} (p50), {one[name]['off_p90']:.0%} (p90)"
+                )
+        for name, without in one["uncorrected"].items():
+            if without:
+                lines.append(
+                    f"    {name} uncorrected: off by {without['off_p50']:.0%} (p50), {without['off_p90']:.0%} (p90)"
                 )
         lines.append(f"    SLO missed by {one['slo_missed']['share']:.1%} of the accepted")
     waste = result["wasted"]
@@ -303,7 +342,7 @@ def main() -> None:
     )
     options.add_argument("--numerics", nargs="+", default=["exact", "fast"], choices=["exact", "fast"])
     options.add_argument("--prompt-tokens", default="64-512")
-    options.add_argument("--output-tokens", default="4-32")
+    options.add_argument("--output-tokens", default="8-64")
     options.add_argument("--capacity-requests", type=int, default=16, help="of the closed loop")
     options.add_argument("--prefill", type=int, default=1)
     options.add_argument("--decode", type=int, default=1)

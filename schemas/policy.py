@@ -104,6 +104,9 @@ class Policy(Part, frozen=True):
     #: From one change to the next at least; and so many under way at once.
     elastic_pause_ns: Ns = 1 * SECOND_NS
     elastic_changes_max: Annotated[int, Meta(ge=1, le=1_000)] = 1
+    #: Predictions of a worker are corrected by what so many of its last prefills and answers took of theirs; 0, as in
+    #: older logs: they are not.
+    correction_window: Annotated[int, Meta(ge=0, le=1_000)] = 0
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 

@@ -19,6 +19,8 @@ from halfmoon.schemas.policy import AdmissionName, ElasticMode, MixedChoice, Pol
 CLOCK_STEP_NS_MAX = 60 * SECOND_NS
 #: Longer than a lender is asked for room, and than the KV of the longest prompts takes beside decode steps.
 MOVE_ANSWER_NS = 300 * SECOND_NS
+#: Of the last prefills, steps and answers: more are steadier, fewer follow a change of the machine's speed sooner.
+CORRECTION_WINDOW = 15
 #: Of what attention elsewhere was measured to take. On a busy machine it is several times that.
 SLOW_PLACE_PERCENT = 1_000
 
@@ -96,6 +98,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
         sources_named=True,
         slow_place_percent=SLOW_PLACE_PERCENT,
         elastic=args.elastic,
+        correction_window=CORRECTION_WINDOW,
     )
 
 

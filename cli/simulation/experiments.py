@@ -43,6 +43,7 @@ NAMES = (
     "split",
     "decode-speed",
     "prediction",
+    "corrections",
     "lamina",
     "infinite-llm",
     "sarathi",
@@ -56,7 +57,14 @@ NAMES = (
 def experiments() -> dict[str, Experiment]:
     """All of them, by name. Imported late: they draw with matplotlib."""
     from halfmoon.conductor.simulation.experiments import ablations as why
-    from halfmoon.conductor.simulation.experiments import attention, batching, cache, lending, load
+    from halfmoon.conductor.simulation.experiments import (
+        attention,
+        batching,
+        cache,
+        corrections,
+        lending,
+        load,
+    )
     from halfmoon.conductor.simulation.experiments import elastic as roles
 
     return {
@@ -76,6 +84,7 @@ def experiments() -> dict[str, Experiment]:
         "split": load.split,
         "decode-speed": why.decode_speed,
         "prediction": load.prediction,
+        "corrections": corrections.corrections,
         "lamina": attention.lamina,
         "infinite-llm": lending.infinite_llm,
         "sarathi": batching.sarathi_capacity,

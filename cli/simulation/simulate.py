@@ -74,6 +74,18 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--noise-percent", type=int, default=0, help="computations differ from the profile by up to"
     )
+    parser.add_argument(
+        "--cost-times",
+        metavar="S:FACTOR,...",
+        default="",
+        help="computations take so many times what the profile says, from so many seconds on: 3, or 0:1,600:3",
+    )
+    parser.add_argument(
+        "--correction-window",
+        type=int,
+        default=0,
+        help="predictions are corrected by so many of the last measurements (a live cluster: 15); 0: they are not",
+    )
 
 
 def arrivals_of(args: argparse.Namespace) -> list[Arrival]:
@@ -102,7 +114,23 @@ def policy_of(args: argparse.Namespace) -> Policy:
         admission=args.admission,
         ttft_slo_ns=args.ttft_ms * 1_000_000,
         tbt_slo_ns=args.tbt_ms * 1_000_000,
+        correction_window=args.correction_window,
     )
+
+
+def cost_times(text: str) -> list[tuple[int, float]]:
+    """Factors by the time, ns, from which each holds. Raises OptionInvalid."""
+    found: list[tuple[int, float]] = []
+    for part in text.split(",") if text else ():
+        since, _, factor = part.rpartition(":")
+        try:
+            found.append((int(float(since or 0) * 1e9), float(factor)))
+        except (ValueError, OverflowError):
+            raise OptionInvalid(f"--cost-times {text}: FACTOR, or S:FACTOR,S:FACTOR") from None
+        ascending = len(found) < 2 or found[-2][0] < found[-1][0]
+        if not (ascending and found[-1][0] >= 0 and 0 < found[-1][1] < 1e6):
+            raise OptionInvalid(f"--cost-times {text}: seconds ascend from 0, factors are positive")
+    return found
 
 
 def simulated(
@@ -122,6 +150,8 @@ def simulated(
         raise OptionInvalid(f"--speed {speed:g}: must be positive")
     if not 0 <= args.noise_percent < 100:
         raise OptionInvalid(f"--noise-percent {args.noise_percent}: 0 to 99")
+    if not 0 <= args.correction_window <= 1_000:
+        raise OptionInvalid(f"--correction-window {args.correction_window}: 0 to 1,000")
     policy = policy_of(args)
     return run_system(
         args.system,
@@ -132,6 +162,7 @@ def simulated(
         seed=args.seed,
         speed=speed,
         noise_percent=args.noise_percent,
+        cost_times=cost_times(args.cost_times),
         slo=Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
         progress=progress,
         outcomes=outcomes,

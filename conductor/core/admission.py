@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import msgspec
 
+from halfmoon.conductor.core.corrections import corrects_tbt, tbt_permille
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns, tbt_limit_ns, ttft_limit_ns
 from halfmoon.conductor.core.placement.best_first import earliest_first_token, shortest_step
 from halfmoon.conductor.core.placement.candidates import candidates, capacity, decode_candidates, has_room
@@ -31,6 +32,7 @@ from halfmoon.conductor.core.placement.policies import choose_decode, choose_pre
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
 from halfmoon.conductor.core.placement.prices import Row, row_of, step_price
 from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import answer_class, expected_decode_ns, expected_tokens
 from halfmoon.conductor.core.state.overload import queue_allowed_ns
 from halfmoon.conductor.core.state.records import Request, WorkerRecord
@@ -58,6 +60,8 @@ class Placement(msgspec.Struct, kw_only=True):
     #: How long decode is to last.
     decode_ns: int
     limits: AdmissionLimits | None = None
+    #: Of a step, the time between tokens that is predicted.
+    tbt_permille: int = EXACT_PERMILLE
 
     @property
     def mixed(self) -> bool:
@@ -172,13 +176,26 @@ def placement_of(
     state: State, request: RequestArrived, prefill: Candidate, decode: DecodeCandidate, answer_tokens: int
 ) -> Placement:
     answers = state.answers.get(answer_class(request.max_tokens))
-    return Placement(
+    placement = Placement(
         prefill=prefill,
         decode=decode,
         predicted=prediction(prefill, decode.tbt_ns),
         answer_tokens=answer_tokens,
         decode_ns=expected_decode_ns(answers, answer_tokens, decode.tbt_ns),
     )
+    worker = state.workers[decode.worker_id]
+    if corrects_tbt(state, worker):
+        _correct_tbt(state, placement, worker, request.prompt_tokens + answer_tokens)
+    return placement
+
+
+def _correct_tbt(state: State, placement: Placement, worker: WorkerRecord, context: int) -> None:
+    """Predict the time between tokens at the batch that will be, and by what the longest intervals took of answers."""
+    load = decode_load(state, worker, state.at_ns + placement.prefill.ttft_ns)
+    step_ns = worker.cost.step_ns(load.sequences + 1, load.context_tokens + context)
+    placement.tbt_permille = tbt_permille(worker, placement.answer_tokens)
+    tbt_ns = step_ns * placement.tbt_permille // EXACT_PERMILLE
+    placement.predicted = msgspec.structs.replace(placement.predicted, tbt_ns=tbt_ns)
 
 
 def prediction(prefill: Candidate, tbt_ns: int) -> Prediction:
@@ -245,7 +262,8 @@ def _over_slo(
     waited_ns: int,
 ) -> Refusal | None:
     """A refusal because the prediction is over an SLO. `tbt_ns_max`: no worker that could take it has a longer step."""
-    tbt_limit = limits.tbt_ns
+    # Steps below are uncorrected.
+    tbt_limit = limits.tbt_ns * EXACT_PERMILLE // placement.tbt_permille
     refusal = late(placement, limits, waited_ns)
     if refusal is not None:
         return refusal
@@ -266,9 +284,10 @@ def _over_slo(
     tbt_ns = step_price(state, worker, load.sequences + 1, load.context_tokens + context, load.rows).ns
     if tbt_ns <= tbt_limit and _pool_tbt_ns(state, decodes, end_ns) <= tbt_limit:
         return None
+    tbt_ns = tbt_ns * placement.tbt_permille // EXACT_PERMILLE
     return Refusal(
         reason="tbt_slo",
-        message=f"predicted time between tokens {tbt_ns // 1_000_000} ms; the limit is {tbt_limit // 1_000_000} ms",
+        message=f"predicted time between tokens {tbt_ns // 1_000_000} ms; the limit is {limits.tbt_ns // 1_000_000} ms",
         predicted=msgspec.structs.replace(placement.predicted, tbt_ns=tbt_ns),
         limits=limits,
         retry_after_ns=wait_ns(state, worker, decode, tbt_limit, now_ns, context),

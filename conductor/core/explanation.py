@@ -12,6 +12,7 @@ import msgspec
 
 from halfmoon.conductor.core.admission import AdmissionLimits, Placement, Refusal, waits_ns
 from halfmoon.conductor.core.choice import both_ways
+from halfmoon.conductor.core.corrections import correction_of
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
 from halfmoon.conductor.core.placement.cache_places import free_blocks
 from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates
@@ -62,6 +63,8 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     attention: dict[str, tuple[int, int]] = {}
     #: Who holds KV for others and is avoided, as slow: how long a step waited for it, and was expected to, ns.
     slow: dict[str, tuple[int, int]] = {}
+    #: Of workers whose predictions are corrected: role, thousandths of what was fitted, and busy neighbours (prefill).
+    corrections: dict[str, tuple[WorkerRole, int, int]] = {}
     #: None: no worker could take it; it waits.
     verdict: Placement | Refusal | None
 
@@ -120,6 +123,11 @@ def explain(
             worker.worker_id: (mark.waited_ns, mark.expected_ns)
             for worker in state.workers.values()
             if (mark := slow_mark(state, worker)) is not None
+        },
+        corrections={
+            worker.worker_id: correction_of(worker)
+            for worker in state.workers.values()
+            if worker.worker_id in found and worker.fitted is not None
         },
         verdict=verdict,
     )

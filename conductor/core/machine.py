@@ -24,6 +24,7 @@ import msgspec
 
 from halfmoon.conductor.core import elastic, membership, moves, orders, roles
 from halfmoon.conductor.core.choice import choose
+from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_arrival
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.loans import end_loans, kv_move_refused, kv_moved
@@ -301,12 +302,13 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
         if event.order_id not in state.orders:
             learn_prefill(state, event, event.prompt_tokens, of_request=event.prompt_tokens)
         return
+    permille = prefill_seen(state, order, event)
     orders.free_prefill(state, order)
     order.prefill_end_ns = state.at_ns
     request = state.requests[order.request_id]
     # In an older log only the request tells its length; placed once more, it may have tokens of its answer on top.
     known = event.prompt_tokens or (request.event.prompt_tokens if request.placements == 1 else 0)
-    learn_prefill(state, event, known, of_request=request.event.prompt_tokens)
+    learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
     if event.fetch_node_id and event.fetch_node_id in state.stores:
         links = state.ssd_links if order.fetch_ssd else state.links
         sharing = order.fetch_sharing if order.fetch_node_id == event.fetch_node_id else 1
@@ -368,6 +370,8 @@ def _request_finished(state: State, event: RequestFinished, out: StepOutput) -> 
     order = _answered(state, event.order_id, event.request_id, event.worker_id, "decode")
     if order is None:
         return
+    prefill_seen(state, order, None)
+    answer_seen(state, order, event)
     orders.free_prefill(state, order)
     orders.free_decode(state, order)
     end_loans(state, order, out)

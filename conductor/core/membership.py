@@ -110,6 +110,10 @@ def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
     worker.becomes = known.becomes
     if known.profile == worker.profile:
         worker.cost, worker.fit, worker.prompt_fit = known.cost, known.fit, known.prompt_fit
+        worker.fitted, worker.prefill_permille = known.fitted, known.prefill_permille
+        worker.steps_seen, worker.step_permille = known.steps_seen, known.step_permille
+        worker.prefills_seen, worker.answers_seen = known.prefills_seen, known.answers_seen
+        worker.neighbours, worker.head_neighbours = known.neighbours, known.head_neighbours
         worker.elsewhere_permille = known.elsewhere_permille
 
 

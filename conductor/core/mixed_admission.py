@@ -22,6 +22,7 @@ from halfmoon.conductor.core.admission import (
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
 from halfmoon.conductor.core.placement.prefix_match import match_prefix
 from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.state.records import Request
 from halfmoon.schemas.events import RequestArrived
@@ -87,11 +88,12 @@ def _no_room(state: State, able: list[MixedCandidate], now_ns: int) -> Refusal:
 def _slow(state: State, placement: Placement, limits: AdmissionLimits, now_ns: int) -> Refusal | None:
     """A refusal because an iteration with it is predicted to take too long."""
     decode, limit = placement.decode, limits.tbt_ns
-    if state.policy.admission == "late" or decode.tbt_ns <= limit:
+    tbt_ns = decode.tbt_ns * placement.tbt_permille // EXACT_PERMILLE
+    if state.policy.admission == "late" or tbt_ns <= limit:
         return None
     return Refusal(
         reason="tbt_slo",
-        message=f"predicted time between tokens {decode.tbt_ns // 1_000_000} ms; the limit is {limit // 1_000_000} ms",
+        message=f"predicted time between tokens {tbt_ns // 1_000_000} ms; the limit is {limit // 1_000_000} ms",
         predicted=placement.predicted,
         limits=limits,
         retry_after_ns=wait_ns(state, state.workers[decode.worker_id], decode, 0, now_ns),

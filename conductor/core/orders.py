@@ -13,6 +13,7 @@ from halfmoon.conductor.core.admission import (
     waits_ns,
 )
 from halfmoon.conductor.core.choice import choose, choose_again
+from halfmoon.conductor.core.corrections import load_changed, price_prompt, turn_begins
 from halfmoon.conductor.core.explanation import explain, explain_arrival
 from halfmoon.conductor.core.loans import book_loans, end_loans
 from halfmoon.conductor.core.objectives import slo_ns, tbt_objective_ns
@@ -291,13 +292,17 @@ def free_prefill(state: State, order: Order) -> None:
     worker = state.workers.get(order.prefill_id)
     if worker is None or order.order_id not in worker.prefills:
         return
-    if next(iter(worker.prefills)) == order.order_id:
+    was_head = next(iter(worker.prefills)) == order.order_id
+    if was_head:
         worker.head_since_ns = state.at_ns
     del worker.prefills[order.order_id]
     worker.reserved_ns -= order.reserved_ns
     worker.pending_blocks -= order.pending_blocks
     worker.prompt_blocks -= order.prompt_blocks
     state.loads.changed(worker)
+    if was_head and worker.prefills:
+        turn_begins(state, worker)
+    load_changed(state, order.prefill_id, order.decode_id)
 
 
 def free_decode(state: State, order: Order) -> None:
@@ -308,6 +313,7 @@ def free_decode(state: State, order: Order) -> None:
     worker.reserved_blocks -= order.reserved_blocks
     worker.context_tokens -= order.context_tokens
     state.loads.changed(worker)
+    load_changed(state, order.decode_id)
 
 
 def _draw(state: State) -> str:
@@ -369,6 +375,7 @@ def _order(state: State, request: Request, placement: Placement, out: StepOutput
         cache=decode.cache,
         cache_blocks=decode.cache_blocks,
     )
+    price_prompt(state, order, prefill)
     _reserve(state, order, now_ns + prefill.transfer_ns)
     _give(state, request, order, prefill, out)
     spread_hot_prefix(state, event, prefill, out)
@@ -447,6 +454,7 @@ def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     worker = state.workers[order.prefill_id]
     if not worker.prefills:
         worker.head_since_ns = order.placed_ns
+        worker.head_neighbours = worker.neighbours
     worker.prefills[order.order_id] = order.reserved_ns
     worker.reserved_ns += order.reserved_ns
     worker.pending_blocks += order.pending_blocks
@@ -460,3 +468,4 @@ def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     book_loans(state, order)
     if order.fetch_node_id:
         state.leaving.setdefault(order.fetch_node_id, {})[order.order_id] = fetched_ns
+    load_changed(state, order.prefill_id, order.decode_id)

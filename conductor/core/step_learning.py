@@ -8,17 +8,26 @@ who holds what for the batch as it is now, so heartbeats teach while the batch h
 
 from __future__ import annotations
 
+from halfmoon.conductor.core.corrections import fitted_cost, set_fitted, step_seen
 from halfmoon.conductor.core.objectives import learned
 from halfmoon.conductor.core.placement.prices import lent_price, row_of, step_elsewhere
 from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import measured_permille, refit_decode, refit_prefill
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
 
 
-def learn_prefill(state: State, event: PrefillFinished, prompt_tokens: int, *, of_request: int) -> None:
+def learn_prefill(
+    state: State,
+    event: PrefillFinished,
+    prompt_tokens: int,
+    *,
+    of_request: int,
+    permille: int = EXACT_PERMILLE,
+) -> None:
     """From a prefill that computed `prompt_tokens` with what was cached (0: not known; then it teaches nothing), for a
-    request whose own prompt has `of_request`.
+    request whose own prompt has `of_request`. `permille`: its correction, which the fit does not learn too.
     """
     cached = event.cached_local_tokens + event.cached_fetched_tokens
     if of_request:
@@ -28,10 +37,9 @@ def learn_prefill(state: State, event: PrefillFinished, prompt_tokens: int, *, o
         counters.cached_fetched_tokens += event.cached_fetched_tokens
     worker = state.workers.get(event.worker_id)
     if worker is not None and worker.learns and cached < prompt_tokens:
-        worker.cost = refit_prefill(
-            worker.prompt_fit or worker.fit, worker.cost, prompt_tokens, cached, event.compute_ns
-        )
-        state.loads.refitted(worker)
+        seen_ns = event.compute_ns * EXACT_PERMILLE // permille
+        fit, fitted = worker.prompt_fit or worker.fit, fitted_cost(worker)
+        set_fitted(state, worker, refit_prefill(fit, fitted, prompt_tokens, cached, seen_ns))
         learned(state, worker)
 
 
@@ -56,6 +64,6 @@ def learn_step(state: State, worker: WorkerRecord, event: WorkerHeartbeat) -> No
                 return
             away, waits_ns = lent_price(state, worker, context, rows)
             context, seen_ns = context - away, seen_ns - waits_ns
-    worker.cost = refit_decode(worker.fit, worker.cost, sequences, context, seen_ns)
-    state.loads.refitted(worker)
+    seen_ns = seen_ns * EXACT_PERMILLE // step_seen(state, worker, sequences, context, seen_ns)
+    set_fitted(state, worker, refit_decode(worker.fit, fitted_cost(worker), sequences, context, seen_ns))
     learned(state, worker)

@@ -13,6 +13,7 @@ from halfmoon.conductor.replay.histories import MoveHistory, PlacementAttempt, R
 from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons, way_reason
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import CachePlace, Fetch, Loan
+from halfmoon.schemas.roles import WorkerRole
 
 PREFILL_HEADS = (
     "",
@@ -95,6 +96,12 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
         for c in why.decode
         if c.waits_ns
     ]
+    found += [_corrected(worker_id, *correction) for worker_id, correction in why.corrections.items()]
+    if isinstance(why.verdict, Placement) and why.corrections:
+        found.append(
+            f"predicted: first token {duration(why.verdict.predicted.ttft_ns)}; between tokens "
+            f"{duration(why.verdict.predicted.tbt_ns)}, the longest intervals in the batch that will be"
+        )
     found += [mixed_line(c, chosen(why.verdict)[0]) for c in why.mixed]
     found += [reason] if (reason := way_reason(why)) else []
     if attempt is not None and attempt.finished is not None and is_mixed(why.verdict):
@@ -116,6 +123,12 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     if attempt is not None and attempt.lost:
         found.append(f"given up after {duration(attempt.end_ns - attempt.at_ns)}: {attempt.lost}")
     return found
+
+
+def _corrected(worker_id: str, role: WorkerRole, permille: int, neighbours: int) -> str:
+    beside = "" if role == "decode" else f", beside {neighbours} busy neighbour{'s' * (neighbours != 1)}"
+    done = "steps" if role == "decode" else "prefills"
+    return f"{worker_id}: its last {done} took {permille / 1_000:.2f} times what was fitted{beside}; predicted so"
 
 
 def is_mixed(verdict: Placement | Refusal | None) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
 class Clock:
     """`at` and `after` book a call, `run` makes them. ns, from 0."""
 
-    def __init__(self, seed: int = 0, noise_percent: int = 0) -> None:
+    def __init__(
+        self, seed: int = 0, noise_percent: int = 0, cost_times: Sequence[tuple[int, float]] = ()
+    ) -> None:
+        """`cost_times`: from which time on, ns and ascending, computations take so many times what they cost."""
         self.now_ns = 0
         self._booked: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]] = []
         #: Booked for the present, after all that was booked for it before it came.
@@ -20,6 +23,7 @@ class Clock:
         self._count = 0
         self._draw = random.Random(seed)
         self._noise = noise_percent / 100
+        self._cost_times = list(cost_times)
 
     def at(self, at_ns: int, call: Callable[..., Any], *args: Any) -> None:
         self._count += 1
@@ -48,5 +52,9 @@ class Clock:
         return self._count
 
     def jitter(self) -> float:
-        """A factor around 1 by which the next computation is slower or faster than its profile says."""
-        return 1.0 + self._noise * (2.0 * self._draw.random() - 1.0) if self._noise else 1.0
+        """The factor by which the next computation is slower or faster than its profile says."""
+        times = 1.0
+        for since_ns, factor in self._cost_times:
+            if since_ns <= self.now_ns:
+                times = factor
+        return times * (1.0 + self._noise * (2.0 * self._draw.random() - 1.0)) if self._noise else times

@@ -46,13 +46,15 @@ def simulate(
     seed: int = 0,
     speed: float = 1.0,
     noise_percent: int = 0,
+    cost_times: Sequence[tuple[int, float]] = (),
     slo: Objectives | None = None,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
 ) -> SimulationReport:
     """Disaggregated serving under the core: `arrivals` (by time) `speed` times as fast.
 
-    `seed` draws the `random` policy's choices and, with `noise_percent`, how much computations differ from the profile.
+    `seed` draws the `random` policy's choices and, with `noise_percent`, how much computations differ from the profile;
+    `cost_times` see Clock.
     `slo` is what is counted (default: the policy's). `outcomes` is filled with what became of each request. Raises
     ConfigurationImpossible.
     """
@@ -64,6 +66,7 @@ def simulate(
         profile,
         seed=seed,
         noise_percent=noise_percent,
+        cost_times=cost_times,
         outcomes=outcomes,
     )
     paced = faster(arrivals, speed)

@@ -59,8 +59,8 @@ from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.roles import ELASTIC_ROLES, WorkerRole
 from halfmoon.schemas.types import KEY_BYTES
 
+#: Of every process, where costs are the profile's and predictions are not corrected.
 HEARTBEAT_NS = 10 * SECOND_NS
-LOST_AFTER_NS = 4 * HEARTBEAT_NS
 #: From the end of what a worker had in one role to its first order in the other; live it was 0.2 s.
 CHANGE_NS = SECOND_NS // 5
 #: How often one that changes looks whether it is done.
@@ -115,6 +115,7 @@ class World:
         *,
         seed: int = 0,
         noise_percent: int = 0,
+        cost_times: Sequence[tuple[int, float]] = (),
         outcomes: dict[str, Outcome] | None = None,
         elastic: bool = False,
     ) -> None:
@@ -123,14 +124,16 @@ class World:
         self.profile = profile
         self.layout = profile.layout(cluster.block_tokens)
         link_bytes_s = cluster.link_bytes_s or profile.link_bytes_s
+        # What steps take comes with heartbeats: where that is to be learned they are as frequent as live.
+        self.heartbeat_ns = policy.heartbeat_ns if policy.correction_window or cost_times else HEARTBEAT_NS
         self.policy = msgspec.structs.replace(
             policy,
-            heartbeat_ns=HEARTBEAT_NS,
-            lost_after_ns=LOST_AFTER_NS,
+            heartbeat_ns=self.heartbeat_ns,
+            lost_after_ns=4 * self.heartbeat_ns,
             link_bytes_s=link_bytes_s,
             link_latency_ns=profile.link_latency_ns,
         )
-        self.clock = Clock(seed, noise_percent)
+        self.clock = Clock(seed, noise_percent, cost_times)
         self.outcomes: dict[str, Outcome] = {} if outcomes is None else outcomes
         self.context = SimulationContext(
             profile,
@@ -333,15 +336,15 @@ class World:
         return self._digest.hexdigest()
 
     def _beat(self, heartbeat: Callable[[], Event | None], number: int, of: int) -> None:
-        """Send a heartbeat every HEARTBEAT_NS, as number `number` of `of` spread over that time."""
+        """Send a heartbeat every `heartbeat_ns`, as number `number` of `of` spread over that time."""
 
         def beat() -> None:
             event = heartbeat()
             if event is not None:
                 self._append(event)
-            self.clock.after(HEARTBEAT_NS, beat)
+            self.clock.after(self.heartbeat_ns, beat)
 
-        self.clock.after(HEARTBEAT_NS + HEARTBEAT_NS * number // of, beat)
+        self.clock.after(self.heartbeat_ns + self.heartbeat_ns * number // of, beat)
 
     def _store_heartbeat(self, node: Node) -> StoreHeartbeat:
         return StoreHeartbeat(node_id=node.node_id, incarnation="i1", slots_used=len(node.pool))

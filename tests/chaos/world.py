@@ -75,6 +75,7 @@ class World:
         #: For what was added later: a seed's other draws stay what they were.
         self.draw_late = random.Random(-seed - 1)
         self.idle_served = random.Random(f"idle {seed}").random() < 0.5
+        self.correction_window = random.Random(f"correction {seed}").choice([0, 0, 3, 15])
         if not lossy:
             self.net.loss = 0.0
         # The configuration, drawn too.
@@ -252,6 +253,7 @@ class World:
             pools_bound=self.draw_late.random() < 0.5,
             sources_named=True,
             idle_served=self.idle_served,
+            correction_window=self.correction_window,
         )
         return msgspec.structs.replace(policy, **added)
 

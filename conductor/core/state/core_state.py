@@ -84,7 +84,15 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     @cached_property
     def loads(self) -> LoadIndexes:
         ready = [worker for worker in self.workers.values() if self.takes_orders(worker)]
-        return LoadIndexes(ready, self.stores.values(), self.links, self.pool_tokens)
+        indexes = LoadIndexes(ready, self.stores.values(), self.links, self.pool_tokens)
+        for worker in self.workers.values():
+            indexes.on_host.setdefault(self.host(worker), []).append(worker)
+        return indexes
+
+    def host(self, worker: WorkerRecord) -> str:
+        """The host of the worker's node; where no store agent tells it, the node."""
+        store = self.stores.get(worker.node_id)
+        return worker.node_id if store is None else store.host
 
     def takes_orders(self, worker: WorkerRecord) -> bool:
         """True unless it drains or its node's store agent, through which all its KVCache comes and goes, is away."""

@@ -133,6 +133,7 @@ class LoadIndexes:
         "decode",
         "lenders",
         "mixed",
+        "on_host",
         "prefill",
         "priced",
         "suspected_until_ns",
@@ -165,6 +166,8 @@ class LoadIndexes:
         #: Some decode worker's step may wait for attention elsewhere, by its price.
         self.priced = any(one.priced for one in self.decode.workers)
 
+        #: All workers of a host, those too that take no orders.
+        self.on_host: dict[str, list[WorkerRecord]] = {}
         #: By destination and source; the one measured longest ago first.
         self._links = {
             destination: dict(sorted(sources.items(), key=lambda one: one[1].measured_ns))

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from halfmoon.conductor.core.state.correction import SeenPrefill, SeenSteps
 from halfmoon.conductor.core.state.cost import Fit
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import CachePlace, CacheSplit, Loan, Prediction
@@ -107,6 +108,17 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     prompt_fit: Fit | None = None
     #: Who finds it slow, as one that holds parts for others.
     slow_by: dict[str, SlowMark] = {}
+    # Under a policy with `correction_window`: `cost` without its correction; what the last prefills took by how many
+    # neighbours were busy, the last answers by their length (in thousandths of their mean), corrections of prefills.
+    fitted: CostProfile | None = None
+    prefills_seen: dict[int, list[SeenPrefill]] = {}
+    answers_seen: dict[int, list[int]] = {}
+    prefill_permille: dict[int, int] = {}
+    steps_seen: list[SeenSteps] = []
+    step_permille: int = 1_000
+    #: Neighbours that a new prompt is thought to be computed beside, and those beside which the oldest one is.
+    neighbours: int = 0
+    head_neighbours: int = 0
 
     @property
     def prefills(self) -> dict[str, int]:
@@ -208,6 +220,10 @@ class Order(msgspec.Struct, kw_only=True):
     #: The attention workers that hold its KV, and the blocks that each has reserved for it (of parts: all together).
     cache: list[CachePlace] = []
     cache_blocks: int = 0
+    #: What its prefill is priced by: its prompt, and what it takes beyond computing that.
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    beside_ns: int = 0
     #: The order whose cache it took over; who holds it may list it under that one's id.
     resumes: str = ""
 

@@ -1,0 +1,221 @@
+"""Corrections of predictions by what was seen: when they are learned, and what they change.
+
+A worker's `cost` is what was fitted, times its corrections; so all that is predicted by it is corrected. Prefills have
+theirs by how many neighbours on the host compute at the time: for a prompt that begins at once those that compute now,
+for one behind others all that have orders, since what is before it will be decoding. When that number or the correction
+changes, what is queued is priced anew. The time between tokens is that of a step with the batch that will be, times
+what the longest intervals of answers took of their mean. `state.correction` has the arithmetic.
+
+Only under a policy with a `correction_window`.
+"""
+
+from __future__ import annotations
+
+from halfmoon.conductor.core.placement.measures import Candidate
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.correction import (
+    EXACT_PERMILLE,
+    NEIGHBOURS_MAX,
+    SeenPrefill,
+    SeenSteps,
+    keep,
+    length_class,
+    nearest_permille,
+    prefills_permille,
+    ratio_permille,
+    scaled,
+    steps_permille,
+)
+from halfmoon.conductor.core.state.records import Order, WorkerRecord
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.events import PrefillFinished, RequestFinished
+from halfmoon.schemas.roles import WorkerRole
+
+
+def corrected(state: State, worker: WorkerRecord) -> bool:
+    """Predictions of this worker are corrected by what is seen."""
+    return state.policy.correction_window > 0 and worker.learns
+
+
+def fitted_cost(worker: WorkerRecord) -> CostProfile:
+    """The worker's cost as fitted, without a correction."""
+    return worker.fitted or worker.cost
+
+
+def set_fitted(state: State, worker: WorkerRecord, fitted: CostProfile) -> None:
+    """Call after a fit has learned: the worker's cost is that, corrected."""
+    if corrected(state, worker):
+        worker.fitted = fitted
+        worker.prefill_permille = prefills_permille(worker.prefills_seen, fitted)
+        worker.step_permille = steps_permille(worker.steps_seen, fitted)
+        worker.cost = _cost(worker, fitted)
+        _price_queue(state, worker)
+    else:
+        worker.fitted, worker.cost = None, fitted
+    state.loads.refitted(worker)
+
+
+def _cost(worker: WorkerRecord, fitted: CostProfile) -> CostProfile:
+    return scaled(fitted, permille_now(worker), worker.step_permille)
+
+
+def permille_now(worker: WorkerRecord) -> int:
+    """The correction that is in the worker's `cost`."""
+    return worker.prefill_permille.get(worker.neighbours, EXACT_PERMILLE)
+
+
+def correction_of(worker: WorkerRecord) -> tuple[WorkerRole, int, int]:
+    """For people: role, the correction of what it does, and the busy neighbours that a prefill's is for."""
+    permille = worker.step_permille if worker.role == "decode" else permille_now(worker)
+    return worker.role, permille, worker.neighbours
+
+
+# --- learning -----------------------------------------------------------------------------------------------
+
+
+def prefill_seen(state: State, order: Order, event: PrefillFinished | None) -> int:
+    """Keep what a prefill took, and tell the correction that it had. Call when it is known to be over, before it is
+    freed; None: its answer has ended before it was said to be.
+    """
+    worker = state.workers.get(order.prefill_id)
+    if worker is None or not corrected(state, worker):
+        return EXACT_PERMILLE
+    permille = worker.prefill_permille.get(worker.head_neighbours, EXACT_PERMILLE)
+    if order.phase == "prefill" and not order.fetch_node_id:
+        _keep_prefill(state, worker, order, event)
+    return permille
+
+
+def _keep_prefill(state: State, worker: WorkerRecord, order: Order, event: PrefillFinished | None) -> None:
+    cached = order.cached_tokens
+    if event is not None:
+        cached = event.cached_local_tokens + event.cached_fetched_tokens
+    if order.mixed:
+        # Only the worker knows what of its iterations was the prompt's.
+        took_ns = event.compute_ns if event is not None else 0
+    else:
+        is_head = next(iter(worker.prefills), "") == order.order_id
+        took_ns = state.at_ns - worker.head_since_ns if is_head else 0
+    if took_ns > 0 and cached < order.prompt_tokens:
+        seen = worker.prefills_seen.setdefault(worker.head_neighbours, [])
+        seen.append(SeenPrefill(order.prompt_tokens, cached, took_ns))
+        keep(seen, state.policy.correction_window)
+
+
+def step_seen(state: State, worker: WorkerRecord, sequences: int, context_tokens: int, step_ns: int) -> int:
+    """Keep what steps took, and tell the correction that they had."""
+    if not corrected(state, worker):
+        return EXACT_PERMILLE
+    worker.steps_seen.append(SeenSteps(sequences, context_tokens, step_ns))
+    keep(worker.steps_seen, state.policy.correction_window)
+    return worker.step_permille
+
+
+def answer_seen(state: State, order: Order, event: RequestFinished) -> None:
+    """Keep what the longest intervals of an answer took of its mean one."""
+    worker = state.workers.get(order.decode_id)
+    if worker is None or not corrects_tbt(state, worker) or event.tbt_ns <= 0 or event.completion_tokens < 2:
+        return
+    mean_ns = event.decode_ns // (event.completion_tokens - 1)
+    seen = worker.answers_seen.setdefault(length_class(event.completion_tokens), [])
+    seen.append(ratio_permille(mean_ns, event.tbt_ns))
+    keep(seen, state.policy.correction_window)
+
+
+def corrects_tbt(state: State, worker: WorkerRecord) -> bool:
+    """The time between tokens is corrected where a step has no other price than its batch's."""
+    return corrected(state, worker) and worker.role == "decode" and not worker.priced
+
+
+def tbt_permille(worker: WorkerRecord, answer_tokens: int) -> int:
+    """The correction of the time between tokens of an answer that is expected to be so long."""
+    return nearest_permille(worker.answers_seen, length_class(answer_tokens))
+
+
+# --- neighbours ---------------------------------------------------------------------------------------------
+
+
+def beside(state: State, worker: WorkerRecord) -> int:
+    """How many neighbours of the worker have orders."""
+    return min(sum(bool(one.orders) for one in _others(state, worker)), NEIGHBOURS_MAX)
+
+
+def computing_beside(state: State, worker: WorkerRecord) -> int:
+    """How many neighbours of the worker compute now."""
+    return min(sum(_computes(state, one) for one in _others(state, worker)), NEIGHBOURS_MAX)
+
+
+def turn_begins(state: State, worker: WorkerRecord) -> None:
+    """Call when another order is the oldest of a worker's prefills: the one that runs."""
+    if corrected(state, worker):
+        worker.head_neighbours = computing_beside(state, worker)
+        _price_queue(state, worker)
+
+
+def load_changed(state: State, *worker_ids: str) -> None:
+    """Call after orders of these workers came, went, or went on to their other half."""
+    if not state.policy.correction_window:
+        return
+    hosts = dict.fromkeys(state.host(state.workers[one]) for one in worker_ids if one in state.workers)
+    for host in hosts:
+        for worker in state.loads.on_host.get(host, ()):
+            if _prefills(worker) and corrected(state, worker):
+                _look_around(state, worker)
+
+
+def _look_around(state: State, worker: WorkerRecord) -> None:
+    neighbours = beside(state, worker) if worker.prefills else computing_beside(state, worker)
+    if neighbours != worker.neighbours:
+        before = permille_now(worker)
+        worker.neighbours = neighbours
+        if permille_now(worker) != before:
+            worker.cost = _cost(worker, fitted_cost(worker))
+            _price_queue(state, worker)
+            state.loads.refitted(worker)
+
+
+def _others(state: State, worker: WorkerRecord) -> list[WorkerRecord]:
+    host = state.host(worker)
+    return [one for one in state.loads.on_host.get(host, ()) if one is not worker]
+
+
+def _prefills(worker: WorkerRecord) -> bool:
+    return worker.role in ("prefill", "mixed")
+
+
+def _computes(state: State, worker: WorkerRecord) -> bool:
+    match worker.role:
+        case "decode":
+            return any(state.orders[order_id].phase == "decode" for order_id in worker.orders)
+        case "attention":
+            return bool(worker.lent)
+        case _:
+            return bool(worker.orders)
+
+
+def price_prompt(state: State, order: Order, prefill: Candidate) -> None:
+    """Note what the order's prefill is priced by, for when it is priced anew."""
+    worker = state.workers[order.prefill_id]
+    if corrected(state, worker):
+        order.prompt_tokens = state.requests[order.request_id].event.prompt_tokens
+        order.cached_tokens = prefill.cached_tokens
+        compute_ns = worker.cost.prefill_ns(order.prompt_tokens, order.cached_tokens)
+        order.beside_ns = max(0, order.reserved_ns - compute_ns)
+
+
+def _price_queue(state: State, worker: WorkerRecord) -> None:
+    """Reserve for prefills, and when each is to end, by what is known now."""
+    if not _prefills(worker):
+        return
+    fitted, end_ns = fitted_cost(worker), worker.head_since_ns
+    permille = worker.prefill_permille.get(worker.head_neighbours, EXACT_PERMILLE)
+    for order_id in worker.prefills:
+        order = state.orders[order_id]
+        compute_ns = fitted.prefill_ns(order.prompt_tokens, order.cached_tokens)
+        reserved_ns = compute_ns * permille // 1_000 + order.beside_ns
+        worker.reserved_ns += reserved_ns - order.reserved_ns
+        order.reserved_ns = worker.prefills[order_id] = reserved_ns
+        end_ns += reserved_ns
+        order.prefill_end_ns = end_ns
+        permille = permille_now(worker)
+    state.loads.changed(worker)

@@ -1,0 +1,128 @@
+"""Corrections: how much of their prediction the last prefills and answers of a worker took.
+
+Costs are fitted to what one worker takes; what it takes at present also depends on who else computes on its host, and
+changes by the hour there. So predictions are corrected by the middle one of the last measurements, each compared with
+what is predicted for it: one stalled prefill moves nothing, and a change of speed shows after a few. Those of prefills
+are kept apart by how many neighbours computed at the time, those of answers by their length. Factors are in
+thousandths.
+
+Ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.types import INT_MAX
+
+#: As predicted.
+EXACT_PERMILLE = 1_000
+#: Of a single measurement, in thousandths of its prediction.
+PERMILLE_MIN, PERMILLE_MAX = 50, 20_000
+#: Fewer measurements are completed by one of what is thought otherwise.
+FEW = 3
+#: So many in a row, all this far (in thousandths) to one side of the middle, tell of another speed.
+CHANGED_IN_A_ROW = 2
+CHANGED_PERMILLE = 1_250
+#: More neighbours than this count as so many.
+NEIGHBOURS_MAX = 3
+#: Parts of a cost profile.
+_PREFILL = ("prefill_base_ns", "prefill_per_token_ps", "prefill_per_token2_fs")
+_STEP = ("decode_base_ns", "decode_per_sequence_ns", "decode_per_context_token_ps")
+
+
+class SeenPrefill(msgspec.Struct, array_like=True):
+    """A prefill that took `took_ns` from its turn on, without a fetch."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    took_ns: int
+
+
+class SeenSteps(msgspec.Struct, array_like=True):
+    """The mean of some steps."""
+
+    sequences: int
+    context_tokens: int
+    step_ns: int
+
+
+def ratio_permille(predicted_ns: int, seen_ns: int) -> int:
+    """`seen_ns` in thousandths of what was predicted."""
+    return min(max(seen_ns * 1_000 // max(1, predicted_ns), PERMILLE_MIN), PERMILLE_MAX)
+
+
+def keep(seen: list[SeenPrefill] | list[SeenSteps] | list[int], window: int) -> None:
+    """Forget the oldest measurements, but for a window of them."""
+    del seen[:-window]
+
+
+def middle_permille(ratios: Sequence[int], otherwise: int) -> int:
+    """The factor that `ratios`, oldest first, tell of; `otherwise`: what it is thought to be without them."""
+    if len(ratios) < FEW:
+        return _median([otherwise, *ratios])
+    found = _median(ratios)
+    newest = ratios[-CHANGED_IN_A_ROW:]
+    faster = all(one * CHANGED_PERMILLE < found * 1_000 for one in newest)
+    slower = all(one * 1_000 > found * CHANGED_PERMILLE for one in newest)
+    return _median(newest) if faster or slower else found
+
+
+def prefills_permille(seen: Mapping[int, Sequence[SeenPrefill]], fitted: CostProfile) -> dict[int, int]:
+    """The corrections of prefills by how many neighbours are busy, on top of `fitted`.
+
+    Measurements are compared with what is fitted now: what the fit has learned of them counts only once.
+    """
+    ratios = {
+        neighbours: [
+            ratio_permille(fitted.prefill_ns(one.prompt_tokens, one.cached_tokens), one.took_ns)
+            for one in each
+        ]
+        for neighbours, each in seen.items()
+    }
+    return {neighbours: nearest_permille(ratios, neighbours) for neighbours in range(NEIGHBOURS_MAX + 1)}
+
+
+def steps_permille(seen: Sequence[SeenSteps], fitted: CostProfile) -> int:
+    """The correction of steps, on top of `fitted`."""
+    ratios = [ratio_permille(fitted.step_ns(one.sequences, one.context_tokens), one.step_ns) for one in seen]
+    return middle_permille(ratios, EXACT_PERMILLE)
+
+
+def length_class(tokens: int) -> int:
+    """Answers are alike when their lengths lie within the same power of two.
+
+    The longest tenth of few intervals is one, mostly the first: that waited for the step under way.
+    """
+    return tokens.bit_length()
+
+
+def nearest_permille(ratios: Mapping[int, Sequence[int]], wanted: int) -> int:
+    """The correction by measurements of class `wanted`; where there are few, by those of the nearest class too."""
+    known = [one for one, each in ratios.items() if len(each) >= FEW and one != wanted]
+    nearest = min(known, key=lambda one: (abs(one - wanted), one), default=None)
+    otherwise = EXACT_PERMILLE if nearest is None else middle_permille(ratios[nearest], EXACT_PERMILLE)
+    return middle_permille(ratios.get(wanted, ()), otherwise)
+
+
+def _median(values: Sequence[int]) -> int:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
+
+
+def scaled(fitted: CostProfile, prefill_permille: int, step_permille: int) -> CostProfile:
+    """`fitted` with prefills and steps that take so many thousandths of it."""
+    if prefill_permille == step_permille == EXACT_PERMILLE:
+        return fitted
+    times = ((_PREFILL, prefill_permille), (_STEP, step_permille))
+    # A worker may announce any cost; ours is a number that a snapshot can hold.
+    changed = {
+        name: min(getattr(fitted, name) * permille // EXACT_PERMILLE, INT_MAX)
+        for names, permille in times
+        for name in names
+    }
+    return msgspec.structs.replace(fitted, **changed)
