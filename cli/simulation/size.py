@@ -1,30 +1,53 @@
-"""`halfmoon size`: the fewest prefill and decode workers that hold a trace."""
+"""`halfmoon size`: the fewest prefill and decode workers that hold a trace; of a recorded run, the split too."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+from pathlib import Path
 
 import msgspec
 import orjson
 
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.simulation.capacity import outcomes_of, tell
-from halfmoon.cli.simulation.simulate import add_workload, arrivals_of, cluster_of
+from halfmoon.cli.simulation.simulate import add_workload, arrivals_of, cluster_of, interruptible
+from halfmoon.conductor.replay.logfile import LogFile
+from halfmoon.conductor.replay.splits import Sizes, Split, described, split_of
+from halfmoon.conductor.replay.verify import Replay
+from halfmoon.conductor.replay.whatif import Recorded, recorded
 from halfmoon.conductor.simulation.capacity import CapacityUnknown, smallest
 from halfmoon.conductor.simulation.report import Objectives
+
+TTFT_MS, TBT_MS = 30_000, 1_000
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
+    # Of a recorded run the objectives are those of its own policy.
+    parser.set_defaults(ttft_ms=None, tbt_ms=None)
+    parser.add_argument(
+        "--from-log",
+        metavar="FILE",
+        default="",
+        help="a recorded run (halfmoon events save): its arrivals, costs and sizes; every split of its workers",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="with --from-log: to split; 0: as many as it had"
+    )
     parser.add_argument("--speed", type=float, default=1.0)
     parser.add_argument("--workers-max", type=int, default=64, help="of each pool")
     parser.add_argument("--json", action="store_true")
 
 
 async def run(args: argparse.Namespace) -> int:
-    arrivals = arrivals_of(args)
     if args.workers_max < 1:
         raise OptionInvalid(f"--workers-max {args.workers_max}: must be positive")
+    if args.from_log:
+        return _from_log(args)
+    args.ttft_ms = TTFT_MS if args.ttft_ms is None else args.ttft_ms
+    args.tbt_ms = TBT_MS if args.tbt_ms is None else args.tbt_ms
+    arrivals = arrivals_of(args)
     if args.system in ("lamina", "infinite-llm"):
         raise OptionInvalid(f"--system {args.system}: it has no prefill workers, which size counts")
     slo = Objectives(ttft_ns=args.ttft_ms * 1_000_000, tbt_ns=args.tbt_ms * 1_000_000)
@@ -48,3 +71,49 @@ async def run(args: argparse.Namespace) -> int:
             f"TBT <= {args.tbt_ms} ms at speed {args.speed:g}"
         )
     return 0
+
+
+def _from_log(args: argparse.Namespace) -> int:
+    for option in ("ttft_ms", "tbt_ms"):
+        if getattr(args, option) is not None and getattr(args, option) < 1:
+            raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: must be positive")
+    if not 0 < args.speed < 1e6:
+        raise OptionInvalid(f"--speed {args.speed:g}: must be positive")
+    was = recorded(Replay(LogFile(Path(args.from_log))))
+    workers = args.workers or was.cluster.prefill + was.cluster.decode
+    if workers < 2:
+        raise OptionInvalid(f"--workers {workers}: a prefill and a decode worker are needed")
+    with interruptible():
+        sizes = _sizes(was, workers, args)
+    print(msgspec.json.encode(sizes).decode() if args.json else described(sizes, args.from_log))
+    return 0
+
+
+def _sizes(was: Recorded, workers: int, args: argparse.Namespace) -> Sizes:
+    slo = Objectives(
+        ttft_ns=args.ttft_ms * 1_000_000 if args.ttft_ms else was.policy.ttft_slo_ns,
+        tbt_ns=args.tbt_ms * 1_000_000 if args.tbt_ms else was.policy.tbt_slo_ns,
+    )
+
+    @functools.cache
+    def split(prefill: int, decode: int) -> Split:
+        found = split_of(was, prefill, decode, slo, args.speed)
+        tell(f"{prefill} + {decode}: {found.held:.1%}")
+        return found
+
+    splits = [split(prefill, workers - prefill) for prefill in range(1, workers)]
+    try:
+        prefill, decode, _ = smallest(lambda p, d: split(p, d).held, args.workers_max)
+        fewest = split(prefill, decode)
+    except CapacityUnknown:
+        fewest = None
+    return Sizes(
+        requests=len(was.arrivals),
+        speed=args.speed,
+        slo=slo,
+        recorded=(was.cluster.prefill, was.cluster.decode),
+        splits=splits,
+        best=min(splits, key=lambda one: one.rank),
+        fewest=fewest,
+        caveats=was.caveats,
+    )

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.slo import TBT_WORST_PERCENT
 from halfmoon.schemas.types import INT_MAX
 
 #: As predicted.
@@ -93,11 +94,11 @@ def steps_permille(seen: Sequence[SeenSteps], fitted: CostProfile) -> int:
 
 
 def length_class(tokens: int) -> int:
-    """Answers are alike when their lengths lie within the same power of two.
+    """Answers are alike when the longest tenth of their intervals is as many, within a power of two.
 
-    The longest tenth of few intervals is one, mostly the first: that waited for the step under way.
+    Of few intervals it is one, mostly the first: that waited for the step under way.
     """
-    return tokens.bit_length()
+    return max(1, (tokens - 1) * TBT_WORST_PERCENT // 100).bit_length()
 
 
 def nearest_permille(ratios: Mapping[int, Sequence[int]], wanted: int) -> int:

@@ -1,0 +1,102 @@
+"""`halfmoon size --from-log`: the split that a recorded run would have wanted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from recorded import HEADER, saved
+
+from halfmoon.cli.main import main
+from halfmoon.conductor.replay.logfile import Line, lines_of_step
+from halfmoon.conductor.simulation.profiles import load_profile
+from halfmoon.conductor.simulation.simulate import simulate
+from halfmoon.conductor.simulation.trace import Arrival
+from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.schemas.policy import Policy
+
+S, MS = 1_000_000_000, 1_000_000
+POLICY = Policy(ttft_slo_ns=4 * S, tbt_slo_ns=30 * MS)
+#: Long prompts, which one prefill worker cannot do; and long answers, whose batch is too large for one decode worker.
+PROMPTS = [Arrival(at_ns=n * S // 2, prompt_tokens=8_000, output_tokens=40) for n in range(60)]
+ANSWERS = [Arrival(at_ns=n * S // 8, prompt_tokens=400, output_tokens=900) for n in range(160)]
+
+
+def log_of(path: Path, arrivals: list[Arrival], prefill: int, decode: int) -> Path:
+    world = World(ClusterShape(prefill=prefill, decode=decode), POLICY, load_profile("a800"))
+    lines: list[Line] = []
+    world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
+    world.run(arrivals, sample_ns=10**10)
+    while world.core.state.requests:
+        world.clock.step()
+    saved(path, lines, HEADER)
+    return path
+
+
+def halfmoon(*argv: object) -> int:
+    """Its exit status."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(one) for one in argv])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(("arrivals", "recorded"), [(PROMPTS, (1, 3)), (ANSWERS, (3, 1))])
+def test_the_split_that_is_proposed_holds_more_than_the_one_that_was_recorded(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arrivals: list[Arrival],
+    recorded: tuple[int, int],
+) -> None:
+    log = log_of(tmp_path / "log.jsonl.zst", arrivals, *recorded)
+    assert halfmoon("size", "--from-log", log, "--workers-max", 4, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    was = next(one for one in found["splits"] if (one["prefill"], one["decode"]) == recorded)
+    best = found["best"]
+    assert [(one["prefill"], one["decode"]) for one in found["splits"]] == [(1, 3), (2, 2), (3, 1)]
+    assert best["held"] > was["held"] + 0.1
+    held = {
+        prefill: simulate(
+            arrivals,
+            ClusterShape(prefill=prefill, decode=4 - prefill),
+            POLICY,
+            load_profile("a800"),
+        ).effective_capacity
+        for prefill in (1, 2, 3)
+    }
+    assert held[best["prefill"]] == max(held.values()), (held, found)
+    assert found["slo"] == {"ttft_ns": POLICY.ttft_slo_ns, "tbt_ns": POLICY.tbt_slo_ns}
+    fewest = found["fewest"]
+    assert fewest["held"] >= 0.9
+    assert halfmoon("size", "--from-log", log, "--workers-max", 4, "--workers", 3) == 0
+    told = capsys.readouterr().out
+    assert f"recorded with {recorded[0]} prefill + {recorded[1]} decode" in told
+    assert "of 3 workers: " in told
+    assert f"fewest: {fewest['prefill']} prefill + {fewest['decode']} decode" in told
+
+
+def test_objectives_of_ones_own_and_more_than_any_number_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = log_of(tmp_path / "log.jsonl.zst", PROMPTS[:40], 1, 1)
+    assert halfmoon("size", "--from-log", log, "--workers-max", 2, "--ttft-ms", 1) == 0
+    told = capsys.readouterr().out
+    assert "TTFT <= 0.001 s" in told
+    assert "fewest: no number that was tried holds for 90% of the requests" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--workers", "1"], "--workers 1"),
+        (["--ttft-ms", "0"], "--ttft-ms 0"),
+        (["--speed", "0"], "--speed 0"),
+    ],
+)
+def test_nonsense_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    log = log_of(tmp_path / "log.jsonl.zst", PROMPTS[:5], 1, 1)
+    assert halfmoon("size", "--from-log", log, *options) != 0
+    assert named in capsys.readouterr().err
