@@ -347,7 +347,7 @@ def main() -> None:
     options.add_argument("--prefill", type=int, default=1)
     options.add_argument("--decode", type=int, default=1)
     options.add_argument("--mixed", type=int, default=0)
-    options.add_argument("--ttft-slo-services", type=float, default=8.0, help="in mean times of a request")
+    options.add_argument("--ttft-slo-services", type=float, default=5.0, help="in mean times of a request")
     options.add_argument("--tbt-slo-ms", type=int, default=1000)
     options.add_argument("--seed", type=int, default=1)
     args = options.parse_args()

@@ -46,7 +46,8 @@ def set_fitted(state: State, worker: WorkerRecord, fitted: CostProfile) -> None:
     """Call after a fit has learned: the worker's cost is that, corrected."""
     if corrected(state, worker):
         worker.fitted = fitted
-        worker.prefill_permille = prefills_permille(worker.prefills_seen, fitted)
+        if worker.prefills_seen:
+            worker.prefill_permille = prefills_permille(worker.prefills_seen, fitted)
         worker.step_permille = steps_permille(worker.steps_seen, fitted)
         worker.cost = _cost(worker, fitted)
         _price_queue(state, worker)
