@@ -71,6 +71,16 @@ def correction_of(worker: WorkerRecord) -> tuple[WorkerRole, int, int]:
     return worker.role, permille, worker.neighbours
 
 
+def typical_cost(worker: WorkerRecord) -> CostProfile:
+    """The worker's cost on the whole: `cost` is for as many busy neighbours as there are at the moment."""
+    measured = [
+        worker.prefill_permille[one] for one in worker.prefills_seen if one in worker.prefill_permille
+    ]
+    if worker.fitted is None or not measured:
+        return worker.cost
+    return scaled(worker.fitted, sum(measured) // len(measured), worker.step_permille)
+
+
 # --- learning -----------------------------------------------------------------------------------------------
 
 
@@ -212,11 +222,12 @@ def _price_queue(state: State, worker: WorkerRecord) -> None:
     permille = worker.prefill_permille.get(worker.head_neighbours, EXACT_PERMILLE)
     for order_id in worker.prefills:
         order = state.orders[order_id]
-        compute_ns = fitted.prefill_ns(order.prompt_tokens, order.cached_tokens)
-        reserved_ns = compute_ns * permille // 1_000 + order.beside_ns
-        worker.reserved_ns += reserved_ns - order.reserved_ns
-        order.reserved_ns = worker.prefills[order_id] = reserved_ns
-        end_ns += reserved_ns
+        if order.prompt_tokens:  # else it was placed before there were corrections
+            compute_ns = fitted.prefill_ns(order.prompt_tokens, order.cached_tokens)
+            reserved_ns = compute_ns * permille // EXACT_PERMILLE + order.beside_ns
+            worker.reserved_ns += reserved_ns - order.reserved_ns
+            order.reserved_ns = worker.prefills[order_id] = reserved_ns
+        end_ns += order.reserved_ns
         order.prefill_end_ns = end_ns
         permille = permille_now(worker)
     state.loads.changed(worker)

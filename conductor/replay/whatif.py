@@ -10,13 +10,13 @@ its class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
+from halfmoon.conductor.core.corrections import typical_cost
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
-from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.replay.explain import table
 from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine
@@ -85,6 +85,7 @@ def recorded(replay: Replay) -> Recorded:
     workers: dict[str, WorkerJoined] = {}
     stores: dict[str, StoreJoined] = {}
     costs: dict[str, CostProfile] = {}
+    costs_seen: dict[str, CostProfile] = {}
     policy: Policy | None = None
     changed = 0
     for line, decisions in replay:
@@ -101,9 +102,10 @@ def recorded(replay: Replay) -> Recorded:
                 workers[line.event.worker_id] = msgspec.structs.replace(line.event, role=role)
             elif isinstance(line.event, StoreJoined):
                 stores[line.event.node_id] = line.event
-            costs.update(
-                {worker.worker_id: worker.cost for worker in _learned(state.workers.values(), costs)}
-            )
+            for worker in state.workers.values():
+                if costs_seen.get(worker.worker_id) is not worker.cost:
+                    costs_seen[worker.worker_id] = worker.cost
+                    costs[worker.worker_id] = typical_cost(worker)
     found = [history for history in histories.of.values() if history.seq]
     if not found or policy is None:
         raise NothingToSimulate("the log holds no request")
@@ -124,10 +126,6 @@ def recorded(replay: Replay) -> Recorded:
         duration_ns=max([history.end_ns for history in found]) - found[0].arrived_ns,
         caveats=caveats,
     )
-
-
-def _learned(workers: Iterable[WorkerRecord], known: dict[str, CostProfile]) -> list[WorkerRecord]:
-    return [worker for worker in workers if known.get(worker.worker_id) is not worker.cost]
 
 
 def _arrivals(histories: Sequence[RequestHistory], core: Core) -> list[Arrival]:

@@ -6,6 +6,7 @@ import pytest
 from conductor_scripts import MS, Script, arrived, decode, finished, prefill, prefilled
 from msgspec.structs import replace
 
+from halfmoon.conductor.core.corrections import typical_cost
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state.correction import (
     EXACT_PERMILLE,
@@ -18,7 +19,7 @@ from halfmoon.conductor.core.state.correction import (
 from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Prediction, StartPrefill
-from halfmoon.schemas.events import StoreJoined, WorkerHeartbeat
+from halfmoon.schemas.events import PolicyChanged, StoreJoined, WorkerHeartbeat
 from halfmoon.schemas.types import INT_MAX
 
 #: A prompt of 1,000 tokens takes 110 ms, a step 20 ms and 1 ms a sequence.
@@ -145,6 +146,28 @@ def test_what_is_queued_is_priced_anew_when_prefills_go_slower() -> None:
     assert ends[-1] == pytest.approx(script.now_ns + 3 * 330 * MS, abs=20 * MS)
 
 
+def test_an_operator_may_switch_corrections_on_and_off_while_prompts_are_queued() -> None:
+    script = cluster(window=0)
+    orders = [place(script, f"q{number}") for number in range(4)]
+    policy = script.core.state.policy
+    script(PolicyChanged(policy=replace(policy, correction_window=5)))
+    worker = script.core.state.workers["p0"]
+    script(prefilled(orders[0].order_id, "q0", compute_ns=110 * MS, prompt_tokens=1_000), 110 * MS)
+    assert queue_ns(worker, script.now_ns) == 3 * 110 * MS
+    orders += [place(script, f"r{number}") for number in range(4)]
+    for order in orders[1:-1]:
+        script(
+            prefilled(order.order_id, order.request_id, compute_ns=330 * MS, prompt_tokens=1_000), 330 * MS
+        )
+    assert worker.fitted is not None
+    script(PolicyChanged(policy=replace(policy, correction_window=0)))
+    script(
+        prefilled(orders[-1].order_id, orders[-1].request_id, compute_ns=330 * MS, prompt_tokens=1_000),
+        330 * MS,
+    )
+    assert worker.fitted is None
+
+
 def test_a_prefill_beside_a_busy_neighbour_has_a_correction_of_its_own() -> None:
     script = cluster(one_host=True)
     for number in range(4):
@@ -155,6 +178,8 @@ def test_a_prefill_beside_a_busy_neighbour_has_a_correction_of_its_own() -> None
         serve(script, f"b{number}", 220 * MS)
         script(finished(first.order_id, f"a{number}"))
     assert serve(script, "alone", 110 * MS).ttft_ns == pytest.approx(110 * MS, rel=0.05)
+    typical = typical_cost(script.core.state.workers["p0"])
+    assert typical.prefill_ns(1_000, 0) == pytest.approx(165 * MS, rel=0.05), "on the whole it is in between"
     first = place(script, "a")
     script(prefilled(first.order_id, "a", compute_ns=110 * MS, prompt_tokens=1_000), 110 * MS)
     assert place(script, "b").predicted.ttft_ns == pytest.approx(220 * MS, rel=0.05)
