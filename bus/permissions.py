@@ -48,7 +48,7 @@ _SAID: dict[str, tuple[str, ...]] = {
         "TierLost",
         "StoreSuspected",
     ),
-    "prefill": (*_WORKER, "PrefillFinished", "PrefillFailed"),
+    "prefill": (*_WORKER, "PrefillFinished", "PrefillFailed", "StageFinished"),
     "decode": (*_WORKER, *_DECODE),
     "attention": _WORKER,
     "mixed": (*_WORKER, "PrefillFinished", "PrefillFailed", "DecodeStarted", "RequestFinished"),

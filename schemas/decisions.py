@@ -7,7 +7,9 @@ than what they have done.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta
 
 from halfmoon.schemas.roles import MemberRole, WorkerRole
 from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, KvHeads, Message, Ns, Part, Seq, Text, Tokens
@@ -51,6 +53,17 @@ class Fetch(Part, frozen=True):
         return Fetch(node_id=self.node_id, first_block=local, blocks=end - local, replicas=self.replicas)
 
 
+class LayerStage(Part, frozen=True):
+    """One worker's part of a prompt that several prefill workers compute as a pipeline: `layers` of the model's, from
+    `first_layer` on. `addresses`: where it listens for who has the last part.
+    """
+
+    worker_id: Id
+    first_layer: Count
+    layers: Annotated[int, Meta(ge=1, le=10_000)]
+    addresses: list[Text] = []
+
+
 class StartPrefill(Message, frozen=True):
     """To a prefill worker: compute the prompt's KV and push it to `decode_node_id`.
 
@@ -68,6 +81,23 @@ class StartPrefill(Message, frozen=True):
     local_blocks: Blocks = 0
     fetches: list[Fetch] = []
     predicted: Prediction = Prediction()
+    #: Who computes which layers, in order, the last of them this worker; []: it computes all of them.
+    stages: list[LayerStage] = []
+    #: With `stages`: tokens of the chunks that go from one to the next. 0: as the worker is set.
+    chunk_tokens: Tokens = 0
+
+
+class StartStage(Message, frozen=True):
+    """To a prefill worker: compute some layers of a prompt for `prefill_worker_id`, whose StartPrefill goes with it and
+    which sends what is needed over a channel. `StageFinished` answers, unless the order is cancelled.
+    """
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    prefill_worker_id: Id
+    prompt_tokens: Tokens
+    stage: LayerStage
 
 
 class Loan(Part, frozen=True):
@@ -245,6 +275,7 @@ class SetTimer(Message, frozen=True):
 Decision = (
     StartPrefill
     | StartDecode
+    | StartStage
     | StartMixed
     | MoveKv
     | EndMove

@@ -117,6 +117,10 @@ class WorkerJoined(Message, frozen=True):
     decode_groups: Count = 0
     #: Mixed: tokens of prompts and of answers that one iteration computes at most.
     token_budget: Tokens = 0
+    #: Prefill: where it listens for workers that have it compute some layers of their prompts; []: nowhere. And bytes
+    #: of one token between two layers.
+    stage_addresses: list[Text] = []
+    activation_bytes: Bytes = 0
 
 
 class PlaceWait(Part, frozen=True):
@@ -345,6 +349,23 @@ class PrefillFinished(Message, frozen=True):
     push_ns: Ns = 0
     #: Of the prompt as it was computed, cached ones included; 0, as in older logs: not said.
     prompt_tokens: Tokens = 0
+    #: Workers that computed it together, each some layers; 0, as in older logs: one did.
+    stages: Count = 0
+
+
+class StageFinished(Message, frozen=True):
+    """The worker's part of a prompt that several compute is over, whatever became of it. Answers one `StartStage`; what
+    became of the order, says the worker that has the last part.
+    """
+
+    order_id: Id
+    request_id: Id
+    worker_id: Id
+    #: From the first chunk to the last, and of it what was spent computing.
+    elapsed_ns: Ns = 0
+    compute_ns: Ns = 0
+    #: Why it is over before its last chunk; "": it is not.
+    reason: Text = ""
 
 
 class PrefillFailed(Message, frozen=True):
@@ -357,6 +378,8 @@ class PrefillFailed(Message, frozen=True):
     worker_id: Id
     reason: Text
     retryable: bool = True
+    #: The worker that did not do its part of a prompt which several compute; "": it was this one.
+    stage_id: str = ""
 
 
 class DecodeStarted(Message, frozen=True):
@@ -455,6 +478,7 @@ Event = (
     | RequestArrived
     | RequestCancelled
     | PrefillFinished
+    | StageFinished
     | PrefillFailed
     | DecodeStarted
     | DecodeRefused

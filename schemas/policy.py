@@ -107,6 +107,10 @@ class Policy(Part, frozen=True):
     #: Predictions of a worker are corrected by what so many of its last prefills and answers took of theirs; 0, as in
     #: older logs: they are not.
     correction_window: Annotated[int, Meta(ge=0, le=1_000)] = 0
+    #: So many idle prefill workers compute one prompt together at most, each some layers; 1, as in older logs: each
+    #: computes its own alone. And what each further one must take off the time of computing it, in percent.
+    prefill_group: Annotated[int, Meta(ge=1, le=64)] = 1
+    group_gain_percent: Annotated[int, Meta(ge=1, le=99)] = 10
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 

@@ -142,7 +142,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "workers.model",
         "workers.model.loading",
     },
-    "workers.prefill": {"bus", "bus.telemetry", "schemas", "store.errors", "workers", "workers.model"},
+    "workers.prefill": {
+        "bus",
+        "bus.telemetry",
+        "schemas",
+        "store.channels",
+        "store.errors",
+        "workers",
+        "workers.attention",
+        "workers.model",
+    },
     "workers.attention": {
         "bus",
         "schemas",

@@ -160,7 +160,7 @@ class ProfileCheck:
         match event:
             case PrefillFinished(prompt_tokens=tokens):
                 cached = event.cached_local_tokens + event.cached_fetched_tokens
-                if tokens - cached >= PREFILL_TOKENS_MIN:
+                if tokens - cached >= PREFILL_TOKENS_MIN and event.stages < 2:
                     self._compare("prefill", self._profile.prefill_ns(tokens, cached), event.compute_ns)
             case WorkerHeartbeat(steps=steps, step_sequences=sequences) if (
                 self._steps and steps and sequences

@@ -25,6 +25,7 @@ from halfmoon.schemas.events import (
     PrefillFailed,
     PrefillFinished,
     RequestFinished,
+    StageFinished,
 )
 from halfmoon.schemas.tokens import TakeReply
 
@@ -79,6 +80,7 @@ class Report(msgspec.Struct, frozen=True):
     event: (
         PrefillFinished
         | PrefillFailed
+        | StageFinished
         | DecodeStarted
         | RequestFinished
         | DecodeRefused

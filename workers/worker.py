@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LendingConfig:
+class ChannelConfig:
     """Who this worker is to others over a channel, and how channels are had."""
 
     hello: ChannelHello
@@ -67,7 +67,9 @@ class WorkerConfig:
     #: Whether exact numerics hold on this CPU; "": not tried, or not claimed.
     exact_numerics: ExactNumerics = ""
     #: How it attends for others, or they for it (exact numerics only); None: neither.
-    lending: LendingConfig | None = None
+    lending: ChannelConfig | None = None
+    #: Prefill: how it computes prompts together with others; None: it does not.
+    stage_channels: ChannelConfig | None = None
     #: Decode: the KV of its sequences lies at attention workers.
     cache_elsewhere: bool = False
     #: Decode: into so many groups a batch is divided then, which are computed in turn; 0: as the profile says.
@@ -190,6 +192,8 @@ class Worker(ABC):
                 token_budget=config.token_budget if self.role == "mixed" else 0,
                 kv_heads=config.kv_heads,
                 may_become=list(config.may_become),
+                stage_addresses=self.stage_addresses(),
+                activation_bytes=self.activation_bytes(),
             ),
             source_id=config.worker_id,
         )
@@ -232,6 +236,14 @@ class Worker(ABC):
 
     def prompt_tokens_max(self) -> int:
         """The longest prompt that is computed here though the cache does not hold it; 0: it must."""
+        return 0
+
+    def stage_addresses(self) -> list[str]:
+        """Where it listens for workers whose prompts it computes some layers of; []: nowhere."""
+        return []
+
+    def activation_bytes(self) -> int:
+        """Bytes of one token between two layers, where it may be sent; 0: nowhere."""
         return 0
 
     @abstractmethod

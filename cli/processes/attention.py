@@ -10,11 +10,14 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.workers.model.loading.files import load_config
 
 if TYPE_CHECKING:
-    from halfmoon.workers.worker import LendingConfig
+    from halfmoon.workers.worker import ChannelConfig
 
 Where = Literal["local", "remote"]
 #: Each group has channels of its own.
 DECODE_GROUPS_MAX = 64
+PREFILL_GROUP_MAX = 64
+#: A chunk's activations may be long.
+MESSAGE_BYTES_MAX = 256 << 20
 
 
 def add_decode_attention(group: argparse._ArgumentGroup) -> None:
@@ -91,7 +94,7 @@ def heads_of_part(args: argparse.Namespace, layout: Layout, worker_id: str) -> t
     return (int(number) % parts * heads if parts > 1 else 0), heads
 
 
-def channels(args: argparse.Namespace, worker_id: str, layout: Layout) -> LendingConfig | None:
+def channels(args: argparse.Namespace, worker_id: str, layout: Layout) -> ChannelConfig | None:
     """How the worker attends for others, or they for it; None: neither. Raises OptionInvalid."""
     match args.command:
         case "attention":
@@ -103,12 +106,29 @@ def channels(args: argparse.Namespace, worker_id: str, layout: Layout) -> Lendin
             option, parts = "--lend", 1
         case _:
             return None
+    _check_split(layout, option)
+    return _channels(args, worker_id, layout, head_shares=parts)
+
+
+def stage_channels(
+    args: argparse.Namespace, worker_id: str, layout: Layout, *, prefills: bool
+) -> ChannelConfig | None:
+    """How a worker that `prefills` computes prompts together with others; None: it does not. Raises OptionInvalid."""
+    if not 1 <= args.prefill_group <= PREFILL_GROUP_MAX:
+        raise OptionInvalid(f"--prefill-group {args.prefill_group}: from 1 to {PREFILL_GROUP_MAX}")
+    if args.prefill_group == 1 or not prefills or not layout.block_bytes:
+        return None
+    if args.prefill_group > layout.layers:
+        raise OptionInvalid(f"--prefill-group {args.prefill_group}: the model has {layout.layers} layers")
+    return _channels(args, worker_id, layout, message_bytes_max=MESSAGE_BYTES_MAX)
+
+
+def _channels(args: argparse.Namespace, worker_id: str, layout: Layout, **own: int) -> ChannelConfig:
     from halfmoon.bus.telemetry.version import VERSION
     from halfmoon.store.channels.hello import ChannelHello
     from halfmoon.store.channels.options import ChannelOptions, channel_secret
-    from halfmoon.workers.worker import LendingConfig
+    from halfmoon.workers.worker import ChannelConfig
 
-    _check_split(layout, option)
     hello = ChannelHello(
         worker_id=worker_id,
         cluster=args.cluster,
@@ -118,10 +138,11 @@ def channels(args: argparse.Namespace, worker_id: str, layout: Layout) -> Lendin
         heads=load_config(args.model).heads,
         kv_heads=layout.kv_heads,
         head_dim=layout.head_dim,
-        exact=True,
-        segment_tokens=layout.segment_tokens,
+        exact=layout.numerics == "exact",
+        # Fast numerics have none.
+        segment_tokens=max(1, layout.segment_tokens),
         dtype=layout.dtype,
-        head_shares=parts,
+        **own,
     )
     try:
         options = ChannelOptions(
@@ -133,7 +154,7 @@ def channels(args: argparse.Namespace, worker_id: str, layout: Layout) -> Lendin
         )
     except ValueError as problem:
         raise OptionInvalid(f"--channel-{problem}") from None
-    return LendingConfig(hello=hello, options=options)
+    return ChannelConfig(hello=hello, options=options)
 
 
 def _check_split(layout: Layout, option: str) -> None:

@@ -99,6 +99,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
         slow_place_percent=SLOW_PLACE_PERCENT,
         elastic=args.elastic,
         correction_window=CORRECTION_WINDOW,
+        prefill_group=args.prefill_group,
     )
 
 
@@ -182,6 +183,17 @@ def add_elastic(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_prefill_group(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--prefill-group",
+        type=int,
+        default=1,
+        metavar="N",
+        help="so many idle prefill workers compute a long prompt together, each some layers, where that pays; 1: each "
+        "computes its own alone",
+    )
+
+
 def add_worker(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("worker")
     group.add_argument(
@@ -199,6 +211,7 @@ def add_worker(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="decode: hold parts of requests that are too long for another worker's cache, and have them held",
     )
+    add_prefill_group(group)
     add_elastic(group)
     add_decode_attention(group)
     add_token_budget(group)

@@ -13,7 +13,13 @@ from halfmoon.cli import model as models
 from halfmoon.cli.metrics import shown
 from halfmoon.cli.options import OptionInvalid, add_model
 from halfmoon.cli.output import say
-from halfmoon.cli.processes.attention import channels, decode_attention, decode_groups, heads_of_part
+from halfmoon.cli.processes.attention import (
+    channels,
+    decode_attention,
+    decode_groups,
+    heads_of_part,
+    stage_channels,
+)
 from halfmoon.cli.processes.lifecycle import connect, healthy, stop_signal, until_stopped
 from halfmoon.cli.processes.mixed import add_iteration, token_budget_of
 from halfmoon.cli.processes.options import add_process, add_worker
@@ -71,6 +77,7 @@ async def run(args: argparse.Namespace) -> int:
     say(f"{role} worker {worker_id}: loading {layout.model} ({layout.dtype}, {layout.numerics} numerics)")
     first_kv_head, kv_heads = heads_of_part(args, layout, worker_id) if role == "attention" else (0, 0)
     lending = channels(args, worker_id, layout)
+    stages = stage_channels(args, worker_id, layout, prefills="prefill" in (role, *may_become))
     engine, profile = _engine(
         args,
         layout,
@@ -92,6 +99,7 @@ async def run(args: argparse.Namespace) -> int:
         token_budget=token_budget_of(args, role, layout, profile, kv_blocks),
         exact_numerics="" if role == "attention" else _tried(engine, layout, f"{role} worker {worker_id}"),
         lending=lending,
+        stage_channels=stages,
         cache_elsewhere=elsewhere,
         decode_groups=decode_groups(args),
         first_kv_head=first_kv_head,

@@ -27,6 +27,7 @@ from halfmoon.conductor.core.corrections import corrects_tbt, tbt_permille
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns, tbt_limit_ns, ttft_limit_ns
 from halfmoon.conductor.core.placement.best_first import earliest_first_token, shortest_step
 from halfmoon.conductor.core.placement.candidates import candidates, capacity, decode_candidates, has_room
+from halfmoon.conductor.core.placement.groups import in_group
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.policies import choose_decode, choose_prefill, rules_of
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
@@ -114,6 +115,7 @@ def decide(
         return refusal
     prefill = choose_prefill(state, [c for c in prefills if not c.full], draw)
     assert prefill is not None, (request, prefills)
+    prefill = in_group(state, prefill, request.prompt_tokens, now_ns)
     open_decodes = [c for c in decodes if not c.full]
     roomy = [c for c in open_decodes if c.room]
     end_ns = now_ns + prefill.ttft_ns

@@ -41,6 +41,12 @@ def _check_orders(state: State) -> None:
         prefill = state.workers.get(order.prefill_id)
         held = prefill is not None and order_id in prefill.prefills
         assert held == (order.phase == "prefill"), ("prefill half", order.phase, order)
+        # Else a stage is booked on a worker that will never say that it is over.
+        assert order.phase == "prefill" or not order.staged, ("stages after the prefill", order)
+        for worker_id in order.staged:
+            stage = state.workers.get(worker_id)
+            assert stage is not None, ("a stage nowhere", order)
+            assert order_id in stage.orders, ("a stage nowhere", order)
         leaves = order_id in state.leaving.get(order.fetch_node_id, {})
         assert leaves == (order.phase == "prefill" and order.fetch_node_id != ""), ("fetch", order)
     for node_id, ends in state.leaving.items():

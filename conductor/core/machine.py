@@ -22,7 +22,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from halfmoon.conductor.core import elastic, membership, moves, orders, roles
+from halfmoon.conductor.core import elastic, membership, moves, orders, roles, stages
 from halfmoon.conductor.core.choice import choose
 from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_arrival
@@ -65,6 +65,7 @@ from halfmoon.schemas.events import (
     RequestCancelled,
     RequestFinished,
     RoleWanted,
+    StageFinished,
     Stamped,
     StateDigested,
     StoreHeartbeat,
@@ -210,6 +211,8 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
                 orders.accept_or_reject(state, event, out)
         case PrefillFinished():
             _prefill_finished(state, event)
+        case StageFinished():
+            stages.stage_finished(state, event)
         case DecodeStarted() | KvMoved() | KvMoveRefused():
             _decode_goes_on(state, event, out)
         case StateDigested():
@@ -231,10 +234,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
         case RequestCancelled():
             _request_cancelled(state, event, out)
         case StoreInventory():
-            store = membership.known_store(state, event.node_id, event.incarnation)
-            if store is not None and event.part not in store.parts_seen:
-                store.parts_seen[event.part] = True
-                state.index.add(event.node_id, event.block_keys, event.tier)
+            membership.store_inventory(state, event)
         case TierLost():
             if membership.known_store(state, event.node_id, event.incarnation):
                 state.index.forget_tier(event.node_id, event.tier)
@@ -408,9 +408,11 @@ def _decode_goes_on(state: State, event: DecodeStarted | KvMoved | KvMoveRefused
 
 def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOutput) -> None:
     half: Half
+    failed = event.worker_id
     match event:
         case PrefillFailed():
             half = "prefill"
+            failed = event.stage_id or event.worker_id
         case DecodeFailed():
             half = "decode"
         case _:
@@ -421,7 +423,7 @@ def _half_failed(state: State, event: PrefillFailed | DecodeFailed, out: StepOut
     request = state.requests[order.request_id]
     orders.withdraw(state, order, out, prefill_runs=half != "prefill", decode_runs=half != "decode")
     if event.retryable:
-        orders.avoid(request, event.worker_id)
+        orders.avoid(request, failed)
         orders.place(state, request, event.reason, out)
     else:
         orders.fail(state, request, event.reason, out)

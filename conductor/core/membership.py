@@ -23,6 +23,7 @@ from halfmoon.schemas.events import (
     FrontendHeartbeat,
     FrontendJoined,
     StoreHeartbeat,
+    StoreInventory,
     StoreJoined,
     StoreSuspected,
     WorkerDraining,
@@ -91,6 +92,8 @@ def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
         may_become=event.may_become,
         decode_groups=event.decode_groups,
         token_budget=event.token_budget,
+        stage_addresses=event.stage_addresses,
+        activation_bytes=event.activation_bytes,
         prompt_fit=prefill_fit(profile) if event.role == "mixed" else None,
     )
 
@@ -200,6 +203,14 @@ def store_heartbeat(state: State, event: StoreHeartbeat, out: StepOutput) -> Non
 def known_store(state: State, node_id: str, incarnation: str) -> StoreRecord | None:
     store = state.stores.get(node_id)
     return store if store is not None and store.incarnation == incarnation else None
+
+
+def store_inventory(state: State, event: StoreInventory) -> None:
+    """Blocks that a store had when it started: each part once."""
+    store = known_store(state, event.node_id, event.incarnation)
+    if store is not None and event.part not in store.parts_seen:
+        store.parts_seen[event.part] = True
+        state.index.add(event.node_id, event.block_keys, event.tier)
 
 
 def store_suspected(state: State, event: StoreSuspected) -> None:

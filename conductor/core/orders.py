@@ -19,6 +19,7 @@ from halfmoon.conductor.core.loans import book_loans, end_loans
 from halfmoon.conductor.core.objectives import slo_ns, tbt_objective_ns
 from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.replication import spread_hot_prefix
+from halfmoon.conductor.core.stages import book_stages, cancel_stages, free_stages, give_stages
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.state.demand import learn_demand
@@ -258,6 +259,7 @@ def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool,
     if order.mixed:  # one worker, which has let go of it where either half has failed
         prefill_runs = decode_runs = prefill_runs and decode_runs
     prefill_runs = prefill_runs and order.phase == "prefill" and not order.mixed
+    cancel_stages(state, order, out)
     free_prefill(state, order)
     free_decode(state, order)
     end_loans(state, order, out)
@@ -284,6 +286,7 @@ def free_prefill(state: State, order: Order) -> None:
     if order.phase == "decode":
         return
     order.phase = "decode"
+    free_stages(state, order)
     leaving = state.leaving.get(order.fetch_node_id)
     if leaving is not None:
         del leaving[order.order_id]
@@ -374,6 +377,7 @@ def _order(state: State, request: Request, placement: Placement, out: StepOutput
         loans=decode.loans,
         cache=decode.cache,
         cache_blocks=decode.cache_blocks,
+        stages=prefill.stages,
     )
     price_prompt(state, order, prefill)
     _reserve(state, order, now_ns + prefill.transfer_ns)
@@ -412,8 +416,11 @@ def _give(state: State, request: Request, order: Order, prefill: Candidate, out:
             local_blocks=prefill.local_blocks,
             fetches=prefill.fetches,
             predicted=order.predicted,
+            stages=order.stages,
+            chunk_tokens=prefill.chunk_tokens,
         )
     )
+    give_stages(order, event.prompt_tokens, out)
     out.append(start_decode(state, request, order))
 
 
@@ -466,6 +473,7 @@ def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     worker.context_tokens += order.context_tokens
     state.loads.changed(worker)
     book_loans(state, order)
+    book_stages(state, order)
     if order.fetch_node_id:
         state.leaving.setdefault(order.fetch_node_id, {})[order.order_id] = fetched_ns
     load_changed(state, order.prefill_id, order.decode_id)

@@ -49,11 +49,13 @@ def expected_load(worker: WorkerRecord, orders: Sequence[Order]) -> tuple[int, i
     """
     match worker.role:
         case "prefill":
-            assert all(order.prefill_id == worker.worker_id for order in orders), worker
+            own = [order for order in orders if order.prefill_id == worker.worker_id]
+            others = [order for order in orders if worker.worker_id in order.staged]
+            assert len(own) + len(others) == len(orders), worker
             return (
                 sum(order.reserved_ns for order in orders),
-                sum(order.pending_blocks for order in orders),
-                sum(order.prompt_blocks for order in orders),
+                sum(order.pending_blocks for order in own),
+                sum(order.prompt_blocks for order in own),
                 0,
                 0,
             )

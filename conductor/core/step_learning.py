@@ -36,7 +36,8 @@ def learn_prefill(
         counters.cached_local_tokens += event.cached_local_tokens
         counters.cached_fetched_tokens += event.cached_fetched_tokens
     worker = state.workers.get(event.worker_id)
-    if worker is not None and worker.learns and cached < prompt_tokens:
+    # What several took together says nothing of one.
+    if worker is not None and worker.learns and cached < prompt_tokens and event.stages < 2:
         seen_ns = event.compute_ns * EXACT_PERMILLE // permille
         fit, fitted = worker.prompt_fit or worker.fit, fitted_cost(worker)
         set_fitted(state, worker, refit_prefill(fit, fitted, prompt_tokens, cached, seen_ns))

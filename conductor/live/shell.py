@@ -54,6 +54,7 @@ from halfmoon.schemas.decisions import (
     StartDecode,
     StartMixed,
     StartPrefill,
+    StartStage,
 )
 from halfmoon.schemas.events import ClusterConfigured, Stamped, StateDigested, TimerFired
 from halfmoon.schemas.numbers import SECOND_NS
@@ -73,6 +74,7 @@ def target(decision: Decision) -> str:
             StartPrefill()
             | StartDecode()
             | StartMixed()
+            | StartStage()
             | MoveKv()
             | EndMove()
             | CancelOrder()

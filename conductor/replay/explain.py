@@ -8,6 +8,7 @@ from typing import Any
 
 from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.explanation import Explanation, RoleGrounds
+from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
 from halfmoon.conductor.replay.histories import MoveHistory, PlacementAttempt, RequestHistory
 from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons, way_reason
@@ -104,6 +105,8 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
         )
     found += [mixed_line(c, chosen(why.verdict)[0]) for c in why.mixed]
     found += [reason] if (reason := way_reason(why)) else []
+    if isinstance(why.verdict, Placement) and why.verdict.prefill.group_ns:
+        found.append(group_line(why.verdict.prefill))
     if attempt is not None and attempt.finished is not None and is_mixed(why.verdict):
         done = attempt.finished
         found.append(
@@ -129,6 +132,19 @@ def _corrected(worker_id: str, role: WorkerRole, permille: int, neighbours: int)
     beside = "" if role == "decode" else f", beside {neighbours} busy neighbour{'s' * (neighbours != 1)}"
     done = "steps" if role == "decode" else "prefills"
     return f"{worker_id}: its last {done} took {permille / 1_000:.2f} times what was fitted{beside}; predicted so"
+
+
+def group_line(c: Candidate) -> str:
+    """Who computes which layers of a prompt, and what it would take on fewer workers or more, in words."""
+    times = "; ".join(
+        f"{duration(ns)} on {count} worker{'s' * (count > 1)}" for count, ns in enumerate(c.group_ns, 1)
+    )
+    if not c.stages:
+        return f"{c.worker_id} computes it alone: prefill {times}"
+    parts = ", ".join(
+        f"{one.worker_id} layers {one.first_layer} to {one.first_layer + one.layers - 1}" for one in c.stages
+    )
+    return f"computed together, in chunks of {c.chunk_tokens} tokens: {parts}; prefill {times}"
 
 
 def is_mixed(verdict: Placement | Refusal | None) -> bool:

@@ -38,6 +38,7 @@ from halfmoon.schemas.decisions import (
     StartDecode,
     StartMixed,
     StartPrefill,
+    StartStage,
 )
 from halfmoon.schemas.events import (
     ClusterConfigured,
@@ -323,7 +324,7 @@ class World:
                 pass  # a simulated pool has copies of what was fetched, and no others
             case ChangeRole():
                 self._change(decision.worker_id, decision.role)
-            case AnnounceYourself() | StartMixed():
+            case AnnounceYourself() | StartMixed() | StartStage():
                 raise AssertionError(("no simulated process is forgotten, or mixed", decision))
 
     @property

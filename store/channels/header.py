@@ -55,6 +55,9 @@ class Op(enum.IntEnum):
     REFUSED = 24
     #: Rows of attention's result. Answers a KEY_VALUE, and the query before it.
     OUT = 25
+    #: Begins a part of a prompt that several workers compute, by a range of layers each: the plan, in msgpack. Then
+    #: KEY_VALUEs of `layer` and block `step`, and ACTIVATIONs of chunk `step`, as the plan says; DONE ends it.
+    STAGE = 26
 
 
 class Dtype(enum.IntEnum):

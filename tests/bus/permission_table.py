@@ -31,6 +31,7 @@ halfmoon.events.<me>.WorkerDraining        prefill decode attention mixed
 halfmoon.events.<me>.WorkerLeft            prefill decode attention supervisor mixed
 halfmoon.events.<me>.PrefillFinished       prefill mixed
 halfmoon.events.<me>.PrefillFailed         prefill mixed
+halfmoon.events.<me>.StageFinished         prefill
 halfmoon.events.<me>.DecodeStarted         decode mixed
 halfmoon.events.<me>.DecodeRefused         decode
 halfmoon.events.<me>.DecodeFailed          decode

@@ -30,7 +30,7 @@ class WorkerChannels:
         """
         channel = self.open.get(worker_id)
         if channel is not None:
-            if self._reached[worker_id] == list(addresses) and not _hung_up(channel):
+            if self._reached[worker_id] == list(addresses) and not hung_up(channel):
                 return channel
             self.forget(worker_id)
         hello = msgspec.structs.replace(self._hello, head_shares=head_shares)
@@ -52,7 +52,7 @@ class WorkerChannels:
             self.forget(worker_id)
 
 
-def _hung_up(channel: WorkerChannel) -> bool:
+def hung_up(channel: WorkerChannel) -> bool:
     """The other end has closed it: the worker may have started again, and listen where it did."""
     poller = select.poll()
     poller.register(channel.fileno(), select.POLLRDHUP)

@@ -29,7 +29,9 @@ from halfmoon.workers.prefill.actions import (
     BeginSpan,
     CommitPrompt,
     ComputePrompt,
+    ComputeStage,
     DrawFirstToken,
+    DropStage,
     EndOrder,
     EndPush,
     FailLoads,
@@ -123,6 +125,8 @@ class MixedWorker(PromptWorker):
                 AnswerResend()
                 | StartPush()
                 | ComputePrompt()
+                | ComputeStage()
+                | DropStage()
                 | LoadLayers()
                 | FailLoads()
                 | StopComputing()

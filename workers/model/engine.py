@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -148,10 +148,32 @@ class Engine:
             ]
         )[0]
 
+    def activation(self, tokens: int) -> Tensor:
+        """Memory on the CPU for the residual of a chunk of so many tokens, `[rows, hidden]` with rows of padding."""
+        return torch.empty((_whole_tiles(tokens), self.config.hidden), dtype=self.dtype)
+
+    @torch.inference_mode()
+    def prefill_stage(
+        self,
+        chunk: PromptRows,
+        layers: range,
+        before: Tensor | None,
+        **hooks: Any,
+    ) -> Tensor | None:
+        """As `prefill_chunk`, with its hooks, of some layers alone: from the residual `before` them (None: from the
+        tokens, whose ids are looked at only then). Returns the residual after them, on the CPU; after the model's last
+        one, what `prefill_chunk` returns. All layers in stages give the bits of all at once: the residual is passed on
+        as it is.
+        """
+        made: Tensor | None = in_turn([self._chunk_rows(chunk, layers=layers, before=before, **hooks)])[0]
+        return made.cpu() if made is not None and layers.stop < self.config.layers else made
+
     def _chunk_rows(
         self,
         chunk: PromptRows,
         *,
+        layers: range | None = None,
+        before: Tensor | None = None,
         before_layer: Callable[[int], None] | None = None,
         after_layer: Callable[[int], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
@@ -164,9 +186,13 @@ class Engine:
         slots = self._slots([block_table] * count, range(start, start + count))
         padded = _whole_tiles(count)
         x, cos, sin = self._enter(token_ids, range(start, start + count), padded)
+        if before is not None:
+            x = before.to(self.device)
+        layers = range(self.config.layers) if layers is None else layers
         plan = self._plan([block_table], [count], [start + count], elsewhere)
         attended = self._room(padded)
-        for i, layer in enumerate(self._model.layers):
+        for i in layers:
+            layer = self._model.layers[i]
             if should_stop is not None and should_stop():
                 return None
             q, k, v = layer.project(x, cos, sin)
@@ -181,6 +207,8 @@ class Engine:
             self._attend(i, q, k, v, plan, attended, count)
             x = layer.finish(x, attended.view(padded, -1))
             yield
+        if layers.stop < self.config.layers:
+            return x
         if not chunk.want_logits:
             return None
         last = x[count - 1 : count]

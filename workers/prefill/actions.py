@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from halfmoon.schemas.decisions import LayerStage
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.workers.machines import Announce, Report, TakeTokens
@@ -86,6 +87,25 @@ class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):
     #: By block, slots of the pool; those of `present` hold their bytes and must not be written.
     slots: list[int]
     present: list[int]
+    #: Who computes which layers, in order, the last ones here; []: all layers are computed here. Then StageLost is one
+    #: more end.
+    stages: list[LayerStage] = []
+
+
+class ComputeStage(msgspec.Struct, frozen=True, kw_only=True):
+    """Compute `layers` layers, from `first_layer` on, of the prompt that `prefill_worker_id` has: StageEnded."""
+
+    order_id: str
+    prefill_worker_id: str
+    prompt_tokens: int
+    first_layer: int
+    layers: int
+
+
+class DropStage(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing more is computed of the part of another worker's prompt; what came for it is let go."""
+
+    order_id: str
 
 
 class LoadLayers(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +191,8 @@ Action = (
     | StartFetch
     | StartPush
     | ComputePrompt
+    | ComputeStage
+    | DropStage
     | LoadLayers
     | FailLoads
     | StopComputing

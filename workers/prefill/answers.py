@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.decisions import LayerStage, StartPrefill
 from halfmoon.schemas.events import PrefillFinished
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import SampledToken
@@ -26,6 +26,7 @@ class Computed(Protocol):
     fetch_node_id: str
     fetched_bytes: int
     fetch_ns: int
+    stages: list[LayerStage]
 
 
 def result_of(job: Computed, first: SampledToken) -> PrefillResult:
@@ -61,4 +62,5 @@ def finished_of(job: Computed, pushed_bytes: int, push_ns: int) -> PrefillFinish
         pushed_bytes=pushed_bytes,
         push_ns=push_ns,
         prompt_tokens=job.order.prompt_tokens,
+        stages=len(job.stages),
     )

@@ -10,14 +10,18 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.events import ChunkStored, LayerStored, PrefixLayerLoaded, StepOfOrder
-from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing
+from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing, StageGone
+
+if TYPE_CHECKING:
+    from halfmoon.workers.prefill.stage_group import StageGroup
+    from halfmoon.workers.worker import ChannelConfig
 
 
 class OrderAborted(Exception):
@@ -37,7 +41,9 @@ class PromptComputation:
         window: CacheWindow,
         copies: Executor,
         tell: Callable[[StepOfOrder], None],
+        channels: ChannelConfig | None = None,
     ) -> None:
+        """`channels`: to the other stages, where the prompt has some."""
         self.order_id = prompt.order_id
         self.loads = LayerLoads()
         self.loads.fetched_up_to(prompt.fetched_layer)
@@ -50,11 +56,31 @@ class PromptComputation:
         self._tell = tell
         self._stopped = False
         self._present = frozenset(prompt.present)
+        first = prompt.stages[-1].first_layer if prompt.stages else 0
+        #: Those that are computed here.
+        self._layers = range(first, layout.layers)
+        self._group: StageGroup | None = None
+        if prompt.stages:
+            from halfmoon.workers.prefill.stage_group import StageGroup
+
+            assert channels is not None, "stages, and no channels"
+            self._group = StageGroup(
+                prompt,
+                engine=engine,
+                pool=pool,
+                layout=layout,
+                loads=self.loads,
+                hello=channels.hello,
+                options=channels.options,
+                tell=tell,
+            )
 
     def stop(self) -> None:
         """Before the next layer; `run` then raises OrderAborted."""
         self._stopped = True
         self.loads.fail("cancelled")
+        if self._group is not None:
+            self._group.end()
 
     @property
     def reads_pool(self) -> bool:
@@ -67,9 +93,9 @@ class PromptComputation:
         wants.
 
         Raises LayersMissing when cached layers do not come, OrderAborted when it was stopped, OrderUnknown when its
-        slots were given away meanwhile.
+        slots were given away meanwhile, and StageGone when another stage does not do its part.
         """
-        prompt, block_tokens = self._prompt, self._layout.block_tokens
+        prompt = self._prompt
         loader = before_layer = None
         if prompt.prefix_blocks and self._pool is not None:
             first = self._window.table(cache, prompt.prefix_blocks)
@@ -78,47 +104,85 @@ class PromptComputation:
         elsewhere = self._engine.pooled_segments(self._pool_block) if self.reads_pool else None
         logits = None
         try:
+            if self._group is not None:
+                self._group.begin()
             for chunk in prompt.chunks:
-                blocks = range(chunk.start // block_tokens, self._layout.blocks(chunk.stop))
-                table = self._window.table(cache, blocks.start, len(blocks))
-                if elsewhere is not None:
-                    elsewhere.segments = self._window.away(blocks.start)
-                after_layer = None if self._pool is None else self._store_layer(table, blocks)
-                logits = self._engine.prefill_chunk(
-                    prompt.token_ids[chunk.start : chunk.stop],
-                    chunk.start,
-                    table,
-                    # Once the first chunk has waited for a layer, the others find it in the cache.
-                    before_layer=before_layer if chunk is prompt.chunks[0] else None,
-                    after_layer=after_layer,
-                    want_logits=chunk is prompt.chunks[-1],
-                    should_stop=lambda: self._stopped,
-                    elsewhere=elsewhere if elsewhere is not None and elsewhere.segments else None,
-                )
-                if self._stopped:
-                    raise OrderAborted(self.order_id)
-                if self._pool is not None:
-                    self._tell(
-                        ChunkStored(
-                            at_ns=time.monotonic_ns(),
-                            order_id=self.order_id,
-                            first_block=blocks.start,
-                            blocks=len(blocks),
-                        )
-                    )
+                # Once the first chunk has waited for a layer, the others find it in the cache.
+                loaded = before_layer if chunk is prompt.chunks[0] else None
+                logits = self._compute_chunk(chunk, cache, loaded, elsewhere)
         finally:
+            if self._group is not None:
+                self._group.close()
             # The loader writes into the cache: it must have ended before the blocks are freed.
             if loader is not None:
                 with contextlib.suppress(LayersMissing):
                     loader.result()
         return logits
 
+    def _compute_chunk(
+        self, chunk: range, cache: list[int], before_layer: Callable[[int], None] | None, elsewhere: Any
+    ) -> object:
+        """Logits, of the last chunk alone."""
+        prompt, block_tokens = self._prompt, self._layout.block_tokens
+        blocks = range(chunk.start // block_tokens, self._layout.blocks(chunk.stop))
+        table = self._window.table(cache, blocks.start, len(blocks))
+        tokens, last = prompt.token_ids[chunk.start : chunk.stop], chunk is prompt.chunks[-1]
+        after_layer = None if self._pool is None else self._store_layer(table, blocks)
+        if self._group is not None:
+            from halfmoon.workers.model.engine import PromptRows
+
+            logits = self._engine.prefill_stage(
+                PromptRows(tokens, chunk.start, table, want_logits=last),
+                self._layers,
+                self._rows_of(self._group),
+                before_layer=before_layer,
+                after_layer=after_layer,
+                should_stop=lambda: self._stopped,
+            )
+        else:
+            if elsewhere is not None:
+                elsewhere.segments = self._window.away(blocks.start)
+            logits = self._engine.prefill_chunk(
+                tokens,
+                chunk.start,
+                table,
+                before_layer=before_layer,
+                after_layer=after_layer,
+                want_logits=last,
+                should_stop=lambda: self._stopped,
+                elsewhere=elsewhere if elsewhere is not None and elsewhere.segments else None,
+            )
+        if self._stopped:
+            raise OrderAborted(self.order_id)
+        if self._pool is not None:
+            self._tell(
+                ChunkStored(
+                    at_ns=time.monotonic_ns(),
+                    order_id=self.order_id,
+                    first_block=blocks.start,
+                    blocks=len(blocks),
+                )
+            )
+        return logits
+
+    def _rows_of(self, group: StageGroup) -> Any:
+        """The next chunk, as the stages before this one made it. Raises as `run`."""
+        try:
+            return group.rows()
+        except StageGone:
+            if self._stopped:
+                raise OrderAborted(self.order_id) from None
+            # It is not the stage's fault: the prompt can be computed without what was to be fetched.
+            if self.loads.failure:
+                raise LayersMissing(self.loads.failure) from None
+            raise
+
     def _load_prefix(self, table: list[int]) -> None:
         """On the copy thread: layer by layer, from the pool into the engine's cache, what the first chunk's table has
         there.
         """
         prompt = self._prompt
-        for layer in range(self._layout.layers):
+        for layer in self._layers:
             self.loads.wait_fetched(layer)
             for block in range(prompt.prefix_blocks):
                 if table[block] != AWAY:

@@ -6,7 +6,7 @@ them; `halfmoon.workers.prefill.actions` names them.
 
 from __future__ import annotations
 
-from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.machines import (
     AnnounceRequested,
@@ -24,6 +24,12 @@ class PrefillOrdered(WorkerEvent, frozen=True, kw_only=True):
     """A StartPrefill came; the same one may come again."""
 
     order: StartPrefill
+
+
+class StageOrdered(WorkerEvent, frozen=True, kw_only=True):
+    """A StartStage came; the same one may come again."""
+
+    order: StartStage
 
 
 # --- preparing ----------------------------------------------------------------------------------------------
@@ -118,6 +124,21 @@ class ComputingStopped(OrderEvent, frozen=True, kw_only=True):
     """Computing ended early, as StopComputing demanded."""
 
 
+class StageLost(OrderEvent, frozen=True, kw_only=True):
+    """Computing ended early: `stage_id`, which has some of the layers, is gone or does not do its part."""
+
+    stage_id: str
+    reason: str
+
+
+class StageEnded(OrderEvent, frozen=True, kw_only=True):
+    """The part of another worker's prompt is over. `reason`: why before its last chunk; "": it is not."""
+
+    elapsed_ns: int
+    compute_ns: int
+    reason: str = ""
+
+
 class FirstTokenDrawn(OrderEvent, frozen=True, kw_only=True):
     """The first token of the answer."""
 
@@ -157,8 +178,10 @@ StepOfOrder = (
     | PromptComputed
     | LoadFailed
     | ComputingStopped
+    | StageLost
+    | StageEnded
     | FirstTokenDrawn
     | PushClosed
     | PushFailed
 )
-Event = PrefillOrdered | OrderCancelled | AnnounceRequested | WorkerStopped | StepOfOrder
+Event = PrefillOrdered | StageOrdered | OrderCancelled | AnnounceRequested | WorkerStopped | StepOfOrder

@@ -43,16 +43,17 @@ from halfmoon.workers.prefill.events import (
     PushOpened,
     ReserveSlotsFailed,
     SlotsReserved,
+    StageEnded,
+    StageLost,
     StepOfOrder,
 )
-from halfmoon.workers.prefill.stages import WAITING_STAGES, JobRules, PrefillStage
+from halfmoon.workers.prefill.stages import REASON_CHARACTERS_MAX, WAITING_STAGES, JobRules, PrefillStage
 
 #: How long a full store, and one that does not answer, is asked again. Without patience a node that restarts would
 #: use up all placements of a request within milliseconds.
 STORE_FULL_NS = 10 * SECOND_NS
 STORE_BACK_NS = 3 * SECOND_NS
 STORE_PAUSE_NS = SECOND_NS // 10
-REASON_CHARACTERS_MAX = 500
 
 
 class Job:
@@ -91,6 +92,8 @@ class Job:
         #: (layer, first block, blocks): pushed after the last layer where layers are not streamed.
         self.held_pushes: list[tuple[int, int, int]] = []
         self.result: PrefillResult | None = None
+        #: Who computes which layers; []: this worker all of them.
+        self.stages = order.stages
 
     @property
     def blocks(self) -> int:
@@ -169,6 +172,10 @@ class Job:
                 self._load_failed(event.reason, out)
             case ComputingStopped():
                 self._computing_stopped(out)
+            case StageLost():
+                self._stage_lost(event, out)
+            case StageEnded():
+                pass  # of a part of another worker's prompt
             case FirstTokenDrawn():
                 self._first_token_drawn(event.first, out)
             case PushClosed():
@@ -328,22 +335,25 @@ class Job:
         self.stage = PrefillStage.COMPUTING
         self.held_pushes = []
         total, begin = len(self.token_ids), self.prefix_blocks * self.rules.layout.block_tokens
-        starts = range(begin, total, self.rules.chunk_tokens)
+        chunk_tokens = self.order.chunk_tokens or self.rules.chunk_tokens
+        starts = range(begin, total, chunk_tokens)
         fetched = self.fetched_layer if self.fetched_blocks else self.rules.layout.layers - 1
         out.append(
             actions.ComputePrompt(
                 order_id=self.order_id,
                 token_ids=self.token_ids,
-                chunks=[range(start, min(start + self.rules.chunk_tokens, total)) for start in starts],
+                chunks=[range(start, min(start + chunk_tokens, total)) for start in starts],
                 prefix_blocks=self.prefix_blocks,
                 fetched_layer=fetched,
                 slots=self.slots,
                 present=self.present,
+                stages=self.stages,
             )
         )
 
     def _compute_without_fetch(self, out: Actions) -> None:
-        self.fetched_blocks = 0
+        # What the others have of the prefix is not good for it any more.
+        self.fetched_blocks, self.stages = 0, []
         self._compute(out)
 
     def _prefix_layer_loaded(self, layer: int, out: Actions) -> None:
@@ -410,6 +420,10 @@ class Job:
         if self.stage is PrefillStage.COMPUTING and self.cancelled:
             self.fail("cancelled", out, retryable=False)
 
+    def _stage_lost(self, event: StageLost, out: Actions) -> None:
+        if self.stage is PrefillStage.COMPUTING:
+            self.fail(event.reason, out, retryable=True, stage_id=event.stage_id)
+
     # --- ending ---------------------------------------------------------------------------------------------
 
     def _first_token_drawn(self, first: SampledToken, out: Actions) -> None:
@@ -451,8 +465,8 @@ class Job:
         if self.stage is PrefillStage.CLOSING:
             self.fail(f"push to {self.order.decode_node_id}: {reason}", out, retryable=True)
 
-    def fail(self, reason: str, out: Actions, *, retryable: bool) -> None:
-        """It ends without a result; one that was cancelled is not answered."""
+    def fail(self, reason: str, out: Actions, *, retryable: bool, stage_id: str = "") -> None:
+        """It ends without a result; one that was cancelled is not answered. `stage_id`: for whose sake."""
         if not self.cancelled:
             failed = PrefillFailed(
                 order_id=self.order_id,
@@ -460,6 +474,7 @@ class Job:
                 worker_id=self.rules.worker_id,
                 reason=reason[:REASON_CHARACTERS_MAX],
                 retryable=retryable,
+                stage_id=stage_id,
             )
             out.append(Report(event=failed))
         self._end("cancelled" if self.cancelled else reason, out)

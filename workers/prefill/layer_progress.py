@@ -18,6 +18,14 @@ class LayersMissing(Exception):
     """The layers will not come."""
 
 
+class StageGone(Exception):
+    """Another worker, which computes some of the layers, is lost or does not do its part."""
+
+    def __init__(self, worker_id: str, reason: str) -> None:
+        super().__init__(f"stage {worker_id}: {reason}")
+        self.worker_id = worker_id
+
+
 class LayerLoads:
     """At first no layer is fetched."""
 
@@ -26,6 +34,11 @@ class LayerLoads:
         self._loaded = -1
         self._failure = ""
         self._changed = threading.Condition()
+
+    @property
+    def failure(self) -> str:
+        """Why layers will not come; "": nothing is known against it."""
+        return self._failure
 
     def fetched_up_to(self, layer: int) -> None:
         """Layers up to and including `layer` are readable in the pool."""

@@ -7,6 +7,8 @@ from enum import Enum
 
 from halfmoon.schemas.policy import Layout
 
+REASON_CHARACTERS_MAX = 500
+
 
 class PrefillStage(Enum):
     """Where an order stands."""

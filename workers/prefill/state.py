@@ -9,7 +9,9 @@ compute. Rules:
 - Orders compute one at a time, in the order of their arrival. The first `prepared_max` of the queue are prepared
   meanwhile: their tokens are taken, their slots are reserved, their fetches are under way.
 - PrefillFinished or PrefillFailed answers an order, exactly once; a cancelled order is not answered.
-- EndOrder is the last action of every order. Until then the order is listed in heartbeats.
+- A part of another worker's prompt (`stage_job`) has its turn in the same queue. All workers hear of orders in one
+  order, so the oldest one of all that are open has, or gets, its turn at each of its workers: none waits for ever.
+- EndOrder is the last action of every order (DropStage, of a part). Until then the order is listed in heartbeats.
 - What is heard of an order that has ended, or that its stage does not wait for, changes nothing.
 
 Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4; dask.distributed's
@@ -18,14 +20,14 @@ Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4; dask.
 
 from __future__ import annotations
 
-from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelled, WorkerStopped
 from halfmoon.workers.prefill.actions import Action
 from halfmoon.workers.prefill.cache_window import outgrows_cache
-from halfmoon.workers.prefill.events import Event, PrefillOrdered
+from halfmoon.workers.prefill.events import Event, PrefillOrdered, StageOrdered
 from halfmoon.workers.prefill.job import Job
+from halfmoon.workers.prefill.stage_job import StageJob
 from halfmoon.workers.prefill.stages import PAUSED_STAGES, TURN_STAGES, WAITING_STAGES, JobRules, PrefillStage
 
 
@@ -61,9 +63,9 @@ class PrefillState:
             stream_layers=stream_layers,
             prompt_blocks_max=None if self.outgrows_cache or not layout.layers else kv_blocks,
         )
-        self.jobs: dict[str, Job] = {}
-        self.queue: list[Job] = []
-        self.turn: Job | None = None
+        self.jobs: dict[str, Job | StageJob] = {}
+        self.queue: list[Job | StageJob] = []
+        self.turn: Job | StageJob | None = None
         self.stopped = False
 
     def on(self, event: Event) -> list[Action]:
@@ -71,7 +73,9 @@ class PrefillState:
         out: list[Action] = []
         match event:
             case PrefillOrdered():
-                self._receive(event.order, event.at_ns)
+                self._receive(Job(event.order, self.rules, event.at_ns))
+            case StageOrdered():
+                self._receive(StageJob(event.order, self.rules))
             case OrderCancelled():
                 if (job := self.jobs.get(event.order_id)) is not None:
                     self._cancel(job, out)
@@ -113,6 +117,8 @@ class PrefillState:
             assert (job is turn) == (stage in TURN_STAGES), ("turn and stage differ", order_id, stage)
             assert stage is not PrefillStage.ENDED, ("ended and still open", order_id)
             assert not (job.cancelled and queued), ("cancelled and still in the queue", order_id, stage)
+            if isinstance(job, StageJob):
+                continue
             assert not job.paused or stage in PAUSED_STAGES, ("paused", order_id, stage)
             assert not job.fetching or has_store, ("fetches without a store", order_id, stage)
             waits = stage is PrefillStage.AWAITING_FETCH
@@ -136,11 +142,10 @@ class PrefillState:
             return 0
         return min(self.kv_blocks, self.rules.layout.blocks(self.turn.order.prompt_tokens))
 
-    def _receive(self, order: StartPrefill, at_ns: int) -> None:
-        if order.order_id in self.jobs or self.stopped:
+    def _receive(self, job: Job | StageJob) -> None:
+        if job.order_id in self.jobs or self.stopped:
             return
-        job = Job(order, self.rules, at_ns)
-        self.jobs[order.order_id] = job
+        self.jobs[job.order_id] = job
         self.queue.append(job)
 
     def _prepare_some(self, out: list[Action]) -> None:
@@ -155,7 +160,7 @@ class PrefillState:
             self.turn.begin_turn(at_ns, out)
             self._prepare_some(out)
 
-    def _cancel(self, job: Job, out: list[Action]) -> None:
+    def _cancel(self, job: Job | StageJob, out: list[Action]) -> None:
         job.cancel(out)
         self._settle(job)
 
@@ -168,7 +173,7 @@ class PrefillState:
                 job.fail("cancelled", out, retryable=False)
             self._settle(job)
 
-    def _settle(self, job: Job) -> None:
+    def _settle(self, job: Job | StageJob) -> None:
         """The queue, the turn and the open orders follow a job's stage."""
         if job is self.turn and job.stage not in TURN_STAGES:
             self.turn = None

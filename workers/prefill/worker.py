@@ -8,15 +8,16 @@ Source: Mooncake (FAST'25), section 5.2 (layer-wise prefill) and figure 4.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill
+from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill, StartStage
 from halfmoon.schemas.kv import PrefillResult
-from halfmoon.store.errors import StoreError, StoreFull
+from halfmoon.store.errors import ChannelError, StoreError, StoreFull
 from halfmoon.workers.machines import (
     Announce,
     AnnounceRequested,
@@ -29,7 +30,9 @@ from halfmoon.workers.prefill.actions import (
     BeginSpan,
     CommitPrompt,
     ComputePrompt,
+    ComputeStage,
     DrawFirstToken,
+    DropStage,
     EndOrder,
     EndPush,
     FailLoads,
@@ -55,11 +58,18 @@ from halfmoon.workers.prefill.events import (
     PushClosed,
     PushFailed,
     PushOpened,
+    StageEnded,
+    StageLost,
+    StageOrdered,
 )
-from halfmoon.workers.prefill.layer_progress import LayersMissing
+from halfmoon.workers.prefill.layer_progress import LayersMissing, StageGone
 from halfmoon.workers.prefill.prompt_worker import PromptWorker
 from halfmoon.workers.prefill.state import PrefillState
 from halfmoon.workers.sample_requests import next_token
+
+if TYPE_CHECKING:
+    from halfmoon.workers.prefill.stage_computation import StageComputation
+    from halfmoon.workers.prefill.stage_listener import StageListener
 
 
 class PrefillWorker(PromptWorker):
@@ -85,13 +95,21 @@ class PrefillWorker(PromptWorker):
         self._logits: object = None
         #: Follows PromptComputed, and is done by the same task: a task of its own costs more than the draw.
         self._drawing: DrawFirstToken | None = None
-        self._computation: PromptComputation | None = None
+        self._computation: PromptComputation | StageComputation | None = None
+        self._stages: StageListener | None = None
+        if (channels := self.config.stage_channels) is not None:
+            # torch, which the null engine does without
+            from halfmoon.workers.prefill.stage_listener import StageListener
+
+            self._stages = StageListener(channels.hello, channels.options)
 
     def obey(self, decision: Decision) -> None:
         now_ns = time.monotonic_ns()
         match decision:
             case StartPrefill():
                 self.hear(PrefillOrdered(at_ns=now_ns, order=decision))
+            case StartStage():
+                self.hear(StageOrdered(at_ns=now_ns, order=decision))
             case CancelOrder():
                 self.hear(OrderCancelled(at_ns=now_ns, order_id=decision.order_id))
             case AnnounceYourself():
@@ -104,6 +122,17 @@ class PrefillWorker(PromptWorker):
 
     def prompt_tokens_max(self) -> int:
         return self.config.context_tokens_max if self.state.outgrows_cache else 0
+
+    def stage_addresses(self) -> list[str]:
+        return self._stages.addresses if self._stages is not None else []
+
+    def activation_bytes(self) -> int:
+        return int(self.engine.activation(1)[0].nbytes) if self._stages is not None else 0
+
+    async def release_all(self) -> None:
+        await super().release_all()
+        if self._stages is not None:
+            await asyncio.to_thread(self._stages.close)
 
     # --- the machine ----------------------------------------------------------------------------------------
 
@@ -120,6 +149,11 @@ class PrefillWorker(PromptWorker):
                 self.spawn(self._open_push(action))
             case ComputePrompt():
                 self._begin_computing(action)
+            case ComputeStage():
+                self._begin_stage(action)
+            case DropStage():
+                if self._stages is not None:
+                    self._stages.drop(action.order_id)
             case LoadLayers() | FailLoads() | StopComputing():
                 self._steer_computing(action)
             case DrawFirstToken():
@@ -184,13 +218,14 @@ class PrefillWorker(PromptWorker):
             window=window,
             copies=self._copies,
             tell=self._tell,
+            channels=self.config.stage_channels,
         )
         self.spawn(self._compute_prompt(computation, window.blocks))
 
     async def _compute_prompt(self, computation: PromptComputation, blocks: int) -> None:
         order_id = computation.order_id
         cache = self.engine.allocator.allocate(blocks)
-        event: PromptComputed | LoadFailed | ComputingStopped
+        event: PromptComputed | LoadFailed | ComputingStopped | StageLost
         try:
             self._logits = await self.compute(computation.run, cache)
             if computation.reads_pool:
@@ -203,6 +238,10 @@ class PrefillWorker(PromptWorker):
             )
         except (LayersMissing, StoreError) as problem:
             event = LoadFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
+        except StageGone as gone:
+            event = StageLost(
+                at_ns=time.monotonic_ns(), order_id=order_id, stage_id=gone.worker_id, reason=str(gone)
+            )
         except OrderAborted:
             event = ComputingStopped(at_ns=time.monotonic_ns(), order_id=order_id)
         finally:
@@ -212,17 +251,47 @@ class PrefillWorker(PromptWorker):
             drawing, self._drawing = self._drawing, None
             await self._draw_first_token(drawing)
 
+    def _begin_stage(self, action: ComputeStage) -> None:
+        from halfmoon.workers.prefill.stage_computation import StageComputation
+
+        assert self._stages is not None, action  # nobody was told that it listens
+        computation = StageComputation(
+            action, engine=self.engine, layout=self.config.layout, listener=self._stages
+        )
+        self._computation = computation
+        self.spawn(self._compute_stage(computation, self.config.layout.blocks(action.prompt_tokens)))
+
+    async def _compute_stage(self, computation: StageComputation, blocks: int) -> None:
+        cache, reason = self.engine.allocator.allocate(blocks), ""
+        try:
+            await self.compute(computation.run, cache)
+        except ChannelError as problem:
+            reason = str(problem)
+        finally:
+            self.engine.allocator.free(cache)
+        self.hear(
+            StageEnded(
+                at_ns=time.monotonic_ns(),
+                order_id=computation.order_id,
+                elapsed_ns=computation.elapsed_ns,
+                compute_ns=computation.compute_ns,
+                reason=reason,
+            )
+        )
+
     def _steer_computing(self, action: LoadLayers | FailLoads | StopComputing) -> None:
         computation = self._computation
         assert computation is not None, action
         assert computation.order_id == action.order_id, (computation.order_id, action)
         match action:
+            case StopComputing():
+                computation.stop()
+            case _ if not isinstance(computation, PromptComputation):
+                raise AssertionError(("a part of a prompt loads nothing", action))
             case LoadLayers():
                 computation.loads.fetched_up_to(action.layer)
             case FailLoads():
                 computation.loads.fail(action.reason)
-            case StopComputing():
-                computation.stop()
             case _:
                 assert_never(action)
 

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from halfmoon.schemas.decisions import CachePlace, Fetch, Loan
+from halfmoon.schemas.decisions import CachePlace, Fetch, LayerStage, Loan
 
 
 class Candidate(msgspec.Struct, kw_only=True):
@@ -42,6 +42,11 @@ class Candidate(msgspec.Struct, kw_only=True):
     copies_ns: int = 0
     #: Out of the choice, because its queue is as long as it may be.
     full: bool = False
+    #: Who computes which layers, the worker the last ones ([]: it computes all), in chunks of so many tokens; and the
+    #: time that the prompt takes on one worker, on two, and so on, as far as there were idle ones ([]: not looked at).
+    stages: list[LayerStage] = []
+    chunk_tokens: int = 0
+    group_ns: list[int] = []
 
 
 class DecodeCandidate(msgspec.Struct, kw_only=True):

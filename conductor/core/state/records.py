@@ -14,7 +14,7 @@ import msgspec
 from halfmoon.conductor.core.state.correction import SeenPrefill, SeenSteps
 from halfmoon.conductor.core.state.cost import Fit
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import CachePlace, CacheSplit, Loan, Prediction
+from halfmoon.schemas.decisions import CachePlace, CacheSplit, LayerStage, Loan, Prediction
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.roles import WorkerRole
@@ -106,6 +106,9 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     token_budget: int = 0
     prompts: dict[str, int] = {}
     prompt_fit: Fit | None = None
+    #: Prefill: where it listens for workers whose prompts it computes some layers of, and bytes of a token between two.
+    stage_addresses: list[str] = []
+    activation_bytes: int = 0
     #: Who finds it slow, as one that holds parts for others.
     slow_by: dict[str, SlowMark] = {}
     # Under a policy with `correction_window`: `cost` without its correction; what the last prefills took by how many
@@ -226,6 +229,9 @@ class Order(msgspec.Struct, kw_only=True):
     beside_ns: int = 0
     #: The order whose cache it took over; who holds it may list it under that one's id.
     resumes: str = ""
+    #: Who computes which layers of the prompt, the prefill worker the last ones; and which of the others do so yet.
+    stages: list[LayerStage] = []
+    staged: list[str] = []
 
     @property
     def mixed(self) -> bool:

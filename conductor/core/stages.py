@@ -1,0 +1,74 @@
+"""Stages of an order: the workers that compute its first layers for who has the last ones. Booked, freed, cancelled.
+
+Each is booked for as long as the whole prompt is to take, until it says that its part is over or the prefill half ends.
+A worker that dies takes the order with it; the request is placed once more, then on one worker.
+"""
+
+from __future__ import annotations
+
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.records import Order
+from halfmoon.conductor.core.step_output import StepOutput
+from halfmoon.schemas.decisions import CancelOrder, StartStage
+from halfmoon.schemas.events import StageFinished
+
+
+def book_stages(state: State, order: Order) -> None:
+    """On every worker but the last, which has the order's prefill half."""
+    for stage in order.stages[:-1]:
+        worker = state.workers[stage.worker_id]
+        assert not worker.orders, ("a stage of one that is busy", order, worker)
+        order.staged.append(stage.worker_id)
+        worker.head_since_ns = order.placed_ns
+        worker.orders[order.order_id] = order.reserved_ns
+        worker.reserved_ns += order.reserved_ns
+        state.loads.changed(worker)
+
+
+def give_stages(order: Order, prompt_tokens: int, out: StepOutput) -> None:
+    for stage in order.stages[:-1]:
+        out.append(
+            StartStage(
+                order_id=order.order_id,
+                request_id=order.request_id,
+                worker_id=stage.worker_id,
+                prefill_worker_id=order.prefill_id,
+                prompt_tokens=prompt_tokens,
+                stage=stage,
+            )
+        )
+
+
+def free_stages(state: State, order: Order) -> None:
+    """The prefill half is over, and all stages with it."""
+    for worker_id in list(order.staged):
+        free_stage(state, order, worker_id)
+
+
+def free_stage(state: State, order: Order, worker_id: str) -> None:
+    order.staged.remove(worker_id)
+    worker = state.workers.get(worker_id)
+    # It may have died, or have started again.
+    if worker is None or order.order_id not in worker.orders:
+        return
+    if next(iter(worker.orders)) == order.order_id:
+        worker.head_since_ns = state.at_ns
+    del worker.orders[order.order_id]
+    worker.reserved_ns -= order.reserved_ns
+    state.loads.changed(worker)
+
+
+def cancel_stages(state: State, order: Order, out: StepOutput) -> None:
+    """Those that compute yet; call it before they are freed."""
+    out.extend(
+        CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=worker_id)
+        for worker_id in order.staged
+        if worker_id in state.workers
+    )
+
+
+def stage_finished(state: State, event: StageFinished) -> None:
+    """One that is over early says so for nobody's sake but its own: who has the last part ends the order."""
+    order = state.orders.get(event.order_id)
+    if order is not None and event.worker_id in order.staged:
+        free_stage(state, order, event.worker_id)
