@@ -92,7 +92,8 @@ def prefill_seen(state: State, order: Order, event: PrefillFinished | None) -> i
     if worker is None or not corrected(state, worker):
         return EXACT_PERMILLE
     permille = worker.prefill_permille.get(worker.head_neighbours, EXACT_PERMILLE)
-    if order.phase == "prefill" and not order.fetch_node_id:
+    # What several took together says nothing of one.
+    if order.phase == "prefill" and not order.fetch_node_id and not order.stages:
         _keep_prefill(state, worker, order, event)
     return permille
 
@@ -222,7 +223,8 @@ def _price_queue(state: State, worker: WorkerRecord) -> None:
     permille = worker.prefill_permille.get(worker.head_neighbours, EXACT_PERMILLE)
     for order_id in worker.prefills:
         order = state.orders[order_id]
-        if order.prompt_tokens:  # else it was placed before there were corrections
+        # What was placed before there were corrections, or is computed by several, stays as it was priced.
+        if order.prompt_tokens and not order.stages:
             compute_ns = fitted.prefill_ns(order.prompt_tokens, order.cached_tokens)
             reserved_ns = compute_ns * permille // EXACT_PERMILLE + order.beside_ns
             worker.reserved_ns += reserved_ns - order.reserved_ns

@@ -6,6 +6,7 @@ A worker that dies takes the order with it; the request is placed once more, the
 
 from __future__ import annotations
 
+from halfmoon.conductor.core.corrections import load_changed, turn_begins
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Order
 from halfmoon.conductor.core.step_output import StepOutput
@@ -20,9 +21,11 @@ def book_stages(state: State, order: Order) -> None:
         assert not worker.orders, ("a stage of one that is busy", order, worker)
         order.staged.append(stage.worker_id)
         worker.head_since_ns = order.placed_ns
+        worker.head_neighbours = worker.neighbours
         worker.orders[order.order_id] = order.reserved_ns
         worker.reserved_ns += order.reserved_ns
         state.loads.changed(worker)
+    load_changed(state, *order.staged)
 
 
 def give_stages(order: Order, prompt_tokens: int, out: StepOutput) -> None:
@@ -51,11 +54,15 @@ def free_stage(state: State, order: Order, worker_id: str) -> None:
     # It may have died, or have started again.
     if worker is None or order.order_id not in worker.orders:
         return
-    if next(iter(worker.orders)) == order.order_id:
+    was_head = next(iter(worker.orders)) == order.order_id
+    if was_head:
         worker.head_since_ns = state.at_ns
     del worker.orders[order.order_id]
     worker.reserved_ns -= order.reserved_ns
     state.loads.changed(worker)
+    if was_head and worker.orders:
+        turn_begins(state, worker)
+    load_changed(state, worker_id)
 
 
 def cancel_stages(state: State, order: Order, out: StepOutput) -> None:

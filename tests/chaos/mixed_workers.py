@@ -60,6 +60,9 @@ class MixedWorker(PrefillWorker):
     def prompt_tokens_max(self) -> int:
         return 0
 
+    def stage_addresses(self) -> list[str]:
+        return []
+
     def machine_heartbeat(self) -> WorkerHeartbeat:
         heartbeat: WorkerHeartbeat = self.state.heartbeat(self.done[0])
         return heartbeat

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, assert_never
 
-from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, ChangeRole, Decision, StartPrefill
+from halfmoon.schemas.decisions import (
+    AnnounceYourself,
+    CancelOrder,
+    ChangeRole,
+    Decision,
+    StartPrefill,
+    StartStage,
+)
 from halfmoon.schemas.events import WorkerHeartbeat
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.sampling import SampledToken
@@ -18,6 +25,7 @@ from halfmoon.workers.prefill import actions as prefill_actions
 from halfmoon.workers.prefill import events as prefill_events
 from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.state import PrefillState
+from tests.chaos.stages import StageCaller, StageChannel, StageRun
 from tests.chaos.stores import Fetching, Memory
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, Text
 from tests.chaos.workers import CONTEXT_TOKENS, Worker
@@ -44,7 +52,9 @@ class PrefillWorker(Worker):
             chunk_tokens=world.chunk_tokens,
             stream_layers=world.stream_layers,
         )
-        self.computation: Computation | None = None
+        self.computation: Computation | StageRun | None = None
+        #: Channels of those whose prompts this worker is to compute a part of, by order.
+        self.came: dict[str, StageChannel] = {}
         self.pushes: dict[str, int] = {}
 
     def kv_blocks(self) -> int:
@@ -52,6 +62,9 @@ class PrefillWorker(Worker):
 
     def prompt_tokens_max(self) -> int:
         return CONTEXT_TOKENS if self.state.outgrows_cache else 0
+
+    def stage_addresses(self) -> list[str]:
+        return self.world.stages.addresses(self.process_id)
 
     def machine_heartbeat(self) -> WorkerHeartbeat:
         return self.state.heartbeat(self.done[0])
@@ -63,6 +76,8 @@ class PrefillWorker(Worker):
         match decision:
             case StartPrefill():
                 self.hear(prefill_events.PrefillOrdered, order=decision)
+            case StartStage():
+                self.hear(prefill_events.StageOrdered, order=decision)
             case CancelOrder():
                 if decision.order_id in self.state.jobs:
                     self.cancelled[decision.order_id] = True
@@ -115,6 +130,11 @@ class PrefillWorker(Worker):
                 self.open_push(action)
             case act.ComputePrompt():
                 self.computation = Computation(self, action, self.text(action.order_id))
+            case act.ComputeStage():
+                self.computation = StageRun(self, action, self.text(action.order_id))
+            case act.DropStage():
+                if (came := self.came.pop(action.order_id, None)) is not None:
+                    came.close()
             case act.LoadLayers() | act.FailLoads() | act.StopComputing():
                 assert self.computation is not None, action
                 assert self.computation.order_id == action.order_id, (self.computation.order_id, action)
@@ -273,7 +293,10 @@ class Computation:
         self.cache: Memory = [[b""] * LAYERS for _ in range(self.window.blocks)]
         draw = worker.net.draw
         self.pace_ns = draw.choice([1 * MS, draw.randrange(1, 60 * MS)])
-        self._next(self._load_layer, 0)
+        #: Who has the first layers; the others are computed here.
+        self.caller = StageCaller(self) if action.stages else None
+        self.first_layer = action.stages[-1].first_layer if action.stages else 0
+        self._next(self._load_layer, self.first_layer)
 
     def steer(
         self, action: prefill_actions.LoadLayers | prefill_actions.FailLoads | prefill_actions.StopComputing
@@ -291,16 +314,33 @@ class Computation:
     def _next(self, step: Callable[[int], None], number: int) -> None:
         self.worker.later(self.pace_ns, lambda: step(number))
 
-    def _tell(self, kind: type[Any], **fields: Any) -> None:
+    def tell(self, kind: type[Any], **fields: Any) -> None:
         self.worker.hear(kind, order_id=self.order_id, **fields)
+
+    def _end(self, kind: type[Any], **fields: Any) -> None:
+        if self.caller is not None:
+            self.caller.close()
+        self.tell(kind, **fields)
+
+    def _lost(self) -> bool:
+        """The other stage does not do its part; then this was told, and nothing more is computed."""
+        if self.caller is None:
+            return False
+        self.caller.poll()
+        if self.caller.problem:
+            reason, stage_id = self.caller.problem, self.caller.stage_id
+            self._end(prefill_events.StageLost, stage_id=stage_id, reason=f"stage {stage_id}: {reason}")
+        return bool(self.caller.problem)
 
     def _load_layer(self, layer: int) -> None:
         if self.stopped:
-            self._tell(prefill_events.ComputingStopped)
+            self._end(prefill_events.ComputingStopped)
+        elif self._lost():
+            pass
         elif layer == LAYERS or not self.action.prefix_blocks:
             self._compute_chunk(0)
         elif self.failure or self.worker.net.now_ns - self.began_ns > LAYER_NS_MAX:
-            self._tell(prefill_events.LoadFailed, reason=self.failure or "nothing came")
+            self._end(prefill_events.LoadFailed, reason=self.failure or "nothing came")
         elif layer > self.fetched_layer:
             self._next(self._load_layer, layer)
         else:
@@ -309,7 +349,7 @@ class Computation:
                 self._check(block, layer)
                 if table[block] != AWAY:
                     self.cache[table[block]][layer] = self.text.mark(block)
-            self._tell(prefill_events.PrefixLayerLoaded, layer=layer)
+            self.tell(prefill_events.PrefixLayerLoaded, layer=layer)
             self._next(self._load_layer, layer + 1)
 
     def _table(self, first: int, blocks: int) -> list[int]:
@@ -330,33 +370,48 @@ class Computation:
                 assert have == wanted, ("attends to other bytes", self.order_id, block, layer, have, wanted)
 
     def _check(self, block: int, layer: int) -> None:
+        self.held(block, layer)
+
+    def held(self, block: int, layer: int) -> bytes:
+        """What the pool has of the prompt's block."""
         assert self.memory is not None
         have, wanted = self.memory[self.action.slots[block]][layer], self.text.mark(block)
         assert have == wanted, ("loaded other bytes", self.order_id, block, layer, have, wanted)
+        return have
+
+    def store(self, block: int, layer: int, mark: bytes) -> None:
+        """Into the pool; committed blocks stay as they are."""
+        assert self.memory is not None
+        if block not in self.action.present:
+            self.memory[self.action.slots[block]][layer] = mark
 
     def _compute_chunk(self, number: int) -> None:
         chunks = self.action.chunks
         if self.stopped:
-            self._tell(prefill_events.ComputingStopped)
+            self._end(prefill_events.ComputingStopped)
             return
         if number == len(chunks):
             if self.outgrows:
                 self.worker.net.counts["outgrown caches"] += 1
                 self.worker.computed(self.order_id)
             else:
-                self._tell(prefill_events.PromptComputed, finished_at_ns=self.worker.net.now_ns)
+                self._end(prefill_events.PromptComputed, finished_at_ns=self.worker.net.now_ns)
             return
+        if self.caller is not None:
+            if self._lost():
+                return
+            if self.caller.rows <= number:
+                self._next(self._compute_chunk, number)
+                return
         chunk = chunks[number]
         first, end = chunk.start // BLOCK_TOKENS, -(-chunk.stop // BLOCK_TOKENS)
-        for layer in range(self.worker.world.layout.layers):
-            assert self.memory is not None
+        for layer in range(self.first_layer, self.worker.world.layout.layers):
             for block in range(first, end):
-                if block not in self.action.present:
-                    self.memory[self.action.slots[block]][layer] = self.text.mark(block)
+                self.store(block, layer, self.text.mark(block))
             self._attend(first, end - first, layer)
-            self._tell(prefill_events.LayerStored, layer=layer, first_block=first, blocks=end - first)
+            self.tell(prefill_events.LayerStored, layer=layer, first_block=first, blocks=end - first)
         if not self.worker.world.null:
-            self._tell(prefill_events.ChunkStored, first_block=first, blocks=end - first)
+            self.tell(prefill_events.ChunkStored, first_block=first, blocks=end - first)
         # Small chunks take no time of their own: three at a time.
         if number % 3 == 2 or number + 1 == len(chunks):
             self._next(self._compute_chunk, number + 1)

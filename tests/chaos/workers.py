@@ -163,6 +163,8 @@ class Worker(Process):
                 kv_heads=self.kv_heads,
                 may_become=list(ELASTIC_ROLES) if self.other is not None else [],
                 token_budget=self.token_budget(),
+                stage_addresses=self.stage_addresses(),
+                activation_bytes=2 * len(self.stage_addresses()),
             )
         )
 
@@ -177,6 +179,9 @@ class Worker(Process):
 
     def token_budget(self) -> int:
         return 0
+
+    def stage_addresses(self) -> list[str]:
+        return []
 
     def beat(self) -> None:
         self.say(self.machine_heartbeat())

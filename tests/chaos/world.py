@@ -25,7 +25,7 @@ from halfmoon.conductor.core.invariants import check_ledger
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.codec import digest as digest_of
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import ChangeRole, Decision, StartDecode, StartMixed, StartPrefill
+from halfmoon.schemas.decisions import ChangeRole, Decision, StartDecode, StartMixed, StartPrefill, StartStage
 from halfmoon.schemas.events import ClusterConfigured, RequestArrived, Stamped, StateDigested
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 from tests.chaos.attention_workers import AttentionWorker
@@ -39,6 +39,7 @@ from tests.chaos.network import Network
 from tests.chaos.planner_deaths import PlannerDeaths
 from tests.chaos.prefill_workers import PrefillWorker
 from tests.chaos.slow_holders import SlowHolders
+from tests.chaos.stages import StageGroups
 from tests.chaos.stores import StoreAgent
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, LAYOUT, Text
 from tests.chaos.workers import Worker
@@ -125,6 +126,9 @@ class World:
         self.elastic = not self.attention and self.role_draw.random() < share
         self.mixed_draw = random.Random(f"mixed {seed}")
         self._add_mixed(self.mixed_draw)
+        self.stages = StageGroups(self, seed)
+        if self.stages.on:
+            self.arrival_ns = 1 * S  # a group is of idle ones
         self.slow_holders = SlowHolders(self, seed)
         self.planner_deaths = PlannerDeaths(self, seed)
         self.profile = self.slow_holders.measured(CostProfile() if draw.random() < 0.2 else SLOW_PREFILL)
@@ -186,6 +190,8 @@ class World:
                 count += 1
             if self.elastic:
                 count = max(2, count)
+            if self.stages.on and kind is PrefillWorker:
+                count += 2
             for number in range(count):
                 self._add_worker(kind, number)
         for number in range(self.attention):
@@ -222,7 +228,7 @@ class World:
             }
             # Drawn apart: some moves are given up before their owner answers, and it does later.
             added["move_answer_ns"] = self.answer_draw.choice([0, 200 * MS, 2 * S])
-        added |= self.slow_holders.policy()
+        added |= self.slow_holders.policy() | self.stages.policy()
         if self.attention:
             added["admission"] = self.attention_draw.choice(["none", "none", "predicted"])
         if self.mixed:
@@ -317,6 +323,7 @@ class World:
         if self.lending or self.attention:
             check_ledger(conductor.core.state)
             self.slow_holders.check(conductor.core.state, stamped, decisions)
+        self.stages.check(conductor.core.state, decisions)
         self.net.counts["decisions"] += len(decisions)
         for decision in decisions:
             self.check_role(conductor.core.state, decision)
@@ -329,9 +336,9 @@ class World:
     def check_role(self, state: State, decision: Decision) -> None:
         """Orders go to workers of their role that stay, and some stay in each."""
         match decision:
-            case StartPrefill() | StartDecode() | StartMixed():
+            case StartPrefill() | StartDecode() | StartMixed() | StartStage():
                 worker = state.workers[decision.worker_id]
-                role = type(decision).__name__.removeprefix("Start").lower()
+                role = type(decision).__name__.removeprefix("Start").lower().replace("stage", "prefill")
                 assert (worker.role, worker.becomes) == (role, ""), (
                     "placed on another role",
                     decision,
@@ -384,7 +391,7 @@ class World:
                 # Answers outgrow small caches, whose requests give way to each other.
                 tokens = self.mixed_draw.choice([5, 20, 33, 60])
                 max_tokens, end_at = 40, self.mixed_draw.randrange(10, 40)
-            tokens = self.slow_holders.prompt_tokens(tokens)
+            tokens = self.stages.prompt_tokens(self.slow_holders.prompt_tokens(tokens))
             arrived = RequestArrived(
                 request_id=f"r{number}",
                 frontend_id=frontend.process_id,

@@ -1,0 +1,76 @@
+"""Worlds whose prefill workers compute prompts together: one keeps its promises, and faults planted in the core and in
+the machine of a part are found there, from the seed named on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from halfmoon.conductor.core import orders, stages
+from halfmoon.workers.prefill.job import Job
+from halfmoon.workers.prefill.stage_job import StageJob
+from tests.chaos.test_chaos import fails
+from tests.chaos.world import World
+
+#: Prompts are computed by two here, and parts end early.
+TOGETHER = 49
+
+
+def test_a_world_keeps_its_promises() -> None:
+    world = World(TOGETHER)
+    world.run()
+    seen = ("prompts given to two", "stages computed", "stages ended early")
+    assert all(world.net.counts[what] > 0 for what in seen), world.net.counts
+
+
+def a_parts_time_stays_booked(state: Any, order: Any, worker_id: str) -> None:
+    worker = state.workers.get(worker_id)
+    before = worker.reserved_ns if worker is not None else 0
+    whole_free(state, order, worker_id)
+    if worker is not None:
+        worker.reserved_ns = before
+
+
+def a_part_is_free_before_its_time(state: Any, order: Any, worker_id: str) -> None:
+    whole_free(state, order, worker_id)
+    order.staged.append(worker_id)
+
+
+def a_part_is_never_given(order: Any, prompt_tokens: int, out: Any) -> None:
+    """Only the worker that has the last layers is told."""
+
+
+def a_cancelled_part_is_answered(self: StageJob, out: Any) -> None:
+    whole_cancel(self, out)
+    self.cancelled = False
+
+
+def a_part_that_is_over_keeps_its_turn(self: StageJob, event: Any, out: Any) -> None:
+    """Whatever it hears."""
+
+
+def a_stage_that_is_gone_is_waited_for(self: Job, event: Any, out: Any) -> None:
+    """Nobody is told."""
+
+
+whole_free, whole_cancel = stages.free_stage, StageJob.cancel
+PLANTED = [
+    (stages, "free_stage", a_parts_time_stays_booked, "reserved load|WorkerRecord"),
+    (stages, "free_stage", a_part_is_free_before_its_time, "a stage nowhere|stages after"),
+    (orders, "give_stages", a_part_is_never_given, "parts that nobody was told of"),
+    (StageJob, "cancel", a_cancelled_part_is_answered, "cancelled and answered|answered twice"),
+    (StageJob, "step", a_part_that_is_over_keeps_its_turn, "orders at [pd]"),
+    (Job, "_stage_lost", a_stage_that_is_gone_is_waited_for, "orders at [pd]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "match"), PLANTED, ids=[one[2].__name__ for one in PLANTED]
+)
+def test_a_planted_fault_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, match: str
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    fails(TOGETHER - 5, match)
