@@ -51,6 +51,7 @@ NAMES = (
     "sarathi-ratio",
     "sarathi-pipeline",
     "elastic",
+    "cpp",
 )
 
 
@@ -64,6 +65,7 @@ def experiments() -> dict[str, Experiment]:
         corrections,
         lending,
         load,
+        stages,
     )
     from halfmoon.conductor.simulation.experiments import elastic as roles
 
@@ -92,6 +94,7 @@ def experiments() -> dict[str, Experiment]:
         "sarathi-ratio": batching.sarathi_ratio,
         "sarathi-pipeline": batching.sarathi_pipeline,
         "elastic": roles.elastic,
+        "cpp": stages.cpp,
     }
 
 

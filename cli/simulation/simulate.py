@@ -55,6 +55,12 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefill", type=int, default=8, help="prefill workers")
     group.add_argument("--decode", type=int, default=8, help="decode workers")
     names = ", ".join([*PROFILES, *ALIASES])
+    group.add_argument(
+        "--prefill-group",
+        type=int,
+        default=1,
+        help="prefill workers that compute a long prompt together at most",
+    )
     group.add_argument("--profile", default="llama3-70b-8xa800", help=f"hardware: {names}, or a .json file")
     group.add_argument("--block-tokens", type=int, default=512)
     group.add_argument(
@@ -115,6 +121,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
         ttft_slo_ns=args.ttft_ms * 1_000_000,
         tbt_slo_ns=args.tbt_ms * 1_000_000,
         correction_window=args.correction_window,
+        prefill_group=args.prefill_group,
     )
 
 
@@ -152,6 +159,8 @@ def simulated(
         raise OptionInvalid(f"--noise-percent {args.noise_percent}: 0 to 99")
     if not 0 <= args.correction_window <= 1_000:
         raise OptionInvalid(f"--correction-window {args.correction_window}: 0 to 1,000")
+    if not 1 <= args.prefill_group <= 64:
+        raise OptionInvalid(f"--prefill-group {args.prefill_group}: 1 to 64")
     policy = policy_of(args)
     return run_system(
         args.system,

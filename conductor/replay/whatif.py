@@ -202,6 +202,8 @@ def _profile(
         kv_heads=layout.kv_heads,
         head_dim=layout.head_dim,
         dtype=layout.dtype,
+        numerics=layout.numerics,
+        activation_bytes=max(worker.activation_bytes for worker in workers),
         kv_bytes=min(worker.kv_blocks for worker in workers) * layout.block_bytes,
         pool_bytes=max((store.slots for store in stores.values()), default=0) * layout.block_bytes,
         context_tokens_max=min(worker.context_tokens_max for worker in workers),

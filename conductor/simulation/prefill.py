@@ -14,8 +14,9 @@ from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.decode import SimulatedDecode
 from halfmoon.conductor.simulation.network import Transfer
 from halfmoon.conductor.simulation.nodes import Node
-from halfmoon.schemas.decisions import StartPrefill
-from halfmoon.schemas.events import PrefillFinished, WorkerHeartbeat
+from halfmoon.conductor.simulation.stages import stage_times
+from halfmoon.schemas.decisions import StartPrefill, StartStage
+from halfmoon.schemas.events import PrefillFinished, StageFinished, WorkerHeartbeat
 from halfmoon.schemas.numbers import SECOND_NS
 
 
@@ -24,6 +25,7 @@ class SimulatedJob:
 
     __slots__ = (
         "arrived_ns",
+        "busy_ns",
         "cancelled",
         "compute_ns",
         "computed",
@@ -59,12 +61,14 @@ class SimulatedJob:
         #: The first layer, and all, of what is fetched are here.
         self.layer_there = self.loaded = True
         self.started_ns = self.compute_ns = self.fetch_ns = self.push_missing = 0
+        #: Of the time, what this worker computed itself; -1: all.
+        self.busy_ns = -1
 
 
 class SimulatedPrefill:
     """Answers every StartPrefill by one PrefillFinished, unless it is cancelled.
 
-    `decode_workers`, by id, get first tokens and KV.
+    `decode_workers`, by id, get first tokens and KV; `others` compute layers of prompts that have stages.
     """
 
     def __init__(
@@ -73,11 +77,14 @@ class SimulatedPrefill:
         worker_id: str,
         node: Node,
         decode_workers: Mapping[str, SimulatedDecode],
+        others: Mapping[str, SimulatedPrefill],
         *,
         incarnation: str = "i1",
     ) -> None:
         self.incarnation = incarnation
-        self._decode_workers = decode_workers
+        self._decode_workers, self._others = decode_workers, others
+        #: Parts of other workers' prompts: those given one were idle, so it computes at once.
+        self.parts: dict[str, StartStage] = {}
         self.context, self.worker_id, self.node = context, worker_id, node
         self.queue: deque[SimulatedJob] = deque()
         self.jobs: dict[str, SimulatedJob] = {}
@@ -91,12 +98,33 @@ class SimulatedPrefill:
             incarnation=self.incarnation,
             queued=len(self.queue),
             running=len(self.jobs) - len(self.queue),
-            orders=list(self.jobs),
+            orders=[*self.jobs, *self.parts],
             obeyed_seq=self.obeyed_seq,
         )
 
     def orders_open(self) -> int:
-        return len(self.jobs)
+        return len(self.jobs) + len(self.parts)
+
+    def start_part(self, order: StartStage) -> None:
+        """Some layers of another worker's prompt; that one says when they are computed."""
+        assert not self.orders_open(), ("a part for one that is busy", order)
+        self.parts[order.order_id] = order
+
+    def end_part(self, order_id: str, elapsed_ns: int, compute_ns: int) -> None:
+        part = self.parts.pop(order_id, None)
+        if part is None:
+            return  # cancelled
+        self.compute_ns += compute_ns
+        self.context.say(
+            StageFinished(
+                order_id=order_id,
+                request_id=part.request_id,
+                worker_id=self.worker_id,
+                elapsed_ns=elapsed_ns,
+                compute_ns=compute_ns,
+            )
+        )
+        self._next()
 
     def start(self, order: StartPrefill) -> None:
         job = SimulatedJob(order, self.context.keys(order.request_id), self.context.clock.now_ns)
@@ -106,6 +134,8 @@ class SimulatedPrefill:
         self._next()
 
     def cancel(self, order_id: str) -> None:
+        if self.parts.pop(order_id, None) is not None:
+            self._next()
         job = self.jobs.pop(order_id, None)
         if job is None:
             return
@@ -175,21 +205,43 @@ class SimulatedPrefill:
     # --- computing ------------------------------------------------------------------------------------------
 
     def _next(self) -> None:
-        if self.running is not None or not self.queue or not self.queue[0].layer_there:
+        if self.running is not None or self.parts or not self.queue or not self.queue[0].layer_there:
             return
         job = self.running = self.queue.popleft()
         self._prepare_some()
         context, order = self.context, job.order
         now_ns = job.started_ns = context.clock.now_ns
         used = (job.local + job.fetched) * context.block_tokens
-        job.compute_ns = int(
-            context.profile.cost.prefill_ns(order.prompt_tokens, used) * context.clock.jitter()
-        )
+        times = context.clock.jitter()
+        if order.stages:
+            job.compute_ns = self._compute_together(job, used, times)
+        else:
+            job.compute_ns = int(context.profile.cost.prefill_ns(order.prompt_tokens, used) * times)
         # What is cached is loaded from the pool, layer by layer, while layers are computed.
         load_ns = used * context.profile.token_bytes * SECOND_NS // context.profile.load_bytes_s
         job.compute_ns = max(job.compute_ns, load_ns)
         self._open_push(job)
         context.clock.at(now_ns + job.compute_ns, self._time_over, job)
+
+    def _compute_together(self, job: SimulatedJob, used: int, times: float) -> int:
+        """The time until the last layers are computed; the others' ends are said when they come."""
+        context, order = self.context, job.order
+        found = stage_times(
+            context.profile,
+            order.stages,
+            order.prompt_tokens,
+            used,
+            order.chunk_tokens,
+            link_bytes_s=context.network.bytes_s,
+            times=times,
+        )
+        *ends_ns, last_ns = found.ends_ns
+        for stage, end_ns, busy_ns in zip(order.stages, ends_ns, found.busy_ns, strict=False):
+            other = self._others[stage.worker_id]
+            context.clock.after(end_ns, other.end_part, order.order_id, end_ns, busy_ns)
+        job.busy_ns = found.busy_ns[-1]
+        context.network.bytes_moved += found.moved_bytes
+        return last_ns
 
     def _time_over(self, job: SimulatedJob) -> None:
         if not job.cancelled:
@@ -203,7 +255,7 @@ class SimulatedPrefill:
         context, order = self.context, job.order
         self.running = None
         job.compute_ns = context.clock.now_ns - job.started_ns
-        self.compute_ns += job.compute_ns
+        self.compute_ns += job.busy_ns if job.busy_ns >= 0 else job.compute_ns
         self.node.commit(job.keys, job.held)
         job.held = []
         outcome = context.outcomes[order.request_id]
@@ -269,6 +321,7 @@ class SimulatedPrefill:
                 fetch_ns=job.fetch_ns,
                 pushed_bytes=job.push_missing,
                 prompt_tokens=order.prompt_tokens,
+                stages=len(order.stages),
             )
         )
         self._decode_workers[order.decode_worker_id].kv_there(order.order_id)

@@ -8,6 +8,7 @@ machine;
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -29,6 +30,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     head_dim: int
     #: "bfloat16", "float16" or "float32".
     dtype: str = "bfloat16"
+    #: Chunks of a prompt may be of any length where it is "fast".
+    numerics: Literal["exact", "fast"] = "fast"
     #: Of the worker's own cache, after weights.
     kv_bytes: int
     #: Of the node's pool (DRAM).
@@ -39,6 +42,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     link_bytes_s: int
     link_latency_ns: int = 0
     load_bytes_s: int
+    #: Bytes of one token between two layers; 0: not said, and no prompt is computed by several workers.
+    activation_bytes: int = 0
     #: How many orders of a prefill worker have their KV fetched at a time.
     prepared_max: int = 3
     #: Where every number comes from.
@@ -64,6 +69,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             head_dim=self.head_dim,
             block_tokens=block_tokens,
             dtype=self.dtype,  # type: ignore[arg-type]
+            numerics=self.numerics,
         )
 
 
@@ -102,6 +108,7 @@ def _node_of_eight(
         layers=layers,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        activation_bytes=2 * width,
         kv_bytes=kv_bytes,
         pool_bytes=3_000_000 * token_bytes,
         link_bytes_s=network_bytes_s,

@@ -124,6 +124,12 @@ class World:
         self.elastic = elastic or policy.elastic != "off"
         self.profile = profile
         self.layout = profile.layout(cluster.block_tokens)
+        #: Prefill workers may compute long prompts together.
+        self.together = policy.prefill_group > 1
+        if self.together and not profile.activation_bytes:
+            raise ConfigurationImpossible(
+                f"prefill_group: profile {profile.name} does not say activation_bytes"
+            )
         link_bytes_s = cluster.link_bytes_s or profile.link_bytes_s
         # What steps take comes with heartbeats: where that is to be learned they are as frequent as live.
         self.heartbeat_ns = policy.heartbeat_ns if policy.correction_window or cost_times else HEARTBEAT_NS
@@ -211,7 +217,12 @@ class World:
         match role:
             case "prefill":
                 self.prefill_workers[worker_id] = SimulatedPrefill(
-                    context, worker_id, context.nodes[node_id], self.decode_workers, incarnation=incarnation
+                    context,
+                    worker_id,
+                    context.nodes[node_id],
+                    self.decode_workers,
+                    self.prefill_workers,
+                    incarnation=incarnation,
                 )
             case "decode":
                 self.decode_workers[worker_id] = SimulatedDecode(
@@ -233,6 +244,8 @@ class World:
                 batch_max=self.profile.batch_max,
                 profile=self.profile.cost,
                 may_become=list(ELASTIC_ROLES) if self.elastic else [],
+                stage_addresses=[worker_id] if self.together and role == "prefill" else [],
+                activation_bytes=self.profile.activation_bytes if self.together else 0,
             )
         )
 
@@ -324,7 +337,11 @@ class World:
                 pass  # a simulated pool has copies of what was fetched, and no others
             case ChangeRole():
                 self._change(decision.worker_id, decision.role)
-            case AnnounceYourself() | StartMixed() | StartStage():
+            case StartStage():
+                part = self.prefill_workers[decision.worker_id]
+                part.obeyed_seq = self._events
+                part.start_part(decision)
+            case AnnounceYourself() | StartMixed():
                 raise AssertionError(("no simulated process is forgotten, or mixed", decision))
 
     @property

@@ -59,6 +59,7 @@ class Context:
         arrivals: Sequence[Arrival] | None = None,
         outcomes: dict[str, Outcome] | None = None,
         elastic: bool = False,
+        prefill_group: int = 1,
     ) -> SimulationReport:
         slo = slo or Objectives(ttft_ns=30 * S, tbt_ns=100 * MS)
         cluster = cluster or ClusterShape(prefill=8, decode=8)
@@ -75,6 +76,7 @@ class Context:
                 ttft_slo_ns=slo.ttft_ns,
                 tbt_slo_ns=slo.tbt_ns,
                 elastic="on" if elastic else "off",
+                prefill_group=prefill_group,
             ),
             profile,
             seed=seed,
