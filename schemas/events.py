@@ -349,8 +349,10 @@ class PrefillFinished(Message, frozen=True):
     push_ns: Ns = 0
     #: Of the prompt as it was computed, cached ones included; 0, as in older logs: not said.
     prompt_tokens: Tokens = 0
-    #: Workers that computed it together, each some layers; 0, as in older logs: one did.
+    #: Workers that computed it together, each some layers; 0, as in older logs: one did. Then, of `compute_ns`, what
+    #: this one waited for the stage before its own.
     stages: Count = 0
+    stage_wait_ns: Ns = 0
 
 
 class StageFinished(Message, frozen=True):

@@ -165,7 +165,9 @@ def test_stages_give_one_workers_bits(model: LoadedModel, split: tuple[int, ...]
     with Group(model, split) as group:
         group.pool.bytes[:cached] = held[:cached]
         running = group.begin_parts()
-        logits = group.prompt(cached).run(list(range(BLOCKS)))
+        prompt = group.prompt(cached)
+        logits = prompt.run(list(range(BLOCKS)))
+        assert prompt.stage_wait_ns > 0, "it waits for the first chunk at least"
         for part in running:
             part.result(timeout=30)
         assert group.engines[-1].logits_digest(logits) == digest  # type: ignore[arg-type]

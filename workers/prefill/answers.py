@@ -19,6 +19,7 @@ class Computed(Protocol):
     arrived_ns: int
     started_ns: int
     compute_ns: int
+    stage_wait_ns: int
     finished_at_ns: int
     put_ns: int
     cached_blocks: int
@@ -63,4 +64,5 @@ def finished_of(job: Computed, pushed_bytes: int, push_ns: int) -> PrefillFinish
         push_ns=push_ns,
         prompt_tokens=job.order.prompt_tokens,
         stages=len(job.stages),
+        stage_wait_ns=job.stage_wait_ns,
     )

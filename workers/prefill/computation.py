@@ -60,6 +60,8 @@ class PromptComputation:
         #: Those that are computed here.
         self._layers = range(first, layout.layers)
         self._group: StageGroup | None = None
+        #: What was waited for the stage before.
+        self.stage_wait_ns = 0
         if prompt.stages:
             from halfmoon.workers.prefill.stage_group import StageGroup
 
@@ -167,8 +169,11 @@ class PromptComputation:
 
     def _rows_of(self, group: StageGroup) -> Any:
         """The next chunk, as the stages before this one made it. Raises as `run`."""
+        asked_ns = time.monotonic_ns()
         try:
-            return group.rows()
+            rows = group.rows()
+            self.stage_wait_ns += time.monotonic_ns() - asked_ns
+            return rows
         except StageGone:
             if self._stopped:
                 raise OrderAborted(self.order_id) from None

@@ -109,9 +109,12 @@ class ChunkStored(OrderEvent, frozen=True, kw_only=True):
 
 
 class PromptComputed(OrderEvent, frozen=True, kw_only=True):
-    """The logits of the last prompt token are there. `finished_at_ns`: wall clock."""
+    """The logits of the last prompt token are there. `finished_at_ns`: wall clock. `stage_wait_ns`: of the time, what
+    was waited for the stage before.
+    """
 
     finished_at_ns: int
+    stage_wait_ns: int = 0
 
 
 class LoadFailed(OrderEvent, frozen=True, kw_only=True):

@@ -86,7 +86,7 @@ class Job:
         self.fetched_bytes = 0
         self.fetch_ns = 0
         self.started_ns = 0
-        self.compute_ns = 0
+        self.compute_ns = self.stage_wait_ns = 0
         #: Wall clock.
         self.finished_at_ns = 0
         #: (layer, first block, blocks): pushed after the last layer where layers are not streamed.
@@ -395,6 +395,7 @@ class Job:
             self._push(layer, first_block, blocks, out)
         self.stage = PrefillStage.DRAWING
         self.compute_ns = event.at_ns - self.started_ns
+        self.stage_wait_ns = event.stage_wait_ns
         self.finished_at_ns = event.finished_at_ns
         out.append(
             actions.DrawFirstToken(

@@ -234,7 +234,10 @@ class PrefillWorker(PromptWorker):
                 await self.store.require_held(order_id)
             finished_at_ns = time.time_ns()
             event = PromptComputed(
-                at_ns=time.monotonic_ns(), order_id=order_id, finished_at_ns=finished_at_ns
+                at_ns=time.monotonic_ns(),
+                order_id=order_id,
+                finished_at_ns=finished_at_ns,
+                stage_wait_ns=computation.stage_wait_ns,
             )
         except (LayersMissing, StoreError) as problem:
             event = LoadFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
