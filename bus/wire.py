@@ -8,6 +8,7 @@ Source: NATS' client protocol (docs.nats.io, "client protocol").
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
@@ -36,6 +37,7 @@ def is_subject(subject: str) -> bool:
     return len(subject) <= SUBJECT_CHARACTERS_MAX and _SUBJECT.fullmatch(subject) is not None
 
 
+@functools.lru_cache(1024)
 def check_subject(subject: str) -> None:
     """Raises SubjectInvalid. The server would end the connection at some of these, and misread others."""
     if not is_subject(subject):

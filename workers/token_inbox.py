@@ -34,12 +34,20 @@ class TokenInbox:
         subject = subjects.give(self._worker_id, "*")
         await self._bus.subscribe(subject, TokensGiven, self._on_given, author="frontend_id")
 
+    def given(self, frontend_id: str, order_id: str, *, grammar: bool = True) -> TakeReply | None:
+        """The tokens that were given ahead; once. `grammar`: also if its tokens are drawn by a grammar."""
+        mark = frontend_id, order_id
+        reply = self._early.get(mark)
+        if reply is None or (reply.sampling.grammar and not grammar):
+            return None
+        return self._early.pop(mark)
+
     async def take(
         self, frontend_id: str, request_id: str, order_id: str, role: WorkerRole
     ) -> TakeReply | None:
         """The request's tokens; None: its frontend does not answer."""
         mark = frontend_id, order_id
-        given = self._early.pop(mark, None) or await self._wait(mark)
+        given = self.given(frontend_id, order_id) or await self._wait(mark)
         if given is not None:
             return given
         ask = TakeRequest(request_id=request_id, order_id=order_id, worker_id=self._worker_id, role=role)

@@ -7,9 +7,11 @@ come from the DECISIONS stream; each is answered by exactly one event, or cancel
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -29,7 +31,7 @@ from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.workers.kept_profile import ProfileCheck
-from halfmoon.workers.machines import TakeTokens
+from halfmoon.workers.machines import TakeTokens, TokensTaken
 from halfmoon.workers.token_inbox import TokenInbox
 from halfmoon.workers.worker_metrics import WorkerMetrics
 
@@ -86,10 +88,14 @@ class WorkerConfig:
 
 
 class WorkerMachine(Protocol):
-    """The part of a worker's pure machine that every shell tells of."""
+    """The part of a worker's pure machine that every shell drives: it hears what happened, and says what is to be
+    done.
+    """
 
     @property
     def kv_blocks_used(self) -> int: ...
+
+    def on(self, event: Any) -> Sequence[Any]: ...
 
     def heartbeat(self, obeyed_seq: int) -> WorkerHeartbeat: ...
 
@@ -123,6 +129,9 @@ class Worker(ABC):
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
         self._tasks: set[asyncio.Task[Any]] = set()
+        #: Events that the machine is still to be told, while it is obeyed.
+        self._heard: deque[Any] = deque()
+        self._obeying = False
         self._stopped = False
         self._loop = asyncio.get_running_loop()
         #: Gets the exception of a task that should never have failed: the process must end.
@@ -250,6 +259,49 @@ class Worker(ABC):
     async def release_all(self) -> None:
         """Give back whatever open orders hold in the stores."""
 
+    @abstractmethod
+    def obey_action(self, action: Any) -> None:
+        """Begin what the machine says; returns at once. Its end may be heard within."""
+
+    # --- the machine ----------------------------------------------------------------------------------------
+
+    def hear(self, event: Any) -> None:
+        """On the loop: tell the machine what happened, and obey.
+
+        An action may be carried out at once, and hear its own end. That waits here until all that followed from
+        `event` has begun: the machine's actions are begun in their order. Without a turn of the loop for each,
+        orders that came together are answered together, by one write to the socket.
+        """
+        self._heard.append(event)
+        if self._obeying:
+            return
+        self._obeying = True
+        try:
+            while self._heard:
+                for action in self.state.on(self._heard.popleft()):
+                    self.obey_action(action)
+        finally:
+            self._obeying = False
+
+    def hear_given(self, ask: TakeTokens) -> bool:
+        """Hear the tokens of an order that its frontend gave ahead; False: `take_tokens` must wait for them."""
+        reply = self.inbox.given(ask.frontend_id, ask.order_id, grammar=False)
+        if reply is not None:
+            self._hear_taken(ask, reply)
+        return reply is not None
+
+    async def take_tokens(self, ask: TakeTokens) -> None:
+        """Hear the tokens of an order, once all that they are drawn by is ready."""
+        reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, self.role)
+        if reply is not None and reply.sampling.grammar:
+            # A second, at worst: neither the loop nor the batch waits for it.
+            await asyncio.to_thread(self.engine.prepare_grammar, reply.sampling.grammar)
+        self._hear_taken(ask, reply)
+
+    def _hear_taken(self, ask: TakeTokens, reply: TakeReply | None) -> None:
+        at_ns, wall_ns = time.monotonic_ns(), time.time_ns()
+        self.hear(TokensTaken(order_id=ask.order_id, reply=reply, at_ns=at_ns, wall_ns=wall_ns))
+
     # --- helpers --------------------------------------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -268,14 +320,6 @@ class Worker(ABC):
         if self.config.layout.layers == 0:
             return work(*args)
         return await self._loop.run_in_executor(self._compute, work, *args)
-
-    async def take_tokens(self, ask: TakeTokens) -> TakeReply | None:
-        """The tokens of an order, once all that they are drawn by is ready; None: the frontend does not answer."""
-        reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, self.role)
-        if reply is not None and reply.sampling.grammar:
-            # A second, at worst: neither the loop nor the batch waits for it.
-            await asyncio.to_thread(self.engine.prepare_grammar, reply.sampling.grammar)
-        return reply
 
     async def on_copy_thread(self, copy: Callable[[], None]) -> None:
         """`copy` on the thread that moves KV between the node's pool and the engine's cache."""

@@ -14,7 +14,7 @@ from halfmoon.store.agent_client import AgentClient
 from halfmoon.workers.attention.actions import AnswerHold, DropHold, LoadHold, OfferHold
 from halfmoon.workers.attention.hold_service import HoldService
 from halfmoon.workers.attention.lender import Lender
-from halfmoon.workers.attention.state import AttentionState, Event
+from halfmoon.workers.attention.state import Action, AttentionState
 from halfmoon.workers.machines import Announce, AnnounceRequested, OrderCancelled, WorkerStopped
 from halfmoon.workers.worker import Worker, WorkerConfig
 
@@ -38,7 +38,7 @@ class AttentionWorker(Worker):
         )
         assert config.lending is not None, "nobody can reach it"
         lender = Lender(engine, config.layout, config.lending.hello, config.lending.options)
-        self._holds = HoldService(self, lender, self._feed)
+        self._holds = HoldService(self, lender, self.hear)
 
     async def prepare(self) -> None:
         assert self.store is not None
@@ -47,9 +47,9 @@ class AttentionWorker(Worker):
     def obey(self, decision: Decision) -> None:
         match decision:
             case CancelOrder():
-                self._feed(OrderCancelled(order_id=decision.order_id, at_ns=time.monotonic_ns()))
+                self.hear(OrderCancelled(order_id=decision.order_id, at_ns=time.monotonic_ns()))
             case AnnounceYourself():
-                self._feed(AnnounceRequested(at_ns=time.monotonic_ns()))
+                self.hear(AnnounceRequested(at_ns=time.monotonic_ns()))
             case _:
                 pass  # not for an attention worker
 
@@ -57,15 +57,14 @@ class AttentionWorker(Worker):
         return len(self.state.holds.order_ids())
 
     async def release_all(self) -> None:
-        self._feed(WorkerStopped(at_ns=time.monotonic_ns()))
+        self.hear(WorkerStopped(at_ns=time.monotonic_ns()))
         await self._holds.close()
 
-    def _feed(self, event: Event) -> None:
-        for action in self.state.on(event):
-            match action:
-                case Announce():
-                    self.announce()
-                case AnswerHold() | LoadHold() | OfferHold() | DropHold():
-                    self._holds.do(action)
-                case _:
-                    assert_never(action)
+    def obey_action(self, action: Action) -> None:
+        match action:
+            case Announce():
+                self.announce()
+            case AnswerHold() | LoadHold() | OfferHold() | DropHold():
+                self._holds.do(action)
+            case _:
+                assert_never(action)

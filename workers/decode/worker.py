@@ -113,7 +113,7 @@ class DecodeWorker(Worker):
                 choice = GroupChoice(config.decode_groups, config.profile, hello, config.layout.block_tokens)
                 self._caches = self._borrower = CacheBorrower(engine, hello, options, choice)
             else:
-                self._holds = HoldService(self, Lender(engine, config.layout, hello, options), self._feed)
+                self._holds = HoldService(self, Lender(engine, config.layout, hello, options), self.hear)
                 segment_blocks = config.layout.segment_tokens // config.layout.block_tokens
                 self._borrower = Borrower(engine, segment_blocks, hello, options)
                 self._pusher = Pusher(engine.cache, hello, options)
@@ -124,7 +124,7 @@ class DecodeWorker(Worker):
     async def prepare(self) -> None:
         self._pool = await self.store.attach() if self.store else None
         if self.store is not None:
-            self.store.restarted.append(lambda: self._feed(events.MemoryLost(**now())))
+            self.store.restarted.append(lambda: self.hear(events.MemoryLost(**now())))
             # Nobody else does, once the push that filled the slots is closed.
             self.store.kept_too.append(self.state.orders.leased)
         asked = subjects.resend(self.config.worker_id, "*")
@@ -137,15 +137,15 @@ class DecodeWorker(Worker):
     def obey(self, decision: Decision) -> None:
         match decision:
             case StartDecode():
-                self._feed(events.DecodeOrdered(order=decision, **now()))
+                self.hear(events.DecodeOrdered(order=decision, **now()))
             case MoveKv():
-                self._feed(events.MoveOrdered(order=decision, **now()))
+                self.hear(events.MoveOrdered(order=decision, **now()))
             case EndMove():
-                self._feed(events.MoveEnded(plan_id=decision.plan_id, **now()))
+                self.hear(events.MoveEnded(plan_id=decision.plan_id, **now()))
             case CancelOrder():
-                self._feed(machines.OrderCancelled(order_id=decision.order_id, **now()))
+                self.hear(machines.OrderCancelled(order_id=decision.order_id, **now()))
             case AnnounceYourself():
-                self._feed(machines.AnnounceRequested(**now()))
+                self.hear(machines.AnnounceRequested(**now()))
             case _:
                 pass  # not for a decode worker
 
@@ -161,7 +161,7 @@ class DecodeWorker(Worker):
             if isinstance(action, Release):
                 await self._release(action)
             else:
-                self._do(action)
+                self.obey_action(action)
         if self._holds is not None:
             await self._holds.close()
         if self._pusher is not None:
@@ -169,12 +169,7 @@ class DecodeWorker(Worker):
 
     # --- the machine ----------------------------------------------------------------------------------------
 
-    def _feed(self, event: events.Event) -> None:
-        """Tell the machine what happened, and obey."""
-        for action in self.state.on(event):
-            self._do(action)
-
-    def _do(self, action: Action) -> None:
+    def obey_action(self, action: Action) -> None:
         match action:
             case Deliver():
                 self.bus.publish_soon(
@@ -192,7 +187,8 @@ class DecodeWorker(Worker):
             case CopyLayers():
                 self.spawn(self._copy(action))
             case TakeTokens():
-                self.spawn(self._take(action))
+                if not self.hear_given(action):
+                    self.spawn(self.take_tokens(action))
             case Release():
                 self.spawn(self._release(action))
             case Measure():
@@ -219,11 +215,7 @@ class DecodeWorker(Worker):
 
     async def _follow_kv(self, reader: StreamTail) -> None:
         async for author_id, message in self.bus.follow_kv(reader):
-            self._feed(events.KvHeard(author_id=author_id, message=message, **now()))
-
-    async def _take(self, ask: TakeTokens) -> None:
-        reply = await self.take_tokens(ask)
-        self._feed(machines.TokensTaken(order_id=ask.order_id, reply=reply, **now()))
+            self.hear(events.KvHeard(author_id=author_id, message=message, **now()))
 
     def _resend(self, request: ResendRequest) -> ResendReply:
         (answer,) = self.state.on(events.ResendRequested(request=request, **now()))
@@ -242,14 +234,14 @@ class DecodeWorker(Worker):
             except BusError as problem:
                 reply = HoldReply(refused=str(problem)[:500])
         if reply.refused or self._borrower is None:
-            self._feed(
+            self.hear(
                 events.PartNotHeld(
                     order_id=order_id, worker_id=worker_id, reason=reply.refused, plan_id=plan_id, **now()
                 )
             )
         else:
             self._borrower.addresses[worker_id] = reply.addresses
-            self._feed(
+            self.hear(
                 events.PartHeld(
                     order_id=order_id, worker_id=worker_id, hold=reply.hold, plan_id=plan_id, **now()
                 )
@@ -266,7 +258,7 @@ class DecodeWorker(Worker):
             )
         except (LenderLost, PartRefused) as error:
             problem = str(error) or type(error).__name__
-        self._feed(events.TokensPushed(moved_bytes=moved_bytes, problem=problem, **now()))
+        self.hear(events.TokensPushed(moved_bytes=moved_bytes, problem=problem, **now()))
 
     async def _release(self, release: Release) -> None:
         if release.after_ns:
@@ -277,7 +269,7 @@ class DecodeWorker(Worker):
             with contextlib.suppress(StoreError, BusError):
                 await self.store.require_held(release.order_id)
                 held = True
-            self._feed(events.LeaseConfirmed(order_id=release.order_id, held=held, **now()))
+            self.hear(events.LeaseConfirmed(order_id=release.order_id, held=held, **now()))
         with contextlib.suppress(StoreError, BusError):  # the lease's own end takes care of it
             await self.store.release(release.order_id)
 
@@ -287,7 +279,7 @@ class DecodeWorker(Worker):
         assert self._pool is not None
         cache, pool, copies = self.engine.cache, self._pool, order.copies
         await self._loop.run_in_executor(self._copies, copy_layers, cache, pool, copies)
-        self._feed(events.LayersCopied(copy_id=order.copy_id, **now()))
+        self.hear(events.LayersCopied(copy_id=order.copy_id, **now()))
 
     async def _push_tail(self, tail: PushTail) -> None:
         assert self._caches is not None
@@ -296,7 +288,7 @@ class DecodeWorker(Worker):
             await self._loop.run_in_executor(self._copies, self._caches.push, tail)
         except LenderLost as lost:
             problem = f"{lost.worker_id}: {lost}"
-        self._feed(events.TailPushed(order_id=tail.order_id, problem=problem, **now()))
+        self.hear(events.TailPushed(order_id=tail.order_id, problem=problem, **now()))
 
     async def _share(self, output: ShareOutput) -> None:
         assert self.store is not None
@@ -311,13 +303,13 @@ class DecodeWorker(Worker):
                 self.on_copy_thread,
             )
         finally:
-            self._feed(events.OutputShared(order_id=output.order_id, **now()))
+            self.hear(events.OutputShared(order_id=output.order_id, **now()))
 
     # --- the compute thread ---------------------------------------------------------------------------------
 
     async def _compute_all(self) -> None:
         while True:
-            self._feed(events.EngineIdled(**now()))
+            self.hear(events.EngineIdled(**now()))
             work, self._work = self._work, None
             match work:
                 case None:
@@ -327,10 +319,10 @@ class DecodeWorker(Worker):
                     await self._run_step(work)
                 case SwapOut():
                     held = await self.compute(copy_out, self.engine.cache, work.table)
-                    self._feed(events.SwappedOut(held=held, **now()))
+                    self.hear(events.SwappedOut(held=held, **now()))
                 case SwapIn():
                     await self.compute(copy_in, self.engine.cache, work.table, work.held)
-                    self._feed(events.SwappedIn(**now()))
+                    self.hear(events.SwappedIn(**now()))
 
     async def _run_step(self, step: RunStep) -> None:
         started_ns = time.monotonic_ns()
@@ -338,12 +330,12 @@ class DecodeWorker(Worker):
             tokens = await self.compute(self._sample, step.batch)
         except LenderLost as lost:
             failed = events.StepFailed(worker_id=lost.worker_id, reason=str(lost), hold=lost.hold, **now())
-            self._feed(failed)
+            self.hear(failed)
             return
         step_ns = time.monotonic_ns() - started_ns
         self.metrics.stepped(step_ns, len(step.batch), step.context_tokens)
         waits_ns = self._borrower.waits_ns if self._borrower is not None else {}
-        self._feed(events.StepEnded(tokens=tokens, step_ns=step_ns, waits_ns=waits_ns, **now()))
+        self.hear(events.StepEnded(tokens=tokens, step_ns=step_ns, waits_ns=waits_ns, **now()))
         if self.config.layout.layers == 0:
             await asyncio.sleep(0)  # an engine that computes nothing must not starve the loop
 

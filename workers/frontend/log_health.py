@@ -6,12 +6,18 @@ told is sent again until it is stored, so requests that were accepted only wait;
 
 from __future__ import annotations
 
+import math
 import shutil
+import time
 
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.config import FrontendConfig
+
+#: The disk is looked at no more often: a look for each request would cost a system call, and its space is watched
+#: far ahead of need.
+DISK_LOOK_S = 0.1
 
 
 class LogHealth:
@@ -20,16 +26,22 @@ class LogHealth:
     def __init__(self, bus: Bus, config: FrontendConfig) -> None:
         self._bus = bus
         self._config = config
+        self._free_bytes: int | None = None
+        self._looked_s = -math.inf
 
     @property
     def free_bytes(self) -> int | None:
         """Free where the log is; None: not known, or not to be seen from here."""
         if not self._config.log_directory:
             return None
-        try:
-            return shutil.disk_usage(self._config.log_directory).free
-        except OSError:
-            return None
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= DISK_LOOK_S:
+            self._looked_s = now_s
+            try:
+                self._free_bytes = shutil.disk_usage(self._config.log_directory).free
+            except OSError:
+                self._free_bytes = None
+        return self._free_bytes
 
     def refusal(self) -> ApiError | None:
         """503, and the reason; None when all is well."""

@@ -191,7 +191,9 @@ class RequestRegistry:
         if max_tokens_default is None:
             max_tokens_default = None if ask.chat else self.config.max_tokens_default
         prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
-        ask = dataclasses.replace(ask, sampling=await self._sampling.read(ask))
+        sampling = await self._sampling.read(ask)
+        if sampling is not ask.sampling:
+            ask = dataclasses.replace(ask, sampling=sampling)
         if (ask.tenant, ask.request_id) in self._aliases:
             raise ApiError(
                 422, "a request of this request_id is open", param="request_id", code="request_id_in_use"

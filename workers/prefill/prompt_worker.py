@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from abc import abstractmethod
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, assert_never
+from collections.abc import Coroutine
+from typing import assert_never
 
 from halfmoon.bus.errors import BusError
 from halfmoon.bus.telemetry.tracing import OpenSpan
@@ -20,7 +19,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.kv import KvLoaded
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.store.errors import StoreError, StoreFull
-from halfmoon.workers.machines import TakeTokens, TokensTaken, WorkerStopped
+from halfmoon.workers.machines import TakeTokens, WorkerStopped
 from halfmoon.workers.prefill.actions import (
     BeginSpan,
     CommitPrompt,
@@ -38,21 +37,13 @@ from halfmoon.workers.prefill.events import (
     SlotsReserved,
 )
 from halfmoon.workers.prefill.spans import begin_prefill, end_prefill
-from halfmoon.workers.worker import Worker, WorkerMachine
+from halfmoon.workers.worker import Worker
 
 log = logging.getLogger("halfmoon.prefill")
 
 
-class PromptMachine(WorkerMachine, Protocol):
-    """Hears what happened, and says what is to be done."""
-
-    def on(self, event: Any) -> Sequence[Any]: ...
-
-
 class PromptWorker(Worker):
     """See the module. `hear` tells the machine."""
-
-    state: PromptMachine
 
     async def prepare_prompts(self) -> None:
         """Before the first order."""
@@ -66,15 +57,6 @@ class PromptWorker(Worker):
         if self.store:
             loaded = subjects.kv(self.config.worker_id, KvLoaded.__name__, self.config.node_id)
             await self.bus.subscribe(loaded, KvLoaded, self._on_loaded)
-
-    def hear(self, event: Any) -> None:
-        """On the loop: tell the machine what happened, and obey. No action calls back before it returns."""
-        for action in self.state.on(event):
-            self.obey_action(action)
-
-    @abstractmethod
-    def obey_action(self, action: Any) -> None:
-        """Begin what the machine says; returns at once."""
 
     async def release_all(self) -> None:
         self.hear(WorkerStopped(at_ns=time.monotonic_ns()))
@@ -90,7 +72,8 @@ class PromptWorker(Worker):
             case CommitPrompt():
                 self._note(self._committing, action.order_id, self.spawn(self._commit(action)))
             case TakeTokens():
-                self._ask(action.order_id, self._take_tokens(action))
+                if not self.hear_given(action):
+                    self._ask(action.order_id, self.take_tokens(action))
             case BeginSpan():
                 self._begin_span(action)
             case ReserveSlots():
@@ -120,10 +103,6 @@ class PromptWorker(Worker):
     def traceparent(self, order_id: str) -> str:
         span = self._spans.get(order_id)
         return span.traceparent if span is not None else ""
-
-    async def _take_tokens(self, action: TakeTokens) -> None:
-        reply = await self.take_tokens(action)
-        self.hear(TokensTaken(at_ns=time.monotonic_ns(), order_id=action.order_id, reply=reply))
 
     def _begin_span(self, action: BeginSpan) -> None:
         if self.tracing is not None:

@@ -95,6 +95,9 @@ class PrefillWorker(PromptWorker):
         self._logits: object = None
         #: Follows PromptComputed, and is done by the same task: a task of its own costs more than the draw.
         self._drawing: DrawFirstToken | None = None
+        #: The one that has not begun, while another's task still runs; that task goes on with it.
+        self._next: tuple[PromptComputation, int] | None = None
+        self._computing = False
         self._computation: PromptComputation | StageComputation | None = None
         self._stages: StageListener | None = None
         if (channels := self.config.stage_channels) is not None:
@@ -220,7 +223,19 @@ class PrefillWorker(PromptWorker):
             tell=self._tell,
             channels=self.config.stage_channels,
         )
-        self.spawn(self._compute_prompt(computation, window.blocks))
+        self._next = computation, window.blocks
+        if not self._computing:
+            self._computing = True
+            self.spawn(self._compute_prompts())
+
+    async def _compute_prompts(self) -> None:
+        """One after the other, until the machine has no other ready."""
+        try:
+            while self._next is not None:
+                (computation, blocks), self._next = self._next, None
+                await self._compute_prompt(computation, blocks)
+        finally:
+            self._computing = False
 
     async def _compute_prompt(self, computation: PromptComputation, blocks: int) -> None:
         order_id = computation.order_id
