@@ -89,10 +89,10 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
     (Core, "restore", staticmethod(a_move_is_not_in_the_snapshot), 442, "lent and not borrowed|differently"),
     (moves, "slow_mark", none_is_slow, 442, "moves to a slow one"),
     (cache_places, "slow_mark", none_is_slow, SLOW, "placed at a slow one"),
-    (lending, "slow_mark", none_is_slow, 361, "placed at a slow one"),
+    (lending, "slow_mark", none_is_slow, 1528, "placed at a slow one"),
     (machine, "judge_places", whoever_is_a_little_quicker_is_well, 61, "slow and not marked"),
     (PlaceTimes, "take", nobody_is_told_of_waits, SLOW, "slow, and nobody says so"),
-    (CachePart, "__init__", the_end_begins_a_block_too_early, 691, "parts overlap, or leave a gap"),
+    (CachePart, "__init__", the_end_begins_a_block_too_early, 1392, "parts overlap, or leave a gap"),
     (Lenders, "_ask", a_part_is_asked_for_by_the_first_keys, SPLIT, "attends to KV of somebody else"),
     (cache_places, "free_blocks", lambda worker: worker.kv_blocks, SPLIT, "promised twice"),
 ]

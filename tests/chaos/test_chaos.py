@@ -121,7 +121,7 @@ def test_a_conductor_that_decides_by_something_else_than_the_log_is_found(
 
 def test_lost_kv_that_nobody_misses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconcile, "_is_overdue", lambda *_: False)
-    fails(0, "orders at d|open at f")
+    fails(17, "orders at d|open at f")
 
 
 def test_a_core_that_believes_the_servers_clock_when_it_is_set_is_found(
