@@ -143,11 +143,7 @@ def timeline(replay: Replay) -> Timeline:
     for name in [bar.lane for bar in decode] + [name for sample in samples for name in sample.sequences]:
         roles.setdefault(name, "decode")
     lanes = dict(sorted(roles.items(), key=lambda lane: (ROLES.index(lane[1]), _natural(lane[0]))))
-    mixed = [bar for bar in (*prefill, *decode) if roles[bar.lane] == "mixed"]
-    rows = _stack([bar for bar in prefill if roles[bar.lane] != "mixed"]) | _stack(mixed)
-    alone = [bar for bar in decode if roles[bar.lane] != "mixed"]
-    for name, count in _stack(alone).items():  # a worker may have had both roles
-        rows[name] = max(count, rows.get(name, 0))
+    rows = _stack([*prefill, *decode])  # together: a mixed worker has both roles, another may have had both
     return Timeline(
         start_ns=start_ns,
         end_ns=end_ns,

@@ -35,7 +35,7 @@ def test_where_costs_are_steady_half_is_within_ten_percent_and_nine_tenths_near_
     assert found.ttft.p50 <= 0.10
     assert found.ttft.p90 <= 0.25
     assert found.tbt.p50 <= 0.10
-    assert found.tbt.p90 <= 0.28
+    assert found.tbt.p90 <= 0.29
     assert found.late <= 1
 
 
