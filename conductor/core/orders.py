@@ -13,13 +13,19 @@ from halfmoon.conductor.core.admission import (
     waits_ns,
 )
 from halfmoon.conductor.core.choice import choose, choose_again
-from halfmoon.conductor.core.corrections import load_changed, price_prompt, turn_begins
+from halfmoon.conductor.core.corrections import load_changed, price_prompt
 from halfmoon.conductor.core.explanation import explain, explain_arrival
 from halfmoon.conductor.core.loans import book_loans, end_loans
 from halfmoon.conductor.core.objectives import slo_ns, tbt_objective_ns
 from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.replication import spread_hot_prefix
-from halfmoon.conductor.core.stages import book_stages, cancel_stages, free_stages, give_stages
+from halfmoon.conductor.core.stages import (
+    book_stages,
+    cancel_stages,
+    free_stages,
+    give_stages,
+    leave_prefills,
+)
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.state.demand import learn_demand
@@ -295,16 +301,9 @@ def free_prefill(state: State, order: Order) -> None:
     worker = state.workers.get(order.prefill_id)
     if worker is None or order.order_id not in worker.prefills:
         return
-    was_head = next(iter(worker.prefills)) == order.order_id
-    if was_head:
-        worker.head_since_ns = state.at_ns
-    del worker.prefills[order.order_id]
-    worker.reserved_ns -= order.reserved_ns
     worker.pending_blocks -= order.pending_blocks
     worker.prompt_blocks -= order.prompt_blocks
-    state.loads.changed(worker)
-    if was_head and worker.prefills:
-        turn_begins(state, worker)
+    leave_prefills(state, worker, order)
     load_changed(state, order.prefill_id, order.decode_id)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from halfmoon.conductor.core.corrections import load_changed, turn_begins
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.records import Order
+from halfmoon.conductor.core.state.records import Order, WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import CancelOrder, StartStage
 from halfmoon.schemas.events import StageFinished
@@ -54,15 +54,20 @@ def free_stage(state: State, order: Order, worker_id: str) -> None:
     # It may have died, or have started again.
     if worker is None or order.order_id not in worker.orders:
         return
-    was_head = next(iter(worker.orders)) == order.order_id
+    leave_prefills(state, worker, order)
+    load_changed(state, worker_id)
+
+
+def leave_prefills(state: State, worker: WorkerRecord, order: Order) -> None:
+    """The order computes no more at `worker`, or waits there no more; the next one's turn begins."""
+    was_head = next(iter(worker.prefills)) == order.order_id
     if was_head:
         worker.head_since_ns = state.at_ns
-    del worker.orders[order.order_id]
+    del worker.prefills[order.order_id]
     worker.reserved_ns -= order.reserved_ns
     state.loads.changed(worker)
-    if was_head and worker.orders:
+    if was_head and worker.prefills:
         turn_begins(state, worker)
-    load_changed(state, worker_id)
 
 
 def cancel_stages(state: State, order: Order, out: StepOutput) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
 from halfmoon.bus.errors import BusError
@@ -22,12 +21,10 @@ if TYPE_CHECKING:
 
 
 class HoldService:
-    """`feed` tells the machine of `worker` what happened."""
+    """The machine of `worker` hears what happened."""
 
-    def __init__(
-        self, worker: Worker, lender: Lender, feed: Callable[[HoldAsked | HoldLoaded], None]
-    ) -> None:
-        self._worker, self._lender, self._feed = worker, lender, feed
+    def __init__(self, worker: Worker, lender: Lender) -> None:
+        self._worker, self._lender = worker, lender
         self._pool: PoolView | None = None
         #: Who asked to have something held, by the number that the machine knows the question by.
         self._asks: dict[int, asyncio.Future[AnswerHold]] = {}
@@ -46,7 +43,7 @@ class HoldService:
         self._ask_number += 1
         answer: asyncio.Future[AnswerHold] = asyncio.get_running_loop().create_future()
         self._asks[self._ask_number] = answer
-        self._feed(HoldAsked(ask_id=self._ask_number, request=request, at_ns=time.monotonic_ns()))
+        self._worker.hear(HoldAsked(ask_id=self._ask_number, request=request, at_ns=time.monotonic_ns()))
         found = await answer
         addresses = [] if found.refused else self._lender.addresses
         return HoldReply(hold=found.hold, addresses=addresses, refused=found.refused[:500])
@@ -80,4 +77,4 @@ class HoldService:
             )
         except (StoreError, BusError) as error:
             problem = str(error) or type(error).__name__
-        self._feed(HoldLoaded(hold=load.hold, problem=problem, at_ns=time.monotonic_ns()))
+        self._worker.hear(HoldLoaded(hold=load.hold, problem=problem, at_ns=time.monotonic_ns()))

@@ -38,7 +38,7 @@ class AttentionWorker(Worker):
         )
         assert config.lending is not None, "nobody can reach it"
         lender = Lender(engine, config.layout, config.lending.hello, config.lending.options)
-        self._holds = HoldService(self, lender, self.hear)
+        self._holds = HoldService(self, lender)
 
     async def prepare(self) -> None:
         assert self.store is not None

@@ -113,7 +113,7 @@ class DecodeWorker(Worker):
                 choice = GroupChoice(config.decode_groups, config.profile, hello, config.layout.block_tokens)
                 self._caches = self._borrower = CacheBorrower(engine, hello, options, choice)
             else:
-                self._holds = HoldService(self, Lender(engine, config.layout, hello, options), self.hear)
+                self._holds = HoldService(self, Lender(engine, config.layout, hello, options))
                 segment_blocks = config.layout.segment_tokens // config.layout.block_tokens
                 self._borrower = Borrower(engine, segment_blocks, hello, options)
                 self._pusher = Pusher(engine.cache, hello, options)
