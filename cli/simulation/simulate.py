@@ -23,6 +23,8 @@ from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
+#: Objectives of who names none.
+TTFT_MS, TBT_MS = 30_000, 1_000
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +43,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--trace", metavar="FILE", default=DEFAULT_TRACE, help="JSON Lines, also .gz and .zst")
     group.add_argument("--requests", type=int, default=0, help="only the first so many (0: all)")
-    group.add_argument("--ttft-ms", type=int, default=30_000, help="objective: time to first token")
-    group.add_argument("--tbt-ms", type=int, default=1_000, help="objective: time between tokens")
+    group.add_argument("--ttft-ms", type=int, default=TTFT_MS, help="objective: time to first token")
+    group.add_argument("--tbt-ms", type=int, default=TBT_MS, help="objective: time between tokens")
     group = parser.add_argument_group("cluster")
     group.add_argument(
         "--system",

@@ -11,15 +11,20 @@ import orjson
 
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.cli.simulation.capacity import outcomes_of, tell
-from halfmoon.cli.simulation.simulate import add_workload, arrivals_of, cluster_of, interruptible
+from halfmoon.cli.simulation.simulate import (
+    TBT_MS,
+    TTFT_MS,
+    add_workload,
+    arrivals_of,
+    cluster_of,
+    interruptible,
+)
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.splits import Sizes, Split, described, split_of
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.conductor.replay.whatif import Recorded, recorded
 from halfmoon.conductor.simulation.capacity import CapacityUnknown, smallest
 from halfmoon.conductor.simulation.report import Objectives
-
-TTFT_MS, TBT_MS = 30_000, 1_000
 
 
 def add(parser: argparse.ArgumentParser) -> None:
