@@ -5,11 +5,18 @@
 #   make test [ARGS=...]    environment with tools, then the default tests, in PROCESSES processes (pytest ARGS)
 #   make test-slow          environment with tools, then the tests that are left out there for their length, and those
 #                           of drawn input again with all their examples
+#   make test-long          environment with tools, then those that are too long for the slow suite
 #   make test-attention     environment with tools, then clusters that lend, move KV and have attention workers, some killed
+#   make test-roles [CHANGES=n]  environment with tools, then a real cluster whose workers change roles under load (200)
 #   make test-clocks        environment with tools, then a real cluster whose clocks are set by hours and whose processes stop
 #                           for a minute each (needs a C compiler)
 #   make test-vllm          environment with tools, then the same 250 requests to a real vLLM and to a cluster, compared (HALFMOON_VLLM
 #                           names its program, HALFMOON_VLLM_MODEL a model's directory, made by tests/vllm/make_model.py)
+#   make test-vllm-adapt    two of that vLLM behind the conductor, one of them killed in mid-answer (docs/vllm.md)
+#   make test-sglang       the store under SGLang's own storage class, which pip brings (docs/sglang.md)
+#   make test-vllm-tier     the store under that vLLM: its real classes, then engines that share it, and agents that are killed (docs/vllm.md)
+#   make test-install       environment with tools, then `pip install .` and `pip install '.[engine]'` into empty environments, and a
+#                           cluster there
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
@@ -24,6 +31,8 @@
 #   make fuzz [TARGET=names] [SECONDS=n] [INPUTS=n] [SEED=first] [OUT=file]  environment with tools, then inputs drawn from
 #                           seeds against every target of tests/fuzz (60 s each); what finds something stays in its corpus;
 #                           OUT keeps figures and goes on from them, with ARGS=--whole until ten million are played
+#   make fuzz-live [SECONDS=n] [SEED=n]  environment with tools, then a real cluster whose NATS subjects are told nonsense by every
+#                           role's credentials, while clients ask it (60 s)
 #   make soak [HOURS=n]     environment, then n hours of the trace against one store agent (24)
 #   make test-rdma          environment with tools, then RDMA for real, in a guest with soft-RoCE under QEMU (needs root,
 #                           Debian; says why where it skips), with the bandwidth into results/rdma.json
@@ -42,7 +51,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-long test-attention test-roles test-clocks test-vllm test-vllm-tier test-vllm-adapt test-sglang test-install test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz fuzz-live soak lint bench experiments golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -72,16 +81,34 @@ test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
 
 test-slow: $(DEV_STAMP)
-	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -n 2 -o faulthandler_timeout=1000 -m "slow or hypothesis" $(ARGS)
+	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -n 2 -o faulthandler_timeout=1000 -m "(slow or hypothesis) and not long" $(ARGS)
+
+test-long: $(DEV_STAMP)
+	$(BIN)/python -m pytest -n 2 -o faulthandler_timeout=1000 -m long $(ARGS)
 
 test-attention: $(DEV_STAMP)
-	HALFMOON_TEST_ATTENTION=1 $(BIN)/python -m pytest -m slow tests/cluster/test_attention_workers.py tests/cluster/test_moves.py tests/cluster/test_lending.py $(ARGS)
+	HALFMOON_TEST_ATTENTION=1 $(BIN)/python -m pytest -m slow tests/cluster/test_attention_workers.py tests/cluster/test_attention_memory.py tests/cluster/test_moves.py tests/cluster/test_lending.py $(ARGS)
+
+test-roles: $(DEV_STAMP)
+	HALFMOON_TEST_ROLES=$(or $(CHANGES),200) $(BIN)/python -m pytest -s -m slow tests/cluster/test_role_changes.py $(ARGS)
 
 test-clocks: $(DEV_STAMP)
 	HALFMOON_TEST_CLOCKS=1 $(BIN)/python -m pytest -m slow tests/cluster/test_clocks.py $(ARGS)
 
 test-vllm: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m slow tests/vllm $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/vllm --ignore-glob 'tests/vllm/test_tier*.py' --ignore-glob 'tests/vllm/test_fleet*.py' $(ARGS)
+
+test-vllm-tier: $(DEV_STAMP)
+	$(BIN)/python -m pytest -o faulthandler_timeout=3600 -m slow tests/vllm/test_tier*.py $(ARGS)
+
+test-vllm-adapt: $(DEV_STAMP)
+	$(BIN)/python -m pytest -o faulthandler_timeout=3600 -m slow -s tests/vllm/test_fleet*.py $(ARGS)
+
+test-sglang: $(DEV_STAMP)
+	HALFMOON_SGLANG_WHEEL=$${HALFMOON_SGLANG_WHEEL:-$$($(BIN)/python tests/sglang/bring_wheel.py)} $(BIN)/python -m pytest -m slow tests/sglang $(ARGS)
+
+test-install: $(DEV_STAMP)
+	HALFMOON_TEST_INSTALL=1 $(BIN)/python -m pytest -m slow tests/test_install.py $(ARGS)
 
 test-page: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/page $(ARGS)
@@ -94,7 +121,7 @@ lint: $(DEV_STAMP)
 	exit $$status
 
 bench: $(RUN_STAMP)
-	@for program in attention_offloading canonical_split channels conductors control_plane eviction kv_reuse numerics outgrown_cache piggyback predictions remote_attention replay page simulation_live simulation_scale ssd structured_outputs transfer; do \
+	@for program in attention_offloading canonical_split channels conductors control_plane eviction fence kv_reuse mixed numerics outgrown_cache piggyback predictions remote_attention replay page similar similar_live similar_retention simulation_live simulation_scale ssd start structured_outputs transfer; do \
 	  echo "== $$program"; $(BIN)/python benchmarks/$$program.py --save $$program || exit 1; done
 
 test-rdma: $(DEV_STAMP)
@@ -114,6 +141,9 @@ crash-points: $(DEV_STAMP)
 fuzz: $(DEV_STAMP)
 	$(BIN)/python tests/fuzz/run.py $(TARGET) --seconds $(or $(SECONDS),60) $(if $(SEED),--first $(SEED)) \
 	  $(if $(INPUTS),--inputs $(INPUTS)) $(if $(OUT),--out $(OUT)) $(ARGS)
+
+fuzz-live: $(DEV_STAMP)
+	$(BIN)/python tests/fuzz/live.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 soak: $(RUN_STAMP)
 	$(BIN)/python tests/store/soak.py --hours $(or $(HOURS),24)

@@ -7,7 +7,8 @@ The built-in model, f32, one thread a process: one process computes the model, t
 the same step of 8 sequences, and all give the same bits. At n = 2 the bound is (t_m + t_a) / max(t_m, t_a), where
 both processes have a core each; t_m and t_a are what they take of CPU in a pipelined step, which other programs on the
 machine change less than they change the time that passes. `model_alone` waits for no answer. The fraction `early` says
-of how many layer-steps attention to the cached tokens began before the new token's k and v had come.
+of how many layer-steps attention to the cached tokens began before the new token's k and v had come, and
+`behind_others` how many of the rest found the attention process at work for the other batch when they came.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def attend(words: Connection) -> None:
             return False
         asked: bool = words.recv()
         if asked:
-            words.send((server.counts.queries, server.counts.early, time.process_time()))
+            counts = server.counts
+            words.send((counts.queries, counts.early, counts.behind_others, time.process_time()))
         return not asked
 
     with ChannelListener(hello(PLACE), OPTIONS) as listener:
@@ -148,7 +150,7 @@ def payload(channels: list[WorkerChannel]) -> tuple[int, int]:
 @dataclass
 class Measured:
     """Of each mode, at one length: ms of its steps and ms of CPU of both processes, round by round; of all rounds, the
-    layer-steps and how many of them were begun early.
+    layer-steps, how many of them were begun early, and how many were late behind others.
     """
 
     ms: list[float] = field(default_factory=list)
@@ -156,6 +158,7 @@ class Measured:
     attention_cpu_ms: list[float] = field(default_factory=list)
     asked: int = 0
     early: int = 0
+    behind_others: int = 0
 
 
 def measure(modes: Modes, words: Connection, rounds: int) -> dict[str, Measured]:
@@ -177,7 +180,9 @@ def measure(modes: Modes, words: Connection, rounds: int) -> dict[str, Measured]
             logits = step()
             passed_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
             words.send(True)
-            asked, early, theirs_s = (now - was for now, was in zip(words.recv(), before, strict=True))
+            asked, early, behind, theirs_s = (
+                now - was for now, was in zip(words.recv(), before, strict=True)
+            )
             digests[name] = modes.digests(logits)
             if number:  # the first warms up
                 one = found[name]
@@ -185,6 +190,7 @@ def measure(modes: Modes, words: Connection, rounds: int) -> dict[str, Measured]
                 one.model_cpu_ms.append(cpu_s * 1e3)
                 one.attention_cpu_ms.append(theirs_s * 1e3)
                 one.asked, one.early = one.asked + asked, one.early + early
+                one.behind_others += behind
         del digests["model_alone"]
         assert all(each == digests["local"] for each in digests.values()), "not the same bits"
     return found
@@ -220,6 +226,9 @@ def row_of(modes: Modes, found: dict[str, Measured]) -> dict[str, Any]:
         "pipelined_over_local": ratio("local", "pipelined"),
         "bound": spread([(a + b) / max(a, b) for a, b in cpu]),
         "early": {name: round(one.early / one.asked, 3) for name, one in found.items() if one.asked},
+        "behind_others": {
+            name: round(one.behind_others / one.asked, 3) for name, one in found.items() if one.asked
+        },
         "payload_bytes_a_step": size,
         "messages_a_step": messages,
     }
@@ -241,7 +250,8 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         f" {row['bound']['p50']:.2f}; against one batch {row['pipelined_over_one_batch']['p50']:.2f}, against local"
         f" {row['pipelined_over_local']['p50']:.2f}; the same bits",
         f"  attention began before k and v came: n = 1 {row['early']['serial']:.0%},"
-        f" n = 2 {row['early']['pipelined']:.0%}",
+        f" n = 2 {row['early']['pipelined']:.0%}, and {row['behind_others']['pipelined']:.0%} came while the other"
+        " batch was attended to",
         f"  {row['payload_bytes_a_step']:,} bytes of payload a step, as the formula says, in"
         f" {row['messages_a_step']} messages",
     ]

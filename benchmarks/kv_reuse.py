@@ -56,7 +56,7 @@ class Steered:
                     "max_tokens": 2,
                     "temperature": 0,
                     "ignore_eos": True,
-                    "cache_salt": salt,
+                    "cache_salt": salt or None,
                 }
                 reply = await self.nc.request("halfmoon.v1.generate", orjson.dumps(fields), timeout=120)
         answer: dict[str, Any] = orjson.loads(reply.data)

@@ -20,12 +20,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from clusters import finish, parser, spread
 
-from halfmoon.workers.model.engine import Engine, PromptRows
+from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
+from halfmoon.workers.model.prompt_rows import PromptRows
 
 BLOCK_TOKENS = 256
 #: Tokens of the chunk, sequences that decode, and the context of all of them.
 SHAPES = ((64, 16, 256), (128, 16, 256), (128, 8, 256), (256, 16, 256), (512, 16, 512), (128, 16, 2_000))
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Bench:
@@ -80,17 +83,20 @@ def measured(engine: Engine, chunk: int, decodes: int, context: int, rounds: int
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    options.add_argument(
+        "--shapes", type=int, default=len(SHAPES), help="so many of the shapes, from the first"
+    )
     args = options.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = load_model("smollm2-135m-instruct", dtype=dtype)
+    for name in args.dtypes:
+        model = load_model("smollm2-135m-instruct", dtype=DTYPES[name])
         engine = Engine(model, num_blocks=140, block_tokens=BLOCK_TOKENS, exact=False)
         engine.cache.k.normal_()  # KV that was never written reads falsely fast
         engine.cache.v.normal_()
-        for chunk, decodes, context in SHAPES:
-            row = {"dtype": str(dtype).removeprefix("torch.")}
-            rows.append(row | measured(engine, chunk, decodes, context, args.rounds))
+        for chunk, decodes, context in SHAPES[: args.shapes]:
+            rows.append({"dtype": name} | measured(engine, chunk, decodes, context, args.rounds))
     lines = [
         f"{row['dtype']:>9} chunk {row['chunk']:3}, {row['decodes']:2} decodes, context {row['context']:4}: "
         f"ms {row['ms']}, marginal over alone {row['marginal_over_alone']['p50']:.2f}, gain {row['gain']['p50']:.2f} "

@@ -10,6 +10,9 @@ decided again by a replay; what was seen is the client's: from sending a request
 Beside them: what would have been predicted of the same requests without corrections (`Policy.correction_window` 0), by
 a replay of the same log.
 
+Why TBT is what it is: for each answer, for how much of its decoding a prompt of somebody else was computed
+(`prefills_beside`): which ones come is not to be known when it is placed.
+
 Figures: quantiles of seen over predicted and of how far it is from 1, SLO misses among accepted requests, and wasted
 work: time of prefills, and tokens, of requests that did not finish. `raw` has each accepted request.
 """
@@ -57,7 +60,11 @@ CLOSED_LOOP = 12
 UNREFUSED_MS = 3_600_000.0
 #: The longest tenth of the intervals of longer answers is more than their first, which waits for a step under way.
 LONG_ANSWER_TOKENS = 30
-#: What a row of `raw` has, in this order. Times in ms; `tbt` is that of SLOs, `tbt_mean` of all intervals.
+#: An answer is calm where prompts of others were computed for at most so much of its decoding, disturbed where for
+#: more than the other.
+CALM_SHARE, DISTURBED_SHARE = 0.05, 0.5
+#: What a row of `raw` has, in this order. Times in ms; `tbt` is that of SLOs, `tbt_mean` of all intervals;
+#: `prefills_beside` is a share.
 COLUMNS = (
     "load",
     "ttft_slo",
@@ -75,6 +82,7 @@ COLUMNS = (
     "logged_prefill_end",
     "worker_queue",
     "worker_prefill",
+    "prefills_beside",
 )
 
 
@@ -165,6 +173,8 @@ class Logged:
         self.arrived_ns: dict[str, int] = {}
         self.prefills: dict[str, list[tuple[int, PrefillFinished]]] = {}
         self.finished: set[str] = set()
+        #: From when to when each was decoded.
+        self.decoded_ns: dict[str, tuple[int, int]] = {}
         self.refused_after_prefill = 0
         core = Core()
         for stamped in log:
@@ -175,11 +185,23 @@ class Logged:
                 self.prefills.setdefault(event.request_id, []).append((stamped.at_ns, event))
             elif isinstance(event, RequestFinished) and event.finish_reason != "abort":
                 self.finished.add(event.request_id)
+                self.decoded_ns[event.request_id] = (stamped.at_ns - event.decode_ns, stamped.at_ns)
             self.refused_after_prefill += isinstance(event, DecodeRefused)
             for decision in core.step(stamped):
                 if isinstance(decision, (StartPrefill, StartMixed)):
                     self.predicted.setdefault(decision.request_id, decision.predicted)
                     self.placements[decision.request_id] += 1
+
+    def prefills_beside(self, request_id: str) -> float:
+        """For what share of this answer's decoding the prompts of others were computed."""
+        begin_ns, end_ns = self.decoded_ns.get(request_id, (0, 0))
+        beside_ns = sum(
+            max(0, min(end_ns, ended_ns) - max(begin_ns, ended_ns - event.compute_ns))
+            for other, ended in self.prefills.items()
+            if other != request_id
+            for ended_ns, event in ended
+        )
+        return beside_ns / max(1, end_ns - begin_ns)
 
 
 def row_of(round_: Round, load: float, record: Record, logged: Logged, without: Logged) -> list[Any]:
@@ -208,6 +230,7 @@ def row_of(round_: Round, load: float, record: Record, logged: Logged, without: 
         record.prompt_tokens,
         record.completion_tokens,
         *(round(one / MS_NS, 1) for one in times_ns),
+        round(logged.prefills_beside(request_id), 3),
     ]
 
 
@@ -244,6 +267,7 @@ def figures(
             [(one["predicted_tbt"], one["tbt"]) for one in found if one["tokens"] > LONG_ANSWER_TOKENS]
         ),
         "tbt_mean": off([(one["predicted_tbt"], one["tbt_mean"]) for one in found if one["tokens"] > 1]),
+        "by_prefills_beside": _by_prefills_beside([one for one in found if one["tokens"] > 1]),
         # The same requests, by what would have been predicted of them without corrections.
         "uncorrected": {
             name: off([(one[f"uncorrected_{name}"], one[name]) for one in found if one[name]])
@@ -255,6 +279,22 @@ def figures(
             "any": missed,
             "share": round(missed / max(1, len(found)), 4),
         },
+    }
+
+
+def _by_prefills_beside(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    kinds = {
+        "calm": [one for one in found if one["prefills_beside"] <= CALM_SHARE],
+        "disturbed": [one for one in found if one["prefills_beside"] > DISTURBED_SHARE],
+    }
+    return {
+        kind: {
+            "answers": len(ones),
+            "tbt_ms": round(statistics.median(one["tbt"] for one in ones), 1),
+            **off([(one["predicted_tbt"], one["tbt"]) for one in ones]),
+        }
+        for kind, ones in kinds.items()
+        if ones
     }
 
 
@@ -326,6 +366,11 @@ def lines_of(numerics: str, result: dict[str, Any]) -> list[str]:
                     f"    {name}: seen / predicted {ratio['p50']:.2f} (p50), {ratio['p90']:.2f} (p90); off by "
                     f"{one[name]['off_p50']:.0%} (p50), {one[name]['off_p90']:.0%} (p90)"
                 )
+        for kind, beside_ in one["by_prefills_beside"].items():
+            lines.append(
+                f"    tbt, {kind} by others' prompts: {beside_['tbt_ms']:.0f} ms, seen / predicted "
+                f"{beside_['ratio']['p50']:.2f} (p50) of {beside_['answers']}"
+            )
         for name, without in one["uncorrected"].items():
             if without:
                 lines.append(

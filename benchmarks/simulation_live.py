@@ -25,12 +25,12 @@ from halfmoon.cli.bench.driver import Driver, Limits
 from halfmoon.cli.bench.workload import Texts, traced
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state.cost import prefill_fit, refit_prefill
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import error
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartPrefill
 from halfmoon.schemas.events import (

@@ -17,11 +17,11 @@ from typing import Any
 
 from clusters import ROOT, finish, parser
 
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.plots import curves
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import copies, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 #: Requests between two lines of progress.

@@ -15,7 +15,7 @@ import functools
 import json
 import statistics
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,13 +117,16 @@ def shared_class_names(modules: Mapping[str, Module]) -> dict[str, list[str]]:
     return {name: places for name, places in sorted(owners.items()) if len(places) > 1}
 
 
+def folder_sizes(modules: Mapping[str, Module]) -> Counter[str]:
+    """How many modules each folder holds, those of its own folders not counted."""
+    return Counter(module.folder for module in modules.values())
+
+
 def figures(root: Path) -> dict[str, Any]:
     """All figures of the checkout at `root`."""
     modules = read_modules(root)
     rings = circles(modules)
-    folders: dict[str, int] = defaultdict(int)
-    for module in modules.values():
-        folders[module.folder] += 1
+    folders = folder_sizes(modules)
     largest = max(folders, key=lambda folder: (folders[folder], folder))
     agent = modules.get("store.agent.agent") or modules["store.agent"]
     widest = max(modules.values(), key=lambda module: (len(module.imports), module.name))

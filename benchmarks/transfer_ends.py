@@ -29,6 +29,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.pool.checksums import slots_sums
+from halfmoon.store.pool.fence import SegmentFence
 from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.pool import Pool
 from halfmoon.store.pool.segment import Geometry, Segment, host_id, segment_name
@@ -336,13 +337,16 @@ class End:
         )
 
     def fill(self) -> None:
-        """Committed blocks in every slot, leased under order "o"."""
+        """Committed blocks in every slot, leased under order "o"; order "w" may write into them."""
         self.view.blocks[:] = noise(self.view.blocks.shape)
         count = len(self.view.blocks)
         keys = [i.to_bytes(16, "little") for i in range(count)]
         hold = self.guard.open_put(Owner("o", "x"), keys, count, writer="x")
         self.view.sums[:] = slots_sums(self.view, range(count))
         self.guard.commit(Owner("o", "x"), dict.fromkeys(range(len(hold.slots)), 0))
+        fence = SegmentFence(self.view)
+        for slot in hold.slots:
+            fence.admit(slot, "w")
 
 
 def their_side(kind: str, small: bool, pipe: Connection) -> None:

@@ -29,6 +29,7 @@ from halfmoon.bus.wire import WireParser, check_subject
 log = logging.getLogger(__name__)
 
 _HEADERS_START = b"NATS/1.0\r\n"
+_ENVELOPE_BYTES = len(_HEADERS_START) + len(b"\r\n")
 #: Between two lines of the log about messages that could not be taken.
 DROPPED_SAID_S = 10.0
 
@@ -57,19 +58,24 @@ class DirectClient(Client):
         check_subject(subject)
         if reply:
             check_subject(reply)
-        if not self.is_connected:
-            return False
-        size = envelope_bytes(headers)
-        if len(payload) + size > self._max_payload:
+        if len(payload) + envelope_bytes(headers) > self._max_payload:
             raise MaxPayloadError
+        return self.send_checked(subject, payload, reply, headers)
+
+    def send_checked(self, subject: str, payload: bytes, reply: str = "", headers: bytes = b"") -> bool:
+        """As `send`, for who has looked at subjects and size already."""
+        if self._status != self.CONNECTED:
+            return False
         if headers:
+            size = envelope_bytes(headers)
             command = b"HPUB %b %b %d %d\r\n%b%b\r\n%b\r\n" % (
                 subject.encode(), reply.encode(), size, size + len(payload), _HEADERS_START, headers, payload
             )  # fmt: skip
         else:
             command = b"PUB %b %b %d\r\n%b\r\n" % (subject.encode(), reply.encode(), len(payload), payload)
-        self.stats["out_msgs"] += 1
-        self.stats["out_bytes"] += len(payload)
+        stats = self.stats
+        stats["out_msgs"] += 1
+        stats["out_bytes"] += len(payload)
         self._pending.append(command)
         self._pending_data_size += len(command)
         if not self._writing:
@@ -98,21 +104,27 @@ class DirectClient(Client):
         self._raw_handlers[subscription._id] = handler
         return subscription
 
+    def hear(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> bool:
+        """Take a message at once; False: it goes the library's way, by `_process_msg`."""
+        handler = self._raw_handlers.get(sid)
+        if handler is None:
+            return False
+        stats = self.stats
+        stats["in_msgs"] += 1
+        stats["in_bytes"] += len(data)
+        try:
+            handler(subject, reply, data, headers)
+        except Exception as problem:  # whatever it is: raised here it would end the reading for everybody
+            self._drop(subject, problem, whole=True)
+        return True
+
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None
     ) -> None:
-        handler = self._raw_handlers.get(sid)
-        try:
-            if (
-                handler is None
-            ):  # the library decodes subjects and headers, and says of neither that it is malformed
-                await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
-                return
-            self.stats["in_msgs"] += 1
-            self.stats["in_bytes"] += len(data)
-            handler(subject, reply, data, headers)
-        except Exception as problem:  # whatever it is: raised here it would end the reading for everybody
-            self._drop(subject, problem, whole=handler is not None)
+        try:  # the library decodes subjects and headers, and says of neither that it is malformed
+            await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
+        except Exception as problem:
+            self._drop(subject, problem, whole=False)
 
     def _drop(self, subject: bytes, problem: Exception, *, whole: bool) -> None:
         """Say so, at most once in `DROPPED_SAID_S`; `whole`: with the traceback, for the mistake is ours."""
@@ -159,7 +171,7 @@ class DirectClient(Client):
 
 def envelope_bytes(headers: bytes) -> int:
     """The bytes that header lines add to a message: the server counts them in its max_payload."""
-    return len(_HEADERS_START) + len(headers) + 2 if headers else 0
+    return _ENVELOPE_BYTES + len(headers) if headers else 0
 
 
 def header_lines(headers: dict[str, str] | None) -> bytes:

@@ -24,6 +24,7 @@ from halfmoon.bus.client import DirectClient
 from halfmoon.bus.config import PAYLOAD_BYTES_MIN, BusConfig
 from halfmoon.bus.errors import BusError, BusUnreachable, NotStored, PeerError, PeerUnreachable
 from halfmoon.bus.jetstream import JetStream
+from halfmoon.bus.logs import RateLimit
 from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.reader import StreamMessage, StreamReader
 from halfmoon.bus.requests import Requests
@@ -33,7 +34,7 @@ from halfmoon.bus.tail import StreamTail
 from halfmoon.bus.tasks import end_tasks, within
 from halfmoon.schemas import subjects
 from halfmoon.schemas.authors import kv_author, names_itself, said_by
-from halfmoon.schemas.codec import MessageInvalid, decode, encode
+from halfmoon.schemas.codec import MessageInvalid, decode, encode, message_reader
 from halfmoon.schemas.decisions import Decision, Ordered, StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.events import EVENT_TYPES, Event, Stamped
 from halfmoon.schemas.kv import KvMessage
@@ -41,10 +42,16 @@ from halfmoon.schemas.tokens import ProcessError
 from halfmoon.schemas.types import Message
 
 log = logging.getLogger(__name__)
+#: What the server does not let us say: whoever may ask us names where we answer, and so provokes as many as it likes.
+refusals = logging.getLogger(f"{__name__}.refusals")
+refusals.addFilter(RateLimit(burst=20, every_s=5.0))
 
 M = TypeVar("M")
 Handler = Callable[[Any], "Awaitable[None] | object"]
 
+_read_event, _read_kv, _read_ordered = map(message_reader, (Event, KvMessage, Ordered))
+#: Decisions that are the first that is heard of an order.
+_PLACEMENTS = (StartPrefill, StartMixed)
 #: Decisions whose copies are known as such; what is older than all that was forgotten counts as a copy.
 SEEN_MAX = 1024
 #: For closing a connection that was refused.
@@ -103,7 +110,7 @@ class Bus:
                 if isinstance(problem, _FINAL) or "authorization" in str(problem).lower():
                     raise _Refused
             elif "permissions violation" in str(problem).lower():
-                log.warning("%s: %s", name, problem)
+                refusals.warning("%s: %s", name, problem)
 
         callbacks = {"reconnected_cb": reconnected, "error_cb": failed}
         options = {
@@ -230,7 +237,7 @@ class Bus:
         wanted = [subjects.events_of_kind(kind.__name__) for kind in kinds] or [subjects.EVENTS_ALL]
         async for message in self.read(subjects.EVENTS_STREAM, *wanted, after=after):
             try:
-                event: Event = decode(message.payload, Event)
+                event: Event = _read_event(message.payload)
             except MessageInvalid:
                 self.invalid += 1
                 continue
@@ -276,7 +283,7 @@ class Bus:
     @staticmethod
     def _places(decision: Decision) -> bool:
         """It is the first that is heard of an order."""
-        return isinstance(decision, StartPrefill | StartMixed) or (
+        return isinstance(decision, _PLACEMENTS) or (
             isinstance(decision, StartDecode) and decision.resumes != ""
         )
 
@@ -313,7 +320,7 @@ class Bus:
         try:
             async for _, payload in tail:
                 try:
-                    ordered: Ordered = decode(payload, Ordered)
+                    ordered: Ordered = _read_ordered(payload)
                 except MessageInvalid:
                     self.invalid += 1
                     continue
@@ -351,7 +358,7 @@ class Bus:
         try:
             async for subject, payload in tail:
                 try:
-                    message: KvMessage = decode(payload, KvMessage)
+                    message: KvMessage = _read_kv(payload)
                 except MessageInvalid:
                     self.invalid += 1
                     continue
@@ -385,11 +392,11 @@ class Bus:
         It is called within the reading of the socket; if it is a coroutine function, each runs as a task. `author`:
         the field that names who speaks, where that is the last name of the subject (of an event it is known).
         """
-        is_event = kind in EVENT_TYPES
+        is_event, read = kind in EVENT_TYPES, message_reader(kind)
 
         def receive(heard_on: bytes, _: bytes, payload: bytes, __: bytes | None) -> None:
             try:
-                message = decode(payload, kind)
+                message = read(payload)
             except MessageInvalid:
                 self.invalid += 1
                 return
@@ -399,7 +406,7 @@ class Bus:
                 self.invalid += 1
                 return
             result = handler(message)
-            if inspect.isawaitable(result):
+            if result is not None and inspect.isawaitable(result):
                 self._spawn(result)
 
         return await self.nc.subscribe_raw(subject, receive, queue=queue)

@@ -128,12 +128,14 @@ class Publisher:
             raise BusOverloaded(f"{UNACKED_MAX} messages wait for their acknowledgement")
         number = self._next
         self._next += 1
-        item = _Outgoing(subject, payload, f"{self._prefix}.{number}", headers, done)
+        reply = f"{self._prefix}.{number}"
+        item = _Outgoing(subject, payload, reply, headers, done)
         self._pending[number] = item
         self._empty.clear()
         # After a reconnect that `resend_all` has not seen, it would overtake older ones: it goes with them.
         if not self._held and self._nc.stats["reconnects"] == self._reconnects:
-            self._send(item)
+            item.sent_at = item.submitted_at
+            self._nc.send_checked(subject, payload, reply, headers)
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far is stored; False when time ran out."""
@@ -160,10 +162,11 @@ class Publisher:
         """After a reconnect: everything unacknowledged again, in order."""
         self._reconnects = self._nc.stats["reconnects"]
         for item in self._pending.values():
-            self._send(item)
+            self._send_again(item)
 
-    def _send(self, item: _Outgoing) -> None:
+    def _send_again(self, item: _Outgoing) -> None:
         item.sent_at = time.monotonic()
+        # Not `send_checked`: the server that is there now may carry less.
         self._nc.send(item.subject, item.payload, item.reply, item.headers)
 
     async def _watch(self) -> None:
@@ -217,7 +220,7 @@ class Publisher:
 
     def _again(self, number: int, item: _Outgoing) -> None:
         if number in self._pending:
-            self._send(item)
+            self._send_again(item)
 
     def _settle(self, number: int, problem: BusError) -> None:
         item = self._pending.pop(number)

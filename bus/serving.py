@@ -7,6 +7,7 @@ reply subject is no inbox is dropped: nobody would hear the answer, or somebody 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,9 +16,13 @@ from halfmoon.bus.client import DirectClient
 from halfmoon.bus.errors import PeerError
 from halfmoon.bus.wire import reply_subject
 from halfmoon.schemas.authors import names_itself
-from halfmoon.schemas.codec import MessageInvalid, decode, encode
+from halfmoon.schemas.codec import MessageInvalid, encode, message_reader
 from halfmoon.schemas.tokens import ProcessError
 from halfmoon.schemas.types import Message
+
+log = logging.getLogger(__name__)
+#: Of the RuntimeError that `threading` raises.
+_NO_THREAD = "can't start new thread"
 
 Answerer = Callable[[Any], "Awaitable[Message] | Message"]
 
@@ -75,7 +80,7 @@ class Responder:
     ) -> None:
         self._author = author
         self._nc = nc
-        self._kind = kind
+        self._read = message_reader(kind)
         self._handler = handler
         self._spawn = spawn
         self._invalid = invalid
@@ -91,7 +96,7 @@ class Responder:
                 self._nc.send(inbox, known)
             return
         try:
-            question = decode(payload, self._kind)
+            question = self._read(payload)
             if self._author and not names_itself(subject.decode(), question, self._author):
                 raise MessageInvalid(f"{self._author}: asked on the subject of another process")
             result = self._handler(question)
@@ -100,17 +105,21 @@ class Responder:
             self._answer(inbox, ProcessError(code="invalid_request", message=str(problem)[:500]))
         except PeerError as problem:
             self._answer(inbox, _refusal(problem))
+        except Exception as problem:  # who asked is told, and need not wait until its time is over
+            self._answer(inbox, _failed(subject, problem))
         else:
             if inspect.isawaitable(result):
-                self._spawn(self._answer_later(inbox, result))
+                self._spawn(self._answer_later(subject, inbox, result))
             else:
                 self._answer(inbox, result)
 
-    async def _answer_later(self, inbox: str, result: Awaitable[Message]) -> None:
+    async def _answer_later(self, subject: bytes, inbox: str, result: Awaitable[Message]) -> None:
         try:
             answer = await result
         except PeerError as problem:
             answer = _refusal(problem)
+        except Exception as problem:
+            answer = _failed(subject, problem)
         self._answer(inbox, answer)
 
     def _answer(self, inbox: str, answer: Message) -> None:
@@ -121,6 +130,20 @@ class Responder:
             payload = encode(ProcessError(code="answer_too_large", message=message))
         self._replies.end(inbox, payload)
         self._nc.send(inbox, payload)
+
+
+def _failed(subject: bytes, problem: Exception) -> ProcessError:
+    """For a failure that nobody foresaw, or that the machine has no room for; our own output has the whole of it."""
+    said = f"{type(problem).__name__}: {problem}"[:500]
+    # A machine that is out of memory, descriptors or threads is no mistake of ours, and says so in a line.
+    ours = not isinstance(problem, OSError | MemoryError) and str(problem) != _NO_THREAD
+    log.error(
+        "a request on %s failed: %s",
+        subject.decode(errors="replace"),
+        said,
+        exc_info=problem if ours else None,
+    )
+    return ProcessError(code="internal", message=said)
 
 
 def _refusal(problem: PeerError) -> ProcessError:

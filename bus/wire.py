@@ -22,7 +22,7 @@ from halfmoon.schemas import subjects
 #: The server's own bound for lines of clients is 4 KiB; its INFO names all servers of a cluster.
 LINE_BYTES_MAX = 1 << 20
 _END = b"\r\n"
-_NO_MESSAGE = -1
+_END_BYTES = len(_END)
 
 #: Tokens with neither white space nor control characters nor wildcards in them, parted by single dots.
 _SUBJECT = re.compile(r"[^\x00-\x20\x7f*>.]+(?:\.[^\x00-\x20\x7f*>.]+)*")
@@ -66,42 +66,50 @@ class WireParser(Parser):
 
     def reset(self) -> None:
         """A new connection begins."""
+        #: The beginning of a line, or of a message, whose end has not come yet.
         self.buf = bytearray()
-        self._message: tuple[int, bytes, bytes] = 0, b"", b""
-        self._header_bytes = 0
-        #: Of the payload, headers included; below 0: a line comes next.
-        self._message_bytes = _NO_MESSAGE
+        #: Bytes of `buf` with which that message is whole; 0: it is a line.
+        self._whole_bytes = 0
 
     async def parse(self, data: bytes = b"") -> None:
         """Take in what was read. Raises ProtocolError for what no server sends."""
-        received = self.buf
-        received += data
-        while received is self.buf:  # else the connection was given up meanwhile
-            if self._message_bytes == _NO_MESSAGE:
-                end = received.find(_END)
-                if end < 0:
-                    if len(received) > LINE_BYTES_MAX:
-                        raise ProtocolError("nats: a line without an end")
-                    return
-                line = bytes(received[:end])
-                del received[: end + len(_END)]
-                await self._take_line(line)
+        if self.buf:
+            self.buf += data
+            if len(self.buf) < self._whole_bytes:
+                return
+            data, self.buf = bytes(self.buf), bytearray()
+        connection, nc = self.buf, self.nc
+        start, size = 0, len(data)
+        while start < size:
+            end = data.find(_END, start)
+            if end < 0:
+                if size - start > LINE_BYTES_MAX:
+                    raise ProtocolError("nats: a line without an end")
+                self._whole_bytes = 0
+                break
+            line = data[start:end]
+            if line.startswith((b"MSG ", b"HMSG ")):
+                sid, subject, reply, header_bytes, message_bytes = _message(line)
+                begin = end + _END_BYTES
+                end = begin + message_bytes
+                if end + _END_BYTES > size:
+                    self._whole_bytes = end + _END_BYTES - start
+                    break
+                headers = data[begin : begin + header_bytes] or None
+                payload = data[begin + header_bytes : end]
+                # Mostly heard at once: a coroutine for each would cost as much as all else here.
+                if not nc.hear(sid, subject, reply, payload, headers):
+                    await nc._process_msg(sid, subject, reply, payload, headers)
             else:
-                size = self._message_bytes
-                if len(received) < size + len(_END):
-                    return
-                headers = bytes(received[: self._header_bytes]) or None
-                payload = bytes(received[self._header_bytes : size])
-                del received[: size + len(_END)]
-                self._message_bytes = _NO_MESSAGE
-                sid, subject, reply = self._message
-                await self.nc._process_msg(sid, subject, reply, payload, headers)
+                await self._take_line(line)
+            start = end + _END_BYTES
+            if self.buf is not connection:  # it was given up meanwhile
+                return
+        self.buf += data[start:]
 
     async def _take_line(self, line: bytes) -> None:
         operation, _, rest = line.partition(b" ")
-        if operation in (b"MSG", b"HMSG"):
-            self._begin_message(rest, with_headers=operation == b"HMSG")
-        elif operation == b"PING":
+        if operation == b"PING":
             await self.nc._process_ping()
         elif operation == b"PONG":
             await self.nc._process_pong()
@@ -112,18 +120,26 @@ class WireParser(Parser):
         elif operation != b"+OK":
             raise ProtocolError(f"nats: unknown operation {line[:40]!r}")
 
-    def _begin_message(self, arguments: bytes, *, with_headers: bool) -> None:
-        """`subject sid [reply] [bytes of headers] bytes`."""
-        parts = arguments.split(b" ")
-        sizes = 2 if with_headers else 1
-        if len(parts) - sizes not in (2, 3):
-            raise ProtocolError(f"nats: malformed message {arguments[:40]!r}")
-        try:
-            sid, size = int(parts[1]), int(parts[-1])
-            header_bytes = int(parts[-2]) if with_headers else 0
-        except ValueError:
-            raise ProtocolError(f"nats: malformed message {arguments[:40]!r}") from None
-        if not 0 <= header_bytes <= size:
-            raise ProtocolError(f"nats: malformed message {arguments[:40]!r}")
-        self._message = sid, parts[0], parts[2] if len(parts) - sizes == 3 else b""
-        self._header_bytes, self._message_bytes = header_bytes, size
+
+def _message(line: bytes) -> tuple[int, bytes, bytes, int, int]:
+    """`MSG subject sid [reply] bytes`, `HMSG subject sid [reply] bytes of headers bytes`: sid, subject, reply, both
+    numbers. Raises ProtocolError.
+    """
+    parts = line.split(b" ")
+    try:
+        match parts:
+            case [b"MSG", subject, sid, size]:
+                message = int(sid), subject, b"", 0, int(size)
+            case [b"MSG", subject, sid, reply, size]:
+                message = int(sid), subject, reply, 0, int(size)
+            case [b"HMSG", subject, sid, headers, size]:
+                message = int(sid), subject, b"", int(headers), int(size)
+            case [b"HMSG", subject, sid, reply, headers, size]:
+                message = int(sid), subject, reply, int(headers), int(size)
+            case _:
+                raise ValueError
+        if not 0 <= message[3] <= message[4]:
+            raise ValueError
+    except ValueError:
+        raise ProtocolError(f"nats: malformed message {line[:40]!r}") from None
+    return message

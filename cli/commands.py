@@ -52,6 +52,7 @@ COMMANDS = (
     ),
     Command("role", "halfmoon.cli.role", "let a prefill worker become a decode worker, or the reverse"),
     Command("drain", "halfmoon.cli.drain", "let a node's store leave, its blocks kept"),
+    Command("audit", "halfmoon.cli.audit.command", "compute cached blocks again, and compare their bits"),
     Command(
         "conductor",
         "halfmoon.cli.processes.conductor",
@@ -61,6 +62,9 @@ COMMANDS = (
     *(
         Command(role, "halfmoon.cli.processes.worker", f"a {role} worker, beside a store agent")
         for role in WORKER_ROLES
+    ),
+    Command(
+        "adapt", "halfmoon.cli.processes.adapt", "an engine of another's as a worker: a vLLM, unmodified"
     ),
     Command("frontend", "halfmoon.cli.processes.frontend", "the client edge: NATS API and HTTP"),
 )

@@ -14,7 +14,7 @@ from halfmoon.conductor.simulation.devices import (
     Device,
     degrees_of_parallelism,
 )
-from halfmoon.conductor.simulation.infinite_llm import Lending
+from halfmoon.conductor.simulation.systems.infinite_llm import Lending
 from halfmoon.conductor.simulation.trace import Arrival
 
 _POOL = re.compile(r"(?:([1-9]\d{0,3})x)?([a-z0-9]+)")
@@ -47,7 +47,10 @@ def add_lending(parser: argparse.ArgumentParser) -> None:
         help="who borrows: new requests, or running ones",
     )
     group.add_argument(
-        "--move-tokens", type=int, default=16, help="of a running request, moved in one step at most"
+        "--move-tokens",
+        type=int,
+        default=16,
+        help="of a running request, moved in one step at most (--lend too)",
     )
     group.add_argument(
         "--clients", type=int, default=0, help="of an instance, who wait for answers (0: the trace's times)"

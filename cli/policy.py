@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+from collections.abc import Sequence
 
 import msgspec
 import orjson
@@ -50,9 +51,11 @@ async def run(args: argparse.Namespace) -> int:
         )
     bus = await operator_bus(args, "policy")
     try:
-        policy = (await conductor_status(bus)).policy
+        status = await conductor_status(bus)
+        policy = status.policy
         if args.changes:
             policy = changed(policy, args.changes)
+            check_plugin(policy, status.plugins)
             await _put_in_force(bus, policy)
     finally:
         await bus.close()
@@ -99,6 +102,15 @@ def changed(policy: Policy, changes: list[str]) -> Policy:
     return new
 
 
+def check_plugin(policy: Policy, there: Sequence[str]) -> None:
+    """Raises OptionInvalid: conductors that had to obey a plug-in that they lack would stop."""
+    if policy.plugin and policy.plugin not in there:
+        known = ", ".join(there) or "none"
+        raise OptionInvalid(
+            f"policy set plugin={policy.plugin}: the conductor has no such one (it has: {known})"
+        )
+
+
 def _read(key: str, text: str) -> int:
     found = re.fullmatch(r"(\d+)(ns|us|ms|s)?", text)
     if found is None or (found[2] and not key.endswith(("_ns", "_ns_max"))):
@@ -112,7 +124,7 @@ def _for_people(name: str, value: object) -> str:
     if isinstance(value, int) and name.endswith(("_ns", "_ns_max")):
         unit = next(unit for unit, ns in reversed(_UNITS_NS.items()) if value % ns == 0)
         return f"{value // _UNITS_NS[unit]}{unit}"
-    return str(value)
+    return str(value) or "-"
 
 
 async def _put_in_force(bus: Bus, policy: Policy) -> None:

@@ -14,7 +14,9 @@ import msgspec
 
 from halfmoon.cli.options import OptionInvalid, add_config, read_option_file
 from halfmoon.cli.policy import changed
+from halfmoon.conductor.core.placement.policies import check_installed
 from halfmoon.conductor.core.step_output import explain_all
+from halfmoon.conductor.plugins import install_plugins
 from halfmoon.conductor.replay import state_text, whatif
 from halfmoon.conductor.replay.explain import explained, role_changed
 from halfmoon.conductor.replay.histories import request_histories
@@ -48,15 +50,24 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--what-if", default="", metavar="POLICY", help="simulate the arrivals under a policy (.toml)"
     )
+    parser.add_argument(
+        "--no-worse",
+        type=float,
+        metavar="POINTS",
+        help="with --what-if: exit status 1 when so many percent fewer requests hold both objectives under it",
+    )
     parser.add_argument("--json", action="store_true")
     add_config(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
     """Exit status 0; 1 when a decision differs."""
+    install_plugins()
     log = LogFile(Path(args.file))
     if args.until is not None and args.until < log.header.first_seq:
         raise OptionInvalid(f"--until {args.until}: the log begins at {log.header.first_seq}")
+    if args.no_worse is not None and not args.what_if:
+        raise OptionInvalid("--no-worse: it judges a policy, and --what-if names none")
     wanted = [name for name in ("state", "explain", "what_if") if getattr(args, name)]
     if len(wanted) > 1 or (wanted and (args.html or args.perfetto)):
         raise OptionInvalid("--state, --explain, --what-if, and --html with --perfetto: one at a time")
@@ -119,14 +130,29 @@ def _what_if(args: argparse.Namespace, log: LogFile) -> int:
         print(msgspec.json.encode(found).decode())
     else:
         print(whatif.described(found, Path(args.what_if).stem))
-    return _warned(replay)
+    return _warned(replay) or _worse(args, found)
+
+
+def _worse(args: argparse.Namespace, found: whatif.Comparison) -> int:
+    """Exit status; 1, with a word, when the policy loses more than `--no-worse` allows."""
+    lost = 100 * (found.simulated.effective_capacity - found.what_if.effective_capacity)
+    if args.no_worse is None or lost <= args.no_worse:
+        return 0
+    print(
+        f"halfmoon: --no-worse {args.no_worse:g}: {found.what_if.effective_capacity:.1%} of requests hold both"
+        f" objectives, {found.simulated.effective_capacity:.1%} under the recorded policy",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def _policy(file: str, policy: Policy) -> Policy:
     """`policy` with the keys that the file has, as `halfmoon policy set` takes them."""
     try:
         values = tomllib.loads(read_option_file("--what-if", file))
-        return changed(policy, [f"{key}={value}" for key, value in values.items()])
+        wanted = changed(policy, [f"{key}={value}" for key, value in values.items()])
+        check_installed(wanted)
+        return wanted
     except (ValueError, RecursionError, OptionInvalid) as problem:
         text = str(problem).removeprefix("policy set ").removeprefix(f"--what-if {file}: ")
         raise OptionInvalid(f"--what-if {file}: {text}") from None

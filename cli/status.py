@@ -58,6 +58,37 @@ def _roles(roles: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _groups(status: dict[str, Any]) -> list[str]:
+    """Prompts that groups of prefill workers were given, and who is in one now."""
+    grouped = status.get("grouped_prompts", {})
+    if not grouped:
+        return []
+    counts = ", ".join(f"{count} by {size}" for size, count in grouped.items())
+    members = [
+        f"{node['id']} layers {node['stage_first_layer']} to {node['stage_first_layer'] + node['stage_layers'] - 1}"
+        for node in status["nodes"]
+        if node.get("stage_layers")
+    ]
+    broken = f", {count} of them broken off" if (count := status.get("groups_broken")) else ""
+    now = f"; now {', '.join(members)}" if members else ""
+    return ["", f"prompts that groups of prefill workers compute: {counts}{broken}{now}"]
+
+
+def _cache(cache: dict[str, Any]) -> list[str]:
+    """Tokens that were found of prompts, and what stood in for them."""
+    cached = cache["cached_local_tokens"] + cache["cached_fetched_tokens"]
+    lines = [
+        f"cache: {cache['blocks']} blocks; of {cache['prompt_tokens']} prompt tokens {cached} were found "
+        f"({100 * cached / max(1, cache['prompt_tokens']):.1f} %), {cache['cached_fetched_tokens']} on other nodes"
+    ]
+    if requests := cache.get("similar_requests"):
+        lines.append(
+            f"similar prompts: KV of another stood in for {cache['similar_tokens']} tokens of {requests} requests; "
+            f"of these requests {cache['similar_computed_tokens']} tokens were computed, on the mean over layers"
+        )
+    return lines
+
+
 def describe(status: dict[str, Any]) -> str:
     """For people."""
     lines = [
@@ -90,6 +121,7 @@ def describe(status: dict[str, Any]) -> str:
     ]
     if divided:
         lines += ["", f"KV at attention workers: {'; '.join(divided)}"]
+    lines += _groups(status)
     slow = [
         f"{node['id']} ({node['slow_wait_ms']} ms of a step, where {node['slow_expected_ms']} were measured)"
         for node in status["nodes"]
@@ -110,16 +142,12 @@ def describe(status: dict[str, Any]) -> str:
         rejected = sum(requests["rejected"].values())
         lines += [
             "",
-            f"requests: {requests['in_flight']} in flight, {requests['parked']} waiting for a worker; "
+            f"requests: {requests['in_flight']} in flight, {requests['parked']} waiting for a worker or room; "
             f"{requests['finished']} finished, {requests['failed']} failed, {requests['cancelled']} cancelled, "
             f"{rejected} rejected",
         ]
     if cache := status.get("cache"):
-        cached = cache["cached_local_tokens"] + cache["cached_fetched_tokens"]
-        lines.append(
-            f"cache: {cache['blocks']} blocks; of {cache['prompt_tokens']} prompt tokens {cached} were found "
-            f"({100 * cached / max(1, cache['prompt_tokens']):.1f} %), {cache['cached_fetched_tokens']} on other nodes"
-        )
+        lines += _cache(cache)
     conductors = ", ".join(
         f"{each['id']} at {each['seq']} ({each['digest'][:8]})" for each in status["conductors"]
     )

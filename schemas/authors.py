@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import EVENT_TYPES, Event
 from halfmoon.schemas.kv import KvMessage
@@ -27,11 +29,17 @@ def said_by(subject: str, event: Event) -> bool:
     NATS checks who publishes on a subject, and nothing of the payload: so this is what keeps one process from
     speaking for another.
     """
-    source_id, _, kind = subject.removeprefix(_EVENTS).partition(".")
+    source_id, kind = _source_and_kind(subject)
     if kind != type(event).__name__:
         return False
     field = _AUTHOR_FIELD[type(event)]
     return not field or source_id == subjects.SUPERVISOR or getattr(event, field) == source_id
+
+
+@functools.lru_cache(4096)  # each process has a few subjects
+def _source_and_kind(subject: str) -> tuple[str, str]:
+    source_id, _, kind = subject.removeprefix(_EVENTS).partition(".")
+    return source_id, kind
 
 
 def kv_author(subject: str, message: KvMessage) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,20 +57,26 @@ def _not_finite(value: Any, path: str) -> str:
     return next(filter(None, found), "")
 
 
-@functools.cache
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind, strict=True)
-
-
 def decode(payload: bytes, kind: type[M] | Any) -> M:
     """The message in `payload`, which must be of `kind` (a class, or a union of message classes).
 
     Raises MessageInvalid, naming the field.
     """
-    try:
-        return _decoder(kind).decode(payload)  # type: ignore[no-any-return, arg-type]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise MessageInvalid(f"{_name(kind)}: {one_line(problem)}") from None
+    return message_reader(kind)(payload)  # type: ignore[no-any-return, arg-type]
+
+
+@functools.cache
+def message_reader(kind: Any) -> Callable[[bytes], Any]:
+    """`decode` for one kind. Looking up a union of classes takes as long as decoding: keep it where many are read."""
+    typed = msgspec.json.Decoder(kind, strict=True).decode
+
+    def read(payload: bytes) -> Any:
+        try:
+            return typed(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+            raise MessageInvalid(f"{_name(kind)}: {one_line(problem)}") from None
+
+    return read
 
 
 def one_line(problem: Exception | str) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from halfmoon.schemas.roles import MemberRole, WorkerRole
+from halfmoon.schemas.similar import Reference
 from halfmoon.schemas.types import BlockKeys, Blocks, Count, Id, KvHeads, Message, Ns, Part, Seq, Text, Tokens
 
 RejectReason = Literal[
@@ -85,6 +86,14 @@ class StartPrefill(Message, frozen=True):
     stages: list[LayerStage] = []
     #: With `stages`: tokens of the chunks that go from one to the next. 0: as the worker is set.
     chunk_tokens: Tokens = 0
+    #: A similar prompt, whose KV stands in behind the cached blocks; what is made of it is nobody else's. None: all is
+    #: computed.
+    reference: Reference | None = None
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks of the prompt's own that are to be used: those on the node, and those that are fetched."""
+        return max([self.local_blocks, *(fetch.first_block + fetch.blocks for fetch in self.fetches)])
 
 
 class StartStage(Message, frozen=True):

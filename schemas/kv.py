@@ -1,6 +1,7 @@
 """KV progress: what a decode or prefill worker must know about a running transfer.
 
-KV stream, short retention, ≤ 4 KiB each (a `TransferOpened` is longer for long prompts).
+KV stream, short retention, ≤ 4 KiB each (but for the `TransferOpened` of a long prompt, and a `PrefillResult` with
+log probabilities of one).
 
 Subject: `halfmoon.kv.<worker that waits>.<type>.<author>`. Store agents send all but `PrefillResult`, because they know
 first when a write has become readable: `author` is their node, or the prefill worker.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import get_args
 
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Text, Tokens
 
 
@@ -66,6 +68,8 @@ class PrefillResult(Message, frozen=True):
     cached_tokens: Tokens
     #: Wall clock of the prefill worker when compute ended.
     finished_at_ns: Ns
+    #: KV of a similar prompt stood in for some of it: it is shared with nobody. None: all is the prompt's own.
+    similar: SimilarReuse | None = None
 
 
 KvMessage = TransferOpened | KvReady | KvLoaded | TransferFailed | PrefillResult

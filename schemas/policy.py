@@ -21,9 +21,14 @@ PolicyName = Literal[
     "random",
     "dynamo",
 ]
-#: Where there are mixed workers and pairs of others: whichever is predicted to be better, mixed workers while they take
-#: it, or never a mixed one.
-MixedChoice = Literal["predicted", "preferred", "never"]
+#: A policy that another package brings (group `halfmoon.policies`): NAME@VERSION.
+PluginTitle = Annotated[
+    str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]*@[0-9A-Za-z][0-9A-Za-z.+_-]*)?$(?!\n)", max_length=128)
+]
+#: Where there are mixed workers and pairs of others: what holds both objectives by what is predicted, and then the
+#: earlier first token, unless the two are nearly as early: then the shorter time between tokens; the earlier first
+#: token, as in older logs; mixed workers while they take it; or never a mixed one.
+MixedChoice = Literal["balanced", "predicted", "preferred", "never"]
 AdmissionName = Literal["predicted", "early", "late", "none"]
 #: Whether the conductor changes roles of workers by load: never, or it says what it would change, or it does.
 ElasticMode = Literal["off", "advise", "on"]
@@ -54,6 +59,9 @@ class Policy(Part, frozen=True):
     unplaced_ns_max: Ns = 30 * SECOND_NS
     #: How long a new request waits for one, never longer than its TTFT objective; 0: it is refused at once.
     arrival_wait_ns_max: Ns = 0
+    #: How long a new request waits for room that others must lend it, or hold for it; unless `admission` is none, not
+    #: where its first token would be late. 0, as in older logs: it is refused at once.
+    room_wait_ns_max: Ns = 0
     #: Refuse prompts that no node's pool could hold, were it empty.
     pools_bound: bool = False
     #: Objectives that no request names are not below twice what it takes alone, and at an idle worker a prediction that
@@ -82,8 +90,14 @@ class Policy(Part, frozen=True):
     move_reserve_percent: Annotated[int, Meta(ge=0, le=100)] = 10
     #: Tokens that a worker sends during one decode step at most.
     move_step_tokens: Annotated[int, Meta(ge=1, le=65536)] = 32
+    #: A move begins only where it is to end within so much, in percent, of the time that its request is expected to go
+    #: on; 0, as in older logs: also shortly before the request ends.
+    move_ends_percent: Annotated[int, Meta(ge=0, le=100)] = 0
     #: How a mixed worker is chosen over a prefill and a decode worker; older logs have no mixed workers.
     mixed_choice: MixedChoice = "predicted"
+    #: A chunk beside a mixed worker's answers is priced no longer than the longest prompt there; off in older logs: as
+    #: long as its token budget allows.
+    mixed_chunks_bound: bool = False
     #: A move that its decode worker has not answered for so long is over; 0, as in older logs: it stays booked until
     #: its order ends.
     move_answer_ns: Ns = 0
@@ -111,8 +125,18 @@ class Policy(Part, frozen=True):
     #: computes its own alone. And what each further one must take off the time of computing it, in percent.
     prefill_group: Annotated[int, Meta(ge=1, le=64)] = 1
     group_gain_percent: Annotated[int, Meta(ge=1, le=99)] = 10
+    #: KV of a similar prompt stands in, where a request lets it, so many tokens would be computed otherwise (0 tokens:
+    #: never) and so many percent of the runs of tokens are the same. Figures of SmolLM2-135M on a CPU.
+    similar_tokens_min: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 700
+    similar_percent_min: Annotated[int, Meta(ge=1, le=100)] = 40
     #: Conductors compare their states after every so many events.
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
+    #: How workers are chosen, in place of what `name` says; "": as it says.
+    plugin: PluginTitle = ""
+
+
+#: A block of `Layout.opaque` is so many pages: 4 KiB to 390 MiB.
+OPAQUE_PAGE_BYTES, OPAQUE_PAGES_MAX = 4096, 100_000
 
 
 class Layout(Part, frozen=True):
@@ -128,6 +152,30 @@ class Layout(Part, frozen=True):
     numerics: Literal["exact", "fast"] = "exact"
     #: Exact attention is the merge of states over segments of so many tokens (0, as before there were any: it is one).
     segment_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+
+    @classmethod
+    def opaque(cls, block_bytes: int) -> Layout:
+        """A store's blocks of another engine: bytes of which only the length is known, whole pages of 4 KiB.
+
+        Equal sizes are equal layouts, whatever engine's they are: keys tell engines apart. The shape is nominal,
+        `[1, 2, 1, pages, 1024]` of two bytes each. Raises ValueError.
+        """
+        pages, rest = divmod(block_bytes, OPAQUE_PAGE_BYTES)
+        if rest or not 1 <= pages <= OPAQUE_PAGES_MAX:
+            most = OPAQUE_PAGES_MAX * OPAQUE_PAGE_BYTES
+            raise ValueError(
+                f"{block_bytes} is no multiple of {OPAQUE_PAGE_BYTES} from {OPAQUE_PAGE_BYTES} to {most}"
+            )
+        return cls(
+            model="opaque",
+            model_fingerprint="opaque",
+            layers=1,
+            kv_heads=pages,
+            head_dim=OPAQUE_PAGE_BYTES // 4,
+            block_tokens=1,
+            dtype="float16",
+            numerics="fast",
+        )
 
     @property
     def token_layer_bytes(self) -> int:

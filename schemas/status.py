@@ -50,6 +50,9 @@ class NodeStatus(Part, frozen=True):
     #: how many of its orders have their KV split so.
     groups: Count = 0
     splits: dict[CacheSplit, Count] = {}
+    #: Prefill workers that compute a prompt together with others: the layers that this one has; 0: it does not.
+    stage_first_layer: Count = 0
+    stage_layers: Count = 0
 
 
 class PoolWanted(Part, frozen=True):
@@ -93,6 +96,15 @@ class RequestCounts(Part, frozen=True):
     moves_refused: Count = 0
     moved_tokens: Count = 0
     moved_bytes: Count = 0
+    #: Prompts given to a group of prefill workers (again counts), by its workers.
+    grouped: dict[int, Count] = {}
+    #: Of these, taken back before the prompt was computed.
+    groups_broken: Count = 0
+    #: Prompts for part of which KV of a similar one stood in, the tokens of those parts, and tokens computed of these
+    #: prompts, on the mean over layers.
+    similar_requests: Count = 0
+    similar_tokens: Count = 0
+    similar_computed_tokens: Count = 0
 
 
 class ConductorStatus(Message, frozen=True):
@@ -121,6 +133,8 @@ class ConductorStatus(Message, frozen=True):
     #: How long the oldest of its orders and events waits to be stored.
     unstored_ns: Ns = 0
     elastic: ElasticStatus = ElasticStatus()
+    #: Policies of other packages that it could obey, NAME@VERSION.
+    plugins: list[str] = msgspec.field(default_factory=list)
 
     @property
     def ready(self) -> bool:

@@ -25,6 +25,7 @@ from halfmoon.schemas.types import (
     PackedTokens,
     Part,
     Text,
+    Tokens,
 )
 
 Slots = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=BLOCKS_MAX)]
@@ -32,6 +33,19 @@ Layers = Annotated[int, Meta(ge=0, le=10_000)]
 Tenant = Annotated[str, Meta(max_length=128)]
 #: A tenant as pools and their files know it (`halfmoon.store.pool.slots.tenant_mark`).
 Mark = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?$(?!\n)")]
+
+
+_REFERENCE = "-reference"
+
+
+def reference_hold(order_id: str) -> str:
+    """The id under which an order's similar prompt is held, beside the prompt's own hold; it ends with the order."""
+    return order_id + _REFERENCE
+
+
+def order_of_hold(hold_id: str) -> str:
+    """The order that has a hold, be it of its prompt or of a similar one."""
+    return hold_id.removesuffix(_REFERENCE)
 
 
 class Done(Message, frozen=True):
@@ -143,6 +157,8 @@ class OpenPush(Message, frozen=True):
     worker_id: Id
     target_node_id: Id
     decode_worker_id: Id
+    #: Of the prompt: of its last block no more is moved than what they fill; 0: that is not known.
+    tokens: Tokens = 0
 
 
 class PushLayer(Part, frozen=True):
@@ -288,7 +304,7 @@ class PinBlocks(Message, frozen=True):
 class RemoteMemory(Part, frozen=True):
     """Registered memory as a peer names it: a decimal address, because it may need all 64 bits, bytes, and the key."""
 
-    address: Annotated[str, Meta(pattern=r"^[0-9]{1,20}$")]
+    address: Annotated[str, Meta(pattern=r"^[0-9]{1,20}$(?!\n)")]
     size: Bytes
     rkey: Count
 
@@ -367,6 +383,8 @@ class Reserved(Message, frozen=True):
     slots: Slots
     lease_ttl_ns: Ns
     present: Slots = []
+    #: A block that is filled in part may be written in part (`Run.fill`).
+    takes_part: bool = False
 
 
 class RenewBlocks(Message, frozen=True):
@@ -419,3 +437,39 @@ class QueuePair(Message, frozen=True):
     #: The receiver's queue pairs that this agent still uses; its others for this agent can go.
     still: Annotated[list[Count], Meta(max_length=1024)] = []
     proof: str = ""
+
+
+# --- copies: asked by programs, operators and other agents ----------------------------------------------------
+
+
+class Replicate(Message, frozen=True):
+    """Verb `replicate`: hold copies of these blocks. With `move` the source forgets its own when nobody holds them."""
+
+    block_keys: BlockKeys
+    source_node_id: Id
+    #: Of the blocks' tenant.
+    mark: Mark = ""
+    move: bool = False
+    #: Ahead of need: the first to go until it is read.
+    spare: bool = False
+
+
+class Replicated(Message, frozen=True):
+    """`blocks` were copied (those that were here already are not counted). With `full` there was no room for more."""
+
+    blocks: Blocks
+    full: bool = False
+
+
+class DrainStore(Message, frozen=True):
+    """Verb `drain`: hand the blocks that only you hold to these nodes, as far as there is room, then leave."""
+
+    target_node_ids: list[Id]
+
+
+class Drained(Message, frozen=True):
+    """Blocks that were handed over, those that another node held already, and those that go with this node."""
+
+    moved: Blocks
+    elsewhere: Blocks
+    left: Blocks

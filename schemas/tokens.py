@@ -8,13 +8,17 @@ frontend's sequences. `halfmoon.resend.<worker_id>.<frontend_id>` (request/reply
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from halfmoon.schemas.roles import WorkerRole
 from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.types import (
     BLOCKS_MAX,
     PACKED_TOKENS_MAX,
+    REQUEST_AROUND_BYTES,
     BlockKeys,
     Count,
     Id,
@@ -57,6 +61,8 @@ class TakeReply(Message, frozen=True):
     tenant: Text = ""
     #: W3C, of the request's span; "": not traced.
     traceparent: Text = ""
+    #: Where KV of a similar prompt stands in, each layer keeps the KV of this share of the tokens; 0: of all.
+    retain_percent: Annotated[int, Meta(ge=0, le=100)] = 0
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)
@@ -80,6 +86,7 @@ class Timing(Part, frozen=True):
     cached_tokens: Tokens = 0
     prefill_worker: str = ""
     decode_worker: str = ""
+    similar: SimilarReuse | None = None
 
 
 class Delivery(Part, frozen=True):
@@ -117,8 +124,6 @@ class ResendReply(Message, frozen=True):
     more: bool = False
 
 
-#: Of a message about a request: what neither its tokens nor its blocks take (sampling, names, headers), at most.
-_AROUND_BYTES = 64 << 10
 #: Base64 of one token id; slot, checksum and key of one block, as the longest of the store's messages has them.
 _TOKEN_BYTES, _BLOCK_BYTES = 16 / 3, 36
 
@@ -129,7 +134,7 @@ def carried_tokens(payload_bytes_max: int, block_tokens: int) -> int:
     The longest are `TokensGiven`, which has all tokens and block keys, and, where blocks are short, the store's lists.
     """
     token_bytes = _TOKEN_BYTES + _BLOCK_BYTES / block_tokens
-    fitting = int((payload_bytes_max - _AROUND_BYTES) / token_bytes)
+    fitting = int((payload_bytes_max - REQUEST_AROUND_BYTES) / token_bytes)
     return max(0, min(fitting, BLOCKS_MAX * block_tokens, PACKED_TOKENS_MAX))
 
 

@@ -115,6 +115,7 @@ def mypy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mypy")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
 def test_a_change_is_well_typed(section: Section, tmp_path: Path, mypy_cache: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from halfmoon.cli.options import OptionInvalid
-from halfmoon.cli.processes.mixed import largest_budget, token_budget_of
+from halfmoon.cli.processes.mixed import token_budget_of
 from halfmoon.cli.up import add, count_nodes
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
+from halfmoon.workers.token_budget import largest_budget
 
 MS = 1_000_000
 #: 1 ms a token, and 1 ms of each 1,000 tokens before them; a step of 16 takes 10 + 16 ms.
@@ -61,7 +62,7 @@ def test_with_mixed_workers_there_need_be_no_others(words: tuple[str, ...], coun
     ("words", "message"),
     [
         (("--prefill", "0"), "--prefill: at least 1"),
-        (("--mixed", "1", "--prefill", "1"), "some of both, or with --mixed none of either"),
+        (("--mixed", "1", "--prefill", "1"), "some of both, or with --mixed or --adapt-vllm none of either"),
         (("--mixed", "-1"), "at least"),
         (("--mixed", "1", "--attention", "1"), "--attention: its KV is that of decode workers"),
     ],

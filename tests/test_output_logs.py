@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from halfmoon.bus import embedded
-from halfmoon.bus.telemetry.logs import RateLimit
+from halfmoon.bus.logs import RateLimit
 from halfmoon.cli.local import output_log
 from halfmoon.cli.local.output_log import OutputLog, lines_of
 

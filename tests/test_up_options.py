@@ -10,12 +10,22 @@ import pytest
 
 from halfmoon.cli import up
 from halfmoon.cli.commands import COMMANDS
-from halfmoon.cli.local.flags import SECRETS, process_flags, secret_environment, worker_flags
+from halfmoon.cli.local.flags import SECRETS, check_places, process_flags, secret_environment, worker_flags
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.schemas.roles import WORKER_ROLES
 
 #: How many processes there are, and where `up` itself listens and reads.
-OWN = {*WORKER_ROLES, "conductors", "port", "metrics_port", "nats_port", "config", "http_port", "help"}
+OWN = {
+    *WORKER_ROLES,
+    "adapt_vllm",
+    "conductors",
+    "port",
+    "metrics_port",
+    "nats_port",
+    "config",
+    "http_port",
+    "help",
+}
 #: They reach a process under another name.
 TRANSLATED = {"attention_split": {"attention_segments": True}} | {
     f"{role}_kv_blocks": {"kv_blocks": 7} for role in WORKER_ROLES
@@ -113,3 +123,18 @@ def test_the_nodes_of_one_machine_listen_at_places_of_their_own() -> None:
     assert as_started(given(), "store", 3).data_port == 0, "any free one, for all"
     with pytest.raises(OptionInvalid, match="--data-port: there is no port 65536 for node 1"):
         as_started(given(data_port=65_535), "store", 1)
+
+
+def test_ports_that_nodes_count_up_from_do_not_meet() -> None:
+    """Each of four nodes has the next one."""
+    meeting = given(
+        kv_events="tcp://*:5557", kv_events_replay="tcp://*:5558", prefill=1, decode=1, attention=1, mixed=1
+    )
+    with pytest.raises(
+        OptionInvalid, match="--kv-events and --kv-events-replay: 4 nodes take ports from 5557"
+    ):
+        check_places(meeting)
+    with pytest.raises(OptionInvalid, match="--data-port and --channel-port"):
+        check_places(given(data_port=9_000, channel_port=9_007, prefill=2, decode=2, attention=2, mixed=2))
+    check_places(given(kv_events="tcp://*:5557", kv_events_replay="tcp://*:5565", data_port=9_000))
+    check_places(given(kv_events="ipc:///run/events", kv_events_replay="ipc:///run/replay"))

@@ -13,6 +13,9 @@ again, before all others, and its KV is computed anew. Nobody is admitted in an 
 The other ways of batching are those that it is compared with. The former knows names and numbers of tokens, and is
 pure: the mixed worker obeys it, and so do simulated ones.
 
+An iteration may be bounded by its predicted time too (`IterationBound`): a chunk at the end of a long prompt reads all
+that came before it, so that a number of tokens alone bounds no time.
+
 Source: Sarathi-Serve (OSDI'24, arXiv 2403.02310), algorithm 3, in the form that its text describes: as printed, a line
 overwrites the batch, and the loop over waiting requests never advances.
 """
@@ -20,7 +23,7 @@ overwrites the batch, and the loop over waiting requests never advances.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -50,6 +53,16 @@ class Room(Protocol):
 
     def leave(self, name: str) -> None:
         """Gives up all that the request has."""
+
+
+class IterationBound(Protocol):
+    """How long an iteration may take, by prediction; in ns."""
+
+    def left_ns(self, decodes: Sequence[str]) -> float:
+        """The time that these leave for chunks; may be negative."""
+
+    def chunk_ns(self, start: int, tokens: int) -> float:
+        """A chunk's part of an iteration; it does not fall as `tokens` become more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +118,23 @@ class BatchFormer:
         grain_tokens: int = 1,
         batching: Batching = Batching.STALL_FREE,
         replays: bool = False,
+        bound: IterationBound | None = None,
+        chunk_min: int = 1,
     ) -> None:
         """`budget_tokens` may be changed between two iterations; the sequences that decode may then be more.
 
         `grain_tokens`: chunks end at multiples of it, or with their prompt; exact numerics need whole blocks.
         `replays`: what a preempted request had drawn goes through decode again, token by token, and not into the
-        prompt; exact numerics need that too.
+        prompt; exact numerics need that too. `bound`: chunks are shortened to it, but for `chunk_min` tokens, which the
+        first of an iteration has in any case.
         """
         assert 0 < grain_tokens <= budget_tokens, (grain_tokens, budget_tokens)
         assert sequences_max > 0, sequences_max
         self._room = room
         self.budget_tokens, self.sequences_max, self.grain_tokens = budget_tokens, sequences_max, grain_tokens
         self.batching, self.replays = batching, replays
+        self._bound, self._chunk_min = bound, chunk_min
+        self._left_ns = 0.0
         self._waiting: deque[_Member] = deque()
         #: In the order of their admission.
         self._running: dict[str, _Member] = {}
@@ -170,6 +188,8 @@ class BatchFormer:
             decodes, preempted = self._take_decodes()
         if chunks_turn:
             left = max(0, self.budget_tokens - len(decodes))
+            if self._bound is not None:
+                self._left_ns = self._bound.left_ns(decodes)
             left = self._take_partial(left, chunks)
             if not preempted:
                 self._take_waiting(left, chunks, admitted)
@@ -238,8 +258,12 @@ class BatchFormer:
             if cached is None:
                 break
             assert 0 <= cached < member.tokens, (member, cached)
-            self._waiting.popleft()
             member.computed = cached
+            if not self._tokens(member, left, alone=not chunks):  # what is cached makes a chunk dearer
+                self._room.leave(member.name)
+                member.computed = 0
+                break
+            self._waiting.popleft()
             self._running[member.name] = member
             admitted.append(member.name)
             left = self._take(member, left, chunks)
@@ -250,6 +274,8 @@ class BatchFormer:
         if tokens:
             last = member.computed + tokens == member.tokens
             chunks.append(PromptChunk(member.name, member.computed, tokens, last))
+            if self._bound is not None:
+                self._left_ns -= self._bound.chunk_ns(member.computed, tokens)
         # Too little for this one is not for those who came after it either.
         return max(0, left - tokens) if member.computed + tokens == member.tokens else 0
 
@@ -259,10 +285,19 @@ class BatchFormer:
         if self.batching in (Batching.HYBRID, Batching.PREFILL_FIRST):
             # A prompt longer than the budget goes alone.
             return rest if rest <= left or alone else 0
+        if self._bound is not None:
+            left = self._in_time(self._bound, member.computed, min(rest, left), alone=alone)
         if rest <= left:
             return rest
         end = (member.computed + left) // self.grain_tokens * self.grain_tokens
         return max(0, end - member.computed)
+
+    def _in_time(self, bound: IterationBound, start: int, most: int, *, alone: bool) -> int:
+        """The most tokens of a chunk that the bound leaves time for."""
+        if bound.chunk_ns(start, most) <= self._left_ns:
+            return most
+        least = min(most, max(self._chunk_min, self.grain_tokens)) if alone else 0
+        return _most(least, most, lambda tokens: bound.chunk_ns(start, tokens) <= self._left_ns)
 
 
 class BlockRoom:
@@ -305,11 +340,16 @@ def token_budget(iteration_ns: Callable[[int], float], slo_ns: float, *, tile: i
     the objective and one tile breaks it least. Source: Sarathi-Serve, section 4.3.
     """
     assert 0 < tile <= tokens_max, (tile, tokens_max)
-    low, high = 1, tokens_max // tile
+    return tile * _most(1, tokens_max // tile, lambda tiles: iteration_ns(tiles * tile) <= slo_ns)
+
+
+def _most(least: int, most: int, holds: Callable[[int], bool]) -> int:
+    """The greatest number up to `most` that holds, where none holds above one that does not; else `least`."""
+    low, high = least, most
     while low < high:
         middle = (low + high + 1) // 2
-        if iteration_ns(middle * tile) <= slo_ns:
+        if holds(middle):
             low = middle
         else:
             high = middle - 1
-    return low * tile
+    return low

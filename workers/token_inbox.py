@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError, PeerUnreachable
@@ -28,28 +29,40 @@ class TokenInbox:
         self._worker_id = worker_id
         #: By frontend and order: what another frontend gives is not for the order.
         self._early: OrderedDict[tuple[str, str], TakeReply] = OrderedDict()
-        self._awaited: dict[tuple[str, str], asyncio.Future[TakeReply | None]] = {}
+        #: By order: the frontend that is to give them, who is told, and when they are late.
+        self._awaited: dict[str, tuple[str, Callable[[TakeReply], None], asyncio.TimerHandle]] = {}
 
     async def open(self) -> None:
         subject = subjects.give(self._worker_id, "*")
         await self._bus.subscribe(subject, TokensGiven, self._on_given, author="frontend_id")
 
-    def given(self, frontend_id: str, order_id: str, *, grammar: bool = True) -> TakeReply | None:
-        """The tokens that were given ahead; once. `grammar`: also if its tokens are drawn by a grammar."""
-        mark = frontend_id, order_id
-        reply = self._early.get(mark)
-        if reply is None or (reply.sampling.grammar and not grammar):
-            return None
-        return self._early.pop(mark)
+    def expect(
+        self,
+        frontend_id: str,
+        order_id: str,
+        taken: Callable[[TakeReply], None],
+        late: Callable[[], object],
+    ) -> None:
+        """Have `taken` called once with the tokens: at once if they were given ahead, or when they are; or else `late`,
+        after which `ask` has them. No task waits for what mostly comes within a millisecond.
+        """
+        early = self._early.pop((frontend_id, order_id), None)
+        if early is not None:
+            taken(early)
+        else:
+            timer = asyncio.get_running_loop().call_later(GIVE_S, self._give_up, order_id, late)
+            self._awaited[order_id] = frontend_id, taken, timer
 
-    async def take(
+    def forget(self, order_id: str) -> None:
+        """Its tokens are not wanted any more: nothing is called."""
+        awaited = self._awaited.pop(order_id, None)
+        if awaited is not None:
+            awaited[-1].cancel()
+
+    async def ask(
         self, frontend_id: str, request_id: str, order_id: str, role: WorkerRole
     ) -> TakeReply | None:
-        """The request's tokens; None: its frontend does not answer."""
-        mark = frontend_id, order_id
-        given = self.given(frontend_id, order_id) or await self._wait(mark)
-        if given is not None:
-            return given
+        """The request's tokens, from its frontend; None: it does not answer."""
         ask = TakeRequest(request_id=request_id, order_id=order_id, worker_id=self._worker_id, role=role)
         for _ in range(TAKE_TRIES):
             try:
@@ -63,28 +76,16 @@ class TokenInbox:
                 await asyncio.sleep(TAKE_PAUSE_S)
         return None
 
-    async def _wait(self, mark: tuple[str, str]) -> TakeReply | None:
-        loop = asyncio.get_running_loop()
-        awaited: asyncio.Future[TakeReply | None] = loop.create_future()
-        self._awaited[mark] = awaited
-        timer = loop.call_later(GIVE_S, _settle, awaited, None)
-        try:
-            return await awaited
-        finally:
-            timer.cancel()
-            del self._awaited[mark]
+    def _give_up(self, order_id: str, late: Callable[[], object]) -> None:
+        del self._awaited[order_id]
+        late()
 
     def _on_given(self, message: TokensGiven) -> None:
-        mark = message.frontend_id, message.order_id
-        awaited = self._awaited.get(mark)
-        if awaited is not None:
-            _settle(awaited, message.taken)
+        awaited = self._awaited.get(message.order_id)
+        if awaited is not None and awaited[0] == message.frontend_id:
+            self.forget(message.order_id)
+            awaited[1](message.taken)
             return
-        self._early[mark] = message.taken
+        self._early[message.frontend_id, message.order_id] = message.taken
         while len(self._early) > EARLY_ORDERS_MAX:
             self._early.popitem(last=False)
-
-
-def _settle(awaited: asyncio.Future[TakeReply | None], taken: TakeReply | None) -> None:
-    if not awaited.done():
-        awaited.set_result(taken)

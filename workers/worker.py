@@ -78,6 +78,8 @@ class WorkerConfig:
     decode_groups: int = 0
     #: Mixed: tokens of one iteration, of prompts and answers together.
     token_budget: int = 0
+    #: Mixed: what an iteration may take by the profile; 0: the tokens alone bound it.
+    iteration_ns: int = 0
     #: Attention: the KV heads that its cache has, and the first of them.
     first_kv_head: int = 0
     kv_heads: int = 0
@@ -283,19 +285,33 @@ class Worker(ABC):
         finally:
             self._obeying = False
 
-    def hear_given(self, ask: TakeTokens) -> bool:
-        """Hear the tokens of an order that its frontend gave ahead; False: `take_tokens` must wait for them."""
-        reply = self.inbox.given(ask.frontend_id, ask.order_id, grammar=False)
-        if reply is not None:
-            self._hear_taken(ask, reply)
-        return reply is not None
+    def take_tokens(
+        self, ask: TakeTokens, spawn: Callable[[Coroutine[Any, Any, None]], object] | None = None
+    ) -> None:
+        """Hear the tokens of an order when its frontend has given them, and all that they are drawn by is ready.
 
-    async def take_tokens(self, ask: TakeTokens) -> None:
-        """Hear the tokens of an order, once all that they are drawn by is ready."""
-        reply = await self.inbox.take(ask.frontend_id, ask.request_id, ask.order_id, self.role)
+        `spawn` starts a task where something is to be waited for; not said: `self.spawn`.
+        """
+        start = spawn or self.spawn
+
+        def taken(reply: TakeReply) -> None:
+            if reply.sampling.grammar:
+                start(self._hear_drawn(ask, reply))
+            else:
+                self._hear_taken(ask, reply)
+
+        self.inbox.expect(ask.frontend_id, ask.order_id, taken, lambda: start(self._ask_tokens(ask)))
+
+    async def _ask_tokens(self, ask: TakeTokens) -> None:
+        reply = await self.inbox.ask(ask.frontend_id, ask.request_id, ask.order_id, self.role)
         if reply is not None and reply.sampling.grammar:
-            # A second, at worst: neither the loop nor the batch waits for it.
-            await asyncio.to_thread(self.engine.prepare_grammar, reply.sampling.grammar)
+            await self._hear_drawn(ask, reply)
+        else:
+            self._hear_taken(ask, reply)
+
+    async def _hear_drawn(self, ask: TakeTokens, reply: TakeReply) -> None:
+        """By a grammar, which is read first. A second, at worst: neither the loop nor the batch waits for it."""
+        await asyncio.to_thread(self.engine.prepare_grammar, reply.sampling.grammar)
         self._hear_taken(ask, reply)
 
     def _hear_taken(self, ask: TakeTokens, reply: TakeReply | None) -> None:

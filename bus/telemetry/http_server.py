@@ -25,8 +25,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
+from halfmoon.bus.logs import RateLimit
 from halfmoon.bus.tasks import end_tasks
-from halfmoon.bus.telemetry.logs import RateLimit
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.numbers import SECOND_NS
 

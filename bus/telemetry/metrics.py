@@ -9,6 +9,7 @@ it costs the hot path next to nothing.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,29 +71,34 @@ STEP_S = (
 Values = Mapping[Any, float]
 
 
-class Times:
-    """A histogram of durations for one thread, without a lock."""
+class Amounts:
+    """A histogram of integers for one thread, without a lock. Shown in `unit`s, as its bounds are given."""
 
-    __slots__ = ("_bounds_ns", "_bounds_s", "counts", "sum_ns")
+    __slots__ = ("_bounds", "_labels", "counts", "sum", "unit")
 
-    def __init__(self, bounds_s: Sequence[float]) -> None:
-        self._bounds_s = bounds_s
-        self._bounds_ns = [int(bound * SECOND_NS) for bound in bounds_s]
-        self.counts = [0] * (len(bounds_s) + 1)
-        self.sum_ns = 0
+    def __init__(self, bounds: Sequence[float], unit: int = 1) -> None:
+        self._labels = [*(str(float(bound)) for bound in bounds), "+Inf"]
+        self._bounds = [int(bound * unit) for bound in bounds]
+        self.unit = unit
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0
 
-    def observe(self, ns: int) -> None:
-        self.counts[bisect_left(self._bounds_ns, ns)] += 1
-        self.sum_ns += ns
+    def observe(self, amount: int) -> None:
+        self.counts[bisect_left(self._bounds, amount)] += 1
+        self.sum += amount
 
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus has them: each bound with how many were at most that."""
-        found: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self.counts, strict=True):
-            total += count
-            found.append((bound, total))
-        return found
+        return list(zip(self._labels, itertools.accumulate(self.counts), strict=True))
+
+
+class Times(Amounts):
+    """A histogram of durations: observed in ns, its bounds in seconds."""
+
+    __slots__ = ()
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        super().__init__(bounds_s, SECOND_NS)
 
 
 def counter(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
@@ -110,10 +116,10 @@ def gauge(name: str, text: str, labels: Sequence[str], values: Values) -> Metric
     return family
 
 
-def histogram(name: str, text: str, labels: Sequence[str], values: Mapping[Any, Times]) -> Metric:
+def histogram(name: str, text: str, labels: Sequence[str], values: Mapping[Any, Amounts]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=labels)
-    for key, times in values.items():
-        family.add_metric(key, times.buckets(), times.sum_ns / SECOND_NS)
+    for key, amounts in values.items():
+        family.add_metric(key, amounts.buckets(), amounts.sum / amounts.unit)
     return family
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import secrets
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -19,6 +20,7 @@ from halfmoon.bus.tasks import end_tasks
 from halfmoon.cli import model as models
 from halfmoon.cli.local.credentials import credentials_of, make_credentials
 from halfmoon.cli.local.flags import DRAIN_S, process_flags, secret_environment, worker_flags
+from halfmoon.cli.local.forked import ForkServer
 from halfmoon.cli.local.log_server import LogServer
 from halfmoon.cli.local.ports import port_or_free, wanted_port
 from halfmoon.cli.local.supervisor import Child, Supervisor
@@ -29,7 +31,7 @@ from halfmoon.cli.options import (
     stream_limits,
 )
 from halfmoon.cli.output import say
-from halfmoon.cli.processes.attention import check_attention
+from halfmoon.cli.processes.attention import check_attention, decode_attention
 from halfmoon.cli.processes.options import policy_of
 from halfmoon.conductor.live.bootstrap import bootstrap_core
 from halfmoon.conductor.log_reading import LogUnreadable
@@ -100,6 +102,7 @@ class LocalCluster:
             self.say(f"removed what an earlier cluster left: {', '.join(map(str, removed))}")
         shutil.rmtree(self.directory / "output", ignore_errors=True)
         (self.directory / "layout.json").write_bytes(_layout_json(layout))
+        self._start_fork_server(layout)
         if not args.nats:
             self._keep_one_old_log()
             port = wanted_port("--nats-port", args.nats_port, "127.0.0.1") or port_or_free(4222)
@@ -136,6 +139,23 @@ class LocalCluster:
         if self.log_server is not None:
             self.log_server.expects_events = True
 
+    def _start_fork_server(self, layout: Layout) -> None:
+        """All else starts while it loads the model. There is none for a GPU, whose memory a fork does not share, and
+        none where workers compute in several threads: how weights are packed may depend on their number.
+        """
+        args = self.args
+        elsewhere = decode_attention(args, attention_workers=args.attention) == "remote"
+        whole = args.prefill or args.mixed or (args.decode and not elsewhere)
+        forms = [*["whole"] * bool(whole), *["query-first"] * bool(args.decode and elsewhere)]
+        if not (forms and layout.layers) or models.device_of(args) != "cpu" or args.threads != 1:
+            return
+        output = self.directory / "output"
+        output.mkdir(exist_ok=True)
+        flags = [f"--model={args.model}", f"--layout-file={self.directory / 'layout.json'}"]
+        flags += [f"--form={form}" for form in forms]
+        with contextlib.suppress(OSError):  # then each worker loads the model by itself
+            self.supervisor.fork_server = ForkServer.start(flags, output / "fork-server.out")
+
     async def _start_children(self, layout: Layout) -> set[str]:
         args = self.args
         for number in range(args.conductors):
@@ -150,6 +170,10 @@ class LocalCluster:
             own = {"node": node, "id": node, **worker_flags(args, role)}
             await self._child(node, role, own, node_number=count)
             names.add(node)
+        for number, url in enumerate(args.adapt_vllm):
+            name = f"vllm-{number}"
+            await self._child(name, "adapt", {"id": name, "url": url}, words=("vllm",))
+            names.add(name)
         http_port = self.http_port or port_or_free(8000)
         scheme = "https" if args.ssl_certfile else "http"
         self.http = f"{scheme}://{args.http_host}:{http_port}"
@@ -168,7 +192,15 @@ class LocalCluster:
         stated = {"nats_nkey_file": str(key), "nats_user": "", "nats_password": "", "nats_token": ""}
         return argparse.Namespace(**{**vars(self.args), **stated})
 
-    async def _child(self, name: str, command: str, own: Mapping[str, Any], *, node_number: int = 0) -> None:
+    async def _child(
+        self,
+        name: str,
+        command: str,
+        own: Mapping[str, Any],
+        *,
+        node_number: int = 0,
+        words: Sequence[str] = (),
+    ) -> None:
         args = self._as(name)
         if self.server is not None and command != "conductor":
             args.nats_replicas = 0  # conductors make the streams; the others may not
@@ -178,7 +210,7 @@ class LocalCluster:
         log.parent.mkdir(exist_ok=True)
         log.write_text("")
         environment = secret_environment(args)
-        await self.supervisor.start(Child(name, [command, *flags], log, environment))
+        await self.supervisor.start(Child(name, [command, *words, *flags], log, environment))
 
     async def _watch(self, after: int) -> None:
         assert self.bus is not None
@@ -208,6 +240,7 @@ class LocalCluster:
         """Drains rank after rank of `ROLES`."""
         if self.log_server is not None:
             self.log_server.expects_events = False
+        self.supervisor.end_launches()
         ranks = {name: ROLES[child.role].drain_rank for name, child in self.supervisor.children.items()}
         for rank in sorted(set(ranks.values())):
             await self.supervisor.stop([name for name in ranks if ranks[name] == rank], within_s=DRAIN_S + 2)

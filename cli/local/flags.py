@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from halfmoon.cli.commands import COMMANDS
 from halfmoon.cli.options import PREFIX, OptionInvalid
 from halfmoon.cli.processes.attention import decode_attention
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import WORKER_ROLES, WorkerRole
 
 DRAIN_S = 8.0
 PORT_MAX = 65535
@@ -82,6 +83,22 @@ def _port(name: str, first: int, number: int) -> int:
             f"--{name.replace('_', '-')}: there is no port {first + number} for node {number}"
         )
     return first + number
+
+
+def check_places(args: argparse.Namespace) -> None:
+    """Raises OptionInvalid where the ports that nodes count up from one option's meet those of another's."""
+    nodes = sum(getattr(args, role) for role in WORKER_ROLES)
+    firsts = {name: getattr(args, name) for name in _PORTS}
+    for name in _ADDRESSES:
+        scheme, _, place = getattr(args, name).partition("://")
+        port = place.rpartition(":")[2]
+        firsts[name] = int(port) if scheme == "tcp" and port.isdecimal() else 0
+    taken = sorted((port, name.replace("_", "-")) for name, port in firsts.items() if port)
+    for (port, name), (other, another) in itertools.pairwise(taken):
+        if other < port + nodes:
+            raise OptionInvalid(
+                f"--{name} and --{another}: {nodes} nodes take ports from {port} and from {other} on, which meet"
+            )
 
 
 def secret_environment(args: argparse.Namespace) -> dict[str, str]:

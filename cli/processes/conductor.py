@@ -24,10 +24,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
+    from halfmoon.conductor.core.placement.policies import PluginMissing
     from halfmoon.conductor.live import shell
     from halfmoon.conductor.live.digest_exchange import Diverged
     from halfmoon.conductor.live.metrics import ConductorMetrics
     from halfmoon.conductor.log_reading import LogUnreadable
+    from halfmoon.conductor.plugins import install_plugins
+
+    install_plugins()
 
     tracing = start_tracing(args, "conductor", args.id)
     bus = await connect(args, args.id)
@@ -48,7 +52,7 @@ async def run(args: argparse.Namespace) -> int:
     try:
         async with shown(args, registry, refresh):
             await until_stopped(bus, args.health_file, task)
-    except (LogUnreadable, Diverged) as problem:
+    except (LogUnreadable, Diverged, PluginMissing) as problem:
         say(f"halfmoon: error: {problem}")
         return 1
     finally:

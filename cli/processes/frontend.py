@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import ssl
 
     from halfmoon.bus.telemetry.http_server import HttpLimits
+    from halfmoon.schemas.policy import Layout
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +61,7 @@ async def run(args: argparse.Namespace) -> int:
         allowed_origins=tuple(name.strip() for name in args.allowed_origins.split(",") if name.strip()),
         http_tls=_tls(args),
         api_keys=keys,
+        similar_tenants=_similar_tenants(args, layout),
         cluster_secret=secret(args),
         context_tokens=_context_tokens(args),
         open_requests_max=args.open_requests_max,
@@ -79,6 +81,15 @@ async def run(args: argparse.Namespace) -> int:
         await bus.close()
         stop_tracing(tracing)
     return 0
+
+
+def _similar_tenants(args: argparse.Namespace, layout: Layout) -> frozenset[str]:
+    """Raises OptionInvalid."""
+    names = frozenset(name.strip() for name in args.similar_tenants.split(",") if name.strip())
+    if names and layout.numerics == "exact":
+        message = "not with exact numerics, in which no answer depends on other prompts"
+        raise OptionInvalid(f"--similar-tenants: {message}")
+    return names
 
 
 def _context_tokens(args: argparse.Namespace) -> int:

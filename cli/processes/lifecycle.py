@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.logs import RateLimit
 from halfmoon.bus.tasks import end_tasks
-from halfmoon.bus.telemetry.logs import RateLimit
 from halfmoon.cli.options import bus_config, stream_limits
 
 HEALTH_S = 1.0

@@ -19,6 +19,10 @@ from halfmoon.schemas.policy import AdmissionName, ElasticMode, MixedChoice, Pol
 CLOCK_STEP_NS_MAX = 60 * SECOND_NS
 #: Longer than a lender is asked for room, and than the KV of the longest prompts takes beside decode steps.
 MOVE_ANSWER_NS = 300 * SECOND_NS
+#: A worker that is started again is there sooner.
+ARRIVAL_WAIT_S = 30
+#: And for room: as long as its objective lets it, or, where all is queued, as the longest answers of others may take.
+ROOM_WAIT_S = 300
 #: Of the last prefills, steps and answers: more are steadier, fewer follow a change of the machine's speed sooner.
 CORRECTION_WINDOW = 15
 #: Of what attention elsewhere was measured to take. On a busy machine it is several times that.
@@ -67,14 +71,21 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--worker-wait-s",
         type=float,
-        default=30.0,
+        default=float(ARRIVAL_WAIT_S),
         help="how long a new request waits for a worker where a pool has none; 0: it is refused at once",
+    )
+    group.add_argument(
+        "--room-wait-s",
+        type=float,
+        default=float(ROOM_WAIT_S),
+        help="how long a new request waits for room at lenders or attention workers; 0: it is refused at once",
     )
     group.add_argument(
         "--mixed-choice",
         choices=get_args(MixedChoice),
-        default=defaults.mixed_choice,
-        help="where there are mixed workers and others: by what is predicted, mixed while they take it, or never",
+        default="balanced",
+        help="where there are mixed workers and others: by objectives and what is predicted, by what is "
+        "predicted alone, mixed while they take it, or never",
     )
     group.add_argument("--ttft-slo-ms", type=int, default=defaults.ttft_slo_ns // 1_000_000)
     group.add_argument("--tbt-slo-ms", type=int, default=defaults.tbt_slo_ns // 1_000_000)
@@ -87,12 +98,14 @@ def policy_of(args: argparse.Namespace) -> Policy:
         ttft_slo_ns=args.ttft_slo_ms * 1_000_000,
         tbt_slo_ns=args.tbt_slo_ms * 1_000_000,
         mixed_choice=args.mixed_choice,
+        mixed_chunks_bound=True,
         fetch_replicas=args.fetch_replicas,
         hot_transfers=args.hot_transfers,
         move_period_ns=int(args.move_period_s * SECOND_NS),
         move_answer_ns=MOVE_ANSWER_NS,
         clock_step_ns_max=CLOCK_STEP_NS_MAX,
         arrival_wait_ns_max=int(args.worker_wait_s * SECOND_NS),
+        room_wait_ns_max=int(args.room_wait_s * SECOND_NS),
         pools_bound=True,
         idle_served=True,
         sources_named=True,
@@ -253,6 +266,13 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="ORIGINS",
         help="pages that may ask from a browser (CORS), by commas: https://chat.example; *: any; default: none",
+    )
+    group.add_argument(
+        "--similar-tenants",
+        default="",
+        metavar="TENANTS",
+        help="tenants, by commas, of whose requests KV of similar prompts may stand in (kv.similar) unless they say "
+        "otherwise; *: all; default: none",
     )
     group.add_argument("--ssl-certfile", default="", metavar="FILE", help="serve HTTPS with this certificate")
     group.add_argument(

@@ -21,7 +21,7 @@ from halfmoon.cli.processes.attention import (
     stage_channels,
 )
 from halfmoon.cli.processes.lifecycle import connect, healthy, stop_signal, until_stopped
-from halfmoon.cli.processes.mixed import add_iteration, token_budget_of
+from halfmoon.cli.processes.mixed import add_iteration, iteration_ns_of, token_budget_of
 from halfmoon.cli.processes.options import add_process, add_worker
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
@@ -97,6 +97,7 @@ async def run(args: argparse.Namespace) -> int:
         stream_layers=not args.no_stream_layers,
         chunk_tokens=args.chunk_tokens,
         token_budget=token_budget_of(args, role, layout, profile, kv_blocks),
+        iteration_ns=iteration_ns_of(args, role),
         exact_numerics="" if role == "attention" else _tried(engine, layout, f"{role} worker {worker_id}"),
         lending=lending,
         stage_channels=stages,

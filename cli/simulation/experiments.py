@@ -19,7 +19,7 @@ Written by `halfmoon experiments`; run again it gives the same bytes. The conduc
 over simulated workers, stores and links; Lamina, Infinite-LLM and SARATHI have no conductor there, and are models of
 their own, SARATHI's with the batch former of the workers.
 Sources: Mooncake, arXiv 2407.00079 v3 and FAST'25; Lamina, arXiv 2405.01814 v2; Infinite-LLM, arXiv 2401.02669 v2;
-SARATHI, arXiv 2308.16369; Sarathi-Serve, arXiv 2403.02310.
+SARATHI, arXiv 2308.16369; Sarathi-Serve, arXiv 2403.02310; SemShareKV, arXiv 2509.24832.
 Constants come from
 hardware profiles (at the end) and none was fitted to a result. TTFT and TBT as in the papers; a request's TBT is the
 mean of its longest 10 % of token intervals. A verdict in capitals is a disagreement.
@@ -42,16 +42,20 @@ NAMES = (
     "admissions",
     "split",
     "decode-speed",
+    "shapes",
     "prediction",
     "corrections",
     "lamina",
     "infinite-llm",
+    "infinite-llm-arrivals",
     "sarathi",
     "sarathi-parts",
     "sarathi-ratio",
     "sarathi-pipeline",
+    "mixed",
     "elastic",
     "cpp",
+    "similar",
 )
 
 
@@ -64,7 +68,11 @@ def experiments() -> dict[str, Experiment]:
         cache,
         corrections,
         lending,
+        lending_arrivals,
         load,
+        mixed,
+        shapes,
+        similar,
         stages,
     )
     from halfmoon.conductor.simulation.experiments import elastic as roles
@@ -85,16 +93,20 @@ def experiments() -> dict[str, Experiment]:
         "admissions": why.admissions,
         "split": load.split,
         "decode-speed": why.decode_speed,
+        "shapes": shapes.shapes,
         "prediction": load.prediction,
         "corrections": corrections.corrections,
         "lamina": attention.lamina,
         "infinite-llm": lending.infinite_llm,
+        "infinite-llm-arrivals": lending_arrivals.infinite_llm_arrivals,
         "sarathi": batching.sarathi_capacity,
         "sarathi-parts": batching.sarathi_ablation,
         "sarathi-ratio": batching.sarathi_ratio,
         "sarathi-pipeline": batching.sarathi_pipeline,
+        "mixed": mixed.mixed,
         "elastic": roles.elastic,
         "cpp": stages.cpp,
+        "similar": similar.similar,
     }
 
 

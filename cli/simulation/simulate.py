@@ -10,17 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import orjson
 from tqdm import tqdm
 
 from halfmoon.cli.devices import add_devices, add_lending, deployment_of, lending_of
 from halfmoon.cli.options import OptionInvalid, add_config
+from halfmoon.cli.processes.options import ARRIVAL_WAIT_S, MOVE_ANSWER_NS, ROOM_WAIT_S
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.profiles import ALIASES, PROFILES, load_profile
 from halfmoon.conductor.simulation.report import Objectives, PoolFigures, SimulationReport
-from halfmoon.conductor.simulation.systems import SYSTEMS, run_system
+from halfmoon.conductor.simulation.systems.by_name import SYSTEMS, run_system
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape
-from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
+from halfmoon.schemas.numbers import SECOND_NS
+from halfmoon.schemas.policy import AdmissionName, MixedChoice, Policy, PolicyName
 
 DEFAULT_TRACE = "benchmarks/traces/conversation_trace.jsonl.zst"
 #: Objectives of who names none.
@@ -45,37 +48,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--requests", type=int, default=0, help="only the first so many (0: all)")
     group.add_argument("--ttft-ms", type=int, default=TTFT_MS, help="objective: time to first token")
     group.add_argument("--tbt-ms", type=int, default=TBT_MS, help="objective: time between tokens")
-    group = parser.add_argument_group("cluster")
-    group.add_argument(
-        "--system",
-        choices=SYSTEMS,
-        default="halfmoon",
-        help="colocated systems have P + D workers, lamina its --devices, infinite-llm D instances",
-    )
-    group.add_argument("--policy", choices=get_args(PolicyName), default="halfmoon")
-    group.add_argument("--admission", choices=get_args(AdmissionName), default="predicted")
-    group.add_argument("--prefill", type=int, default=8, help="prefill workers")
-    group.add_argument("--decode", type=int, default=8, help="decode workers")
-    names = ", ".join([*PROFILES, *ALIASES])
-    group.add_argument(
-        "--prefill-group",
-        type=int,
-        default=1,
-        help="prefill workers that compute a long prompt together at most",
-    )
-    group.add_argument("--profile", default="llama3-70b-8xa800", help=f"hardware: {names}, or a .json file")
-    group.add_argument("--block-tokens", type=int, default=512)
-    group.add_argument(
-        "--pool-blocks", type=int, default=-1, help="of a node's pool (default: the profile's)"
-    )
-    group.add_argument(
-        "--decode-pool-blocks", type=int, default=-1, help="of a decode node's pool (0: keeps nothing)"
-    )
-    group.add_argument("--kv-blocks", type=int, default=-1, help="of a worker's own cache")
-    group.add_argument(
-        "--link-gbit", type=float, default=0.0, help="of a node's network (default: the profile's)"
-    )
-    group.add_argument("--chunk-tokens", type=int, default=512, help="vllm-chunked: tokens of one iteration")
+    _add_cluster(parser)
     add_devices(parser)
     add_lending(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the random policy and of the noise")
@@ -96,6 +69,64 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster")
+    group.add_argument(
+        "--system",
+        choices=SYSTEMS,
+        default="halfmoon",
+        help="colocated systems have P + D workers, lamina its --devices, infinite-llm D instances",
+    )
+    group.add_argument("--policy", choices=get_args(PolicyName), default="halfmoon")
+    group.add_argument("--admission", choices=get_args(AdmissionName), default="predicted")
+    group.add_argument("--prefill", type=int, default=8, help="prefill workers")
+    group.add_argument("--decode", type=int, default=8, help="decode workers")
+    group.add_argument(
+        "--mixed", type=int, default=0, help="mixed workers, beside the others or with --prefill 0 --decode 0"
+    )
+    group.add_argument(
+        "--token-budget",
+        type=int,
+        default=0,
+        help="mixed: tokens of one iteration; 0: as the TBT objective allows",
+    )
+    group.add_argument(
+        "--mixed-choice",
+        choices=get_args(MixedChoice),
+        default="balanced",
+        help="where there are mixed workers and others, as of halfmoon up",
+    )
+    names = ", ".join([*PROFILES, *ALIASES])
+    group.add_argument(
+        "--prefill-group",
+        type=int,
+        default=1,
+        help="prefill workers that compute a long prompt together at most",
+    )
+    group.add_argument(
+        "--lend", action="store_true", help="decode workers lend room and attention to each other"
+    )
+    group.add_argument(
+        "--move-period-s",
+        type=float,
+        default=1.0,
+        help="with --lend: how often KV of running requests may move; 0: it stays",
+    )
+    group.add_argument("--profile", default="llama3-70b-8xa800", help=f"hardware: {names}, or a .json file")
+    group.add_argument("--block-tokens", type=int, default=512)
+    group.add_argument(
+        "--pool-blocks", type=int, default=-1, help="of a node's pool (default: the profile's)"
+    )
+    group.add_argument(
+        "--decode-pool-blocks", type=int, default=-1, help="of a decode node's pool (0: keeps nothing)"
+    )
+    group.add_argument("--kv-blocks", type=int, default=-1, help="of a worker's own cache")
+    group.add_argument(
+        "--link-gbit", type=float, default=0.0, help="of a node's network (default: the profile's)"
+    )
+    group.add_argument("--chunk-tokens", type=int, default=512, help="vllm-chunked: tokens of one iteration")
+
+
 def arrivals_of(args: argparse.Namespace) -> list[Arrival]:
     if not 16 <= args.block_tokens <= 512:
         raise OptionInvalid(f"--block-tokens {args.block_tokens}: 16 to 512")
@@ -107,23 +138,39 @@ def cluster_of(args: argparse.Namespace) -> ClusterShape:
     return ClusterShape(
         prefill=args.prefill,
         decode=args.decode,
+        mixed=args.mixed,
+        token_budget=args.token_budget,
         block_tokens=args.block_tokens,
         pool_blocks=args.pool_blocks,
         decode_pool_blocks=args.decode_pool_blocks,
         kv_blocks=args.kv_blocks,
         link_bytes_s=int(args.link_gbit * 1e9 / 8),
         chunk_tokens=args.chunk_tokens,
+        lend=args.lend,
     )
 
 
 def policy_of(args: argparse.Namespace) -> Policy:
-    return Policy(
+    policy = Policy(
         name=args.policy,
         admission=args.admission,
         ttft_slo_ns=args.ttft_ms * 1_000_000,
         tbt_slo_ns=args.tbt_ms * 1_000_000,
         correction_window=args.correction_window,
         prefill_group=args.prefill_group,
+        mixed_choice=args.mixed_choice,
+        mixed_chunks_bound=True,
+    )
+    if not args.lend:
+        return policy
+    # What `halfmoon up --lend` starts with, so that requests that must borrow fare as they do there.
+    return msgspec.structs.replace(
+        policy,
+        move_period_ns=int(args.move_period_s * SECOND_NS),
+        move_answer_ns=MOVE_ANSWER_NS,
+        move_step_tokens=args.move_tokens,
+        arrival_wait_ns_max=ARRIVAL_WAIT_S * SECOND_NS,
+        room_wait_ns_max=ROOM_WAIT_S * SECOND_NS,
     )
 
 
@@ -152,7 +199,8 @@ def simulated(
     outcomes: dict[str, Any] | None = None,
 ) -> SimulationReport:
     """One simulation as the options say. Raises OptionInvalid for what makes no sense."""
-    for option in ("prefill", "decode", "ttft_ms", "tbt_ms"):
+    pools = () if args.mixed and not args.prefill and not args.decode else ("prefill", "decode")
+    for option in (*pools, "ttft_ms", "tbt_ms"):
         if getattr(args, option) < 1:
             raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: must be positive")
     if not 0 < speed < 1e6:
@@ -163,6 +211,16 @@ def simulated(
         raise OptionInvalid(f"--correction-window {args.correction_window}: 0 to 1,000")
     if not 1 <= args.prefill_group <= 64:
         raise OptionInvalid(f"--prefill-group {args.prefill_group}: 1 to 64")
+    if not 0 <= args.move_period_s <= 1e6:
+        raise OptionInvalid(f"--move-period-s {args.move_period_s:g}: 0 to 1,000,000")
+    for option, most in (("mixed", 10_000), ("token_budget", 1_000_000)):
+        if not 0 <= getattr(args, option) <= most:
+            raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: 0 to {most:,}")
+    if args.mixed and args.system != "halfmoon":
+        raise OptionInvalid(f"--mixed: --system {args.system} has workers of its own")
+    if args.lend and args.system != "halfmoon":
+        raise OptionInvalid(f"--lend: --system {args.system} has no decode workers that lend")
+    lending = lending_of(args)
     policy = policy_of(args)
     return run_system(
         args.system,
@@ -178,7 +236,7 @@ def simulated(
         progress=progress,
         outcomes=outcomes,
         deployment=deployment_of(args, arrivals) if args.system == "lamina" else None,
-        lending=lending_of(args),
+        lending=lending,
     )
 
 
@@ -220,7 +278,7 @@ def table(report: SimulationReport) -> str:
     lines = [] if report.complete else ["INTERRUPTED: what had happened until then"]
     shape = f"{report.prefill + report.decode} colocated workers"
     if report.system == "halfmoon":
-        shape = f"{report.prefill} prefill + {report.decode} decode"
+        shape = str(report.workers)
     elif report.pools is not None:
         shape = "decode alone"
     lines.append(
@@ -249,6 +307,7 @@ def table(report: SimulationReport) -> str:
         ("token reuse", f"{report.token_reuse:.2%} ({sources})"),
         ("prefill GPU time", f"{report.prefill_gpu_s:.0f} s ({report.prefill_busy:.0%} busy)"),
         ("moved", f"{report.bytes_moved / 1e9:.1f} GB"),
+        *([("moves", f"{report.moves}, {report.moved_tokens:,} tokens")] if report.moves else []),
         ("predicted TTFT", _error(report.ttft_error)),
         ("predicted TBT", _error(report.tbt_error)),
         ("decisions", f"digest {report.digest}, {report.events} events in {report.wall_s:.2f} s"),

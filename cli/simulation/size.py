@@ -19,11 +19,13 @@ from halfmoon.cli.simulation.simulate import (
     cluster_of,
     interruptible,
 )
+from halfmoon.conductor.plugins import install_plugins
 from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.splits import Sizes, Split, described, split_of
 from halfmoon.conductor.replay.verify import Replay
 from halfmoon.conductor.replay.whatif import Recorded, recorded
-from halfmoon.conductor.simulation.capacity import CapacityUnknown, smallest
+from halfmoon.conductor.simulation.capacity import CapacityUnknown, fewest_of, smallest
+from halfmoon.conductor.simulation.cluster_shape import Workers
 from halfmoon.conductor.simulation.report import Objectives
 
 
@@ -84,10 +86,11 @@ def _from_log(args: argparse.Namespace) -> int:
             raise OptionInvalid(f"--{option.replace('_', '-')} {getattr(args, option)}: must be positive")
     if not 0 < args.speed < 1e6:
         raise OptionInvalid(f"--speed {args.speed:g}: must be positive")
+    install_plugins()
     was = recorded(Replay(LogFile(Path(args.from_log))))
-    workers = args.workers or was.cluster.prefill + was.cluster.decode
-    if workers < 2:
-        raise OptionInvalid(f"--workers {workers}: a prefill and a decode worker are needed")
+    workers = args.workers or sum(was.cluster.workers)
+    if workers < 1:
+        raise OptionInvalid(f"--workers {workers}: must be positive")
     with interruptible():
         sizes = _sizes(was, workers, args)
     print(msgspec.json.encode(sizes).decode() if args.json else described(sizes, args.from_log))
@@ -101,24 +104,33 @@ def _sizes(was: Recorded, workers: int, args: argparse.Namespace) -> Sizes:
     )
 
     @functools.cache
-    def split(prefill: int, decode: int) -> Split:
-        found = split_of(was, prefill, decode, slo, args.speed)
-        tell(f"{prefill} + {decode}: {found.held:.1%}")
+    def split(prefill: int, decode: int, mixed: int = 0) -> Split:
+        found = split_of(was, Workers(prefill, decode, mixed), slo, args.speed)
+        tell(f"{found.workers}: {found.held:.1%}")
         return found
 
+    own = was.cluster.workers
     splits = [split(prefill, workers - prefill) for prefill in range(1, workers)]
+    splits.append(split(0, 0, workers))
+    if sum(own) == workers and own not in [one.workers for one in splits]:
+        splits.append(split(*own))
     try:
         prefill, decode, _ = smallest(lambda p, d: split(p, d).held, args.workers_max)
         fewest = split(prefill, decode)
     except CapacityUnknown:
         fewest = None
+    try:
+        fewest_mixed = split(0, 0, fewest_of(lambda count: split(0, 0, count).held, args.workers_max))
+    except CapacityUnknown:
+        fewest_mixed = None
     return Sizes(
         requests=len(was.arrivals),
         speed=args.speed,
         slo=slo,
-        recorded=(was.cluster.prefill, was.cluster.decode),
+        recorded=own,
         splits=splits,
         best=min(splits, key=lambda one: one.rank),
         fewest=fewest,
+        fewest_mixed=fewest_mixed,
         caveats=was.caveats,
     )

@@ -5,7 +5,7 @@ The choice is made by `placement.best_first` where its short cut holds, else by 
 mode looks at the load of decode in its own way:
 
 - `none`: everything is queued; only what can never run, full queues, and what must borrow and finds no room are
-  refused.
+  refused (with `room_wait_ns_max`: waits for it, see `line`).
 - `late`: TTFT is checked here, TBT only by the decode worker, after prefill.
 - `early`: TBT is checked here too, against the requests that are in decode now. Requests still in prefill do not count,
   so the load oscillates.
@@ -21,6 +21,8 @@ Source: Mooncake (ARXIV), section 7; priorities and retry-after are ours.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from halfmoon.conductor.core.corrections import corrects_tbt, tbt_permille
@@ -32,6 +34,8 @@ from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidat
 from halfmoon.conductor.core.placement.policies import choose_decode, choose_prefill, rules_of
 from halfmoon.conductor.core.placement.prefix_match import PrefixMatch, match_prefix
 from halfmoon.conductor.core.placement.prices import Row, row_of, step_price
+from halfmoon.conductor.core.placement.rooms import RoomToCome, soonest_room
+from halfmoon.conductor.core.placement.similar import with_reference
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.correction import EXACT_PERMILLE
 from halfmoon.conductor.core.state.cost import answer_class, expected_decode_ns, expected_tokens
@@ -39,6 +43,7 @@ from halfmoon.conductor.core.state.overload import queue_allowed_ns
 from halfmoon.conductor.core.state.records import Request, WorkerRecord
 from halfmoon.schemas.decisions import Prediction, RejectReason
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.roles import WorkerRole
 
 #: Retry-after is never shorter: a client that comes back at once finds the same.
 RETRY_NS_MIN = 1_000_000
@@ -78,6 +83,8 @@ class Refusal(msgspec.Struct, kw_only=True):
     predicted: Prediction = Prediction()
     retry_after_ns: int = 0
     limits: AdmissionLimits | None = None
+    #: Room for which it may wait.
+    room: RoomToCome | None = None
 
 
 class Load(msgspec.Struct):
@@ -95,9 +102,23 @@ def waits_ns(state: State, request: RequestArrived, refusal: Refusal) -> int:
     Not when so many wait already, nor longer than until its first token is late.
     """
     policy = state.policy
-    if refusal.reason != "no_worker" or len(state.parked) >= policy.queued_max_per_worker:
+    if len(state.parked) >= policy.queued_max_per_worker:
+        return 0
+    if refusal.room is not None:
+        return _room_wait_ns(state, request, refusal, refusal.room)
+    if refusal.reason != "no_worker":
         return 0
     return min(policy.arrival_wait_ns_max, limit_ns(slo_ns(state, request)[0], request.priority))
+
+
+def _room_wait_ns(state: State, request: RequestArrived, refusal: Refusal, room: RoomToCome) -> int:
+    policy = state.policy
+    if policy.admission == "none":
+        return policy.room_wait_ns_max
+    # Whose first token would be late by what is known now is told at once.
+    ttft_ns = limit_ns(slo_ns(state, request)[0], request.priority) - refusal.predicted.ttft_ns
+    most_ns = min(policy.room_wait_ns_max, ttft_ns)
+    return most_ns if room.at_ns - state.at_ns <= most_ns else 0
 
 
 def decide(
@@ -116,25 +137,26 @@ def decide(
     prefill = choose_prefill(state, [c for c in prefills if not c.full], draw)
     assert prefill is not None, (request, prefills)
     prefill = in_group(state, prefill, request.prompt_tokens, now_ns)
+    prefill = with_reference(state, request, prefill, now_ns)
     open_decodes = [c for c in decodes if not c.full]
     roomy = [c for c in open_decodes if c.room]
     end_ns = now_ns + prefill.ttft_ns
     admission = state.policy.admission
-    borrows = any(c.needs_others for c in open_decodes)
-    # What borrows is never queued: two that hold parts of each other would wait for each other.
-    if not roomy and (borrows or admission in ("early", "predicted")):
+    roomy += _until_claimed(state, request, prefill, open_decodes, answer_tokens)
+    if _stands_behind(state, request):  # whoever waits for room others have goes before
+        roomy = [c for c in roomy if not c.needs_others]
+    # What borrows is never queued at workers: two that hold parts of each other would wait for each other.
+    borrows = not roomy and any(c.needs_others for c in open_decodes)
+    if not roomy and not borrows and admission in ("early", "predicted"):
         # When lenders will have room is not predicted.
-        roomy = [] if borrows else [c for c in open_decodes if room_at(state, c, end_ns)]
-        if not roomy:
-            return Refusal(
-                reason="no_room",
-                message="no decode worker has room for the request's KV",
-                predicted=prediction(prefill, min(c.tbt_ns for c in open_decodes)),
-                retry_after_ns=_borrowers_wait_ns(state, now_ns)
-                if borrows
-                else min(wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in open_decodes),
-            )
-    decode = choose_decode(state, roomy or open_decodes, draw)
+        roomy = [c for c in open_decodes if room_at(state, c, end_ns)]
+    # Nor is it queued where it would take room that is kept for another.
+    queues = [c for c in open_decodes if not c.kept_back]
+    if not roomy and (borrows or not queues or admission in ("early", "predicted")):
+        predicted = prediction(prefill, min(c.tbt_ns for c in open_decodes))
+        waits = borrows or not queues
+        return _no_room(state, request, predicted, open_decodes, now_ns, borrows=waits)
+    decode = choose_decode(state, roomy or queues, draw)
     assert decode is not None, (request, decodes)
     placement = placement_of(state, request, prefill, decode, answer_tokens)
     if admission == "none":
@@ -147,6 +169,55 @@ def decide(
         or too_large_now(state, placement, limits, workers)
         or placement
     )
+
+
+def _until_claimed(
+    state: State,
+    request: RequestArrived,
+    prefill: Candidate,
+    decodes: list[DecodeCandidate],
+    answer_tokens: int,
+) -> list[DecodeCandidate]:
+    """Those where it would use room that is kept for another, and is expected to end before that one gets it."""
+    if state.claim is None:
+        return []
+    answers = state.answers.get(answer_class(request.max_tokens))
+    left_ns = state.claim.at_ns - state.at_ns - prefill.ttft_ns
+    fits = [
+        c
+        for c in decodes
+        if c.kept_back and has_room(state.workers[c.worker_id], c.sequences, c.reserved_blocks, c.blocks)
+    ]
+    return [c for c in fits if expected_decode_ns(answers, answer_tokens, c.tbt_ns) <= left_ns]
+
+
+def _stands_behind(state: State, request: RequestArrived) -> bool:
+    """Others wait for room, and it is not the first of them."""
+    return bool(state.line) and next(iter(state.line)) != request.request_id
+
+
+def _no_room(
+    state: State,
+    request: RequestArrived,
+    predicted: Prediction,
+    decodes: list[DecodeCandidate],
+    now_ns: int,
+    *,
+    borrows: bool,
+) -> Refusal:
+    refusal = Refusal(
+        reason="no_room", message="no decode worker has room for the request's KV", predicted=predicted
+    )
+    if borrows and state.policy.room_wait_ns_max:
+        refusal.room = soonest_room(state, request, now_ns)
+    if refusal.room is not None:
+        refusal.retry_after_ns = max(refusal.room.at_ns - now_ns, RETRY_NS_MIN)
+    elif borrows:
+        refusal.retry_after_ns = _borrowers_wait_ns(state, now_ns)
+    else:
+        waits = (wait_ns(state, state.workers[c.worker_id], c, 0, now_ns) for c in decodes)
+        refusal.retry_after_ns = min(waits)
+    return refusal
 
 
 def place_again(state: State, request: Request, now_ns: int, draw: str) -> Placement | None:
@@ -218,16 +289,12 @@ def _cannot(
     now_ns: int,
 ) -> Refusal | None:
     """A refusal that holds under every admission mode: no worker there, too long for all, all queues full."""
-    pools = {"prefill": state.loads.prefill.workers, "decode": state.loads.decode.workers}
-    if all(worker.cache_elsewhere for worker in state.loads.decode.workers):
-        pools["attention"] = state.loads.attention.workers
-    for role, workers in pools.items():
-        if not workers:
-            return Refusal(
-                reason="no_worker",
-                message=f"no {role} worker is there",
-                retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
-            )
+    if lacking := _lacking_role(state):
+        return Refusal(
+            reason="no_worker",
+            message=f"no {lacking} worker is there",
+            retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
+        )
     if not prefills or not decodes:
         return Refusal(reason="too_long", message=too_long(state, request))
     if all(c.full for c in prefills):
@@ -243,6 +310,18 @@ def _cannot(
             reason="queue_full", message="the queue of every decode worker is full", retry_after_ns=wait
         )
     return None
+
+
+def _lacking_role(state: State) -> WorkerRole | Literal[""]:
+    """A role without which no pair can serve anything, and of which no worker is there."""
+    loads = state.loads
+    if not loads.prefill.workers:
+        return "prefill"
+    if not loads.decode.workers:
+        return "decode"
+    if not loads.attention.workers and all(worker.cache_elsewhere for worker in loads.decode.workers):
+        return "attention"
+    return ""
 
 
 def too_long(state: State, request: RequestArrived) -> str:
@@ -374,7 +453,8 @@ def _pool_tbt_ns(state: State, decodes: list[DecodeCandidate], end_ns: int) -> i
 def room_at(state: State, candidate: DecodeCandidate, end_ns: int) -> bool:
     worker = state.workers[candidate.worker_id]
     load = decode_load(state, worker, end_ns)
-    return has_room(worker, load.sequences, load.blocks, candidate.blocks)
+    blocks = load.blocks + state.claimed_blocks(worker.worker_id)
+    return has_room(worker, load.sequences, blocks, candidate.blocks)
 
 
 def _borrowers_wait_ns(state: State, now_ns: int) -> int:

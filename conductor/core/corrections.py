@@ -92,8 +92,8 @@ def prefill_seen(state: State, order: Order, event: PrefillFinished | None) -> i
     if worker is None or not corrected(state, worker):
         return EXACT_PERMILLE
     permille = worker.prefill_permille.get(worker.head_neighbours, EXACT_PERMILLE)
-    # What several took together says nothing of one.
-    if order.phase == "prefill" and not order.fetch_node_id and not order.stages:
+    # What several took together, or what a similar prompt spared, says nothing of one that is computed.
+    if order.phase == "prefill" and not (order.fetch_node_id or order.stages or order.similar):
         _keep_prefill(state, worker, order, event)
     return permille
 
@@ -166,13 +166,12 @@ def turn_begins(state: State, worker: WorkerRecord) -> None:
 
 def load_changed(state: State, *worker_ids: str) -> None:
     """Call after orders of these workers came, went, or went on to their other half."""
-    if not state.policy.correction_window:
+    corrected_on = state.loads.corrected_on
+    if not corrected_on or not state.policy.correction_window:
         return
-    hosts = dict.fromkeys(state.host(state.workers[one]) for one in worker_ids if one in state.workers)
-    for host in hosts:
-        for worker in state.loads.on_host.get(host, ()):
-            if _prefills(worker) and corrected(state, worker):
-                _look_around(state, worker)
+    for host in {state.host(state.workers[one]): None for one in worker_ids if one in state.workers}:
+        for worker in corrected_on.get(host, ()):
+            _look_around(state, worker)
 
 
 def _look_around(state: State, worker: WorkerRecord) -> None:
@@ -223,8 +222,9 @@ def _price_queue(state: State, worker: WorkerRecord) -> None:
     permille = worker.prefill_permille.get(worker.head_neighbours, EXACT_PERMILLE)
     for order_id in worker.prefills:
         order = state.orders[order_id]
-        # What was placed before there were corrections, or is computed by several, stays as it was priced.
-        if order.prompt_tokens and not order.stages:
+        # What was placed before there were corrections, is computed by several, or has a reference, stays as it was
+        # priced.
+        if order.prompt_tokens and not order.stages and not order.similar:
             compute_ns = fitted.prefill_ns(order.prompt_tokens, order.cached_tokens)
             reserved_ns = compute_ns * permille // EXACT_PERMILLE + order.beside_ns
             worker.reserved_ns += reserved_ns - order.reserved_ns

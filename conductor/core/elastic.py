@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Literal
 
 from halfmoon.conductor.core.explanation import RoleGrounds
-from halfmoon.conductor.core.orders import arm
+from halfmoon.conductor.core.line import arm
 from halfmoon.conductor.core.pool_needs import PoolNeed, pool_needs
 from halfmoon.conductor.core.roles import change_role, may_change
 from halfmoon.conductor.core.state.core_state import State
@@ -41,7 +41,7 @@ def keep_looking(state: State, out: StepOutput) -> None:
 def plan_roles(state: State, out: StepOutput) -> None:
     """Change a role, or advise it, if the load has been so for long enough; and set the timer again."""
     demand, policy = state.demand, state.policy
-    forget_demand(demand, state.at_ns, policy.elastic_window_ns)
+    forget_demand(demand.looks, state.at_ns, policy.elastic_window_ns)
     if policy.elastic != "off":
         needs = pool_needs(state)
         role = fuller_pool(state, needs)
@@ -127,7 +127,7 @@ def _grounds(
     state: State, worker: WorkerRecord, role: WorkerRole, needs: dict[WorkerRole, PoolNeed], reason: str
 ) -> RoleGrounds:
     policy = state.policy
-    seen = demand_of(state.demand, state.at_ns, policy.elastic_window_ns)
+    seen = demand_of(state.demand.looks, state.at_ns, policy.elastic_window_ns)
     full = {name: need.load() for name, need in needs.items()}
     then = {name: need.load(1 if name == role else -1) for name, need in needs.items()}
     mates = [one for one in state.workers.values() if one is not worker and may_change(state, one, role)]

@@ -19,13 +19,14 @@ from halfmoon.conductor.core.placement.candidates import candidates, decode_cand
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
 from halfmoon.conductor.core.placement.prefix_match import match_prefix
+from halfmoon.conductor.core.placement.rooms import RoomToCome
 from halfmoon.conductor.core.role_rules import fits
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
-from halfmoon.conductor.core.state.records import WorkerRecord
+from halfmoon.conductor.core.state.records import RoomClaim, WorkerRecord
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.events import RequestArrived
-from halfmoon.schemas.policy import AdmissionName, PolicyName
+from halfmoon.schemas.policy import AdmissionName, MixedChoice
 from halfmoon.schemas.roles import WorkerRole
 
 
@@ -36,7 +37,8 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     #: Event that caused it, and its time.
     seq: int
     at_ns: int
-    policy: PolicyName
+    #: Its name, or the title of a plug-in.
+    policy: str
     admission: AdmissionName
     ttft_slo_ns: int
     tbt_slo_ns: int
@@ -59,12 +61,16 @@ class Explanation(msgspec.Struct, kw_only=True, rename={"lost_reason": "lost"}):
     #: None: there was one way only.
     mixed: list[MixedCandidate] = []
     other_way: Placement | Refusal | None = None
+    mixed_choice: MixedChoice = "predicted"
     #: Attention workers that could hold KV: blocks that were free, and all that they have.
     attention: dict[str, tuple[int, int]] = {}
     #: Who holds KV for others and is avoided, as slow: how long a step waited for it, and was expected to, ns.
     slow: dict[str, tuple[int, int]] = {}
     #: Of workers whose predictions are corrected: role, thousandths of what was fitted, and busy neighbours (prefill).
     corrections: dict[str, tuple[WorkerRole, int, int]] = {}
+    #: The soonest room for it, where it waits for room; and what is kept for another one that does.
+    room: RoomToCome | None = None
+    kept: RoomClaim | None = None
     #: None: no worker could take it; it waits.
     verdict: Placement | Refusal | None
 
@@ -79,6 +85,7 @@ def explain(
     avoid: Sequence[str] = (),
     lost_reason: str = "",
     other_way: Placement | Refusal | None = None,
+    room: RoomToCome | None = None,
 ) -> Explanation:
     """The grounds of `verdict`, in the state in which it was found."""
     matched = match_prefix(state, request, at_ns)
@@ -95,7 +102,7 @@ def explain(
         request_id=request.request_id,
         seq=seq,
         at_ns=at_ns,
-        policy=state.policy.name,
+        policy=state.policy.plugin or state.policy.name,
         admission=state.policy.admission,
         ttft_slo_ns=ttft_slo,
         tbt_slo_ns=tbt_slo,
@@ -109,6 +116,7 @@ def explain(
         decode=decodes,
         mixed=mixed,
         other_way=other_way,
+        mixed_choice=state.policy.mixed_choice,
         left_out={
             worker.worker_id: _why_not(state, worker, request)
             for worker in state.workers.values()
@@ -129,6 +137,8 @@ def explain(
             for worker in state.workers.values()
             if worker.worker_id in found and worker.fitted is not None
         },
+        room=room,
+        kept=msgspec.structs.replace(state.claim) if state.claim is not None else None,
         verdict=verdict,
     )
 
@@ -138,7 +148,7 @@ def explain_arrival(
 ) -> Explanation:
     """The grounds of `verdict` on a request that was never placed: it may wait instead of being refused."""
     if isinstance(verdict, Refusal) and waits_ns(state, request, verdict):
-        return explain(state, request, at_ns, None, seq=seq, lost_reason=verdict.message)
+        return explain(state, request, at_ns, None, seq=seq, lost_reason=verdict.message, room=verdict.room)
     return explain(
         state, request, at_ns, verdict, seq=seq, other_way=_other_way(state, request, at_ns, verdict, draw)
     )

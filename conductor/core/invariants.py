@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from halfmoon.conductor.core import moves
 from halfmoon.conductor.core.loans import held_for
 from halfmoon.conductor.core.role_rules import expected_load
@@ -17,6 +19,7 @@ def check(state: State) -> None:
     _check_load(state)
     _check_members(state)
     state.index.check()
+    state.similar.check()
     assert state.index.node_ids == sorted(state.stores), ("index", state.index.node_ids, list(state.stores))
 
 
@@ -101,6 +104,14 @@ def _check_requests(state: State) -> None:
             assert f"unplaced:{request_id}:{request.placements}" in state.timers, ("parked for ever", request)
         else:
             assert request.order_id in state.orders, ("order unknown", request)
+    assert all(one in state.parked for one in state.line), ("in line and not parked", state.line)
+    placed = [state.requests[one].placements > 0 for one in state.line]
+    assert placed == sorted(placed, reverse=True), ("accepted, and behind who was not", state.line)
+    if state.claim is not None:
+        assert list(state.line)[:1] == [state.claim.request_id], (
+            "kept for another than the first",
+            state.claim,
+        )
     for request_id in state.parked:
         assert request_id in state.requests, ("parked and gone", request_id)
     assert len(state.finished) <= FINISHED_MAX
@@ -119,9 +130,7 @@ def _check_load(state: State) -> None:
         )
         assert reserved == expected, ("reserved load", worker_id, reserved, expected)
         assert worker.head_since_ns <= state.at_ns, worker
-        cost = worker.cost
-        for name in cost.__struct_fields__:
-            assert getattr(cost, name) >= 0, (name, cost)
+        assert min(msgspec.structs.astuple(worker.cost)) >= 0, worker.cost
 
 
 def _check_loans(state: State, worker: WorkerRecord) -> None:

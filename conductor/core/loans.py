@@ -16,6 +16,8 @@ from halfmoon.schemas.events import KvMoved, KvMoveRefused
 
 def held_for(state: State, order: Order) -> list[tuple[WorkerRecord, int]]:
     """Who holds how many blocks for the order's decode worker, or is to, of those that are there."""
+    if not order.loans and not order.cache and order.move is None:
+        return []
     each = [*order.loans, order.move.loan] if order.move is not None else order.loans
     loans = [(state.workers.get(loan.worker_id), loan) for loan in each]
     held = [(lender, loan_blocks(lender, loan)) for lender, loan in loans if lender is not None]

@@ -24,10 +24,12 @@ import msgspec
 
 from halfmoon.conductor.core import elastic, membership, moves, orders, roles, stages
 from halfmoon.conductor.core.choice import choose
-from halfmoon.conductor.core.corrections import answer_seen, prefill_seen
+from halfmoon.conductor.core.corrections import answer_seen, load_changed, prefill_seen
 from halfmoon.conductor.core.explanation import Explanation, MoveGrounds, RoleGrounds, explain_arrival
 from halfmoon.conductor.core.invariants import check
+from halfmoon.conductor.core.line import MAY_END_AN_ORDER, MAY_MAKE_ROOM
 from halfmoon.conductor.core.loans import end_loans, kv_move_refused, kv_moved
+from halfmoon.conductor.core.placement.policies import check_installed
 from halfmoon.conductor.core.reconcile import reconcile_orders
 from halfmoon.conductor.core.state.block_index import BlockIndex, IndexImage
 from halfmoon.conductor.core.state.core_state import State
@@ -80,11 +82,12 @@ from halfmoon.schemas.events import (
     WorkerJoined,
     WorkerLeft,
 )
+from halfmoon.schemas.similar import SimilarReuse
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
 SNAPSHOT_VERSION = 5
-#: After them there may be room for a request that waits until it can borrow.
-_MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
+#: Before them there may have been no load to look at.
+_MAY_BEGIN_LOOKING = dict.fromkeys((RequestArrived, PolicyChanged))
 
 
 class SnapshotInvalid(ValueError):
@@ -120,22 +123,32 @@ class Core:
 
     def step(self, stamped: Stamped) -> list[Decision]:
         """The decisions that `stamped` makes necessary, in order."""
-        assert stamped.seq > self.seq, ("the log ran backwards", stamped.seq, self.seq)
-        if isinstance(stamped.event, ClusterConfigured):
+        state, event = self.state, stamped.event
+        assert stamped.seq > state.seq, ("the log ran backwards", stamped.seq, state.seq)
+        kind = type(event)
+        if kind is ClusterConfigured:
             # Another log begins: what an earlier one said may decide nothing in it, or a replay would decide otherwise.
-            self.state = State(index=BlockIndex())
-        state = self.state
-        at_ns = log_time_ns(state, stamped.at_ns)
-        membership.bridge_silence(state, at_ns)
-        state.seq = stamped.seq
-        state.at_ns = max(state.at_ns, at_ns)
+            state = self.state = State(index=BlockIndex())
+        at_ns = stamped.at_ns + state.clock_lead_ns
+        # Nearly every event follows the one before within a heartbeat: neither a step of the clock nor a silence.
+        usual_ns, step_ns = state.policy.heartbeat_ns, state.policy.clock_step_ns_max
+        gap_ns = at_ns - state.at_ns
+        if gap_ns < 0 or gap_ns > usual_ns or (step_ns and gap_ns > step_ns):
+            at_ns = log_time_ns(state, stamped.at_ns)
+            membership.bridge_silence(state, at_ns)
+            at_ns = max(state.at_ns, at_ns)
+        state.seq, state.at_ns = stamped.seq, at_ns
         state.orders_now = 0
-        state.timers_in_row = state.timers_in_row + 1 if isinstance(stamped.event, TimerFired) else 0
+        state.timers_in_row = state.timers_in_row + 1 if kind is TimerFired else 0
         out = StepOutput(self.explain_requests)
-        _apply(state, stamped.event, out)
+        _apply(state, event, out)
+        if kind in MAY_END_AN_ORDER:
+            orders.place_borrowers(state, out)
+        if state.line and (out or kind in MAY_MAKE_ROOM):
+            orders.serve_line(state, out)
         if state.orders_now:
             moves.keep_planning(state, out)
-        if isinstance(stamped.event, RequestArrived | PolicyChanged):
+        if kind in _MAY_BEGIN_LOOKING:
             elastic.keep_looking(state, out)
         self.notes, self.move_notes, self.role_notes = out.notes, out.moves, out.roles
         if self.checked:
@@ -161,7 +174,7 @@ class Core:
 
     @classmethod
     def restore(cls, snapshot: bytes, *, checked: bool = False, examined: bool = False) -> Core:
-        """A core that goes on as the one that made `snapshot` would. Raises SnapshotInvalid.
+        """A core that goes on as the one that made `snapshot` would. Raises SnapshotInvalid, PluginMissing.
 
         `examined`: the invariants are tried on it, for one that comes from a file and not from a conductor.
         """
@@ -171,6 +184,7 @@ class Core:
             raise SnapshotInvalid(one_line(problem)) from None
         if restored.version != SNAPSHOT_VERSION:
             raise SnapshotInvalid(f"version {restored.version}, not {SNAPSHOT_VERSION}")
+        check_installed(restored.state.policy)
         core = cls(checked=checked)
         core.state = restored.state
         if examined:
@@ -196,7 +210,7 @@ _decoder = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_decode_index)
 
 
 def _apply(state: State, event: Event, out: StepOutput) -> None:
-    match event:
+    match event:  # the frequent ones first: each case that does not fit costs a look
         case BlocksStored():
             if membership.known_store(state, event.node_id, event.incarnation):
                 state.index.add(event.node_id, event.block_keys, event.tier)
@@ -211,12 +225,8 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
                 orders.accept_or_reject(state, event, out)
         case PrefillFinished():
             _prefill_finished(state, event)
-        case StageFinished():
-            stages.stage_finished(state, event)
         case DecodeStarted() | KvMoved() | KvMoveRefused():
             _decode_goes_on(state, event, out)
-        case StateDigested():
-            pass
         case RequestFinished():
             _request_finished(state, event, out)
         case WorkerHeartbeat():
@@ -227,6 +237,10 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             membership.frontend_heartbeat(state, event, out)
         case TimerFired():
             _timer_fired(state, event, out)
+        case StageFinished():
+            stages.stage_finished(state, event)
+        case StateDigested():
+            pass
         case PrefillFailed() | DecodeFailed():
             _half_failed(state, event, out)
         case DecodeRefused():
@@ -255,6 +269,7 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
         case FrontendLeft():
             membership.frontend_left(state, event.frontend_id, event.incarnation, out)
         case ClusterConfigured():
+            check_installed(event.policy)
             state.policy, state.code_version = event.policy, event.code_version
         case PolicyChanged():
             moves.policy_changed(state, event, out)
@@ -262,8 +277,6 @@ def _apply(state: State, event: Event, out: StepOutput) -> None:
             roles.role_wanted(state, event, out)
         case _:
             assert_never(event)
-    if isinstance(event, _MAY_END_AN_ORDER):
-        orders.place_borrowers(state, out)
 
 
 def _timer_fired(state: State, event: TimerFired, out: StepOutput) -> None:
@@ -309,6 +322,8 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
     # In an older log only the request tells its length; placed once more, it may have tokens of its answer on top.
     known = event.prompt_tokens or (request.event.prompt_tokens if request.placements == 1 else 0)
     learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
+    _know_prompt(state, order)
+    _free_left_out(state, order, known, event.similar)
     if event.fetch_node_id and event.fetch_node_id in state.stores:
         links = state.ssd_links if order.fetch_ssd else state.links
         sharing = order.fetch_sharing if order.fetch_node_id == event.fetch_node_id else 1
@@ -330,6 +345,30 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
         event.push_ns,
         1,
     )
+
+
+def _free_left_out(state: State, order: Order, prompt_tokens: int, reuse: SimilarReuse | None) -> None:
+    """The decode worker gets the KV of fewer tokens than the prompt has, and has room for the others."""
+    worker = state.workers.get(order.decode_id)
+    if reuse is None or not reuse.retained_tokens or worker is None or order.order_id not in worker.orders:
+        return
+    tokens = max(0, prompt_tokens - reuse.retained_tokens)
+    # Whole blocks alone: where the answer ends in a block of its own, they are those that will not be used.
+    blocks = min(order.reserved_blocks, tokens // worker.block_tokens)
+    order.reserved_blocks -= blocks
+    order.context_tokens -= tokens
+    worker.orders[order.order_id] -= blocks
+    worker.reserved_blocks -= blocks
+    worker.context_tokens -= tokens
+    state.loads.changed(worker)
+    load_changed(state, order.decode_id)
+
+
+def _know_prompt(state: State, order: Order) -> None:
+    """The order's prompt was computed whole: its KV may stand in for others."""
+    event = state.requests[order.request_id].event
+    if event.sketch and not order.similar:
+        state.similar.add(event.sketch, event.block_keys)
 
 
 def _learn_link(
@@ -371,6 +410,8 @@ def _request_finished(state: State, event: RequestFinished, out: StepOutput) -> 
     if order is None:
         return
     prefill_seen(state, order, None)
+    if order.phase == "prefill":  # an answer of one token ends before its prefill is said to be over
+        _know_prompt(state, order)
     answer_seen(state, order, event)
     orders.free_prefill(state, order)
     orders.free_decode(state, order)

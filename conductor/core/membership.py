@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from halfmoon.conductor.core.line import arm
 from halfmoon.conductor.core.loans import end_move
-from halfmoon.conductor.core.orders import arm, end, place_parked, withdraw
+from halfmoon.conductor.core.orders import end, place_parked, withdraw
 from halfmoon.conductor.core.reconcile import lose_orders
 from halfmoon.conductor.core.role_rules import first_fit
 from halfmoon.conductor.core.state.core_state import State
@@ -185,6 +186,7 @@ def store_joined(state: State, event: StoreJoined, out: StepOutput) -> None:
         incarnation=event.incarnation,
         host=event.host,
         slots=event.slots,
+        shares=event.shares,
         last_seen_ns=state.at_ns,
     )
     _arm_loss(state, "store", event.node_id, event.incarnation, state.at_ns, out)

@@ -18,8 +18,10 @@ from collections.abc import Iterator
 import msgspec
 
 from halfmoon.conductor.core.explanation import MoveGrounds
+from halfmoon.conductor.core.line import arm
 from halfmoon.conductor.core.loans import book_move, give_up_move
-from halfmoon.conductor.core.orders import arm, place_borrowers
+from halfmoon.conductor.core.orders import place_borrowers
+from halfmoon.conductor.core.placement.policies import check_installed
 from halfmoon.conductor.core.placement.prices import own_ps, share_ps
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Order, PendingMove, WorkerRecord, loan_blocks
@@ -71,15 +73,19 @@ class Debtor(msgspec.Struct, frozen=True, kw_only=True):
 
 def keep_planning(state: State, out: StepOutput) -> None:
     """Set the timer while something might move. Call it when an order was given, or the timer has fired."""
-    period_ns = state.policy.move_period_ns
+    policy, loads = state.policy, state.loads
+    if not policy.move_period_ns or not state.orders or not loads.lending:
+        return
     # A move under way may have to be ended, though nothing else might move.
-    pending = state.policy.move_answer_ns and any(order.move is not None for order in state.orders.values())
-    if period_ns and state.orders and (state.loads.lenders > 1 or pending):
-        arm(state, TIMER, state.at_ns + period_ns, out)
+    if loads.lenders > 1 or (
+        policy.move_answer_ns and any(order.move is not None for order in state.orders.values())
+    ):
+        arm(state, TIMER, state.at_ns + policy.move_period_ns, out)
 
 
 def policy_changed(state: State, event: PolicyChanged, out: StepOutput) -> None:
     """Another policy is in force: it may plan where the last one did not."""
+    check_installed(event.policy)
     state.policy = event.policy
     state.members_changed()
     keep_planning(state, out)
@@ -125,7 +131,8 @@ def _orders(state: State, worker: WorkerRecord) -> Iterator[Order]:
 def _may_lend(state: State, worker: WorkerRecord) -> bool:
     borrows = any(order.loans or order.move is not None for order in _orders(state, worker))
     room = use_percent(worker) < state.policy.move_to_percent
-    return room and not borrows and slow_mark(state, worker) is None
+    kept = state.claimed_blocks(worker.worker_id) > 0  # for one that waits for it
+    return room and not borrows and not kept and slow_mark(state, worker) is None
 
 
 def attended_tokens(state: State, worker: WorkerRecord) -> int:
@@ -196,6 +203,7 @@ def _best_size(state: State, debtor: Debtor, order: Order, lender: WorkerRecord)
     reserve = lender.kv_blocks * policy.move_reserve_percent // 100
     own = movable_segments(state, order)
     most = min(own, (lender.kv_blocks - lender.reserved_blocks - reserve) // segment_blocks)
+    most = min(most, _segments_in_time(state, debtor, order))
     held, rows = _held_by(state, owner, lender, order)
     theirs = BatchLoad(sum(one.running for one in _orders(state, lender)), attended_tokens(state, lender))
     before = debtor.batch.rate(owner) + theirs.rate(lender)
@@ -237,6 +245,18 @@ def movable_segments(state: State, order: Order) -> int:
     worker = state.workers[order.decode_id]
     prompt = state.requests[order.request_id].event.prompt_tokens
     return (prompt - 1) // worker.layout.segment_tokens - sum(loan.segments for loan in order.loans)
+
+
+def _segments_in_time(state: State, debtor: Debtor, order: Order) -> int:
+    """As many as are gone early enough before the request ends: what it leaves then is free without a move."""
+    owner, policy = debtor.worker, state.policy
+    step_ns = owner.cost.step_ns(debtor.batch.sequences, debtor.batch.context_tokens)
+    if not policy.move_ends_percent or not step_ns:
+        return movable_segments(state, order)
+    # One that has outlived its prediction may end with any token: nothing says that a move would be worth its bytes.
+    left_ns = max(0, order.prefill_end_ns + order.decode_ns - state.at_ns)
+    steps = left_ns * policy.move_ends_percent // 100 // step_ns
+    return steps * policy.move_step_tokens // owner.layout.segment_tokens
 
 
 def _grounds(

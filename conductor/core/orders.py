@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import msgspec
 
-from halfmoon.conductor.core.admission import (
-    Placement,
-    Refusal,
-    waits_ns,
-)
+from halfmoon.conductor.core.admission import Placement, Refusal, waits_ns
 from halfmoon.conductor.core.choice import choose, choose_again
 from halfmoon.conductor.core.corrections import load_changed, price_prompt
 from halfmoon.conductor.core.explanation import explain, explain_arrival
+from halfmoon.conductor.core.line import drop_claim, first_in_line, keep_room, park, unpark, wait_for_room
 from halfmoon.conductor.core.loans import book_loans, end_loans
 from halfmoon.conductor.core.objectives import slo_ns, tbt_objective_ns
 from halfmoon.conductor.core.placement.measures import Candidate
+from halfmoon.conductor.core.placement.rooms import soonest_room
 from halfmoon.conductor.core.replication import spread_hot_prefix
 from halfmoon.conductor.core.stages import (
     book_stages,
@@ -27,10 +25,9 @@ from halfmoon.conductor.core.stages import (
     leave_prefills,
 )
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
-from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
-from halfmoon.conductor.core.state.demand import learn_demand
 from halfmoon.conductor.core.state.overload import learn_offered
 from halfmoon.conductor.core.state.records import Order, Request
+from halfmoon.conductor.core.step_learning import learn_arrival
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
     CancelOrder,
@@ -38,13 +35,11 @@ from halfmoon.schemas.decisions import (
     RejectReason,
     RejectRequest,
     ReleaseOrder,
-    SetTimer,
     StartDecode,
     StartMixed,
     StartPrefill,
 )
 from halfmoon.schemas.events import RequestArrived
-from halfmoon.schemas.types import INT_MAX
 
 
 def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> None:
@@ -52,7 +47,7 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
     state.counters.arrived += 1
     request = Request(event=event, arrived_ns=state.at_ns)
     verdict = _decide(state, request)
-    _learn_demand(state, event, verdict)
+    learn_arrival(state, event, verdict)
     if out.explains(event.request_id):
         out.notes.append(
             explain_arrival(state, event, state.at_ns, verdict, seq=state.seq, draw=_draw(state))
@@ -62,9 +57,17 @@ def accept_or_reject(state: State, event: RequestArrived, out: StepOutput) -> No
         _order(state, request, verdict, out)
     elif wait_ns := waits_ns(state, event, verdict):
         state.requests[event.request_id] = request
-        park(state, request, wait_ns, out)
+        _wait(state, request, verdict, wait_ns, out)
     else:
         reject(state, event, verdict, out)
+
+
+def _wait(state: State, request: Request, refusal: Refusal, wait_ns: int, out: StepOutput) -> None:
+    """For room, or for a worker."""
+    if refusal.room is None:
+        park(state, request, wait_ns, out)
+    else:
+        wait_for_room(state, request, wait_ns, out)
 
 
 def _decide(state: State, request: Request) -> Placement | Refusal:
@@ -75,38 +78,14 @@ def _decide(state: State, request: Request) -> Placement | Refusal:
     return verdict
 
 
-def _learn_demand(state: State, event: RequestArrived, verdict: Placement | Refusal) -> None:
-    """Count its demand on both pools, whether it is placed or not."""
-    if isinstance(verdict, Refusal):
-        alone_ns, limits = verdict.predicted.prefill_ns, verdict.limits
-        if verdict.reason == "too_long" or (limits is not None and alone_ns > limits.ttft_ns):
-            return  # no number of workers would serve it
-    elif verdict.mixed:
-        return  # the pools have nothing to do with it
-    # A refusal without a prediction looked at no worker.
-    prefill_ns = verdict.predicted.prefill_ns or state.offered.prefill_ns
-    some = next(iter(state.workers.values()), None)
-    if not prefill_ns and some is not None:
-        prefill_ns = some.cost.prefill_ns(event.prompt_tokens, 0)
-    learn_demand(
-        state.demand,
-        state.at_ns,
-        state.policy.elastic_window_ns,
-        prefill_ns=prefill_ns,
-        prompt_tokens=event.prompt_tokens,
-        answer_tokens=expected_tokens(state.answers.get(answer_class(event.max_tokens)), event.max_tokens),
-        decode_refused=isinstance(verdict, Refusal) and verdict.reason in ("tbt_slo", "no_room"),
-    )
-
-
 def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool) -> None:
     """Place or refuse a request that has waited since it arrived; with `wait` it may go on waiting."""
     event = request.event
     verdict = _decide(state, request)
-    if wait and isinstance(verdict, Refusal) and verdict.reason == "no_worker":
+    if wait and isinstance(verdict, Refusal) and _goes_on_waiting(state, request, verdict, out):
         return
     if out.explains(event.request_id):
-        waited = "it waited for a worker"
+        waited = "it waited for room" if event.request_id in state.line else "it waited for a worker"
         out.notes.append(explain(state, event, state.at_ns, verdict, seq=state.seq, lost_reason=waited))
     if isinstance(verdict, Refusal):
         end(state, request)
@@ -116,8 +95,20 @@ def _decide_again(state: State, request: Request, out: StepOutput, *, wait: bool
         _order(state, request, verdict, out)
 
 
+def _goes_on_waiting(state: State, request: Request, refusal: Refusal, out: StepOutput) -> bool:
+    if refusal.reason == "no_worker" or request.event.request_id in state.line:
+        return refusal.reason in ("no_worker", "no_room")
+    # The worker is there that it waited for, and has no room.
+    wait_ns = waits_ns(state, request.event, refusal) if refusal.room is not None else 0
+    if wait_ns:
+        unpark(state, request)
+        wait_for_room(state, request, wait_ns, out)
+    return wait_ns > 0
+
+
 def end_waiting(state: State, request: Request, out: StepOutput) -> None:
-    """The time is over in which a worker might have come."""
+    """The time is over in which a worker might have come, or room."""
+    drop_claim(state, request.event.request_id)
     if request.placements:
         fail(state, request, "no worker came in time", out)
     else:
@@ -140,10 +131,13 @@ def place(state: State, request: Request, lost_reason: str, out: StepOutput) -> 
         return
     placement = choose_again(state, request, state.at_ns, _draw(state))
     _note(state, request, placement, lost_reason, out)
-    if placement is None:
-        park(state, request, state.policy.unplaced_ns_max, out)
-    else:
+    if placement is not None:
         _order(state, request, placement, out)
+    elif state.policy.room_wait_ns_max and soonest_room(state, request.event, state.at_ns) is not None:
+        wait_ns = max(state.policy.unplaced_ns_max, state.policy.room_wait_ns_max)
+        wait_for_room(state, request, wait_ns, out)
+    else:
+        park(state, request, state.policy.unplaced_ns_max, out)
 
 
 def avoid(request: Request, worker_id: str) -> None:
@@ -154,16 +148,32 @@ def avoid(request: Request, worker_id: str) -> None:
 
 def place_parked(state: State, out: StepOutput) -> None:
     """Place the requests that wait, oldest first, as far as possible. Call it when a worker starts to take orders."""
-    for request_id in list(state.parked):
-        request = state.requests[request_id]
-        if not request.placements:  # never accepted
-            _decide_again(state, request, out, wait=True)
-            continue
-        placement = choose_again(state, request, state.at_ns, _draw(state))
-        if placement is not None:
-            _note(state, request, placement, "it waited for a worker", out)
-            unpark(state, request)
-            _order(state, request, placement, out)
+    for request_id in [one for one in state.parked if one not in state.line]:
+        _try_again(state, state.requests[request_id], out)
+
+
+def serve_line(state: State, out: StepOutput) -> None:
+    """Place those who wait for room, one after the other, until there is none for the next. Call it when there may be
+    more; does nothing when nobody waits.
+    """
+    while (request := first_in_line(state)) is not None:
+        claim, state.claim = state.claim, None  # what is kept for it is its own
+        _try_again(state, request, out)
+        if first_in_line(state) is request:
+            keep_room(state, request, claim)
+            return
+
+
+def _try_again(state: State, request: Request, out: StepOutput) -> None:
+    if not request.placements:  # never accepted
+        _decide_again(state, request, out, wait=True)
+        return
+    placement = choose_again(state, request, state.at_ns, _draw(state))
+    if placement is not None:
+        waited = "it waited for room" if request.event.request_id in state.line else "it waited for a worker"
+        _note(state, request, placement, waited, out)
+        unpark(state, request)
+        _order(state, request, placement, out)
 
 
 def place_borrowers(state: State, out: StepOutput) -> None:
@@ -188,33 +198,6 @@ def _note(
                 lost_reason=lost_reason,
             )
         )
-
-
-def park(state: State, request: Request, wait_ns: int, out: StepOutput) -> None:
-    """Let it wait for a worker, for so long."""
-    request_id = request.event.request_id
-    state.parked[request_id] = True
-    arm(
-        state,
-        f"unplaced:{request_id}:{request.placements}",
-        state.at_ns + wait_ns,
-        out,
-    )
-
-
-def unpark(state: State, request: Request) -> None:
-    request_id = request.event.request_id
-    state.parked.pop(request_id, None)
-    state.timers.pop(f"unplaced:{request_id}:{request.placements}", None)
-
-
-def arm(state: State, key: str, at_ns: int, out: StepOutput) -> None:
-    """Set a timer, once; one that is set already stays."""
-    if key not in state.timers:
-        # A policy may name any time to wait: then it is for ever, and still a number that a message can carry.
-        at_ns = min(at_ns, INT_MAX)
-        state.timers[key] = at_ns
-        out.append(SetTimer(key=key, at_ns=at_ns))
 
 
 def reject(state: State, event: RequestArrived, refusal: Refusal, out: StepOutput) -> None:
@@ -377,6 +360,7 @@ def _order(state: State, request: Request, placement: Placement, out: StepOutput
         cache=decode.cache,
         cache_blocks=decode.cache_blocks,
         stages=prefill.stages,
+        similar=prefill.reference is not None,
     )
     price_prompt(state, order, prefill)
     _reserve(state, order, now_ns + prefill.transfer_ns)
@@ -417,6 +401,7 @@ def _give(state: State, request: Request, order: Order, prefill: Candidate, out:
             predicted=order.predicted,
             stages=order.stages,
             chunk_tokens=prefill.chunk_tokens,
+            reference=prefill.reference,
         )
     )
     give_stages(order, event.prompt_tokens, out)
@@ -458,10 +443,11 @@ def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     """Book the order on both workers, and until `fetched_ns` on the node that it fetches from."""
     state.orders[order.order_id] = order
     worker = state.workers[order.prefill_id]
-    if not worker.prefills:
+    prefills = worker.prefills
+    if not prefills:
         worker.head_since_ns = order.placed_ns
         worker.head_neighbours = worker.neighbours
-    worker.prefills[order.order_id] = order.reserved_ns
+    prefills[order.order_id] = order.reserved_ns
     worker.reserved_ns += order.reserved_ns
     worker.pending_blocks += order.pending_blocks
     worker.prompt_blocks += order.prompt_blocks
@@ -471,8 +457,10 @@ def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     worker.reserved_blocks += order.reserved_blocks
     worker.context_tokens += order.context_tokens
     state.loads.changed(worker)
-    book_loans(state, order)
-    book_stages(state, order)
+    if order.loans or order.cache:
+        book_loans(state, order)
+    if order.stages:
+        book_stages(state, order)
     if order.fetch_node_id:
         state.leaving.setdefault(order.fetch_node_id, {})[order.order_id] = fetched_ns
     load_changed(state, order.prefill_id, order.decode_id)

@@ -1,5 +1,7 @@
 """How many workers each pool needs: by what arrived lately, and by what waits and runs. Thousandths of a worker.
 
+Mixed workers count as a pool of their own, which takes no part in changes of role.
+
 Prefill: the time that arriving prompts take a second, and the queue. Decode: arriving tokens of answers over what a
 worker makes with a batch as large as the TBT SLO, its KV and its batch allow; or, if that is more, the workers that
 what is placed now fills so, and more by the share of requests that decode had no room for: how long answers are is
@@ -55,7 +57,7 @@ _ENDLESS = 2**53
 
 def pool_needs(state: State) -> dict[WorkerRole, PoolNeed]:
     """For the two roles that workers may change between."""
-    seen = demand_of(state.demand, state.at_ns, state.policy.elastic_window_ns)
+    seen = demand_of(state.demand.looks, state.at_ns, state.policy.elastic_window_ns)
     stay: dict[WorkerRole, list[WorkerRecord]] = {role: [] for role in ELASTIC_ROLES}
     joining: dict[WorkerRole, int] = dict.fromkeys(ELASTIC_ROLES, 0)
     for worker in state.workers.values():
@@ -80,6 +82,32 @@ def pool_needs(state: State) -> dict[WorkerRole, PoolNeed]:
             permille=max(answers, decoding),
         ),
     }
+
+
+def all_needs(state: State) -> dict[WorkerRole, PoolNeed]:
+    """For the two pools, and for mixed workers where there are some."""
+    mixed = _mixed_need(state)
+    return pool_needs(state) | ({"mixed": mixed} if mixed is not None else {})
+
+
+def _mixed_need(state: State) -> PoolNeed | None:
+    """For mixed workers, of what was placed there or, where there are no others, refused; None: there are none.
+
+    Each needs time for prompts and for steps, so both needs are added. In fast numerics a step beside a chunk is
+    cheaper than alone, so this is the more.
+    """
+    workers = [worker for worker in state.loads.mixed.workers if not worker.draining]
+    if not workers:
+        return None
+    seen = demand_of(state.demand.mixed_looks, state.at_ns, state.policy.elastic_window_ns)
+    prompts, queued = _prompts(state, seen), _queued(state, workers)
+    answers, decoding = _answers(state, seen, workers), _decoding(state, seen, workers)
+    return PoolNeed(
+        workers=len(workers),
+        arriving=prompts + answers,
+        present=queued + decoding,
+        permille=prompts + queued + max(answers, decoding),
+    )
 
 
 def _prompts(state: State, seen: Look) -> int:

@@ -34,7 +34,9 @@ def spread_hot_prefix(state: State, request: RequestArrived, prefill: Candidate,
     lacking = [
         (store.slots_used * 1_000_000 // max(1, store.slots), store.node_id)
         for store in state.stores.values()
-        if store.node_id not in (*holders, prefill.node_id) and store.suspected_until_ns <= state.at_ns
+        if store.shares
+        and store.node_id not in (*holders, prefill.node_id)
+        and store.suspected_until_ns <= state.at_ns
     ]
     if lacking:
         target = min(lacking)[1]

@@ -10,12 +10,14 @@ from halfmoon.conductor.core.corrections import load_changed, turn_begins
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Order, WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
-from halfmoon.schemas.decisions import CancelOrder, StartStage
+from halfmoon.schemas.decisions import CancelOrder, LayerStage, StartStage
 from halfmoon.schemas.events import StageFinished
 
 
 def book_stages(state: State, order: Order) -> None:
     """On every worker but the last, which has the order's prefill half."""
+    grouped, size = state.counters.grouped, len(order.stages)
+    grouped[size] = grouped.get(size, 0) + 1
     for stage in order.stages[:-1]:
         worker = state.workers[stage.worker_id]
         assert not worker.orders, ("a stage of one that is busy", order, worker)
@@ -58,20 +60,29 @@ def free_stage(state: State, order: Order, worker_id: str) -> None:
     load_changed(state, worker_id)
 
 
+def stage_of(state: State, worker: WorkerRecord) -> LayerStage | None:
+    """The layers that the worker has of the prompt that it computes now; None where it computes alone, or nothing."""
+    head = next(iter(worker.prefills), "") if worker.role == "prefill" else ""
+    stages = state.orders[head].stages if head else []
+    return next((stage for stage in stages if stage.worker_id == worker.worker_id), None)
+
+
 def leave_prefills(state: State, worker: WorkerRecord, order: Order) -> None:
     """The order computes no more at `worker`, or waits there no more; the next one's turn begins."""
-    was_head = next(iter(worker.prefills)) == order.order_id
+    prefills = worker.prefills
+    was_head = next(iter(prefills)) == order.order_id
     if was_head:
         worker.head_since_ns = state.at_ns
-    del worker.prefills[order.order_id]
+    del prefills[order.order_id]
     worker.reserved_ns -= order.reserved_ns
     state.loads.changed(worker)
-    if was_head and worker.prefills:
+    if was_head and prefills:
         turn_begins(state, worker)
 
 
 def cancel_stages(state: State, order: Order, out: StepOutput) -> None:
-    """Those that compute yet; call it before they are freed."""
+    """Those that compute yet; call it before they are freed. A group whose prompt is not computed yet is broken."""
+    state.counters.groups_broken += bool(order.stages) and order.phase == "prefill"
     out.extend(
         CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=worker_id)
         for worker_id in order.staged

@@ -19,7 +19,8 @@ from halfmoon.bus.errors import BusError, StreamRefused
 from halfmoon.bus.tasks import within
 from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge, histogram
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.pool_needs import pool_needs
+from halfmoon.conductor.core.pool_needs import all_needs
+from halfmoon.conductor.core.stages import stage_of
 from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
@@ -159,10 +160,15 @@ class ConductorMetrics(Collector):
             ("worker",),
             queues,
         )
-        needs = pool_needs(state)
-        wanted: Values = {(role,): need.wanted for role, need in needs.items()}
+        parts = {at: stage_of(state, it) for at, it in state.workers.items() if it.stage_addresses}
+        layers: Values = {(at,): stage.layers if stage is not None else 0 for at, stage in parts.items()}
+        yield gauge(
+            "halfmoon_prefill_stage_layers", "Of the prompt that a group computes.", ("worker",), layers
+        )
+        needs = all_needs(state)
+        wanted: Values = {("mixed",): 0} | {(role,): need.wanted for role, need in needs.items()}
         yield gauge("halfmoon_wanted_workers", "Workers that the load asks for.", ("role",), wanted)
-        load: Values = {(role,): need.permille / 1_000 for role, need in needs.items()}
+        load: Values = {("mixed",): 0} | {(role,): need.permille / 1_000 for role, need in needs.items()}
         yield gauge("halfmoon_needed_workers", "The same, not rounded.", ("role",), load)
         changed: Values = {(): state.demand.changes}
         yield counter("halfmoon_role_changes", "Roles that changed by load.", (), changed)
@@ -190,6 +196,14 @@ class ConductorMetrics(Collector):
         yield counter(
             "halfmoon_cluster_wasted_prefills", "Refused by a decode worker after prefill.", (), wasted
         )
+        # Sizes that the policy allows are shown from the start, or Prometheus would not see the first prompt of each.
+        sizes = {*range(2, state.policy.prefill_group + 1), *counts.grouped}
+        grouped: Values = {(str(size),): counts.grouped.get(size, 0) for size in sorted(sizes)}
+        yield counter(
+            "halfmoon_cluster_grouped_prompts", "Given to groups of prefill workers.", ("workers",), grouped
+        )
+        broken = {(): counts.groups_broken}
+        yield counter("halfmoon_cluster_groups_broken", "Of these, not computed to the end.", (), broken)
         moves: Values = {("done",): counts.moves, ("refused",): counts.moves_refused}
         yield counter("halfmoon_cluster_kv_moves", "Moves of KV between decode workers.", ("result",), moves)
         yield counter("halfmoon_cluster_kv_moved_tokens", "Tokens that moved.", (), {(): counts.moved_tokens})
@@ -197,6 +211,13 @@ class ConductorMetrics(Collector):
         yield counter("halfmoon_cluster_prompt_tokens", "Tokens of prompts.", (), {(): counts.prompt_tokens})
         cached = {("local",): counts.cached_local_tokens, ("fetched",): counts.cached_fetched_tokens}
         yield counter("halfmoon_cluster_cached_tokens", "Of these, not computed.", ("source",), cached)
+        similar = (
+            ("requests", "Prompts for part of which KV of a similar one stood in.", counts.similar_requests),
+            ("tokens", "Tokens of those parts.", counts.similar_tokens),
+            ("computed_tokens", "Computed of these prompts, over layers.", counts.similar_computed_tokens),
+        )
+        for name, text, value in similar:
+            yield counter(f"halfmoon_cluster_similar_{name}", text, (), {(): value})
 
 
 def _kinds(name: str, text: str, counts: Counter[str]) -> Metric:

@@ -9,7 +9,8 @@ What it guarantees, and why:
   publish the same under the same identities, and the stream drops the second copy.
 - A timer is appended under a name made of its key and time, so that all conductors' timers are one event. It
   fires only when the log that was there at the start has been read: an old timer may have fired long ago,
-  further on.
+  further on. Whoever may write to the log can use that name up before; then the log holds something else where
+  the timer should stand, and each conductor appends it once more under a name that nobody can know.
 - Timers go by the time of the log: that of the newest event, and on from there by this process's monotonic
   clock. So a wrong wall clock does no harm, and after a silence (the bus was down) nothing is due before
   something was heard.
@@ -64,6 +65,8 @@ from halfmoon.schemas.status import ConductorStatus, StatusRequest
 log = logging.getLogger(__name__)
 
 TIMER_RETRY_S = 0.5
+#: So often it is checked that timers stand where the log said that they do.
+STORED_CHECK_S = 1.0
 OVERLOAD_WAIT_S = 1.0
 
 
@@ -112,6 +115,8 @@ class Shell:
         self._conductor_id = conductor_id
         self._timers = Timers(core.timers)
         self._timers_changed = asyncio.Event()
+        #: (key, time) of timers that the log took, as it says, and where; until they are read there.
+        self._stored: dict[tuple[str, int], int] = {}
         #: Time of the log, and the monotonic clock when it was that.
         self._heard: tuple[int, int] | None = None
         #: Identity of the newest decision that was stored before we started.
@@ -159,6 +164,7 @@ class Shell:
                 self.tally.stepped(type(event).__name__, time.perf_counter_ns() - started_ns, decisions)
             if isinstance(event, TimerFired):
                 self._timers.fired(event.key, event.at_ns)
+                self._stored.pop((event.key, event.at_ns), None)
             elif isinstance(event, StateDigested):
                 self.tally.digest_mismatches += self._digests.hear(event) and live
             for position, decision in enumerate(decisions):
@@ -207,22 +213,36 @@ class Shell:
         await self.caught_up.wait()
         while True:
             self._timers_changed.clear()
+            for key, at_ns in self._not_as_stored():
+                log.warning("timer %s: something else in the log has its message id", key)
+                await self._fire(key, at_ns, f"timer-{key}-{at_ns}-{uuid.uuid4().hex}")
             next_ns = self._timers.next_ns()
-            wait_s = None if next_ns is None else max(0, next_ns - self._now_ns()) / 1e9
+            wait_s = STORED_CHECK_S if self._stored else None
+            if next_ns is not None:
+                until_s = max(0, next_ns - self._now_ns()) / 1e9
+                wait_s = until_s if wait_s is None else min(wait_s, until_s)
             if wait_s != 0:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._timers_changed.wait(), wait_s)
                 continue
             for key, at_ns in self._timers.pop_due(self._now_ns()):
-                await self._fire(key, at_ns)
+                if self.core.timers.get(key) == at_ns:  # else the core has forgotten it
+                    await self._fire(key, at_ns, f"timer-{key}-{at_ns}")
 
-    async def _fire(self, key: str, at_ns: int) -> None:
-        if self.core.timers.get(key) != at_ns:
-            return  # the core has forgotten it
+    def _not_as_stored(self) -> list[tuple[str, int]]:
+        """Timers that the log took, as it said, and that were not where it said."""
+        read = [timer for timer, seq in self._stored.items() if seq <= self.core.seq]
+        for timer in read:
+            del self._stored[timer]
+        return [(key, at_ns) for key, at_ns in read if self.core.timers.get(key) == at_ns]
+
+    async def _fire(self, key: str, at_ns: int, message_id: str) -> None:
         event = TimerFired(key=key, at_ns=at_ns)
         while True:
             try:
-                await self._bus.append(event, source_id=self._conductor_id, message_id=f"timer-{key}-{at_ns}")
+                seq = await self._bus.append(event, source_id=self._conductor_id, message_id=message_id)
+                if seq > self.core.seq or self.core.timers.get(key) == at_ns:
+                    self._stored[key, at_ns] = seq
                 return
             except BusError as problem:
                 log.warning("timer %s is not stored yet: %s", key, problem)

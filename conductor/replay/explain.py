@@ -10,11 +10,15 @@ from halfmoon.conductor.core.admission import Placement, Refusal
 from halfmoon.conductor.core.explanation import Explanation, RoleGrounds
 from halfmoon.conductor.core.placement.measures import Candidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate
+from halfmoon.conductor.core.placement.rooms import RoomToCome
+from halfmoon.conductor.core.state.records import RoomClaim
 from halfmoon.conductor.replay.histories import MoveHistory, PlacementAttempt, RequestHistory
 from halfmoon.conductor.replay.reasons import decode_reasons, prefill_reasons, way_reason
 from halfmoon.conductor.replay.text import clock, duration
 from halfmoon.schemas.decisions import CachePlace, Fetch, Loan
 from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.similar import Reference
+from halfmoon.schemas.types import KEY_BYTES
 
 PREFILL_HEADS = (
     "",
@@ -78,7 +82,23 @@ def verdict_text(why: Explanation) -> str:
             later = f"; come back in {duration(later_ns)}" if later_ns else ""
             return f"refused, {reason}: {message}{later}"
         case None:
-            return "no worker could take it: it waits"
+            return (
+                "no worker could take it: it waits" if why.room is None else _waits_for(why.room, why.at_ns)
+            )
+
+
+def _waits_for(room: RoomToCome, at_ns: int) -> str:
+    held = ", ".join(f"{blocks} blocks at {worker_id}" for worker_id, blocks in room.blocks.items())
+    ahead = f", behind {room.ahead} that wait{'s' * (room.ahead == 1)}" if room.ahead else ""
+    return f"waits for room: {room.worker_id} to decode it, {held}, expected in {duration(room.at_ns - at_ns)}{ahead}"
+
+
+def _kept(claim: RoomClaim, at_ns: int) -> str:
+    blocks = ", ".join(f"{blocks} blocks of {worker_id}" for worker_id, blocks in claim.blocks.items())
+    return (
+        f"{blocks} are kept for {claim.request_id}, which waits for room since {clock(claim.since_ns)}; others use "
+        f"them only as far as they end before it can, expected in {duration(max(0, claim.at_ns - at_ns))}"
+    )
 
 
 def chosen(verdict: Placement | Refusal | None) -> tuple[str, str]:
@@ -91,6 +111,7 @@ def chosen(verdict: Placement | Refusal | None) -> tuple[str, str]:
 def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     """Workers that could not be chosen, and how the placement came to nothing."""
     found = [f"{worker_id}: left out, {reason}" for worker_id, reason in why.left_out.items()]
+    found += [_kept(why.kept, why.at_ns)] if why.kept is not None else []
     found += [
         f"{c.worker_id}: of a step, {duration(c.waits_ns)} wait for attention elsewhere"
         + (f", in {c.groups} group{'s' * (c.groups > 1)}" if c.groups else "")
@@ -107,6 +128,8 @@ def remarks(why: Explanation, attempt: PlacementAttempt | None) -> list[str]:
     found += [reason] if (reason := way_reason(why)) else []
     if isinstance(why.verdict, Placement) and why.verdict.prefill.group_ns:
         found.append(group_line(why.verdict.prefill))
+    if isinstance(why.verdict, Placement) and why.verdict.prefill.reference is not None:
+        found.append(reference_line(why.verdict.prefill.reference, attempt))
     if attempt is not None and attempt.finished is not None and is_mixed(why.verdict):
         done = attempt.finished
         found.append(
@@ -145,6 +168,24 @@ def group_line(c: Candidate) -> str:
         f"{one.worker_id} layers {one.first_layer} to {one.first_layer + one.layers - 1}" for one in c.stages
     )
     return f"computed together, in chunks of {c.chunk_tokens} tokens: {parts}; prefill {times}"
+
+
+def reference_line(reference: Reference, attempt: PlacementAttempt | None) -> str:
+    """The similar prompt that stands in, and what came of it, in words."""
+    blocks = len(reference.block_keys) // KEY_BYTES
+    line = (
+        f"KV of a similar prompt stands in: {blocks} {'blocks' if blocks > 1 else 'block'} at {reference.node_id}, "
+        f"{reference.resemblance} % of its runs of tokens in common"
+    )
+    if attempt is None or attempt.prefilled is None:
+        return line
+    reuse = attempt.prefilled.similar
+    if reuse is None:
+        return f"{line}; it was not used: the prompt was computed whole"
+    kept = f"; each layer keeps {reuse.retained_tokens} tokens of the prompt" if reuse.retained_tokens else ""
+    return (
+        f"{line}; for {reuse.tokens} tokens, {reuse.computed_tokens} computed on the mean over layers{kept}"
+    )
 
 
 def is_mixed(verdict: Placement | Refusal | None) -> bool:

@@ -9,6 +9,7 @@ a field that it does not know never reaches the file, so there is neither text n
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 from collections.abc import Iterable, Iterator
@@ -114,6 +115,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="end"
 Line = EventLine | InvalidLine | DecisionLine | ProgressLine | SnapshotLine
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Header | Line | End] = msgspec.json.Decoder(Header | Line | End)
+_NO_LINE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def lines_of_step(stamped: Stamped, decisions: Iterable[Decision]) -> list[Line]:
@@ -169,8 +171,8 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._opened() as lines:
-            first = self._decoded(next(lines, b""), 1)
+        with self._opened() as file:
+            first = self._decoded(self._whole(file.readline(LINE_BYTES_MAX), file, 1), 1)
         if not isinstance(first, Header):
             raise LogFileInvalid(f"{path}: not a saved log: its first line is no header")
         if first.format != FORMAT:
@@ -183,19 +185,24 @@ class LogFile:
         """All but the header and the end, in order."""
         events = decisions = 0
         number = 1
-        with self._opened() as lines:
-            next(lines)
-            for raw in lines:
+        with self._opened() as file:
+            # Logs have millions of lines: no generator and no call of ours for each.
+            readline, decode = functools.partial(file.readline, LINE_BYTES_MAX), _decoder.decode
+            self._whole(readline(), file, 1)
+            for raw in iter(readline, b""):
                 number += 1
-                line = self._decoded(raw, number)
-                if isinstance(line, EventLine):
+                if len(raw) == LINE_BYTES_MAX:
+                    raw = self._whole(raw, file, number)
+                try:
+                    line = decode(raw)
+                except _NO_LINE:
+                    line = self._decoded(raw, number)  # says which
+                if isinstance(line, (EventLine, InvalidLine)):
                     events += 1
                 elif isinstance(line, DecisionLine):
                     decisions += 1
-                elif isinstance(line, InvalidLine):
-                    events += 1
                 elif isinstance(line, End):
-                    if (line.events, line.decisions) != (events, decisions) or next(lines, b""):
+                    if (line.events, line.decisions) != (events, decisions) or readline():
                         raise LogFileInvalid(f"{self.path}: line {number}: lines are missing or too many")
                     return
                 elif isinstance(line, Header):
@@ -204,32 +211,32 @@ class LogFile:
         raise LogFileInvalid(f"{self.path}: cut off after line {number}")
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[Iterator[bytes]]:
+    def _opened(self) -> Iterator[IO[bytes]]:
         with self.path.open("rb") as file:
             plain: Any = file
             if self.path.suffix == ".zst":
                 decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
                 plain = io.BufferedReader(decompressor.stream_reader(file), 1 << 20)
             try:
-                yield self._whole_lines(plain)
+                yield plain
             except zstandard.ZstdError as problem:
                 raise LogFileInvalid(f"{self.path}: {problem}") from None
 
-    def _whole_lines(self, file: IO[bytes]) -> Iterator[bytes]:
-        number = 0
-        while raw := file.readline(LINE_BYTES_MAX):
-            number += 1
-            longest = LINE_BYTES_MAX
-            if len(raw) == longest and raw.startswith(b'{"line":"snapshot"'):
-                longest = SNAPSHOT_BYTES_MAX
-                raw += file.readline(longest - len(raw))
-            # A few KB of zstandard can hold a line of any length.
-            if len(raw) == longest and not raw.endswith(b"\n"):
-                raise LogFileInvalid(f"{self.path}: line {number}: longer than {longest} bytes")
-            yield raw
+    def _whole(self, raw: bytes, file: IO[bytes], number: int) -> bytes:
+        """A line with the rest of it. Raises LogFileInvalid.
+
+        A few KB of zstandard can hold a line of any length: only that of a snapshot, which may be long, is read on.
+        """
+        longest = LINE_BYTES_MAX
+        if len(raw) == longest and raw.startswith(b'{"line":"snapshot"'):
+            longest = SNAPSHOT_BYTES_MAX
+            raw += file.readline(longest - len(raw))
+        if len(raw) == longest and not raw.endswith(b"\n"):
+            raise LogFileInvalid(f"{self.path}: line {number}: longer than {longest} bytes")
+        return raw
 
     def _decoded(self, raw: bytes, number: int) -> Header | Line | End:
         try:
             return _decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        except _NO_LINE as problem:
             raise LogFileInvalid(f"{self.path}: line {number}: {one_line(problem)}") from None

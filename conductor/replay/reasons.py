@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from halfmoon.conductor.core.admission import Placement, Refusal
-from halfmoon.conductor.core.choice import way_rank
+from halfmoon.conductor.core.choice import holds, nearly_as_early, way_rank
 from halfmoon.conductor.core.explanation import Explanation
 from halfmoon.conductor.core.placement.measures import C, Candidate, CandidateMeasure, DecodeCandidate
-from halfmoon.conductor.core.placement.policies import POLICIES, Drawn, InTurn, Least
+from halfmoon.conductor.core.placement.policies import Drawn, InTurn, Least, rules_named
 from halfmoon.conductor.replay.text import duration
 
 _ID = "the smaller id"
@@ -17,13 +17,13 @@ _ID = "the smaller id"
 
 def prefill_reasons(why: Explanation, chosen: str) -> dict[str, str]:
     """Why each prefill candidate was taken or not, by worker; `chosen` "": none was taken."""
-    choice = POLICIES[why.policy].prefill
+    choice = rules_named(why.policy).prefill
     passed = {c.worker_id: "its queue is full" for c in why.prefill if c.full}
     return _reasons(why, why.prefill, choice, chosen, passed, why.last_chosen.get("prefill", ""))
 
 
 def decode_reasons(why: Explanation, chosen: str) -> dict[str, str]:
-    choice = POLICIES[why.policy].decode
+    choice = rules_named(why.policy).decode
     passed = {c.worker_id: "its queue is full" for c in why.decode if c.full}
     if any(c.room and not c.full for c in why.decode):
         passed.update({c.worker_id: "no room for the KV" for c in why.decode if not c.room})
@@ -119,6 +119,8 @@ def way_reason(why: Explanation) -> str:
         other.prefill.worker_id if other.mixed else f"{other.prefill.worker_id} and {other.decode.worker_id}"
     )
     own, others = way_rank(verdict), way_rank(other)
+    if why.mixed_choice == "balanced" and (said := _balanced(why, verdict, other)):
+        return f"not {names}: {said}"
     preferred = ", but mixed workers are preferred" if verdict.mixed and others < own else ""
     first, between, orders = (there - here for here, there in zip(own, others, strict=True))
     if first:
@@ -131,3 +133,25 @@ def way_reason(why: Explanation) -> str:
         word = f"{abs(orders)} {'more' if orders > 0 else 'fewer'} orders"
         return f"not {names}: as fast by what is predicted, with {word}{preferred}"
     return f"not {names}: nothing would be better there, and KV would move"
+
+
+def _balanced(why: Explanation, verdict: Placement, other: Placement) -> str:
+    """The reason that goes before the earlier first token; "": there is none."""
+    if not holds(other, why.ttft_slo_ns, why.tbt_slo_ns) and holds(verdict, why.ttft_slo_ns, why.tbt_slo_ns):
+        late_ns = other.predicted.ttft_ns - why.ttft_slo_ns
+        slow_ns = other.predicted.tbt_ns - why.tbt_slo_ns
+        missed = [
+            f"{duration(over_ns)} {word}"
+            for over_ns, word in ((late_ns, "to the first token"), (slow_ns, "between tokens"))
+            if over_ns > 0
+        ]
+        return f"the objectives would be missed there, by {' and '.join(missed)}"
+    if not nearly_as_early(verdict, other):
+        return ""
+    early_ns, between_ns = (
+        there - here for here, there in zip(way_rank(verdict)[:2], way_rank(other)[:2], strict=True)
+    )
+    if not (early_ns and between_ns):
+        return ""
+    earlier = f"{duration(abs(early_ns))} {'later' if early_ns > 0 else 'earlier'}"
+    return f"nearly as early (the first token would come {earlier}), with {duration(between_ns)} more between tokens"

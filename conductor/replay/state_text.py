@@ -315,4 +315,13 @@ def _counters(state: State) -> str:
         f"{counters.cached_fetched_tokens} on another; {state.index.blocks} blocks in the index; "
         f"{counters.moves} moves of KV while decoding ({counters.moved_tokens} tokens), "
         f"{counters.moves_refused} refused"
+        + "".join(
+            f"; {count} prompts for groups of {size}" for size, count in sorted(counters.grouped.items())
+        )
+        + (f", {counters.groups_broken} of them broken off" if counters.groups_broken else "")
+        + (
+            f"; KV of a similar prompt stood in for {counters.similar_tokens} tokens of {counters.similar_requests}"
+            if counters.similar_requests
+            else ""
+        )
     )

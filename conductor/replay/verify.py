@@ -106,14 +106,13 @@ class Replay:
             elif isinstance(line, SnapshotLine):
                 self._restore(line)
             self.compared.see(line, decisions)
-            yield self._in_log_time(line), decisions
+            yield self._in_log_time(line) if self.core.state.clock_lead_ns else line, decisions
 
     def _in_log_time(self, line: Line) -> Line:
         """The line at its time by the log's own clock: what a server's clock was set by lasts no time at all."""
-        state = self.core.state
-        if not state.clock_lead_ns or isinstance(line, SnapshotLine):
+        if isinstance(line, SnapshotLine):
             return line
-        return msgspec.structs.replace(line, at_ns=state.log_ns(line.at_ns))
+        return msgspec.structs.replace(line, at_ns=self.core.state.log_ns(line.at_ns))
 
     def _step(self, line: EventLine) -> list[Decision]:
         try:
@@ -136,7 +135,7 @@ class Replay:
             )
         seq = 0
         for line in self._log.lines():
-            if isinstance(line, EventLine | InvalidLine):
+            if isinstance(line, (EventLine, InvalidLine)):
                 if self._until is not None and line.seq > self._until:
                     return
                 if seq and line.seq != seq + 1:
@@ -263,14 +262,15 @@ class States:
         self.equal = 0
         self.differ: list[StateDigested] = []
         self._ours: dict[int, str] = {}
-        self._before = 0
+        #: How often a digest was due up to the event before.
+        self._due = 0
 
     def see(self, line: EventLine, core: Core) -> None:
         """After the core has stepped over `line`."""
-        every = core.state.policy.digest_events
-        if line.seq // every > self._before // every:
+        due = line.seq // core.state.policy.digest_events
+        if due > self._due:
             self._ours[line.seq] = core.digest()
-        self._before = line.seq
+        self._due = due
         said = line.event
         if (
             isinstance(said, StateDigested)

@@ -10,6 +10,7 @@ its class.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -21,19 +22,25 @@ from halfmoon.conductor.replay.explain import table
 from halfmoon.conductor.replay.histories import RequestHistories, RequestHistory
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.verify import Replay
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import StoreJoined, WorkerJoined
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.roles import WorkerRole
 
 #: From the pool into a worker's cache; no event tells, and it is never the bottleneck on a machine with
 #: shared memory.
 LOAD_BYTES_S = 10_000_000_000
+
+
+#: Roles that compute prompts, and that draw answers.
+PREFILLS: tuple[WorkerRole, ...] = ("prefill", "mixed")
+DECODES: tuple[WorkerRole, ...] = ("decode", "mixed")
 
 
 class NothingToSimulate(ValueError):
@@ -147,6 +154,7 @@ def _arrivals(histories: Sequence[RequestHistory], core: Core) -> list[Arrival]:
                 block_keys=event.block_keys,
                 priority=event.priority,
                 tenant=event.tenant,
+                sketch=event.sketch,
                 ttft_slo_ns=event.ttft_slo_ns,
                 tbt_slo_ns=event.tbt_slo_ns,
             )
@@ -155,23 +163,23 @@ def _arrivals(histories: Sequence[RequestHistory], core: Core) -> list[Arrival]:
 
 
 def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) -> ClusterShape:
-    def slots(role: str) -> int:
-        held = [
-            stores[worker.node_id].slots
-            for worker in workers
-            if worker.role == role and worker.node_id in stores
-        ]
-        return max(held, default=0)
+    def slots(*roles: WorkerRole) -> int:
+        nodes = [worker.node_id for worker in workers if worker.role in roles]
+        held = [stores[node_id].slots for node_id in nodes if node_id in stores]
+        return max(held, default=0 if nodes else -1)
 
-    if any(worker.role == "mixed" for worker in workers):
-        raise NothingToSimulate("mixed workers had a part in it, which are not simulated here")
+    roles = Counter(worker.role for worker in workers)
+    # A split with other roles takes what the recorded ones had.
+    pool, decode_pool = slots("prefill", "mixed"), slots("decode")
     return ClusterShape(
-        prefill=sum(worker.role == "prefill" for worker in workers),
-        decode=sum(worker.role == "decode" for worker in workers),
+        prefill=roles["prefill"],
+        decode=roles["decode"],
+        mixed=roles["mixed"],
         block_tokens=workers[0].layout.block_tokens,
-        pool_blocks=slots("prefill"),
-        decode_pool_blocks=slots("decode"),
-        kv_blocks=min(worker.kv_blocks for worker in workers if worker.role == "decode"),
+        pool_blocks=pool,
+        decode_pool_blocks=decode_pool if decode_pool >= 0 else pool,
+        kv_blocks=min((worker.kv_blocks for worker in workers if worker.role in DECODES), default=-1),
+        token_budget=max((worker.token_budget for worker in workers if worker.role == "mixed"), default=0),
     )
 
 
@@ -184,8 +192,8 @@ def _profile(
 ) -> Profile:
     """The mean of what was learned of each role's workers; links as the median of those measured."""
     layout = workers[0].layout
-    prefills = [costs[worker.worker_id] for worker in workers if worker.role == "prefill"]
-    decodes = [costs[worker.worker_id] for worker in workers if worker.role == "decode"]
+    prefills = [costs[worker.worker_id] for worker in workers if worker.role in PREFILLS]
+    decodes = [costs[worker.worker_id] for worker in workers if worker.role in DECODES]
     if not prefills or not decodes:
         raise NothingToSimulate("one of the pools was empty throughout")
     mean = {
@@ -251,6 +259,7 @@ def _as_it_was(recorded: Recorded, slo: Objectives) -> SimulationReport:
         profile=recorded.profile.name,
         prefill=recorded.cluster.prefill,
         decode=recorded.cluster.decode,
+        mixed=recorded.cluster.mixed,
         speed=1.0,
         seed=recorded.policy.seed,
         slo=slo,
@@ -265,7 +274,7 @@ def described(found: Comparison, source: str) -> str:
     columns = [found.recorded, found.simulated, found.what_if]
     cost, profile = found.profile.cost, found.profile
     lines = [
-        f"{found.recorded.prefill} prefill and {found.recorded.decode} decode workers; SLO: first token "
+        f"{found.recorded.workers}; SLO: first token "
         f"{found.recorded.slo.ttft_ns / 1e9:g} s, between tokens {found.recorded.slo.tbt_ns / 1e6:g} ms",
         f"fitted: prefill {cost.prefill_base_ns / 1e6:.1f} ms + {cost.prefill_per_token_ps / 1e9:.4f} ms·(n-p) + "
         f"{cost.prefill_per_token2_fs / 1e12:.3e} ms·(n²-p²); step {cost.decode_base_ns / 1e6:.1f} ms + "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
+from typing import TypedDict
 
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.slo import TBT_WORST_PERCENT
@@ -31,6 +32,41 @@ def tbt_ns(intervals: list[tuple[float, int]]) -> int:
     return int(total / wanted)
 
 
+class StepFigures(TypedDict):
+    """Fields of `WorkerHeartbeat`."""
+
+    steps: int
+    step_ns: int
+    step_sequences: int
+    step_context_tokens: int
+
+
+class StepMeans:
+    """Steps since it was asked last, for heartbeats."""
+
+    def __init__(self) -> None:
+        self._steps = self._ns = self._sequences = self._context = 0
+
+    def add(self, steps: int, took_ns: int, sequences: int, context_tokens: int) -> None:
+        """So many steps; the other numbers are sums over them."""
+        self._steps += steps
+        self._ns += took_ns
+        self._sequences += sequences
+        self._context += context_tokens
+
+    def take(self) -> StepFigures:
+        """Their number and means; all begin anew."""
+        each = max(1, self._steps)
+        found = StepFigures(
+            steps=self._steps,
+            step_ns=self._ns // each,
+            step_sequences=self._sequences // each,
+            step_context_tokens=self._context // each,
+        )
+        self._steps = self._ns = self._sequences = self._context = 0
+        return found
+
+
 class Steps:
     """The running batch of one worker. The owner books the ends of runs and calls `advance`."""
 
@@ -40,6 +76,11 @@ class Steps:
         self._per_token = cost.decode_per_context_token_ps / 1e3
         self.sequences = 0
         self.context_tokens = 0
+        #: Of `context_tokens`, those that others attend to; how long a step's slowest of them takes; and the tokens
+        #: that this worker attends to for others in each of its steps.
+        self.away_tokens = 0
+        self.away_ns = 0.0
+        self.lent_tokens = 0
         #: Steps made so far; sequences by the step after which they end.
         self.made = 0
         self._ends: list[tuple[int, str]] = []
@@ -51,15 +92,25 @@ class Steps:
         self.since_ns = 0
         self._first = 0.0
         self._growth = 0.0
+        #: Steps of it that wait for others, however much longer contexts here get; 0: none does.
+        self.waiting_steps = 0
 
     def step_ns(self, sequences: int, context_tokens: int) -> float:
-        return self._base + self._per_sequence * sequences + self._per_token * context_tokens
+        """Others attend to their part meanwhile, so the longer of the two counts."""
+        own = self._per_token * (context_tokens - self.away_tokens)
+        linear = self._base + self._per_sequence * sequences
+        return linear + max(own, self.away_ns) + self._per_token * self.lent_tokens
 
     def start_run(self, now_ns: int, jitter: float) -> None:
-        """With the batch as it is."""
+        """With the batch as it is. The run is to end after `waiting_steps` where there are any."""
         self.since_ns = now_ns
         self._first = self.step_ns(self.sequences, self.context_tokens) * jitter
         self._growth = self._per_token * self.sequences * jitter
+        self.waiting_steps = 0
+        missing = self.away_ns - self._per_token * (self.context_tokens - self.away_tokens)
+        if missing > 0 and self._growth:
+            self.waiting_steps = max(1, math.ceil(missing * jitter / self._growth))
+            self._growth = 0.0
 
     def run_ns(self, steps: int) -> int:
         return int(steps * self._first + self._growth * steps * (steps - 1) / 2)

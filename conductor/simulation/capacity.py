@@ -107,6 +107,13 @@ def smallest(held: Callable[[int, int], float], workers_max: int) -> tuple[int, 
     raise AssertionError("the largest cluster holds")
 
 
+def fewest_of(held: Callable[[int], float], workers_max: int) -> int:
+    """The fewest workers of one pool for which `held` is HELD_MIN. Raises CapacityUnknown."""
+    if held(workers_max) < HELD_MIN:
+        raise CapacityUnknown(f"{workers_max} workers do not hold the objectives")
+    return _first(workers_max, lambda count: held(count) >= HELD_MIN)
+
+
 def _first(count_max: int, holds: Callable[[int], bool]) -> int:
     low, high = 1, count_max
     while low < high:

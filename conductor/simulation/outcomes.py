@@ -1,4 +1,4 @@
-"""The outcome of each simulated request."""
+"""The outcome of each simulated request, and the load at a time."""
 
 from __future__ import annotations
 
@@ -31,3 +31,17 @@ class Outcome(msgspec.Struct, kw_only=True, gc=False):
     @property
     def ttft_ns(self) -> int:
         return self.first_token_ns - self.arrived_ns if self.first_token_ns >= 0 else -1
+
+
+class LoadSample(msgspec.Struct):
+    """Both pools at one time: predicted queue over TTFT SLO, step over TBT SLO (means), and sizes."""
+
+    at_ns: int
+    prefill_load: float
+    decode_load: float
+    queued: int
+    running: int
+    #: Workers of each role.
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0

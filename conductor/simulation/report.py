@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.world import LoadSample
+from halfmoon.conductor.simulation.cluster_shape import Workers
+from halfmoon.conductor.simulation.outcomes import LoadSample, Outcome
 from halfmoon.schemas.numbers import MS_NS
 
 
@@ -54,6 +54,7 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     profile: str
     prefill: int
     decode: int
+    mixed: int = 0
     speed: float
     seed: int
     #: False: interrupted, the figures are of what had happened.
@@ -90,9 +91,16 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     digest: str = ""
     #: Workers that took another role.
     role_changes: int = 0
+    #: Parts of running requests that went to lenders, and their tokens.
+    moves: int = 0
+    moved_tokens: int = 0
     wall_s: float = 0.0
     load: list[LoadSample] = []
     pools: PoolFigures | None = None
+
+    @property
+    def workers(self) -> Workers:
+        return Workers(self.prefill, self.decode, self.mixed)
 
     def plain(self, *, load: bool = True) -> dict[str, Any]:
         """As plain values, for JSON."""

@@ -6,35 +6,45 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import msgspec
 
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
 from halfmoon.conductor.simulation.trace import Arrival, faster
-from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.policy import Policy
 
 #: How many times load is looked at during the arrivals.
 SAMPLES = 600
 #: Not more often than this.
 SAMPLE_NS_MIN = 100_000_000
+#: Worlds of this process that are still there: each is one circle of references, which stays until it is collected.
+_worlds: WeakSet[World] = WeakSet()
 
 
 @contextmanager
-def _memory_settled() -> Iterator[None]:
-    """Else every collection would look at every block in every pool, and there may be millions."""
-    gc.collect()
-    # What the caller has frozen stays so: there is no way back for a part of it.
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+def _collector_paused() -> Iterator[None]:
+    """Else every collection would look at every block in every pool, and there may be millions. It would find nothing:
+    no request leaves a circle of references behind, only the world itself does.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def _collect_worlds_before(world: World) -> None:
+    """A sweep of simulations has the memory of one."""
+    if _worlds:
+        gc.collect()
+    _worlds.add(world)
 
 
 def simulate(
@@ -51,7 +61,7 @@ def simulate(
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
 ) -> SimulationReport:
-    """Disaggregated serving under the core: `arrivals` (by time) `speed` times as fast.
+    """Serving under the core, disaggregated or mixed: `arrivals` (by time) `speed` times as fast.
 
     `seed` draws the `random` policy's choices and, with `noise_percent`, how much computations differ from the profile;
     `cost_times` see Clock.
@@ -69,20 +79,21 @@ def simulate(
         cost_times=cost_times,
         outcomes=outcomes,
     )
+    _collect_worlds_before(world)
     paced = faster(arrivals, speed)
     sample_ns = max((paced[-1].at_ns - paced[0].at_ns) // SAMPLES, SAMPLE_NS_MIN) if paced else 1
-    with _memory_settled():
+    with _collector_paused():
         complete = world.run(paced, sample_ns=sample_ns, progress=progress)
     end_ns = world.clock.now_ns
-    prefill_ns = world.prefill_ns + sum(worker.compute_ns for worker in world.prefill_workers.values())
-    decode_ns = world.decode_ns + sum(worker.busy_ns for worker in world.decode_workers.values())
+    prefill_ns, decode_ns = world.computed_ns()
     report = SimulationReport(
         system="halfmoon",
-        policy=policy.name,
+        policy=policy.plugin or policy.name,
         admission=policy.admission,
         profile=profile.name,
         prefill=cluster.prefill,
         decode=cluster.decode,
+        mixed=cluster.mixed,
         speed=speed,
         seed=seed,
         complete=complete,
@@ -96,9 +107,12 @@ def simulate(
         events=world.events,
         digest=world.digest(),
         role_changes=world.role_changes,
+        moves=world.core.state.counters.moves,
+        moved_tokens=world.core.state.counters.moved_tokens,
         load=world.samples,
     )
     summarise(report, world.outcomes, end_ns)
-    report.prefill_busy = round(report.prefill_gpu_s / max(report.duration_s, 1e-3) / cluster.prefill, 6)
+    computing = cluster.prefill + cluster.mixed
+    report.prefill_busy = round(report.prefill_gpu_s / max(report.duration_s, 1e-3) / computing, 6)
     report.wall_s = round(time.perf_counter() - began, 3)
     return report

@@ -53,6 +53,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     #: 0: by the policy.
     ttft_slo_ns: int = 0
     tbt_slo_ns: int = 0
+    #: Where KV of a similar prompt may stand in (`halfmoon.schemas.similar`).
+    sketch: bytes = b""
 
 
 class _Row(msgspec.Struct):

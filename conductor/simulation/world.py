@@ -16,12 +16,15 @@ import msgspec
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.state.load_index import queue_ns
+from halfmoon.conductor.simulation.batching.mixed_worker import SimulatedMixedWorker, budget_of
 from halfmoon.conductor.simulation.clock import Clock
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape, ConfigurationImpossible
 from halfmoon.conductor.simulation.context import SimulationContext
 from halfmoon.conductor.simulation.decode import SimulatedDecode
+from halfmoon.conductor.simulation.lending import with_parts, with_segments
 from halfmoon.conductor.simulation.network import Network
 from halfmoon.conductor.simulation.nodes import Node
-from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.outcomes import LoadSample, Outcome
 from halfmoon.conductor.simulation.prefill import SimulatedPrefill
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.trace import Arrival
@@ -30,7 +33,9 @@ from halfmoon.schemas.decisions import (
     CancelOrder,
     ChangeRole,
     Decision,
+    EndMove,
     FailRequest,
+    MoveKv,
     RejectRequest,
     ReleaseOrder,
     ReplicateBlocks,
@@ -71,40 +76,6 @@ LOOK_NS = SECOND_NS // 50
 CHECK_EVERY = 5_000
 
 
-class ConfigurationImpossible(ValueError):
-    """A cluster that cannot be; the text says why."""
-
-
-class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers and sizes of a cluster's parts. Sizes of -1 are the profile's."""
-
-    prefill: int
-    decode: int
-    block_tokens: int = 512
-    #: Blocks of a prefill node's pool, of a decode node's pool (0: it keeps nothing), of a worker's own
-    #: cache.
-    pool_blocks: int = -1
-    decode_pool_blocks: int = -1
-    kv_blocks: int = -1
-    #: Of each node's network; 0: the profile's.
-    link_bytes_s: int = 0
-    #: Tokens of one iteration of a colocated worker with chunked prefill.
-    chunk_tokens: int = 512
-
-
-class LoadSample(msgspec.Struct):
-    """Both pools at one time: predicted queue over TTFT SLO, step over TBT SLO (means), and sizes."""
-
-    at_ns: int
-    prefill_load: float
-    decode_load: float
-    queued: int
-    running: int
-    #: Workers of each role.
-    prefill: int = 0
-    decode: int = 0
-
-
 class World:
     """Call `run`; then `outcomes`, `samples` and the counters of `context` hold what happened."""
 
@@ -122,8 +93,12 @@ class World:
     ) -> None:
         #: Workers may change roles: by the policy's planner, or as `RoleWanted` says.
         self.elastic = elastic or policy.elastic != "off"
-        self.profile = profile
+        self.lends = cluster.lend
+        if self.lends and self.elastic:
+            raise ConfigurationImpossible("lend: workers that change roles do not lend")
+        self.profile = profile = with_parts(profile) if self.lends else profile
         self.layout = profile.layout(cluster.block_tokens)
+        self.layout = with_segments(self.layout) if self.lends else self.layout
         #: Prefill workers may compute long prompts together.
         self.together = policy.prefill_group > 1
         if self.together and not profile.activation_bytes:
@@ -148,6 +123,7 @@ class World:
             Network(self.clock, link_bytes_s, profile.link_latency_ns),
             self.outcomes,
             block_tokens=cluster.block_tokens,
+            segment_tokens=self.layout.segment_tokens,
             say=self.say,
             ended=self.ended,
             keys=self.keys,
@@ -166,6 +142,7 @@ class World:
         self.open = 0
         self.prefill_workers: dict[str, SimulatedPrefill] = {}
         self.decode_workers: dict[str, SimulatedDecode] = {}
+        self.mixed_workers: dict[str, SimulatedMixedWorker] = {}
         #: What those computed who have another role by now.
         self.prefill_ns = self.decode_ns = 0
         #: Workers that finish what they have before they change, and how many have changed.
@@ -174,9 +151,7 @@ class World:
         self._build(cluster)
 
     def _build(self, cluster: ClusterShape) -> None:
-        for name in ("prefill", "decode"):
-            if getattr(cluster, name) < 1:
-                raise ConfigurationImpossible(f"{name}: at least one worker is needed")
+        cluster.check()
         block_bytes = self.layout.block_bytes
         kv_blocks = cluster.kv_blocks if cluster.kv_blocks >= 0 else self.profile.kv_bytes // block_bytes
         pool = cluster.pool_blocks if cluster.pool_blocks >= 0 else self.profile.pool_bytes // block_bytes
@@ -190,13 +165,20 @@ class World:
         self._beat(
             lambda: FrontendHeartbeat(frontend_id="frontend", incarnation="i1", open_requests=self.open), 0, 1
         )
-        self._processes = 2 * (cluster.prefill + cluster.decode)
-        for place in range(cluster.prefill):
-            self._add_worker("prefill", f"prefill-{place:0{len(str(cluster.prefill - 1))}}", pool, kv_blocks)
-        for place in range(cluster.decode):
-            self._add_worker(
-                "decode", f"decode-{place:0{len(str(cluster.decode - 1))}}", decode_pool, kv_blocks
-            )
+        self._processes = 2 * sum(cluster.workers)
+        roles: list[tuple[WorkerRole, int, int]] = [
+            ("prefill", cluster.prefill, pool),
+            ("decode", cluster.decode, decode_pool),
+            ("mixed", cluster.mixed, pool),
+        ]
+        # Who names a number of tokens wants that number, whatever it takes; as live.
+        self._iteration_ns = 0 if cluster.token_budget else self.policy.tbt_slo_ns
+        self._token_budget = cluster.token_budget or budget_of(
+            self.profile, self.layout, kv_blocks, self.policy
+        )
+        for role, count, slots in roles:
+            for place in range(count):
+                self._add_worker(role, f"{role}-{place:0{len(str(count - 1))}}", slots, kv_blocks)
 
     def _add_worker(self, role: WorkerRole, worker_id: str, slots: int, kv_blocks: int) -> None:
         """A worker and its node, with a pool of `slots` blocks; both join and start their heartbeats."""
@@ -226,9 +208,20 @@ class World:
                 )
             case "decode":
                 self.decode_workers[worker_id] = SimulatedDecode(
-                    context, worker_id, kv_blocks, incarnation=incarnation
+                    context, worker_id, kv_blocks, self.decode_workers, incarnation=incarnation
                 )
-            case "attention" | "mixed":
+            case "mixed":
+                self.mixed_workers[worker_id] = SimulatedMixedWorker(
+                    context,
+                    worker_id,
+                    context.nodes[node_id],
+                    self.layout,
+                    kv_blocks,
+                    token_budget=self._token_budget,
+                    iteration_ns=self._iteration_ns,
+                    incarnation=incarnation,
+                )
+            case "attention":
                 raise ValueError(f"{role} workers are not simulated here")
             case _:
                 assert_never(role)
@@ -242,8 +235,12 @@ class World:
                 kv_blocks=kv_blocks,
                 context_tokens_max=self.profile.context_tokens_max,
                 batch_max=self.profile.batch_max,
+                token_budget=self._token_budget if role == "mixed" else 0,
                 profile=self.profile.cost,
-                may_become=list(ELASTIC_ROLES) if self.elastic else [],
+                # What no cache holds alone is computed from the pool of its node, as live.
+                prompt_tokens_max=self.profile.context_tokens_max if self.lends and role == "prefill" else 0,
+                lends=self.lends and role == "decode",
+                may_become=list(ELASTIC_ROLES) if self.elastic and role in ELASTIC_ROLES else [],
                 stage_addresses=[worker_id] if self.together and role == "prefill" else [],
                 activation_bytes=self.profile.activation_bytes if self.together else 0,
             )
@@ -269,19 +266,25 @@ class World:
         self.decode_workers.pop(worker_id, None)
         if isinstance(worker, SimulatedPrefill):
             self.prefill_ns += worker.compute_ns
-        else:
+        elif isinstance(worker, SimulatedDecode):
             self.decode_ns += worker.busy_ns
         self.say(WorkerLeft(worker_id=worker_id, incarnation=worker.incarnation))
         self.role_changes += 1
         incarnation = f"i{int(worker.incarnation[1:]) + 1}"
         self.clock.after(CHANGE_NS, self._join, role, worker_id, known.kv_blocks, incarnation)
 
-    def _worker(self, worker_id: str) -> SimulatedPrefill | SimulatedDecode:
-        return self.prefill_workers.get(worker_id) or self.decode_workers[worker_id]
+    def _find(self, worker_id: str) -> SimulatedPrefill | SimulatedDecode | SimulatedMixedWorker | None:
+        """None while it is between two roles."""
+        pools = (self.prefill_workers, self.decode_workers, self.mixed_workers)
+        return next((pool[worker_id] for pool in pools if worker_id in pool), None)
+
+    def _worker(self, worker_id: str) -> SimulatedPrefill | SimulatedDecode | SimulatedMixedWorker:
+        worker = self._find(worker_id)
+        assert worker is not None, worker_id
+        return worker
 
     def _heartbeat(self, worker_id: str) -> WorkerHeartbeat | None:
-        """None while it is between two roles."""
-        worker = self.prefill_workers.get(worker_id) or self.decode_workers.get(worker_id)
+        worker = self._find(worker_id)
         return worker.heartbeat() if worker is not None else None
 
     # --- the log --------------------------------------------------------------------------------------------
@@ -307,10 +310,7 @@ class World:
     def _do(self, decision: Decision) -> None:
         match decision:
             case StartPrefill():
-                outcome = self.outcomes[decision.request_id]
-                outcome.prefill_id, outcome.decode_id = decision.worker_id, decision.decode_worker_id
-                outcome.predicted_ttft_ns = decision.predicted.ttft_ns
-                outcome.predicted_tbt_ns = decision.predicted.tbt_ns
+                self._note_placed(decision, decision.decode_worker_id)
                 prefill = self.prefill_workers[decision.worker_id]
                 prefill.obeyed_seq = self._events
                 prefill.start(decision)
@@ -341,13 +341,42 @@ class World:
                 part = self.prefill_workers[decision.worker_id]
                 part.obeyed_seq = self._events
                 part.start_part(decision)
-            case AnnounceYourself() | StartMixed():
-                raise AssertionError(("no simulated process is forgotten, or mixed", decision))
+            case MoveKv():
+                owner = self.decode_workers[decision.worker_id]
+                owner.obeyed_seq = self._events
+                owner.move(decision)
+            case EndMove():
+                lender = self.decode_workers[decision.worker_id]
+                lender.obeyed_seq = self._events
+                lender.end_move(decision)
+            case StartMixed():
+                self._note_placed(decision, decision.worker_id)
+                mixed = self.mixed_workers[decision.worker_id]
+                mixed.obeyed_seq = self._events
+                mixed.start(decision)
+            case AnnounceYourself():
+                raise AssertionError(("no simulated process is forgotten", decision))
+
+    def _note_placed(self, order: StartPrefill | StartMixed, decode_id: str) -> None:
+        outcome = self.outcomes[order.request_id]
+        outcome.prefill_id, outcome.decode_id = order.worker_id, decode_id
+        outcome.predicted_ttft_ns = order.predicted.ttft_ns
+        outcome.predicted_tbt_ns = order.predicted.tbt_ns
 
     @property
     def events(self) -> int:
         """The number of events in the log."""
         return self._events
+
+    def computed_ns(self) -> tuple[int, int]:
+        """How long all workers have computed prompts, and answers."""
+        mixed = self.mixed_workers.values()
+        prefills = (worker.compute_ns for worker in self.prefill_workers.values())
+        decodes = (worker.busy_ns for worker in self.decode_workers.values())
+        return (
+            self.prefill_ns + sum(prefills) + sum(worker.prefill_ns for worker in mixed),
+            self.decode_ns + sum(decodes) + sum(worker.decode_ns for worker in mixed),
+        )
 
     def digest(self) -> str:
         """A name of all decisions, in order."""
@@ -408,6 +437,7 @@ class World:
                 tbt_slo_ns=arrival.tbt_slo_ns,
                 tenant=arrival.tenant,
                 priority=arrival.priority,
+                sketch=arrival.sketch,
             )
         )
 
@@ -439,24 +469,30 @@ class World:
         return True
 
     def _sample(self, sample_ns: int) -> None:
-        """Predicted queue of prefill and present step of decode, over their SLOs."""
+        """Predicted queue of prefill and present step of decode, over their SLOs; a mixed worker is in both pools."""
         workers = self.core.state.workers
         now_ns = self.clock.now_ns
-        queued = sum(queue_ns(workers[at], now_ns) for at in self.prefill_workers if at in workers)
-        steps = 0.0
+        mixed = self.mixed_workers.values()
+        prefills = [*self.prefill_workers, *self.mixed_workers]
+        queued = sum(queue_ns(workers[at], now_ns) for at in prefills if at in workers)
+        steps = sum(worker.step_ns() for worker in mixed)
         for decode in self.decode_workers.values():
             if decode.batch:
                 steps += decode.steps.step_ns(decode.steps.sequences, decode.steps.context_tokens)
         policy = self.policy
+        decodes = len(self.decode_workers) + len(mixed)
+        waiting = sum(len(worker.jobs) for worker in self.prefill_workers.values())
+        running = sum(len(worker.batch) for worker in self.decode_workers.values())
         self.samples.append(
             LoadSample(
                 at_ns=now_ns,
-                prefill_load=queued / max(1, len(self.prefill_workers)) / max(1, policy.ttft_slo_ns),
-                decode_load=steps / max(1, len(self.decode_workers)) / max(1, policy.tbt_slo_ns),
-                queued=sum(len(worker.jobs) for worker in self.prefill_workers.values()),
-                running=sum(len(worker.batch) for worker in self.decode_workers.values()),
+                prefill_load=queued / max(1, len(prefills)) / max(1, policy.ttft_slo_ns),
+                decode_load=steps / max(1, decodes) / max(1, policy.tbt_slo_ns),
+                queued=waiting + sum(worker.queued for worker in mixed),
+                running=running + sum(worker.running for worker in mixed),
                 prefill=len(self.prefill_workers),
                 decode=len(self.decode_workers),
+                mixed=len(mixed),
             )
         )
         self.clock.after(sample_ns, self._sample, sample_ns)

@@ -35,7 +35,7 @@ CLOCKS_NS = 5 * SECOND_NS
 LOOK_UP_S = 45.0
 #: Events in one turn: less than a millisecond.
 TURN_EVENTS = 16
-_ID = re.compile(r"^([0-9a-f]{12})[0-9a-f]{14}$")
+_ID = re.compile(r"^([0-9a-f]{12})[0-9a-f]{14}\Z")
 
 
 class LogLookup:

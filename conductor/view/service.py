@@ -73,13 +73,17 @@ class ViewService:
 
     def before(self, stamped: Stamped) -> None:
         try:
-            self._before(stamped)
+            self._recent.before(stamped)
+            if self._tracker is not None:
+                self._tracker.before(stamped)
         except Exception:  # `_start_again` logs it
             self._start_again()
 
     def after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
         try:
-            self._after(stamped, decisions)
+            self._recent.after(stamped, decisions)
+            if self._tracker is not None:
+                self._follow(self._tracker, stamped, decisions)
         except Exception:  # `_start_again` logs it
             self._start_again()
 
@@ -89,18 +93,11 @@ class ViewService:
         self._recent = RecentWindow(self._core)
         self._look_away()
 
-    def _before(self, stamped: Stamped) -> None:
-        self._recent.before(stamped)
-        if self._tracker is not None:
-            self._tracker.before(stamped)
-
-    def _after(self, stamped: Stamped, decisions: Iterable[Decision]) -> None:
-        self._recent.after(stamped, decisions)
-        if self._tracker is not None:
-            self._tracker.after(stamped, decisions)
-            self._held.append(stamped)
-            if time.monotonic() - self._looked_at_s > LEASE_S:
-                self._look_away()
+    def _follow(self, tracker: RequestTracker, stamped: Stamped, decisions: Iterable[Decision]) -> None:
+        tracker.after(stamped, decisions)
+        self._held.append(stamped)
+        if time.monotonic() - self._looked_at_s > LEASE_S:
+            self._look_away()
 
     def _look_away(self) -> None:
         self._tracker = None
@@ -127,7 +124,7 @@ class ViewService:
             at_ns=state.server_ns,
             caught_up=self.caught_up,
             full=True,
-            policy=state.policy.name,
+            policy=state.policy.plugin or state.policy.name,
             admission=state.policy.admission,
             ttft_slo_ns=state.policy.ttft_slo_ns,
             tbt_slo_ns=state.policy.tbt_slo_ns,

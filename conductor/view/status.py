@@ -9,8 +9,10 @@ import msgspec
 
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement.candidates import capacity
-from halfmoon.conductor.core.pool_needs import pool_needs
+from halfmoon.conductor.core.placement.policies import installed
+from halfmoon.conductor.core.pool_needs import all_needs
 from halfmoon.conductor.core.role_rules import waiting_ns
+from halfmoon.conductor.core.stages import stage_of
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
@@ -29,6 +31,7 @@ def conductor_status(
         digest=core.digest() if with_digest else "",
         caught_up=caught_up,
         policy=state.policy,
+        plugins=installed(),
         model=layout.model if layout is not None else "",
         block_tokens=layout.block_tokens if layout is not None else 0,
         nodes=node_statuses(state),
@@ -50,7 +53,7 @@ def elastic_status(state: State) -> ElasticStatus:
         mode=state.policy.elastic,
         pools=[
             PoolWanted(role=role, wanted=need.wanted, workers=need.workers, needed=need.permille)
-            for role, need in pool_needs(state).items()
+            for role, need in all_needs(state).items()
         ],
         changes=demand.changes,
         advised_worker=advice.worker_id if advice is not None else "",
@@ -77,7 +80,7 @@ def node_statuses(state: State) -> list[NodeStatus]:
     """Workers, store agents, frontends, each by id."""
     nodes = []
     for worker in state.workers.values():
-        slow = slow_mark(state, worker)
+        slow, stage = slow_mark(state, worker), stage_of(state, worker)
         orders_state: Literal["ready", "draining"] = "draining" if worker.draining else "ready"
         nodes.append(
             NodeStatus(
@@ -99,6 +102,8 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 slow_expected_ns=slow.expected_ns if slow is not None else 0,
                 groups=worker.groups,
                 splits=splits_of(state.orders[order_id] for order_id in worker.orders),
+                stage_first_layer=stage.first_layer if stage is not None else 0,
+                stage_layers=stage.layers if stage is not None else 0,
             )
         )
     for node_id, store in sorted(state.stores.items()):

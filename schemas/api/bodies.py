@@ -22,23 +22,38 @@ Name = Annotated[str, Meta(max_length=256)]
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 #: A template's own switch. No control token fits in: what a template is given is written as its own words.
 TEMPLATE_WORD = r"[A-Za-z0-9_. -]{0,64}"
-TemplateWord = Annotated[str, Meta(pattern=f"^{TEMPLATE_WORD}$")]
+TemplateWord = Annotated[str, Meta(pattern=rf"^{TEMPLATE_WORD}$(?!\n)")]
+#: Templates know more than OpenAI's: `ipython`, `document`, `critic`.
+Role = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$(?!\n)")]
 #: JSON names of tokens are strings.
-BiasToken = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
+BiasToken = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$(?!\n)")]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content; only parts of type `text` are understood."""
+    """One part of a message's content; only texts are understood: `text`, what OpenAI's other dialect calls them, and a
+    `refusal` that the assistant wrote.
+    """
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    def written(self) -> str | None:
+        """None: it is no text."""
+        match self.type:
+            case "text" | "input_text" | "output_text":
+                return self.text
+            case "refusal":
+                return self.refusal
+            case _:
+                return None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One turn of a conversation, as OpenAI writes it."""
+    """One turn of a conversation, as OpenAI writes it; of another role the template makes what it does."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=1024)] | None = None
+    role: Role
+    content: str | Annotated[list[ContentPart | str], Meta(max_length=1024)] | None = None
     # For templates that read them.
     name: Name | None = None
     tool_call_id: Name | None = None
@@ -68,11 +83,28 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
     name: str | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """OpenAI's. `json_schema` with the type of that name."""
+class TaggedStructure(msgspec.Struct, frozen=True):
+    """Between `begin` and `end` the text is JSON of the schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: StopText
+    schema: dict[str, Any]
+    end: Annotated[str, Meta(max_length=256)]
+
+
+class StructuralTag(msgspec.Struct, frozen=True):
+    """vLLM's: any text, but what begins with a trigger is one of the structures."""
+
+    structures: Annotated[list[TaggedStructure], Meta(min_length=1, max_length=128)]
+    triggers: Annotated[list[StopText], Meta(min_length=1, max_length=128)]
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's: `json_schema` with the type of that name; and vLLM's `structural_tag`, with the last two."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: Annotated[list[TaggedStructure], Meta(min_length=1, max_length=128)] | None = None
+    triggers: Annotated[list[StopText], Meta(min_length=1, max_length=128)] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,11 +115,20 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    # Refused.
-    structural_tag: Any = None
+    structural_tag: str | StructuralTag | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
+
+
+class KvUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How KV of other prompts may be used. `similar`: where that is faster, KV of a prompt of the same tenant that is
+    alike but not equal stands in for some of this one's; the answer is then near, not equal, to what it would be.
+    `retain`: where it does, each layer keeps the KV of this share of the tokens only.
+    """
+
+    similar: bool | None = None
+    retain: Annotated[float, Meta(ge=0.1, le=1)] | None = None
 
 
 class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,16 +141,14 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Probability | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     logprobs: bool | Annotated[int, Meta(ge=0, le=20)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: (
-        Annotated[dict[BiasToken, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
-    ) = None
+    logit_bias: Annotated[dict[BiasToken, float], Meta(max_length=1024)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -117,6 +156,7 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     user: Annotated[str, Meta(max_length=512)] | None = None
     priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    kv: KvUse | None = None
     tenant: Annotated[str, Meta(max_length=128)] | None = None
     slo: Slo | None = None
     request_id: Id | None = None
@@ -136,21 +176,44 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_grammar: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     echo: bool | None = None
-    # Refused where they ask for something: `requests.NOT_SUPPORTED`.
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    # As vLLM, which has it no more: nothing follows from it.
     best_of: Annotated[int, Meta(ge=1)] | None = None
+    # The tokens of log probabilities are told as `token_id:N`.
+    return_tokens_as_token_ids: bool | None = None
+    # Taken, and nothing follows: there are no accounts, stored answers, tiers or other grammars here, and no tokenizer
+    # that would write another space.
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    guided_decoding_backend: Any = None
+    spaces_between_special_tokens: Any = None
+    # Refused where they ask for something: `requests.NOT_SUPPORTED`.
     suffix: str | None = None
     functions: Any = None
     function_call: Any = None
-    prompt_logprobs: Any = None
-    skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    guided_whitespace_pattern: str | None = None
+    prompt_embeds: Any = None
+    logits_processors: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
 
 
 class CompletionBody(GeneratingFields, frozen=True, kw_only=True):
     """`/v1/completions` and `halfmoon.v1.generate`."""
 
     prompt: str | Annotated[list[TokenId | str | list[TokenId]], Meta(max_length=4_194_304)]
+    # 0 only with `echo`.
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class ChatBody(GeneratingFields, frozen=True, kw_only=True):
@@ -165,9 +228,20 @@ class ChatBody(GeneratingFields, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    # Refused.
+    # False: thoughts are left out of the answer.
+    include_reasoning: bool | None = None
+    # Taken, and nothing follows: it would make an answer faster, not another.
+    prediction: Any = None
+    # Refused where they ask for something.
     chat_template: str | None = None
     documents: list[Any] | None = None
+    audio: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

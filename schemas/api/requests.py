@@ -21,6 +21,8 @@ from halfmoon.schemas.api.bodies import (
     ChatMessage,
     CompletionBody,
     GeneratingFields,
+    KvUse,
+    StreamOptions,
 )
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.structures import Structure, structure_of
@@ -32,6 +34,8 @@ from halfmoon.schemas.sampling import Sampling
 _SEED_MASK = 2**63 - 1
 #: Larger priorities, either way, count as this.
 PRIORITY_MAX = 1000
+#: Of one token, either way.
+BIAS_MAX = 100.0
 #: Of one request.
 PROMPTS_MAX = 256
 
@@ -55,6 +59,8 @@ class ApiRequest:
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     tool_use: ToolUse | None = None
+    #: Thoughts before the answer were asked for, which a model may not have.
+    asks_thoughts: bool = False
     rendering: ChatRendering = ChatRendering()
     #: Put around a text what the model puts around every one.
     add_special_tokens: bool = True
@@ -66,6 +72,8 @@ class ApiRequest:
     n: int = 1
     #: The prompt (of a chat, what `continue_final` goes on with) is part of the answer's text.
     echo: bool = False
+    #: Nothing else is; a token is drawn all the same, as in vLLM.
+    echo_only: bool = False
     model: str
     #: None: as many as the frontend gives when nothing is said.
     max_tokens: int | None
@@ -75,14 +83,24 @@ class ApiRequest:
     bad_words: tuple[str, ...] = ()
     stops: tuple[str, ...]
     include_stop: bool
+    #: The text has no control tokens.
+    skip_special_tokens: bool = True
     stream: bool
     include_usage: bool
     usage_so_far: bool = False
     return_token_ids: bool
+    #: Log probabilities name tokens by their ids.
+    tokens_as_ids: bool = False
+    #: Thoughts before a chat's answer are told.
+    tells_thoughts: bool = True
     ttft_slo_ns: int
     tbt_slo_ns: int
     tenant: str
     cache_salt: str
+    #: KV of a similar prompt may stand in for some of this one's; None: as the frontend has it for the tenant.
+    similar: bool | None = None
+    #: Where it does, each layer keeps the KV of this share of the tokens; 0: of all.
+    retain_percent: int = 0
     priority: int
     request_id: str
 
@@ -121,7 +139,8 @@ _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 def _decoder(kind: type[B]) -> msgspec.json.Decoder[B]:
     decoder = _decoders.get(kind)
     if decoder is None:
-        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+        # As vLLM, where a number or a truth is written as text: `"5"` is 5.
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind, strict=False)
     return decoder
 
 
@@ -160,7 +179,15 @@ def read_chat(body: ChatBody) -> ApiRequest:
     )
     messages = plain_messages(body.messages)
     use = tool_use_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    return _ask(body, max_tokens, chat=True, messages=messages, rendering=rendering, tool_use=use)
+    return _ask(
+        body,
+        max_tokens,
+        chat=True,
+        messages=messages,
+        rendering=rendering,
+        tool_use=use,
+        tells_thoughts=body.include_reasoning is not False,
+    )
 
 
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents"))
@@ -204,11 +231,11 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             raise ApiError(400, reason, param="messages", code="unsupported")
         content = message.content
         if isinstance(content, list):
-            for part in content:
-                if part.type != "text" or part.text is None:
-                    reason = f"messages[{position}].content: only parts of type text are understood"
-                    raise ApiError(400, reason, param="messages", code="unsupported")
-            content = "\n".join(part.text or "" for part in content)  # as vLLM, line by line
+            texts = [part if isinstance(part, str) else part.written() for part in content]
+            if None in texts:
+                reason = f"messages[{position}].content: only parts of type text are understood"
+                raise ApiError(400, reason, param="messages", code="unsupported")
+            content = "\n".join(text or "" for text in texts)  # as vLLM, line by line
         read: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
             "content": content or "",
@@ -251,13 +278,25 @@ NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
     "suffix": bool,
     "functions": bool,
     "function_call": _not_none,
-    "prompt_logprobs": _always,
-    "skip_special_tokens": lambda skipped: not skipped,
     "use_beam_search": bool,
     "length_penalty": lambda penalty: penalty != 1.0,
+    "guided_whitespace_pattern": _always,
+    "prompt_embeds": bool,
+    "logits_processors": bool,
+    "kv_transfer_params": bool,
+    "vllm_xargs": bool,
+    "thinking_token_budget": _always,
+    "repetition_detection": bool,
     # Of chats only.
     "chat_template": _always,
     "documents": bool,
+    "audio": bool,
+    "modalities": lambda wanted: wanted not in ([], ["text"]),
+    "moderation": bool,
+    "web_search_options": _always,
+    "verbosity": lambda wanted: wanted != "medium",
+    "mm_processor_kwargs": bool,
+    "media_io_kwargs": bool,
 }
 
 
@@ -275,50 +314,74 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         if (value := getattr(body, name, None)) is not None and asks(value):
             raise _not_supported(name)
     n = body.n or 1
-    if body.best_of not in (None, n):
-        # vLLM has it no more.
-        raise ApiError(400, "best_of: only what n says is supported", param="best_of", code="unsupported")
     if n > 1 and body.temperature == 0:
         message = f"n: {n} greedy choices would be the same one"
         raise ApiError(400, message, param="n", code="contradiction")
-    if body.echo and not chat and body.logprobs not in (None, False):
-        message = "echo with logprobs is not supported: there are none of the prompt"
-        raise ApiError(400, message, param="echo", code="unsupported")
+    if max_tokens == 0 and (chat or not body.echo):
+        message = "max_tokens: at least 1; 0 only of a completion with echo"
+        raise ApiError(400, message, param="max_tokens", code="invalid")
+    if body.prompt_logprobs and body.stream:
+        message = "prompt_logprobs: not of a stream"
+        raise ApiError(400, message, param="prompt_logprobs", code="contradiction")
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         reason = f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})"
         raise ApiError(400, reason, param="min_tokens", code="contradiction")
-    if body.top_logprobs and body.logprobs is False:
-        raise ApiError(
-            400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="contradiction"
-        )
     stop, options = body.stop, body.stream_options
+    if chat and isinstance(body.logprobs, int) and not isinstance(body.logprobs, bool):
+        message = "logprobs: true or false in a chat; top_logprobs says how many"
+        raise ApiError(400, message, param="logprobs", code="invalid")
+    if body.top_logprobs and not body.logprobs:
+        message = "top_logprobs needs logprobs to be true"
+        raise ApiError(400, message, param="top_logprobs", code="contradiction")
+    if options not in (None, StreamOptions()) and not body.stream:
+        message = "stream_options: only of a stream"
+        raise ApiError(400, message, param="stream_options", code="contradiction")
+    if body.cache_salt == "":
+        message = "cache_salt: a text that is not empty, or none at all"
+        raise ApiError(400, message, param="cache_salt", code="invalid")
     slo = body.slo
     return ApiRequest(
         chat=chat,
         model=body.model or "",
-        max_tokens=max_tokens,
-        sampling=_sampling(body),
+        max_tokens=None if max_tokens is None else max(max_tokens, 1),
+        sampling=_sampling(body, chat=chat),
         structure=_structure(body, prompt.get("tool_use")),
         bad_words=tuple(body.bad_words or ()),
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
         stream=bool(body.stream),
         return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         add_special_tokens=body.add_special_tokens is not False,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         include_usage=bool(options and options.include_usage),
         usage_so_far=bool(options and options.include_usage and options.continuous_usage_stats),
         n=n,
         echo=bool(body.echo),
+        echo_only=max_tokens == 0,
         ttft_slo_ns=round((slo.ttft_ms or 0) * MS_NS) if slo else 0,
         tbt_slo_ns=round((slo.tbt_ms or 0) * MS_NS) if slo else 0,
         tenant=body.tenant or "",
         cache_salt=body.cache_salt or "",
+        similar=body.kv.similar if body.kv else None,
+        retain_percent=_retain_percent(body.kv),
         # As vLLM has it, a smaller number is earlier; within the cluster a larger one is.
         priority=-min(max(body.priority or 0, -PRIORITY_MAX), PRIORITY_MAX),
         request_id=body.request_id or "",
         **prompt,
     )
+
+
+def _retain_percent(use: KvUse | None) -> int:
+    """0: all is kept. Raises ApiError where nothing could be left out."""
+    if use is None or use.retain is None:
+        return 0
+    if not use.similar:
+        message = "kv.retain: tokens are left out where KV of a similar prompt stands in (kv.similar), never otherwise"
+        raise ApiError(400, message, param="kv", code="contradiction")
+    percent = int(use.retain * 100 + 1e-6)
+    return percent if percent < 100 else 0
 
 
 def _structure(body: GeneratingFields, use: ToolUse | None) -> Structure | None:
@@ -331,14 +394,23 @@ def _structure(body: GeneratingFields, use: ToolUse | None) -> Structure | None:
     return asked or of_calls
 
 
-def _sampling(body: GeneratingFields) -> Sampling:
+def _prompt_logprobs(body: GeneratingFields, logprobs: int, *, chat: bool) -> int:
+    """As vLLM has it: of what is echoed as many as of what is drawn; in a stream they are only within the echo."""
+    if body.stream and not (body.echo and not chat and logprobs >= 0):
+        return -1
+    if body.prompt_logprobs is not None:
+        return body.prompt_logprobs
+    if not body.echo:
+        return -1
+    return body.top_logprobs or 0 if chat else logprobs
+
+
+def _sampling(body: GeneratingFields, *, chat: bool) -> Sampling:
     logprobs = -1
     if body.logprobs is True:
         logprobs = body.top_logprobs or 0
     elif body.logprobs is not None and body.logprobs is not False:
         logprobs = body.logprobs
-    elif body.top_logprobs:
-        logprobs = body.top_logprobs
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
@@ -346,10 +418,14 @@ def _sampling(body: GeneratingFields) -> Sampling:
         min_p=body.min_p or 0.0,
         seed=(random.getrandbits(63) if body.seed is None else body.seed) & _SEED_MASK,
         logprobs=logprobs,
+        prompt_logprobs=_prompt_logprobs(body, logprobs, chat=chat),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias={int(token): bias for token, bias in body.logit_bias.items()} if body.logit_bias else {},
+        # Beyond that, as vLLM has it, it counts as that.
+        logit_bias={
+            int(token): min(max(bias, -BIAS_MAX), BIAS_MAX) for token, bias in (body.logit_bias or {}).items()
+        },
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=body.stop_token_ids or [],

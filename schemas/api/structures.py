@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from halfmoon.schemas.api.bodies import GeneratingFields, StructuredOutputs
+import msgspec
+
+from halfmoon.schemas.api.bodies import GeneratingFields, StructuralTag, StructuredOutputs
 from halfmoon.schemas.api.errors import ApiError
 
-StructureKind = Literal["json", "regex", "choice", "grammar"]
+StructureKind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """`asked` is a JSON schema (text, or decoded), a regular expression, a list of texts, or a grammar (Lark, GBNF)."""
+    """`asked` is a JSON schema (text, or decoded), a regular expression, a list of texts, a grammar (Lark, GBNF), or a
+    structural tag in plain values.
+    """
 
     kind: StructureKind
     asked: Any
@@ -51,6 +55,11 @@ def _structures(body: GeneratingFields) -> Iterator[Structure]:
         if schema is None:
             raise ApiError(400, f"{param}.schema is missing", param=param, code="missing")
         yield Structure(kind="json", asked=schema, param=param)
+    elif written is not None and written.type == "structural_tag":
+        if written.structures is None or written.triggers is None:
+            message = "response_format: a structural_tag has structures and triggers"
+            raise ApiError(400, message, param="response_format", code="missing")
+        yield _tagged(StructuralTag(written.structures, written.triggers), "response_format")
     if body.structured_outputs is not None:
         yield from _vllm(body.structured_outputs)
     older: list[tuple[StructureKind, Any]] = [
@@ -66,9 +75,6 @@ def _structures(body: GeneratingFields) -> Iterator[Structure]:
 
 def _vllm(outputs: StructuredOutputs) -> Iterator[Structure]:
     """Raises ApiError for what is not there, and for none at all."""
-    if outputs.structural_tag is not None:
-        param = "structured_outputs.structural_tag"
-        raise ApiError(400, f"{param} is not supported", param=param, code="unsupported")
     kinds: list[tuple[str, StructureKind, Any]] = [
         ("json", "json", outputs.json),
         ("regex", "regex", outputs.regex),
@@ -76,7 +82,9 @@ def _vllm(outputs: StructuredOutputs) -> Iterator[Structure]:
         ("grammar", "grammar", outputs.grammar),
         ("json_object", "json", _ANY_OBJECT if outputs.json_object else None),
     ]
-    found = False
+    found = outputs.structural_tag is not None
+    if outputs.structural_tag is not None:
+        yield _tagged(outputs.structural_tag, "structured_outputs.structural_tag")
     for name, kind, asked in kinds:
         if asked is not None:
             found = True
@@ -89,5 +97,18 @@ def _vllm(outputs: StructuredOutputs) -> Iterator[Structure]:
                 additional_properties=not outputs.disable_additional_properties,
             )
     if not found:
-        message = "structured_outputs: one of json, regex, choice, grammar and json_object"
+        message = "structured_outputs: one of json, regex, choice, grammar, json_object and structural_tag"
         raise ApiError(400, message, param="structured_outputs", code="missing")
+
+
+def _tagged(tag: str | StructuralTag, param: str) -> Structure:
+    """Raises ApiError for a text that is no tag, and for a structure that no trigger begins."""
+    try:
+        read = msgspec.json.decode(tag, type=StructuralTag) if isinstance(tag, str) else tag
+    except (msgspec.DecodeError, RecursionError) as problem:
+        raise ApiError(400, f"{param}: {problem}", param=param, code="invalid") from None
+    for each in read.structures:
+        if not each.begin.startswith(tuple(read.triggers)):
+            message = f"{param}: no trigger begins the structure {each.begin!r}"
+            raise ApiError(400, message, param=param, code="contradiction")
+    return Structure(kind="structural_tag", asked=msgspec.to_builtins(read), param=param)

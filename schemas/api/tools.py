@@ -28,7 +28,8 @@ def tool_use_of(
 ) -> ToolUse | None:
     """None: there are no tools. Raises ApiError 400."""
     if not tools:
-        if choice not in (None, "none"):
+        # A list without any asks for no call; no list at all is refused as vLLM refuses it.
+        if choice not in (None, "none") and not (tools == [] and choice == "auto"):
             raise ApiError(400, "tool_choice: there are no tools", param="tool_choice", code="contradiction")
         return None
     plain = [msgspec.to_builtins(tool) for tool in tools]

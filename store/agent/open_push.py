@@ -45,7 +45,7 @@ async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> N
         request,
         hold,
         node_id=context.config.node_id,
-        layer_block_bytes=context.config.layout.layer_block_bytes,
+        layout=context.config.layout,
         transfer_ns_max=context.config.transfer_ns_max,
         peer=target.peer if target is not None else None,
         reserved=target.reserved if target is not None else None,

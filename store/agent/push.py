@@ -25,6 +25,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.kv import KvReady, TransferFailed, TransferOpened
+from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import (
     Done,
     DropBlocks,
@@ -39,7 +40,7 @@ from halfmoon.store.agent.peers import Peers
 from halfmoon.store.errors import OrderUnknown, StoreError, TransferError, TransferTimeout
 from halfmoon.store.pool.guard import peer_writer
 from halfmoon.store.pool.slots import Hold
-from halfmoon.store.transports.base import BlockMover, Call, Peer, Slice
+from halfmoon.store.transports.base import BlockMover, Call, Peer, Slice, moved_bytes
 
 #: Moved in one call, so that the first of many queued layers is not announced after the last.
 BATCH_BYTES = 32 * 1024 * 1024
@@ -56,7 +57,7 @@ class Push:
         hold: Hold,
         *,
         node_id: str,
-        layer_block_bytes: int,
+        layout: Layout,
         transfer_ns_max: int,
         peer: Peer | None,
         reserved: Reserved | None,
@@ -71,7 +72,7 @@ class Push:
         self._peers = peers
         self._hold = hold
         self._node_id = node_id
-        self._layer_block_bytes = layer_block_bytes
+        self._layer_block_bytes = layout.layer_block_bytes
         self._transfer_ns_max = transfer_ns_max
         self._peer = peer
         self._reserved = reserved
@@ -81,6 +82,10 @@ class Push:
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self._present = frozenset(reserved.present) if reserved else frozenset()
+        # The block that the prompt ends in, and what it fills of that block's keys.
+        self._last, filled = divmod(opened.tokens, layout.block_tokens)
+        takes_part = reserved is not None and reserved.takes_part
+        self._fill = filled * layout.token_layer_bytes // 2 if takes_part else 0
         self._received = self._done = self._bytes = self._elapsed_ns = 0
         self._writable_until_ns = time.monotonic_ns() + (reserved.lease_ttl_ns if reserved else 0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -199,7 +204,7 @@ class Push:
         while self._queue and total < BATCH_BYTES:
             push = self._queue.popleft()
             items = self._items(push)
-            total += len(items) * self._layer_block_bytes
+            total += moved_bytes(items, self._layer_block_bytes)
             batch.append((push, items))
         return batch
 
@@ -211,7 +216,9 @@ class Push:
         if end > len(mine):
             raise TransferError(f"push of blocks {push.first_block}..{end - 1}, the order has {len(mine)}")
         wanted = [i for i in range(push.first_block, end) if i not in self._present]
-        return [Slice(mine[i], theirs[i], push.layer, 1) for i in wanted]
+        return [
+            Slice(mine[i], theirs[i], push.layer, 1, self._fill if i == self._last else 0) for i in wanted
+        ]
 
     async def _move(self, batch: list[tuple[PushLayer, list[Slice]]]) -> None:
         items = [item for _, some in batch for item in some]
@@ -224,7 +231,7 @@ class Push:
             await self._transport.write(self._peer, items, call)
             self._elapsed_ns += time.monotonic_ns() - started_ns
         for push, some in batch:
-            moved = len(some) * self._layer_block_bytes
+            moved = moved_bytes(some, self._layer_block_bytes)
             ready = KvReady(
                 order_id=push.order_id,
                 request_id=self.opened.request_id,

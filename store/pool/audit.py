@@ -47,26 +47,40 @@ def check_slots(
     for writer in writers.values():
         for number in writer.slots:
             writing[number] += 1
-    committed = SlotState.COMMITTED
     free = set(free_slots)
     assert len(free) == len(free_slots), "a slot is free twice"
     idle = set(queues.order())
-    for number, slot in enumerate(slots):
-        state, held, written = slot.state, slot.holders, slot.writers
-        assert (held, written) == (holders[number], writing[number]), (number, slot)
-        if state is committed:
-            assert number not in free, (number, slot)
-            assert (number in idle) == (not held and not written), (number, slot)
-            continue
-        assert number not in idle, (number, slot)
-        assert (number in free) == (state is SlotState.FREE), (number, slot)
-        if state is SlotState.FREE:
-            assert (held, written) == (0, 0), (number, slot)
-        elif state is SlotState.RESERVED:
-            assert held, (number, slot)
-        else:
-            assert held == 0, (number, slot)
-            assert (number in lingering) == (written == 0), (number, slot)
     assert len(queues) == len(idle), "an idle slot is in two orders"
     for number in idle:
         assert number in queues, ("in the order of idle slots and not idle", number)
+    # It runs every second of a simulated world: slots are compared as a whole, and looked at one by one if they differ.
+    _same(slots, "holders", [slot.holders for slot in slots], holders)
+    _same(slots, "writers", [slot.writers for slot in slots], writing)
+    states = [slot.state for slot in slots]
+    _equal(slots, "free", free, _numbers(states, SlotState.FREE))
+    committed = _numbers(states, SlotState.COMMITTED)
+    _equal(
+        slots, "idle", idle, {number for number in committed if not holders[number] and not writing[number]}
+    )
+    for number in free:
+        assert (holders[number], writing[number]) == (0, 0), (number, slots[number])
+    for number in _numbers(states, SlotState.RESERVED):
+        assert holders[number], (number, slots[number])
+    for number in _numbers(states, SlotState.CONDEMNED):
+        assert holders[number] == 0, (number, slots[number])
+        assert (number in lingering) == (writing[number] == 0), (number, slots[number])
+
+
+def _numbers(states: Sequence[SlotState], wanted: SlotState) -> set[int]:
+    return {number for number, state in enumerate(states) if state is wanted}
+
+
+def _same(slots: Sequence[Slot], what: str, has: list[int], counted: list[int]) -> None:
+    if has != counted:
+        each = enumerate(zip(has, counted, strict=True))
+        wrong = [(number, *pair, slots[number]) for number, pair in each if pair[0] != pair[1]]
+        raise AssertionError((what, wrong))
+
+
+def _equal(slots: Sequence[Slot], what: str, listed: set[int], wanted: set[int]) -> None:
+    assert listed == wanted, (what, [(number, slots[number]) for number in sorted(listed ^ wanted)])

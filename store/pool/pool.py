@@ -394,13 +394,11 @@ class Pool:
         assert used == +self._used, (used, self._used)
         over = [tenant for tenant, quota in self._quotas.items() if used[tenant] > quota]
         assert not over, (over, used)
-        readable = 0
-        for number, slot in enumerate(self.slots):
-            assert (slot.pinned_until_ns > 0) == (number in self._pinned), (number, slot)
-            if slot.state is committed:
-                readable += 1
-                assert self._by_key.get(slot.key) == number, (number, slot)
-        assert len(self._by_key) == readable, (len(self._by_key), readable)
+        pinned = {number for number, slot in enumerate(self.slots) if slot.pinned_until_ns > 0}
+        assert pinned == set(self._pinned), (pinned, self._pinned)
+        readable = [(slot.key, number) for number, slot in enumerate(self.slots) if slot.state is committed]
+        assert dict(readable) == self._by_key, (readable, self._by_key)
+        assert len(self._by_key) == len(readable), ("a key in two slots", readable)
 
     # --- inside ---------------------------------------------------------------------------------------------
 

@@ -215,6 +215,11 @@ async def test_the_parser_takes_what_comes_however_it_is_cut() -> None:
     taken: list[object] = []
 
     class Taker:
+        def hear(self, sid: int, *parts: object) -> bool:
+            if sid == 7:
+                taken.append((sid, *parts))
+            return sid == 7
+
         async def _process_msg(self, *parts: object) -> None:
             taken.append(parts)
 

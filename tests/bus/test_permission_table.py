@@ -32,6 +32,7 @@ PROCESSES = [
     Process("decode-0", "decode", node="decode-0"),
     Process("attention-0", "attention", node="attention-0"),
     Process("mixed-0", "mixed", node="mixed-0"),
+    Process("vllm-0", "adapt", node="vllm-0"),
     Process("store-prefill-0", "store", node="prefill-0"),
     Process("store-decode-0", "store", node="decode-0"),
     Process("operator", "operator"),
@@ -46,7 +47,7 @@ IDS = [
         for n in (0, 1)
     ),
     *(f"store-{role}-{n}" for role in ("prefill", "decode", "attention", "mixed") for n in (0, 1)),
-    *("operator", "client", "conductors", "up", "nobody"),
+    *("vllm-0", "vllm-1", "operator", "client", "conductors", "up", "nobody"),
 ]
 #: Verbs of JetStream's API that speak of one stream, and of one consumer of a stream.
 STREAM_VERBS = (
@@ -139,7 +140,7 @@ LITERAL = sorted({each for each in (*named_in_the_document(), *jetstream(), *ELS
 Configured = Callable[[str], BusConfig]
 
 
-@pytest.fixture(scope="module", params=["containers", "up"])
+@pytest.fixture(scope="module", params=["containers", pytest.param("up", marks=pytest.mark.slow)])
 def credentials(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Configured]:
@@ -150,7 +151,15 @@ def credentials(
         yield cluster.config
         cluster.stop()
         return
-    many = argparse.Namespace(conductors=2, prefill=2, decode=2, attention=2, mixed=2, elastic="off")
+    many = argparse.Namespace(
+        conductors=2,
+        prefill=2,
+        decode=2,
+        attention=2,
+        mixed=2,
+        elastic="off",
+        adapt_vllm=["http://one", "http://other"],
+    )
     server = EmbeddedServer.start(place / "nats", extra_config=make_credentials(many, place))
     yield lambda name: BusConfig(url=server.url, nkey_seed_file=str(credentials_of(place) / f"{name}.nk"))
     server.stop()
@@ -160,6 +169,8 @@ async def connected(credentials: Configured, process: Process) -> Attacker:
     config = credentials(process.name)
     if process.role == "supervisor" and config.tls_ca_file:
         pytest.skip("a cluster of containers has no supervisor of ours")
+    if process.role == "adapt" and config.tls_ca_file:
+        pytest.skip("no container is an adapter, so `halfmoon secrets` makes none for it")
     if process.role == "tenant" and not config.tls_ca_file:
         pytest.skip("who starts a cluster on this machine is its one user")
     return await Attacker.connect(config)

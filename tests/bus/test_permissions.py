@@ -110,6 +110,16 @@ async def plain(servers: ServerCluster, name: str) -> AsyncIterator[tuple[nats.N
         await nc.close()
 
 
+async def test_who_has_it_answer_where_it_may_not_provokes_few_lines(
+    servers: ServerCluster, conductor: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(200):
+        await conductor.nc.publish(f"_INBOX.stranger.{number}", b"{}")
+    await settled(conductor.nc)
+    lines = [record for record in caplog.records if "permissions violation" in record.getMessage().lower()]
+    assert 1 <= len(lines) <= 21
+
+
 MAY_NOT_SAY = {
     "prefill-0": [
         "halfmoon.events.prefill-1.PrefillFinished",

@@ -7,13 +7,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from halfmoon.bus import connection
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.errors import PeerUnreachable
+from halfmoon.bus.errors import PeerError, PeerUnreachable
 from halfmoon.bus.serving import ANSWERS_BYTES_MAX, ANSWERS_MAX, ReplyCache
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CancelOrder, Ordered
@@ -73,6 +74,31 @@ async def pair(nats_url: str, request: pytest.FixtureRequest) -> AsyncIterator[P
     await asker.close()
     await server.close()
     proxy.server.close()
+
+
+async def no_thread(_: ResendRequest) -> ResendReply:
+    raise RuntimeError("can't start new thread")
+
+
+def broken(_: ResendRequest) -> ResendReply:
+    raise KeyError("x")
+
+
+@pytest.mark.parametrize(("answer", "traced"), [(no_thread, False), (broken, True)])
+async def test_who_asks_what_cannot_be_done_is_told_at_once(
+    answer: Any, traced: bool, nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, asker = await connected(nats_url, "w"), await connected(nats_url, "f")
+    question = ResendRequest(frontend_id="f", request_id="r", order_id="1-0", index=0)
+    await server.serve(SUBJECT, ResendRequest, answer)
+    await settled(server.nc)
+    for _ in range(2):
+        with pytest.raises(PeerError, match=r"can't start new thread|KeyError"):
+            await asker.request(SUBJECT, question, ResendReply, timeout_s=5)
+    said = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert [bool(record.exc_info) for record in said] == [traced] * 2
+    await asker.close()
+    await server.close()
 
 
 async def test_an_answer_that_is_lost_with_the_connection_comes_all_the_same(pair: Pair) -> None:

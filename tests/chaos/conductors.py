@@ -22,7 +22,8 @@ def published(decisions: Mapping[int, Sequence[Decision]], seqs: Iterable[int]) 
     return [
         (seq, position)
         for seq in seqs
-        for position, decision in enumerate(decisions.get(seq, []))
+        if (some := decisions.get(seq))
+        for position, decision in enumerate(some)
         if not isinstance(decision, SetTimer)
     ]
 

@@ -26,6 +26,7 @@ from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.state import DecodeState
 from tests.chaos.holders import Holder
 from tests.chaos.remote_caches import Lost, RemoteCaches
+from tests.chaos.similar import own_mark, whole_mark
 from tests.chaos.stores import Memory
 from tests.chaos.texts import BLOCK_TOKENS, END, LAYERS
 from tests.chaos.workers import ASK_NS
@@ -197,7 +198,7 @@ class DecodeWorker(Holder):
     def copy(self, action: decode_actions.CopyLayers) -> None:
         assert self.view is not None
         for layer, slot, block in action.copies:
-            self.cache[block][layer] = self.view[slot][layer]
+            self.cache[block][layer] = own_mark(self.view[slot][layer])
         self.hear(decode_events.LayersCopied, copy_id=action.copy_id)
 
     def end_lease(self, action: decode_actions.Release) -> None:
@@ -220,7 +221,9 @@ class DecodeWorker(Holder):
 
     def share(self, action: decode_actions.ShareOutput) -> None:
         """Generated blocks join the pool under keys of their own."""
-        text = self.world.text(self.state.orders.sharing[action.order_id].order.request_id)
+        sequence = self.state.orders.sharing[action.order_id]
+        result, text = sequence.result, self.world.text(sequence.order.request_id)
+        assert result is None or result.similar is None, ("shares what it was not computed from", sequence)
         order_id, owner = f"{action.order_id}-out", Owner(f"{action.order_id}-out", self.process_id)
         shared = range(action.known_blocks, len(action.tokens) // BLOCK_TOKENS)
         keys = [text.mark(block) for block in shared]
@@ -337,10 +340,12 @@ class DecodeWorker(Holder):
             assert len(sequence.table) > place, ("no block to write to", sequence.order_id, place)
             if offset == 0:
                 self.cache[sequence.table[place]][:] = [text.mark(place)] * LAYERS
-            for block in range(sequence.away, place + 1):
-                marks = self.cache[sequence.table[block]]
-                wanted = [text.mark(block)] * LAYERS
-                assert marks == wanted, ("KV of somebody else", sequence.order_id, block, marks, wanted)
+            away = sequence.away
+            marks = [self.cache[block] for block in sequence.table[away : place + 1]]
+            if sequence.left_out:
+                marks = [[whole_mark(mark) for mark in block] for block in marks]
+            wanted = text.layers(away, place + 1)
+            assert marks == wanted, ("KV of somebody else", sequence.order_id, away, marks, wanted)
 
     def lenders(self, batch: list[DecodeSequence]) -> dict[tuple[str, int], int]:
         """The lives of those who hold parts of the batch, by worker and hold; 0 for one that is not there or does not

@@ -42,9 +42,19 @@ Prompt = tuple[int, int]
 class Load:
     """Clients that ask one request after another."""
 
-    def __init__(self, cluster: Cluster, draw: random.Random, clients: int, *, steady: bool = False) -> None:
-        """`steady`: over HTTP alone, and nobody gives up; else every third asks over NATS."""
-        self._steady = steady
+    def __init__(
+        self,
+        cluster: Cluster,
+        draw: random.Random,
+        clients: int,
+        *,
+        steady: bool = False,
+        gives_up: bool = True,
+    ) -> None:
+        """`steady`: over HTTP alone, and nobody gives up; else every third asks over NATS, and if it `gives_up` one
+        in ten goes away in the middle.
+        """
+        self._steady, self._gives_up = steady, gives_up and not steady
         self.ended: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.slowest_s = 0.0
@@ -75,7 +85,7 @@ class Load:
 
     def again(self) -> Load:
         """The same clients once more, with the texts that are known and nothing counted."""
-        other = Load(self._cluster, self._draw, self._clients, steady=self._steady)
+        other = Load(self._cluster, self._draw, self._clients, steady=self._steady, gives_up=self._gives_up)
         other._texts = self._texts
         return other
 
@@ -90,7 +100,7 @@ class Load:
             while not self._stop:
                 prompt = LONG if draw.random() < LONG_SHARE else draw.choice(PROMPTS)
                 stream = draw.random() < 0.5
-                cancelled = draw.random() < CANCELLED_SHARE and not self._steady
+                cancelled = draw.random() < CANCELLED_SHARE and self._gives_up
                 started = time.monotonic()
                 ask = (
                     self._over_nats(prompt, stream=stream)

@@ -43,6 +43,7 @@ class MixedWorker(PrefillWorker):
             batch_max=world.batch_max,
             budget_tokens=self.token_budget(),
             profile=world.profile,
+            iteration_ns=world.iteration_ns,
             has_store=not world.null,
             prepared_max=world.prepared_max,
             eos_ids=frozenset([END]),

@@ -2,7 +2,8 @@
 
 Seeds that fail are printed with their last words; too many of them end the run. `--seed N` plays one again, with its
 whole traceback. With `--out FILE` what was played is kept there as JSON, and another run goes on from where that one
-ended: after SEEDS more, or a Ctrl-C.
+ended: after SEEDS more, or a Ctrl-C. Other code begins anew, or goes on with `--across-versions`: then the file says
+how many seeds each version has borne.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ PRINT_SEEDS = 500
 #: Between two collections of what earlier worlds left.
 COLLECT_SEEDS = 5
 FAILURES_MAX = 20
-#: What a world is made of; a run is not continued by other code.
+#: What a world is made of; a run is continued by other code only where that is asked for.
 PLAYED = ("conductor/core", "conductor/live", "schemas", "store", "workers", "tests/chaos")
 
 
 @dataclass
 class Failure:
-    """`cause` is the same for failures that are probably one: numbers and ids are left out of it."""
+    """`cause` is the same for failures that are probably one: numbers and ids are left out of it. `code`: the digest of
+    what was played, since another version may bear the seed.
+    """
 
     seed: int
     cause: str
     words: str
+    code: str = ""
 
 
 @dataclass
@@ -68,6 +72,7 @@ class Played:
 def play(seeds: range) -> Played:
     """Worlds one after another. A world is one large circle of references, which is collected only now and then."""
     gc.disable()
+    gc.freeze()  # what was imported is not looked through again at each collection
     played, started_s = Played(), time.process_time()
     for seed in seeds:
         world = World(seed)
@@ -104,17 +109,27 @@ def play_all(seeds: range, processes: int) -> Iterator[Played]:
 
 
 class Result:
-    """What `--out` holds."""
+    """What `--out` holds. `codes`: every version that was played, by its digest; `seeds_by_code`: how much of it."""
 
-    def __init__(self, path: Path | None, first: int) -> None:
+    def __init__(self, path: Path | None, first: int, *, across_versions: bool = False) -> None:
         self.path, self.first, self.played, self.elapsed_s = path, max(0, first), Played(), 0.0
         self.versions = versions_of(PLAYED)
+        self.codes, self.seeds_by_code = {self.code: self.versions}, Counter[str]()
         if path is not None and path.exists() and first < 0:
-            self._go_on(orjson.loads(path.read_bytes()))
+            self._go_on(orjson.loads(path.read_bytes()), across_versions)
 
-    def _go_on(self, before: dict[str, Any]) -> None:
-        if before["versions"] != self.versions:
-            raise SystemExit(f"{self.path} is of other code, {before['versions']}: begin anew with --first 0")
+    @property
+    def code(self) -> str:
+        return self.versions["played"]
+
+    def _go_on(self, before: dict[str, Any], across_versions: bool) -> None:
+        versions = before["versions"]
+        if versions != self.versions and not across_versions:
+            raise SystemExit(
+                f"{self.path} is of other code, {versions}: begin anew with --first 0, or go on with --across-versions"
+            )
+        self.codes = before.get("codes", {versions["played"]: versions}) | self.codes
+        self.seeds_by_code = Counter(before.get("seeds_by_code", {versions["played"]: before["seeds"]}))
         self.first, self.elapsed_s = before["first"], before["elapsed_s"]
         self.played = Played(
             before["seeds"],
@@ -128,6 +143,12 @@ class Result:
     def next(self) -> int:
         return self.first + self.played.seeds
 
+    def add(self, part: Played) -> None:
+        for failure in part.failures:
+            failure.code = self.code
+        self.seeds_by_code[self.code] += part.seeds
+        self.played.add(part)
+
     def save(self, elapsed_s: float) -> None:
         if self.path is None:
             return
@@ -135,6 +156,8 @@ class Result:
         causes = Counter(failure.cause for failure in played.failures)
         body = {
             "versions": self.versions,
+            "codes": self.codes,
+            "seeds_by_code": dict(self.seeds_by_code),
             "first": self.first,
             "seeds": played.seeds,
             "events": played.events,
@@ -150,7 +173,7 @@ class Result:
 def play_range(seeds: range, processes: int, result: Result) -> int:
     started, played, told = time.monotonic(), result.played, result.played.seeds
     for part in play_all(seeds, processes):
-        played.add(part)
+        result.add(part)
         for failure in part.failures:
             print(f"{failure.words}seed {failure.seed} fails; again: make chaos SEED={failure.seed}")
         elapsed_s = time.monotonic() - started
@@ -180,10 +203,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=-1, help="only this one")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep what was played there, as JSON")
+    parser.add_argument(
+        "--across-versions", action="store_true", help="go on from --out also with other code"
+    )
     args = parser.parse_args()
     if args.seed >= 0:
         return play_range(range(args.seed, args.seed + 1), 1, Result(None, args.seed))
-    result = Result(args.out, args.first)
+    result = Result(args.out, args.first, across_versions=args.across_versions)
     return play_range(range(result.next, result.next + args.seeds), args.processes, result)
 
 

@@ -170,7 +170,16 @@ class SlowHolders:
             room = len(ranges) == self.world.head_ranges and min(ranges.values()) >= blocks
         else:
             chosen = [state.workers[loan.worker_id] for loan in order.loans]
-            others = [one for one in _quick(state, "decode") if one is not owner and one.lends]
+            lenders = [
+                one
+                for one in state.workers.values()
+                if one.role == "decode" and one.lends and state.takes_orders(one)
+            ]
+            # Who failed the request may still hold a part of it, and is asked only where there are no two others.
+            avoided = state.requests[order.request_id].avoid
+            trusted = [one for one in lenders if one.worker_id not in avoided]
+            helpers = trusted if len(trusted) > 1 else lenders
+            others = [one for one in helpers if one is not owner and slow_mark(state, one) is None]
             room = _segments_free(others) >= sum(map(_segments, order.loans))
         slow = [one.worker_id for one in chosen if slow_mark(state, one) is not None]
         assert not (slow and room), ("placed at a slow one", order, slow)

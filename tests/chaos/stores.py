@@ -22,6 +22,7 @@ from halfmoon.schemas.events import (
     StoreSuspected,
 )
 from halfmoon.schemas.kv import KvReady, TransferFailed, TransferOpened
+from halfmoon.schemas.store import reference_hold
 from halfmoon.store.errors import NotAttached, OrderUnknown, StoreError
 from halfmoon.store.pool.guard import WORKER, PoolGuard, peer_writer
 from halfmoon.store.pool.pool import Pool
@@ -118,11 +119,12 @@ class StoreAgent(Process):
     def obey(self, decision: Decision) -> None:
         match decision:
             case ReleaseOrder():
-                owners = [*self.pushes, *self.fetches, *self.guard.owners(decision.order_id)]
-                for owner in dict.fromkeys(owners):
-                    if owner.order_id == decision.order_id:
-                        self.end_work(owner, "released by the conductor")
-                self.guard.release_order(decision.order_id)
+                for hold_id in (decision.order_id, reference_hold(decision.order_id)):
+                    owners = [*self.pushes, *self.fetches, *self.guard.owners(hold_id)]
+                    for owner in dict.fromkeys(owners):
+                        if owner.order_id == hold_id:
+                            self.end_work(owner, "released by the conductor")
+                    self.guard.release_order(hold_id)
             case AnnounceYourself():
                 self.announce()
             case ReplicateBlocks():

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from halfmoon.conductor.core import machine, moves
+from halfmoon.conductor.core import admission, machine, moves, orders
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement import cache_places, lending
+from halfmoon.conductor.core.state.core_state import State
 from halfmoon.workers.decode.lenders import Lenders
 from halfmoon.workers.decode.lent_parts import CachePart
 from halfmoon.workers.decode.place_times import PlaceTimes
@@ -22,6 +23,8 @@ from tests.chaos.world import World
 
 #: Conductors die of moves that they order; holders are slow; contexts are split by sequence.
 PLANNERS_DIE, SLOW, SPLIT = 1, 62, 27
+#: Requests wait for room that is lent.
+ROOM, TURNS = 58, 4
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,7 @@ PLANNERS_DIE, SLOW, SPLIT = 1, 62, 27
     [
         (PLANNERS_DIE, ["moves whose planners all died", "moves whose planner died", "KvMoved"]),
         (SLOW, ["slow ones marked", "steps split by sequence"]),
+        (ROOM, ["waited for room", "room after waiting"]),
         pytest.param(SPLIT, ["steps split by sequence", "resumed elsewhere"], marks=pytest.mark.slow),
     ],
 )
@@ -82,6 +86,12 @@ def a_part_is_asked_for_by_the_first_keys(
     out[-1] = msgspec.structs.replace(out[-1], request=request)
 
 
+def the_newest_goes_first(state: Any, request: Any, wait_ns: int, out: Any) -> None:
+    whole_wait(state, request, wait_ns, out)
+    state.line = dict.fromkeys([request.event.request_id, *state.line], True)
+
+
+whole_wait = orders.wait_for_room
 whole_judge, whole_start, whole_restore = machine.judge_places, Conductor.start, Core.restore
 whole_part, whole_ask = CachePart.__init__, Lenders._ask
 PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
@@ -89,11 +99,15 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
     (Core, "restore", staticmethod(a_move_is_not_in_the_snapshot), 442, "lent and not borrowed|differently"),
     (moves, "slow_mark", none_is_slow, 442, "moves to a slow one"),
     (cache_places, "slow_mark", none_is_slow, SLOW, "placed at a slow one"),
-    (lending, "slow_mark", none_is_slow, 1528, "placed at a slow one"),
+    (lending, "slow_mark", none_is_slow, 1881, "placed at a slow one"),
     (machine, "judge_places", whoever_is_a_little_quicker_is_well, 61, "slow and not marked"),
     (PlaceTimes, "take", nobody_is_told_of_waits, SLOW, "slow, and nobody says so"),
     (CachePart, "__init__", the_end_begins_a_block_too_early, 1392, "parts overlap, or leave a gap"),
     (Lenders, "_ask", a_part_is_asked_for_by_the_first_keys, SPLIT, "attends to KV of somebody else"),
+    (admission, "_stands_behind", lambda *_: False, TURNS, "out of its turn"),
+    (machine, "MAY_MAKE_ROOM", {}, ROOM, "waits beside room"),
+    (State, "claimed_blocks", lambda *_: 0, ROOM, "takes room that is kept"),
+    (orders, "wait_for_room", the_newest_goes_first, TURNS, "out of its turn"),
     (cache_places, "free_blocks", lambda worker: worker.kv_blocks, SPLIT, "promised twice"),
 ]
 

@@ -66,7 +66,11 @@ class Text:
 
     @cached_property
     def _all_kv(self) -> list[bytes]:
-        return [self.kv(place) for place in range(self.arrived.prompt_tokens + len(self.tokens))]
+        prompt = self.arrived.prompt_tokens
+        whole = [
+            mark for block in range(prompt // BLOCK_TOKENS) for mark in [self.mark(block)] * BLOCK_TOKENS
+        ]
+        return whole + [self.kv(place) for place in range(len(whole), prompt + len(self.tokens))]
 
     @cached_property
     def _kv_by_heads(self) -> dict[int, list[bytes]]:
@@ -84,6 +88,23 @@ class Text:
         """Stands for the KV of that block: its key, or for what follows the whole blocks of the prompt one of its
         own.
         """
-        if block < len(self.keys):
-            return self.keys[block]
-        return xxhash.xxh3_128_digest(f"{self.arrived.request_id}/{block}".encode())
+        marks = self._marks
+        while block >= len(marks):
+            marks.append(xxhash.xxh3_128_digest(f"{self.arrived.request_id}/{len(marks)}".encode()))
+        return marks[block]
+
+    @cached_property
+    def _marks(self) -> list[bytes]:
+        """As many as were asked for."""
+        return list(self.keys)
+
+    def layers(self, first: int, end: int) -> list[list[bytes]]:
+        """The marks that all layers of these blocks hold; to compare with, not to change."""
+        layers = self._layers
+        while end > len(layers):
+            layers.append([self.mark(len(layers))] * LAYERS)
+        return layers[first:end]
+
+    @cached_property
+    def _layers(self) -> list[list[bytes]]:
+        return []

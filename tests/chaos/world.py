@@ -38,6 +38,8 @@ from tests.chaos.mixed_workers import MixedWorker
 from tests.chaos.network import Network
 from tests.chaos.planner_deaths import PlannerDeaths
 from tests.chaos.prefill_workers import PrefillWorker
+from tests.chaos.room_lines import RoomLines
+from tests.chaos.similar import SimilarPrompts
 from tests.chaos.slow_holders import SlowHolders
 from tests.chaos.stages import StageGroups
 from tests.chaos.stores import StoreAgent
@@ -76,6 +78,8 @@ class World:
         #: For what was added later: a seed's other draws stay what they were.
         self.draw_late = random.Random(-seed - 1)
         self.idle_served = random.Random(f"idle {seed}").random() < 0.5
+        # A token takes a millisecond: the short one cuts most chunks.
+        self.iteration_ns = random.Random(f"iteration {seed}").choice([0, 0, 5 * MS, 40 * MS])
         self.correction_window = random.Random(f"correction {seed}").choice([0, 0, 3, 15])
         if not lossy:
             self.net.loss = 0.0
@@ -129,8 +133,12 @@ class World:
         self.stages = StageGroups(self, seed)
         if self.stages.on:
             self.arrival_ns = 1 * S  # a group is of idle ones
+        self.similar = SimilarPrompts(self, seed)
+        if self.similar.on:
+            self.chains = 60  # exact prefixes go first, and would leave nothing
         self.slow_holders = SlowHolders(self, seed)
         self.planner_deaths = PlannerDeaths(self, seed)
+        self.room_lines = RoomLines(self, seed)
         self.profile = self.slow_holders.measured(CostProfile() if draw.random() < 0.2 else SLOW_PREFILL)
         self.policy = self.any_policy()
         self.faults = Faults(self, cuts=lossy)
@@ -228,12 +236,18 @@ class World:
             }
             # Drawn apart: some moves are given up before their owner answers, and it does later.
             added["move_answer_ns"] = self.answer_draw.choice([0, 200 * MS, 2 * S])
-        added |= self.slow_holders.policy() | self.stages.policy()
+        added |= (
+            self.room_lines.policy()
+            | self.slow_holders.policy()
+            | self.stages.policy()
+            | self.similar.policy()
+        )
         if self.attention:
             added["admission"] = self.attention_draw.choice(["none", "none", "predicted"])
         if self.mixed:
             added["admission"] = self.mixed_draw.choice(["none", "none", "predicted", "late"])
-            added["mixed_choice"] = self.mixed_draw.choice(["predicted", "predicted", "preferred"])
+            added["mixed_choice"] = self.mixed_draw.choice(["predicted", "balanced", "preferred"])
+            added["mixed_chunks_bound"] = self.iteration_ns > 0
         if self.elastic:
             roles = self.role_draw
             added |= {
@@ -323,11 +337,14 @@ class World:
         if self.lending or self.attention:
             check_ledger(conductor.core.state)
             self.slow_holders.check(conductor.core.state, stamped, decisions)
+            self.room_lines.check(conductor.core.state, stamped, decisions)
+        if not decisions:
+            return
         self.stages.check(conductor.core.state, decisions)
         self.net.counts["decisions"] += len(decisions)
+        new = isinstance(stamped.event, RequestArrived) and not stamped.event.answer_lost
         for decision in decisions:
             self.check_role(conductor.core.state, decision)
-            new = isinstance(stamped.event, RequestArrived) and not stamped.event.answer_lost
             if new and isinstance(decision, StartPrefill | StartMixed):
                 orders = conductor.core.state.workers[decision.worker_id].orders
                 limit = conductor.core.state.policy.queued_max_per_worker
@@ -392,12 +409,14 @@ class World:
                 tokens = self.mixed_draw.choice([5, 20, 33, 60])
                 max_tokens, end_at = 40, self.mixed_draw.randrange(10, 40)
             tokens = self.stages.prompt_tokens(self.slow_holders.prompt_tokens(tokens))
+            tokens = self.similar.prompt_tokens(tokens)
             arrived = RequestArrived(
                 request_id=f"r{number}",
                 frontend_id=frontend.process_id,
                 prompt_tokens=tokens,
                 max_tokens=max_tokens,
                 block_keys=keys(tokens // BLOCK_TOKENS, draw.randrange(1, self.chains + 1)),
+                sketch=self.similar.sketch(),
                 ttft_slo_ns=draw.choice([0, 0, 500 * MS]),
                 priority=draw.choice([0, 0, -1_000, 1_000]),
             )

@@ -63,6 +63,7 @@ async def test_answers_are_the_same_and_lie_at_both_attention_workers(tmp_path: 
         await nc.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_by_heads_each_of_three_attention_workers_has_a_third_of_all(tmp_path: Path) -> None:
     split = ("--attention", "3", "--attention-split", "heads", "--decode-groups", "3")

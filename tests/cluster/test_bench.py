@@ -32,6 +32,7 @@ from halfmoon.schemas.events import PolicyChanged, RequestArrived
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import Policy
 from tests.cluster.harness import Cluster, running
+from tests.lengths import sizes
 
 MS = 1_000_000
 VOCABULARY = 49_152
@@ -273,7 +274,7 @@ async def grown(cluster: Cluster, nc: nats.NATS, before: dict[str, float], arriv
             await asyncio.sleep(0.3)
 
 
-@pytest.mark.parametrize("over", ["nats", "http"])
+@pytest.mark.parametrize("over", sizes("http", "nats"))
 async def test_its_counts_are_the_clusters_own(
     cluster: Cluster, nc: nats.NATS, over: str, tmp_path: Path
 ) -> None:

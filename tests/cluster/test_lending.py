@@ -10,9 +10,12 @@ import pytest
 
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import DecodeStarted, RequestFinished
+from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.cluster.prompts import prompt
 from tests.cluster.test_same_text import Form, written_down
+from tests.cluster.test_stages import explained
+from tests.lengths import by_make_test_attention
 
 #: Blocks of 256 tokens: a worker's cache holds 1,024, which prompts outgrow.
 SIZES = ("--decode-kv-blocks", "4", "--prefill-kv-blocks", "4", "--prefill", "1", "--decode", "2")
@@ -78,3 +81,24 @@ async def test_a_worker_that_dies_in_mid_answer_costs_no_text(tmp_path: Path, of
         assert len(await loans_of(cluster)) > 1  # it was placed again, and borrowed again
         await nothing_is_held(cluster)
         await nc.close()
+
+
+@pytest.mark.slow
+@by_make_test_attention
+async def test_what_finds_no_room_to_borrow_waits_for_it_and_what_never_could_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Each of three takes the room of both caches: they are served one after the other, as they came."""
+    with running(tmp_path, *LENDING, "--admission", "none") as cluster:
+        nc = await cluster.connect()
+        fields = {"prompt": prompt(LONG), "temperature": 0, "ignore_eos": True}
+        answers = [asyncio.create_task(cluster.generate(nc, max_tokens=TOKENS, **fields)) for _ in range(3)]
+        with pytest.raises(AssertionError, match="too_long"):
+            await cluster.generate(nc, max_tokens=2_000, **fields)
+        found = [await one for one in answers]
+        assert [one["token_ids"] for one in found] == [wanted()] * 3
+        assert len(await loans_of(cluster)) == 3
+        await nothing_is_held(cluster)
+        await nc.close()
+        assert "identical" in replayed(cluster, tmp_path)
+        assert any("waits for room: " in explained(cluster, tmp_path, one["id"]) for one in found)

@@ -151,18 +151,21 @@ async def test_f32_over_shared_memory_says_what_transformers_says(pairs: Cluster
         await batch_of_eight(pairs, cold, SHORT.tokens)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_is_written_down_is_what_transformers_says() -> None:
     assert written_down(WHOLE) == reference(WHOLE)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_prompts_of_up_to_4000_tokens_say_what_transformers_says(tmp_path: Path) -> None:
     await says_what_transformers_says(tmp_path / "shm", WHOLE)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_prompts_several_times_as_long_as_the_prefill_workers_caches(tmp_path: Path) -> None:
@@ -182,12 +185,14 @@ async def test_prompts_several_times_as_long_as_the_prefill_workers_caches(tmp_p
     assert {length: answer["token_ids"] for length, answer in small.items()} == written_down(form)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_f32_over_tcp_says_what_transformers_says(tmp_path: Path) -> None:
     await says_what_transformers_says(tmp_path / "tcp", WHOLE, "--transport", "tcp", "--encryption", "always")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_bf16_gives_the_same_bits_in_all_ways(tmp_path_factory: pytest.TempPathFactory) -> None:

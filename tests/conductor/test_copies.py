@@ -24,7 +24,8 @@ pytestmark = pytest.mark.timeout(30)
 
 QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
 WINDOW_S = 0.2
-LAG_S = 0.6
+#: Far beyond the window: on a busy machine the other conductor may be late too, and then the stream knows the copy.
+LAG_S = 2.0
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +63,7 @@ async def test_receivers_obey_each_decision_once_though_the_stream_holds_two(nat
         await say(bus, *CLUSTER)
         for number in range(16):
             last = await say(bus, arrived(f"r{number}", 100))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
         await reach(bus, last, "c1")
         once = replayed(await log_of(bus))
         assert len(once) == 32

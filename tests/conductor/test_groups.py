@@ -19,7 +19,13 @@ from conductor_scripts import (
     prefilled,
     stored,
 )
+from msgspec import to_builtins
+from prometheus_client import CollectorRegistry
 
+from halfmoon.cli.status import describe
+from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.live.metrics import ConductorMetrics, Tally
+from halfmoon.conductor.view.status import node_statuses, request_counts
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import CancelOrder, Decision, StartPrefill, StartStage
 from halfmoon.schemas.events import (
@@ -183,6 +189,8 @@ def test_whoever_dies_the_request_is_placed_again_on_one_worker(lost: str) -> No
     told = {one.worker_id for one in given if isinstance(one, CancelOrder) and one.order_id == order.order_id}
     assert told == {"p0", "p1", "p2", order.decode_worker_id} - {lost}
     assert busy(script) == [again.worker_id]
+    script(WorkerLeft(worker_id=again.worker_id), after_ns=S)
+    assert script.core.state.counters.groups_broken == 1, "of the one that was alone nobody speaks"
 
 
 def test_a_failed_prefill_and_a_cancelled_request_end_all_parts() -> None:
@@ -200,6 +208,12 @@ def test_a_failed_prefill_and_a_cancelled_request_end_all_parts() -> None:
     given = script.orders(RequestCancelled(request_id="r2"))
     assert {one.worker_id for one in given if isinstance(one, CancelOrder)} == {"p0", "p1", "d0"}
     assert busy(script) == []
+    registry = CollectorRegistry()
+    registry.register(ConductorMetrics(None, script.core, Tally()))  # type: ignore[arg-type]
+    assert registry.get_sample_value("halfmoon_cluster_groups_broken_total") == 2
+    counts = request_counts(script.core.state)
+    line = "compute: 2 by 2, 2 of them broken off\n"
+    assert line in status_lines(script, grouped_prompts=counts.grouped, groups_broken=counts.groups_broken)
 
 
 def test_a_part_that_its_worker_knows_nothing_of_is_lost_with_its_order() -> None:
@@ -209,6 +223,48 @@ def test_a_part_that_its_worker_knows_nothing_of_is_lost_with_its_order() -> Non
     assert script.orders(silent, after_ns=S) == []
     given = script.orders(silent, after_ns=S)
     assert start(given).order_id != order.order_id
+
+
+def status_lines(script: Script, **fields: Any) -> str:
+    """`halfmoon status`, of what the core knows."""
+    shown = [
+        {"queued": 0, "running": 0, "kv_used": 0, "kv_total": 9, "stage_first_layer": 0} | to_builtins(node)
+        for node in node_statuses(script.core.state)
+        if node.role == "prefill"
+    ]
+    status = {"model": "m", "ready": True, "nats": "-", "http": "-", "nodes": shown, "conductors": []}
+    return describe(status | fields)
+
+
+def test_groups_are_in_the_status_and_in_metrics() -> None:
+    script = cluster(3)
+    registry = CollectorRegistry()
+    bus: Any = None  # which the figures of the core do not need
+    registry.register(ConductorMetrics(bus, script.core, Tally()))
+
+    def shown(name: str, label: str, values: tuple[str, ...]) -> list[float | None]:
+        return [registry.get_sample_value(name, {label: value}) for value in values]
+
+    prompts = "halfmoon_cluster_grouped_prompts_total", "workers", ("2", "3", "4")
+    layers = "halfmoon_prefill_stage_layers", "worker", ("p0", "p1", "p2")
+    assert (shown(*prompts), shown(*layers)) == ([0, 0, 0], [0, 0, 0])
+    assert "groups" not in status_lines(script, grouped_prompts={})
+    order = start(script.orders(arrived(tokens=20_000)))
+    assert (shown(*prompts), shown(*layers)) == ([0, 1, 0], [3, 4, 3])
+    counts = request_counts(script.core.state).grouped
+    assert counts == {3: 1}
+    line = "prompts that groups of prefill workers compute: 1 by 3; now "
+    line += "p0 layers 7 to 9, p1 layers 0 to 3, p2 layers 4 to 6"
+    assert line in status_lines(script, grouped_prompts=counts)
+    script(StageFinished(order_id=order.order_id, request_id="r1", worker_id="p1"))
+    assert shown(*layers) == [3, 0, 3]
+    script(prefilled(order.order_id, stages=3))
+    assert (shown(*prompts), shown(*layers)) == ([0, 1, 0], [0, 0, 0])
+    assert "compute: 1 by 3\n" in status_lines(script, grouped_prompts=counts, groups_broken=0)
+    script(RequestCancelled(request_id="r1"))
+    assert registry.get_sample_value("halfmoon_cluster_groups_broken_total") == 0, "its prompt was computed"
+    restored = Core.restore(script.core.snapshot(), checked=True)
+    assert restored.state.counters.grouped == {3: 1}
 
 
 def test_older_logs_have_no_groups() -> None:

@@ -30,7 +30,7 @@ from halfmoon.schemas.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from halfmoon.schemas.policy import AdmissionName
+from halfmoon.schemas.policy import AdmissionName, Layout
 
 #: Segments of two blocks of 100 tokens.
 SEGMENTS = replace(LAYOUT, segment_tokens=200)
@@ -178,3 +178,21 @@ def test_draining_workers_lend_nothing_new() -> None:
     script(WorkerDraining(worker_id="d1", incarnation="i1"))
     (refused,) = script.orders(arrived(tokens=1_000))
     assert isinstance(refused, RejectRequest)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(SEGMENTS, model_fingerprint="other"),
+        replace(SEGMENTS, numerics="fast"),
+        replace(SEGMENTS, dtype="float16"),
+        replace(SEGMENTS, segment_tokens=400),
+    ],
+)
+def test_who_has_another_model_or_computes_otherwise_lends_nothing(other: Layout) -> None:
+    assert placed(cluster(10, 10).orders(arrived("r1", tokens=1_200))).loans
+    script = cluster(10)
+    script(lender(1, 10, layout=other))
+    (refused,) = [one for one in script(arrived("r1", tokens=1_200)) if isinstance(one, RejectRequest)]
+    assert refused.reason == "too_long"
+    assert lent(script) == {}

@@ -165,6 +165,25 @@ async def test_a_worker_that_falls_silent_is_lost_once_whatever_the_number_of_co
         ]
 
 
+async def test_who_uses_up_the_message_id_of_a_timer_does_not_keep_it_from_firing(nats_url: str) -> None:
+    async with client(nats_url) as bus, conductor(nats_url, "c1"), conductor(nats_url, "c2"):
+        last = await say(bus, *CLUSTER)
+        core = Core()
+        for stamped in await log_of(bus):
+            core.step(stamped)
+        key = "lost:prefill:p0:i1"
+        other = FrontendHeartbeat(frontend_id="nobody", incarnation="i1")
+        taken = await bus.append(other, source_id="up", message_id=f"timer-{key}-{core.timers[key]}")
+        assert taken > last, "it had fired before"
+        async with asyncio.timeout(10):
+            while "p0" in {node.id for node in (await status(bus, "c2")).nodes}:
+                await asyncio.sleep(0.05)
+        timer = TimerFired(key=key, at_ns=core.timers[key])
+        fired = [stamped for stamped in await log_of(bus) if stamped.event == timer]
+        # Each conductor says it under a name of its own, or hears that another did before.
+        assert 1 <= len(fired) <= 2
+
+
 async def test_conductors_go_on_when_the_server_was_away_and_nobody_is_lost_by_it(
     nats_server: EmbeddedServer,
 ) -> None:

@@ -10,6 +10,7 @@ from conductor_scripts import (
     LAYOUT,
     MS,
     NULL_LAYOUT,
+    PROFILE,
     S,
     Script,
     arrived,
@@ -22,6 +23,7 @@ from conductor_scripts import (
     worker,
 )
 
+from halfmoon.conductor.core.admission import Placement
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement.mixed_candidates import chunk_tokens
 from halfmoon.conductor.replay.explain import remarks, verdict_text
@@ -95,6 +97,22 @@ def test_prompts_wait_for_prompts_and_take_longer_beside_decodes() -> None:
     assert third.predicted.prefill_ns > 110 * MS + 5 * 12 * MS
 
 
+def test_a_chunk_is_priced_no_longer_than_the_prompts_that_are_there() -> None:
+    """Else a slow machine would refuse the second of two short requests: its token budget allows chunks that no prompt
+    fills.
+    """
+    found = {}
+    for bound in (False, True):
+        script = cluster(mixed(), mixed_chunks_bound=bound)
+        placed(script, tokens=20)
+        found[bound] = placed(script, "r2", tokens=30).predicted.tbt_ns
+    # 0.1 ms a token: two whole blocks of 100, or 30 tokens.
+    assert found[False] - found[True] == 17 * MS
+    script = cluster(mixed(), mixed_chunks_bound=True)
+    placed(script)
+    assert placed(script, "r2", tokens=30).predicted.tbt_ns >= found[False]
+
+
 @pytest.mark.parametrize(
     ("budget", "decoding", "numerics", "tokens"),
     [
@@ -146,6 +164,7 @@ def test_a_prefix_on_the_mixed_workers_node_counts() -> None:
         ("never", [StartPrefill, StartDecode]),
         ("preferred", [StartMixed]),
         ("predicted", [StartPrefill, StartDecode]),
+        ("balanced", [StartPrefill, StartDecode]),
     ],
 )
 def test_an_operator_may_choose(choice: Any, kinds: list[type]) -> None:
@@ -306,6 +325,59 @@ def test_explanations_say_why_one_way_was_taken() -> None:
     (why,) = script.core.notes
     assert remarks(why, None)[1].endswith("less between tokens, but mixed workers are preferred")
     assert "mixed workers" in described(script.core)
+
+
+def chosen(script: Script, **fields: Any) -> tuple[str, str]:
+    """The worker that prefills, and what is said of the other way."""
+    script.core.explain_requests = lambda _: True
+    script(arrived("late", **fields))
+    (why,) = script.core.notes
+    assert isinstance(why.verdict, Placement)
+    return why.verdict.prefill.worker_id, remarks(why, None)[1]
+
+
+def faster(percent: int) -> CostProfile:
+    """Prefills take so much of what they take elsewhere; steps the same."""
+    return msgspec.structs.replace(
+        PROFILE, prefill_per_token_ps=PROFILE.prefill_per_token_ps * percent // 100
+    )
+
+
+@pytest.mark.parametrize(
+    ("percent", "taken", "why"),
+    [
+        (30, "p0", "nearly as early (the first token would come "),
+        (5, "m0", "the first token would come "),
+    ],
+)
+def test_of_two_that_are_nearly_as_early_the_shorter_time_between_tokens_decides(
+    percent: int, taken: str, why: str
+) -> None:
+    """Others decode at the mixed worker, so a chunk is between its tokens."""
+    by_rule = {}
+    for rule in ("balanced", "predicted"):
+        script = cluster(mixed(profile=faster(percent)), mixed_choice=rule)
+        order = placed(script, "r1")
+        script(prefilled(order.order_id, "r1", "m0", compute_ns=(10 + percent) * MS), after_ns=S)
+        script(prefill())
+        script(decode())
+        by_rule[rule] = chosen(script)
+    (balanced, said), (predicted, _) = by_rule["balanced"], by_rule["predicted"]
+    assert (balanced, predicted) == (taken, "m0")
+    assert said.startswith(f"not {'m0' if taken == 'p0' else 'p0 and d0'}: {why}"), said
+
+
+def test_the_way_that_alone_holds_the_objectives_goes_first() -> None:
+    for rule, taken in (("balanced", "p0"), ("predicted", "m0")):
+        script = cluster(mixed(profile=faster(5)), mixed_choice=rule, admission="none")
+        order = placed(script, "r1")
+        script(prefilled(order.order_id, "r1", "m0", compute_ns=15 * MS), after_ns=S)
+        script(prefill())
+        script(decode())
+        went, said = chosen(script, tbt_slo_ns=15 * MS)
+        assert went == taken, said
+        if rule == "balanced":
+            assert said.startswith("not m0: the objectives would be missed there, by "), said
 
 
 def test_a_snapshot_keeps_what_is_booked() -> None:

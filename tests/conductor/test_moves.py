@@ -161,6 +161,22 @@ def test_the_longest_request_gives_as_much_as_lets_the_next_one_join() -> None:
     assert lent(script) == {}
 
 
+def test_a_request_gives_nothing_away_shortly_before_it_ends() -> None:
+    script, long, _ = skewed(move_ends_percent=50)
+    order = script.core.state.orders[long.order_id]
+    owner = script.core.state.workers["d0"]
+    # The least move, one segment, takes so many steps; it is to take half of what is left at most.
+    steps = -(-owner.layout.segment_tokens // script.core.state.policy.move_step_tokens)
+    move_ns = steps * owner.cost.step_ns(1, order.context_tokens)
+    plan_ns = script.core.timers["moves:plan"]
+    for decode_ns in (plan_ns + 2 * move_ns - order.prefill_end_ns - 2, 0):
+        order.decode_ns = decode_ns
+        assert tick(script) == []
+    plan_ns = script.core.timers["moves:plan"]
+    order.decode_ns = plan_ns + 2 * move_ns - order.prefill_end_ns + 1 * S
+    assert [move.order_id for move in tick(script)] == [long.order_id]
+
+
 def test_a_full_cache_makes_room_before_anybody_waits() -> None:
     script = cluster(20, 20, **MOVING)
     begin(script, "r1", 1_500)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from conductor_scripts import (
     LAYOUT,
@@ -101,6 +102,26 @@ def test_a_local_prefix_is_used_and_another_node_may_fetch_it() -> None:
     assert chosen(script, arrived("r1")) == ("p0", "d0", 5, [])
     # p0 now has 60 ms in its queue, so the other fetches.
     assert chosen(script, arrived("r2")) == ("p1", "d1", 0, [fetch("p0", 0, 5)])
+
+
+@pytest.mark.parametrize("policy", ["halfmoon", "mooncake"])
+def test_nothing_is_fetched_from_or_to_a_node_that_shares_with_nobody(policy: str) -> None:
+    own = msgspec.structs.replace(store("p0"), shares=False)
+    script = pool(name=policy)
+    script(own)
+    script(stored("p0", keys(5)))
+    assert costs(script, arrived()) == [
+        ("p0", 0, 0, 60_000, 60_000, 500, []),
+        ("p1", 0, 0, 110_000, 110_000, 0, []),
+    ]
+    script(stored("p1", keys(8)))
+    assert costs(script, arrived())[0] == ("p0", 0, 0, 60_000, 60_000, 500, [])
+    # It is others' blocks that p0 may not have; p1 takes what somebody shares.
+    script(stored("d0", keys(9)))
+    assert costs(script, arrived())[1][-1] == [fetch("d0", 8, 1)]
+    script(store("p0"))
+    script(stored("p0", keys(5)))
+    assert costs(script, arrived())[0][-1] != []
 
 
 def test_only_what_is_missing_is_fetched() -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from conductor_scripts import S, Script, arrived, decode, keys, prefill, stored
+import msgspec
+from conductor_scripts import S, Script, arrived, decode, keys, prefill, store, stored
 
 from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.decisions import Decision, Fetch, ReplicateBlocks, StartPrefill
@@ -52,6 +53,18 @@ def test_other_holders_are_named_with_a_fetch_as_many_as_the_policy_says() -> No
         assert fetches(script.orders(arrived())) == [
             Fetch(node_id="n-p0", first_block=0, blocks=9, replicas=named)
         ]
+
+
+def test_a_node_that_shares_with_nobody_gets_no_copy_and_is_no_holder() -> None:
+    script = nodes(fetch_replicas=5, hot_transfers=1)
+    busy(script, 0, 1, 2)
+    for worker_id in ("p2", "d0"):
+        script(msgspec.structs.replace(store(worker_id), shares=False))
+    for worker_id in ("p0", "p2"):
+        script(stored(worker_id, keys(10)))
+    decided = script.orders(arrived())
+    assert fetches(decided) == [Fetch(node_id="n-p0", first_block=0, blocks=9)]
+    assert copies(decided) == [("n-p1", "n-p0", 9)]
 
 
 def test_a_suspected_holder_is_not_named() -> None:

@@ -97,7 +97,7 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
                 for container in document["spec"]["template"]["spec"]["containers"]:
                     assert container["image"] == "halfmoon:0.1.0"
                     found[container["name"]] = {each["name"] for each in container["env"]}
-    assert set(found) == {"nats", "conductor", "store", "prefill", "decode", "frontend"}
+    assert set(found) == {"nats", "conductor", "store", "prefill", "decode", "mixed", "frontend"}
     sources = ("options.py", "processes/options.py", "processes/mixed.py", "metrics.py", "container.py")
     options = "".join((ROOT / "cli" / name).read_text() for name in sources)
     known = {
@@ -124,8 +124,6 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
         "HALFMOON_LOG_MIB_MAX",
         "HALFMOON_METRICS_PORT",
         "HALFMOON_MIXED",
-        "HALFMOON_TOKEN_BUDGET",
-        "HALFMOON_ITERATION_MS",
     }
 
 

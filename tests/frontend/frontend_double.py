@@ -14,15 +14,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import Decision, Ordered, RejectRequest, StartPrefill
+from halfmoon.schemas.decisions import Decision, FailRequest, Ordered, RejectRequest, StartPrefill
 from halfmoon.schemas.events import Event, RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.policy import Layout, Policy
+from halfmoon.schemas.prompt_logprobs import pack_logprobs
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.status import ConductorStatus, NodeStatus, StatusRequest
 from halfmoon.schemas.tokens import (
@@ -56,6 +58,9 @@ TIMING = Timing(
     decode_worker="d1",
 )
 
+#: What the double does for a request whose event has this sequence number.
+Script = Callable[["Double", int, RequestArrived], Awaitable[None]]
+
 
 class Double:
     """Everything behind the frontend. `script(double, seq, arrived)` runs for each request that arrives."""
@@ -66,7 +71,7 @@ class Double:
         self.tokenizer = tokenizer
         self.eos = min(tokenizer.eos_ids)
         self.answer_ids = [*tokenizer.encode(ANSWER), self.eos]
-        self.script: Callable[[Double, int, RequestArrived], Awaitable[None]] = whole_answer
+        self.script: Script = whole_answer
         self.events: list[Event] = []
         self.resend: Callable[[ResendRequest], ResendReply] = lambda _: ResendReply(known=False)
         self.resend_requests: list[ResendRequest] = []
@@ -216,7 +221,66 @@ async def whole_answer(double: Double, seq: int, arrived: RequestArrived) -> Non
     ids, reason = double.output(arrived)
     for index in range(len(reply.output_ids) // 4, len(ids)):
         last = index == len(ids) - 1
-        await double.deliver(double.delivery(arrived, order_id, index, [ids[index]], reason if last else ""))
+        delivery = double.delivery(arrived, order_id, index, [ids[index]], reason if last else "")
+        if index == 0:
+            delivery = scored(delivery, reply)
+        await double.deliver(delivery)
+
+
+async def silent(double: Double, seq: int, arrived: RequestArrived) -> None:
+    """A worker that has not begun."""
+
+
+async def begin(double: Double, seq: int, arrived: RequestArrived) -> None:
+    """The first token, and no more."""
+    await double.place(arrived, f"{seq}-0")
+    await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:1]))
+
+
+async def fail(double: Double, seq: int, arrived: RequestArrived) -> None:
+    failed = FailRequest(
+        request_id=arrived.request_id, frontend_id=arrived.frontend_id, message="placed 3 times"
+    )
+    await double.order(failed, seq)
+
+
+async def fail_later(double: Double, seq: int, arrived: RequestArrived) -> None:
+    await begin(double, seq, arrived)
+    await asyncio.sleep(0.1)  # the answer's first token has its event by then
+    await fail(double, seq, arrived)
+
+
+async def fail_once(double: Double, seq: int, arrived: RequestArrived) -> None:
+    double.script = whole_answer
+    await fail(double, seq, arrived)
+
+
+async def refuse_once(double: Double, seq: int, arrived: RequestArrived) -> None:
+    """For want of room, which there is in 1.3 s."""
+    double.script = whole_answer
+    await double.reject(arrived, seq, reason="decode_refused", message="full", retry_after_ns=1_300_000_000)
+
+
+def refuse(retry_after_ns: int) -> Script:
+    async def refused(double: Double, seq: int, arrived: RequestArrived) -> None:
+        await double.reject(
+            arrived, seq, reason="ttft_slo", message="not in time", retry_after_ns=retry_after_ns
+        )
+
+    return refused
+
+
+def scored(delivery: Delivery, reply: TakeReply) -> Delivery:
+    """With how likely the prompt's own tokens were, where that was asked for: each is less so than token 5 and
+    those behind it.
+    """
+    if (top := reply.sampling.prompt_logprobs) < 0:
+        return delivery
+    likely = tuple((5 + place, -1.0 - place) for place in range(top))
+    rows = [(top + 2, -9.5, likely)] * (len(reply.token_ids) // 4 - 1)
+    first, *others = delivery.tokens
+    first = msgspec.structs.replace(first, prompt_logprobs=pack_logprobs(rows, top))
+    return msgspec.structs.replace(delivery, tokens=[first, *others])
 
 
 @dataclasses.dataclass
@@ -292,6 +356,7 @@ async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> Asyn
         "context_tokens": 2048,
         "drain_ns_max": 2 * 10**9,
     }
+    layout = options.pop("layout", LAYOUT)
     config = FrontendConfig(frontend_id=frontend_id, **{**settings, **options})
     buses = [
         await Bus.connect(BusConfig(url=server_url), name=name) for name in ("frontend", "double", "client")
@@ -300,7 +365,7 @@ async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> Asyn
     try:
         double = Double(buses[1], tokenizer, frontend_id)
         await double.start()
-        frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
+        frontend = Frontend(buses[0], config, tokenizer, layout)
         await frontend.start()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as http:
             yield Cluster(frontend, double, buses[2], http, frontend.http_url, server_url)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
+import anthropic
+import msgspec
+import openai
 import pytest
 from frontend_double import ANSWER, MODEL
+from openai.resources.responses import Responses
 
+from halfmoon.schemas.api.bodies import ChatBody, CompletionBody
 from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.messages import MessagesBody, parse_messages
 from halfmoon.schemas.api.requests import ApiRequest, parse_chat, parse_completion
+from halfmoon.schemas.api.responses import ResponsesBody, parse_responses
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
@@ -152,10 +160,15 @@ def refusal(read: Any, body: dict[str, Any]) -> ApiError:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"best_of": 2}, "best_of: only what n says is supported"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
         ({"functions": [{}]}, "functions is not supported"),
         ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
+        ({"documents": [{"text": "a"}]}, "documents is not supported"),
+        ({"audio": {"voice": "alloy", "format": "wav"}}, "audio is not supported"),
+        ({"modalities": ["text", "audio"]}, "modalities is not supported"),
+        ({"web_search_options": {}}, "web_search_options is not supported"),
+        ({"verbosity": "low"}, "verbosity is not supported"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs is not supported"),
+        ({"media_io_kwargs": {"a": 1}}, "media_io_kwargs is not supported"),
         ({"add_special_tokens": True}, "add_special_tokens is not supported in chats: the template has them"),
     ],
 )
@@ -163,6 +176,119 @@ def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any],
     error = refusal(parse_chat, {"messages": CHAT, **fields})
     assert (error.status, error.message, error.param) == (400, message, next(iter(fields)))
     assert error.code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("create", "body"),
+    [
+        (openai.resources.chat.Completions.create, ChatBody),
+        (openai.resources.Completions.create, CompletionBody),
+        (Responses.create, ResponsesBody),
+        (anthropic.resources.Messages.create, MessagesBody),
+    ],
+)
+def test_every_field_that_a_vendors_client_can_send_is_known(create: Any, body: type[msgspec.Struct]) -> None:
+    """None is ignored for want of a place in our bodies."""
+    names = set(inspect.signature(create).parameters) - {"self", "timeout"}
+    assert {name for name in names if not name.startswith("extra_")} <= set(body.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "refused"),
+    [
+        (
+            parse_responses,
+            {"input": "x"},
+            {
+                "max_tool_calls": 1, "moderation": {"model": "m"}, "image": {"size": "1"},
+                "access_programs": ["a"], "context_management": [{"type": "compaction"}], "background": True,
+                "text": {"verbosity": "low"}, "top_logprobs": 2, "include": ["a"], "conversation": "c",
+                "prompt": {"id": "p"},
+            },
+        ),
+        (
+            parse_messages,
+            {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]},
+            {
+                "container": "c", "context_management": {"edits": [{}]}, "diagnostics": {"a": 1}, "mcp_servers": [{}],
+                "speed": "fast",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_other_dialects_refuse_by_name_what_would_change_the_answer(
+    read: Any, body: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    for name, value in refused.items():
+        error = refusal(read, {**body, name: value})
+        assert (error.status, error.code) == (400, "unsupported")
+        assert error.param is not None
+        assert error.param.startswith(name)
+    without = {
+        "metadata": {"user_id": "a"},
+        "service_tier": "auto",
+        "text": {"verbosity": "medium"},
+        "speed": "standard",
+    }
+    read(json.dumps({**body, **without}).encode())
+
+
+def test_tokens_may_be_told_by_their_ids(run: Any, tokenizer: Tokenizer) -> None:
+    async def scenario(cluster: Any) -> None:
+        first = f"token_id:{tokenizer.encode(ANSWER)[0]}"
+        ask = {"max_tokens": 1, "return_tokens_as_token_ids": True}
+        _, _, answer = await cluster.post("/v1/completions", {"prompt": "x", "logprobs": 2, **ask})
+        told = answer["choices"][0]["logprobs"]
+        assert (told["tokens"], set(told["top_logprobs"][0])) == ([first], {first, "token_id:5"})
+        assert answer["choices"][0]["text"] == "Half"
+        chat = {"messages": CHAT, "logprobs": True, "top_logprobs": 1, **ask}
+        _, _, answer = await cluster.post("/v1/chat/completions", chat)
+        (told,) = answer["choices"][0]["logprobs"]["content"]
+        assert (told["token"], bytes(told["bytes"]).decode()) == (first, first)
+        echo = {"prompt": [1, 2], "echo": True, "logprobs": 1, **ask}
+        _, _, answer = await cluster.post("/v1/completions", echo)
+        assert answer["choices"][0]["logprobs"]["tokens"] == ["token_id:1", "token_id:2", first]
+
+    run(scenario)
+
+
+def test_texts_have_several_names() -> None:
+    parts = ["Moons", *({"type": kind, "text": kind} for kind in ("text", "input_text", "output_text"))]
+    parts.append({"type": "refusal", "refusal": "No."})
+    ask = parse_chat(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    assert ask.messages is not None
+    assert ask.messages[0]["content"] == "Moons\ntext\ninput_text\noutput_text\nNo."
+    for part in ({"type": "image_url", "text": "x"}, {"type": "refusal", "text": "x"}, {"type": "text"}):
+        error = refusal(parse_chat, {"messages": [{"role": "user", "content": [part]}]})
+        assert (error.param, error.code) == ("messages", "unsupported")
+
+
+def test_no_tools_may_be_chosen_among() -> None:
+    assert (
+        parse_chat(json.dumps({"messages": CHAT, "tools": [], "tool_choice": "auto"}).encode()).tool_use
+        is None
+    )
+    assert (
+        refusal(parse_chat, {"messages": CHAT, "tools": [], "tool_choice": "required"}).param == "tool_choice"
+    )
+    assert refusal(parse_chat, {"messages": CHAT, "tool_choice": "auto"}).param == "tool_choice"
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused(run: Any, tokenizer: Tokenizer) -> None:
+    async def scenario(cluster: Any) -> None:
+        beyond = tokenizer.vocab_size
+        asks: dict[str, Any] = {
+            "logit_bias": {f"{beyond}": 1},
+            "allowed_token_ids": [1, beyond],
+            "prompt": [beyond],
+        }
+        for name, value in asks.items():
+            body = {"prompt": "x", "max_tokens": 1, name: value}
+            status, _, answer = await cluster.post("/v1/completions", body)
+            assert (status, answer["error"]["param"]) == (400, name)
+            assert str(beyond) in answer["error"]["message"]
+
+    run(scenario)
 
 
 def test_older_calls_in_messages_are_refused_and_names_are_read() -> None:

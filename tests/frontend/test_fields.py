@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfmoon.schemas.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, parse_chat, parse_completion
 from tests.api_fields import CHATS, FIELDS, NO_JSON, PROMPTS
@@ -41,6 +45,13 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(name: str) -> None:
             assert name in error.message
     for value in taken:
         parse_completion(orjson.dumps({"prompt": "x", name: value}))
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody])
+def test_every_field_is_documented(body: type[msgspec.Struct]) -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    missing = [name for name in body.__struct_fields__ if not re.search(rf"""[`"]{name}[`":]""", documented)]
+    assert not missing
 
 
 @pytest.mark.parametrize(("prompt", "status"), PROMPTS)
@@ -139,7 +150,7 @@ def test_both_edges_refuse_alike(run: Any) -> None:
         wrong = [
             ({"prompt": "x", name: value}, 400, name)
             for name, (values, _) in FIELDS.items()
-            for value in values[:1]
+            for value in values[:1]  # some have none: nothing follows from them
         ]
         wrong += [
             ({"prompt": "x", "model": "gpt-9"}, 404, "model"),

@@ -152,8 +152,8 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(r
         async with asyncio.timeout(10):
             while len(inbox._early) < 3:
                 await asyncio.sleep(0.005)
-        assert await inbox.take("nobody", "r1", "1-0", "prefill") == early
-        taking = asyncio.create_task(inbox.take("nobody", "r2", "2-0", "prefill"))
+        assert await take(inbox, "nobody", "r1", "1-0") == early
+        taking = asyncio.create_task(take(inbox, "nobody", "r2", "2-0"))
         await asyncio.sleep(0.05)
         await give("2-0", forged, "f8", "f8")
         assert bus.invalid == 2
@@ -165,11 +165,30 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(r
         await cluster.client.serve(subjects.take("f9", "p9"), object, lambda _: asked)
         await cluster.client.last_seq()
         started = loop.time()
-        assert await inbox.take("f9", "r3", "3-0", "prefill") == asked
+        assert await take(inbox, "f9", "r3", "3-0") == asked
         assert loop.time() - started >= GIVE_S * 0.9
-        assert await inbox.take("nobody", "r4", "4-0", "decode") is None
+        assert await take(inbox, "nobody", "r4", "4-0") is None
+        assert not inbox._awaited
+
+        def too_late(*_: object) -> None:
+            raise AssertionError("an order that is over")
+
+        inbox.expect("nobody", "5-0", too_late, too_late)
+        inbox.forget("5-0")
+        await give("5-0", late, "nobody", "nobody")
+        async with asyncio.timeout(10):
+            while ("nobody", "5-0") not in inbox._early:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(GIVE_S * 1.2)
 
     run(scenario)
+
+
+async def take(inbox: TokenInbox, frontend_id: str, request_id: str, order_id: str) -> TakeReply | None:
+    """As a worker does: asks only when nothing was given."""
+    taken: asyncio.Future[TakeReply | None] = asyncio.get_running_loop().create_future()
+    inbox.expect(frontend_id, order_id, taken.set_result, lambda: taken.set_result(None))
+    return await taken or await inbox.ask(frontend_id, request_id, order_id, "prefill")
 
 
 async def is_answered(cluster: Any, script: Any) -> None:

@@ -52,7 +52,8 @@ def test_the_micro_service_can_be_found_and_measured(run: Any) -> None:
 def test_every_endpoint_answers(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         messages = [{"role": "user", "content": "Hello"}]
-        _, answer = await cluster.ask("chat", {"messages": messages, "max_tokens": 200, "logprobs": 2})
+        asked = {"messages": messages, "max_tokens": 200, "logprobs": True, "top_logprobs": 2}
+        _, answer = await cluster.ask("chat", asked)
         assert answer["text"] == ANSWER
         assert answer["usage"] == {
             "prompt_tokens": answer["usage"]["prompt_tokens"],

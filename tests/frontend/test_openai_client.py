@@ -7,20 +7,35 @@ import time
 from typing import Any
 
 import openai
+import pydantic
 import pytest
-from frontend_double import ANSWER, MODEL, whole_answer
+from frontend_double import (
+    ANSWER,
+    MODEL,
+    begin,
+    fail,
+    fail_later,
+    fail_once,
+    refuse,
+    refuse_once,
+    silent,
+    whole_answer,
+)
 
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
 
 STREAMS = 50
+ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
+
+
+class Moon(pydantic.BaseModel):
+    """What an answer is to be."""
+
+    phase: str
 
 
 def client_of(cluster: Any, *, retries: int = 0, key: str = "k") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=key, max_retries=retries)
-
-
-async def silent(double: Any, seq: int, arrived: RequestArrived) -> None:
-    """A worker that has not begun."""
 
 
 async def said(stream: Any) -> str:
@@ -29,7 +44,7 @@ async def said(stream: Any) -> str:
 
 def test_every_refusal_is_an_error_of_its_own(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
-        ask: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
+        ask = ASK
         async with client_of(cluster) as client, client_of(cluster, key="no") as stranger:
             with pytest.raises(openai.AuthenticationError):
                 await stranger.completions.create(**ask)
@@ -50,8 +65,76 @@ def test_every_refusal_is_an_error_of_its_own(run: Any) -> None:
             with pytest.raises(openai.APITimeoutError):
                 await client.with_options(timeout=0.2).completions.create(**ask)
             first.cancel()
+            # No class has this status for its own.
+            with pytest.raises(openai.APIStatusError) as large:
+                await client.completions.create(**{**ask, "prompt": "x" * (3 << 20)})
+            assert (large.value.status_code, large.value.code) == (413, "body_too_large")
 
     run(scenario, api_keys={"k": "mine"})
+
+
+def test_an_answer_that_was_cut_is_no_object(run: Any) -> None:
+    """OpenAI's helper says that the length ended it, and not that its JSON is broken."""
+
+    async def scenario(cluster: Any) -> None:
+        async with client_of(cluster) as client:
+            with pytest.raises(openai.LengthFinishReasonError):
+                await client.chat.completions.parse(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": "Hi"}],
+                    max_tokens=2,
+                    response_format=Moon,
+                )
+
+    run(scenario)
+
+
+def test_what_fails_in_mid_stream_is_an_error_of_the_stream(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = fail_later
+        async with client_of(cluster, retries=2) as client:
+            stream = await client.completions.create(**{**ASK, "max_tokens": 9}, stream=True)
+            assert (await anext(stream)).choices[0].text == "Half"
+            with pytest.raises(openai.APIError, match="placed 3 times") as failed:
+                await anext(stream)
+            assert failed.value.code == "failed"
+            # Of responses the failure is an event, and the answer's status.
+            events = await client.responses.create(model=MODEL, input="Hi", stream=True)
+            last = [event async for event in events][-1]
+            assert (last.type, last.response.status) == ("response.failed", "failed")
+            assert last.response.error is not None
+            assert "placed 3 times" in last.response.error.message
+        assert len(await cluster.double.wait_for(RequestArrived, 2)) == 2, "a stream is not begun twice"
+
+    run(scenario)
+
+
+def test_what_is_not_the_clients_fault_has_errors_too(run: Any) -> None:
+    """No request is ever in conflict with another (409): one whose name is taken is 422, as above."""
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = fail
+        ask = ASK
+        async with client_of(cluster) as client:
+            with pytest.raises(openai.InternalServerError) as failed:
+                await client.completions.create(**ask)
+            assert (failed.value.status_code, failed.value.code) == (500, "failed")
+            cluster.frontend.registry.draining = True
+            with pytest.raises(openai.InternalServerError) as stopping:
+                await client.completions.create(**ask)
+            assert (stopping.value.status_code, stopping.value.code) == (503, "stopping")
+            cluster.frontend.registry.draining = False
+            # The connection ends before there is an answer, and behind that nobody listens.
+            cluster.double.script = silent
+            waiting = asyncio.create_task(client.completions.create(**ask))
+            await cluster.double.wait_for(RequestArrived, 2)
+            await cluster.frontend._http.stop()
+            with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+                await waiting
+            with pytest.raises(openai.APIConnectionError):
+                await client.completions.create(**ask)
+
+    run(scenario)
 
 
 @pytest.mark.parametrize(("retry_after_ns", "tries"), [(1_000_000, 3), (0, 1)])
@@ -59,18 +142,29 @@ def test_a_refusal_is_tried_again_where_it_says_when(run: Any, retry_after_ns: i
     """Without a time it would be the same again, and `x-should-retry` says so."""
 
     async def scenario(cluster: Any) -> None:
-        async def refuse(double: Any, seq: int, arrived: RequestArrived) -> None:
-            await double.reject(
-                arrived, seq, reason="ttft_slo", message="not in time", retry_after_ns=retry_after_ns
-            )
-
-        cluster.double.script = refuse
+        cluster.double.script = refuse(retry_after_ns)
         async with client_of(cluster, retries=2) as client:
             began = time.monotonic()
             with pytest.raises(openai.RateLimitError):
                 await client.completions.create(model=MODEL, prompt="Once")
         assert len(await cluster.double.wait_for(RequestArrived, tries)) == tries
         assert time.monotonic() - began < 5.0
+
+    run(scenario)
+
+
+def test_a_refusal_is_tried_again_when_it_says(run: Any) -> None:
+    """And what has failed without a time, by the client's own."""
+
+    async def scenario(cluster: Any) -> None:
+        async with client_of(cluster, retries=1) as client:
+            for script, least_s in ((refuse_once, 1.3), (fail_once, 0.0)):
+                cluster.double.script = script
+                began = time.monotonic()
+                answer = await client.completions.create(**ASK)
+                assert answer.choices[0].text == "Half moons"
+                assert time.monotonic() - began >= least_s
+        assert len(await cluster.double.wait_for(RequestArrived, 4)) == 4
 
     run(scenario)
 
@@ -91,10 +185,6 @@ def test_fifty_streams_at_once_are_each_whole(run: Any) -> None:
 
 def test_a_stream_that_is_left_is_cancelled_everywhere(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
-        async def begin(double: Any, seq: int, arrived: RequestArrived) -> None:
-            await double.place(arrived, f"{seq}-0")
-            await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:1]))
-
         cluster.double.script = begin
         async with client_of(cluster) as client:
             stream = await client.completions.create(model=MODEL, prompt="Once", max_tokens=9, stream=True)

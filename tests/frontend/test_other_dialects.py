@@ -65,10 +65,10 @@ def test_anthropics_client_is_answered(run: Any, tokenizer: Tokenizer) -> None:
                 await client.messages.create(**{**ASK, "model": "none"})
             with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
                 await client.messages.create(**{**ASK, "max_tokens": 0})
-            with pytest.raises(anthropic.BadRequestError, match="thinking is not supported"):
+            with pytest.raises(anthropic.BadRequestError, match="knows no thoughts"):
                 await client.messages.create(**ASK, thinking={"type": "enabled", "budget_tokens": 1024})
             image = [{"type": "image", "source": {"type": "url", "url": "http://x"}}]
-            with pytest.raises(anthropic.BadRequestError, match="only blocks of type text"):
+            with pytest.raises(anthropic.BadRequestError, match="a block of type image"):
                 await client.messages.create(**{**ASK, "messages": [{"role": "user", "content": image}]})
         status, _, body = await cluster.post("/v1/messages", {**ASK, "max_tokens": 0})
         assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
@@ -84,9 +84,17 @@ def test_anthropics_client_shows_its_key_in_its_own_header(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         async with of_anthropic(cluster) as client:
             assert (await client.messages.create(**ASK)).stop_reason == "max_tokens"
+            assert [model.id async for model in client.models.list()] == [MODEL]
+            assert (await client.models.retrieve(MODEL)).id == MODEL
         async with anthropic.AsyncAnthropic(base_url=cluster.url, api_key="no", max_retries=0) as client:
             with pytest.raises(anthropic.AuthenticationError):
                 await client.messages.create(**ASK)
+        # Its older versions have a header of their own, wherever they ask.
+        for path in ("/v1/models", f"/v1/models/{MODEL}"):
+            for key, status in (("k", 200), ("no", 401)):
+                assert (await cluster.http_get(path, headers={"x-api-key": key}))[0] == status
+        for key, status in (("k", 200), ("no", 401)):
+            assert (await cluster.post("/v1/messages", ASK, headers={"x-api-key": key}))[0] == status
 
     run(scenario, api_keys={"k": ""})
 
@@ -163,6 +171,8 @@ def test_the_edge_says_what_it_is(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         _, _, content = await cluster.http_get("/load")
         assert json.loads(content) == {"server_load": 0}
+        for path in ("/health", "/ping"):
+            assert (await cluster.http_get(path))[0] == 200
         _, _, content = await cluster.http_get("/server_info")
         about = json.loads(content)
         assert (about["served_model_names"], about["context_tokens"]) == ([MODEL, "other"], 2048)

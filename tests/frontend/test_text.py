@@ -34,7 +34,12 @@ class Collected:
 
 
 def opened(
-    tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), include_stop: bool = False, **sampling: Any
+    tokenizer: Tokenizer,
+    *,
+    stops: tuple[str, ...] = (),
+    include_stop: bool = False,
+    skip_special_tokens: bool = True,
+    **sampling: Any,
 ) -> tuple[OpenRequest, Collected]:
     listener = Collected()
     ask = ApiRequest(
@@ -45,6 +50,7 @@ def opened(
         sampling=Sampling(**sampling),
         stops=stops,
         include_stop=include_stop,
+        skip_special_tokens=skip_special_tokens,
         stream=True,
         include_usage=False,
         return_token_ids=False,
@@ -80,6 +86,21 @@ def deliver(
     tokens = [SampledToken(token_id=token) for token in ids]
     delivery = Delivery(request_id="r", order_id=order_id, index=first, tokens=tokens, finish_reason=reason)
     return request.accept(delivery, 5)
+
+
+def test_control_tokens_are_text_where_that_is_asked_for(tokenizer: Tokenizer) -> None:
+    """But for the one that ends the answer, as with vLLM; that one too with `include_stop_str_in_output`."""
+    end = min(tokenizer.eos_ids)
+    name = next(name for name, token in tokenizer.control.items() if token == end)
+    ids = [*tokenizer.encode("One"), end, *tokenizer.encode(" two"), end]
+    for skips, includes, text in (
+        (True, False, "One two"),
+        (False, False, f"One{name} two"),
+        (False, True, f"One{name} two{name}"),
+    ):
+        request, listener = opened(tokenizer, skip_special_tokens=skips, include_stop=includes)
+        deliver(request, 0, ids, "stop")
+        assert listener.text == text
 
 
 def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:

@@ -79,6 +79,7 @@ def read(style: CallStyle, text: str, step: int, **options: Any) -> tuple[dict[s
         ),
         ("arguments", {"named": "time_of"}, '{"a": [1, {}]}', None, "", [TWELVE], "stop"),
         ("", {"thinks": True}, "<think>\nWell...</think>\n\nYes", "\n\nYes", "\nWell...", [], "stop"),
+        ("", {"thinks": True, "tells": False}, "<think>\nWell...</think>\n\nYes", "\n\nYes", "", [], "stop"),
         ("", {"thinks": True}, "  No <think>s", "  No <think>s", "", [], "stop"),
         ("hermes", {"thinking": True}, "Hm</think>" + ONE, None, "Hm", [ROME], "tool_calls"),
         ("", {"thinking": True}, "Hm, cut", "", "Hm, cut", [], "stop"),

@@ -59,7 +59,7 @@ def test_a_histogram_puts_each_value_into_its_bucket() -> None:
     assert shown(registry) == {
         "x_seconds_bucket{le=0.001,way=in}": 2,
         "x_seconds_bucket{le=0.01,way=in}": 4,
-        "x_seconds_bucket{le=1,way=in}": 6,
+        "x_seconds_bucket{le=1.0,way=in}": 6,
         "x_seconds_bucket{le=+Inf,way=in}": 7,
         "x_seconds_count{way=in}": 7,
         "x_seconds_sum{way=in}": pytest.approx(6.022000001),

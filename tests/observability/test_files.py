@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -114,10 +115,11 @@ def test_prometheus_finds_every_process_of_the_compose_file_and_grafana_finds_pr
         "conductor": {("conductor", port)},
         "prefill": {("prefill", port)},
         "decode": {("decode", port)},
-        "store": {("prefill", port + 1), ("decode", port + 1)},
+        "mixed": {("mixed", port)},
+        "store": {("prefill", port + 1), ("decode", port + 1), ("mixed", port + 1)},
         "frontend": {("frontend-0", 8000), ("frontend-1", 8000)},
     }
-    for name in ("prefill", "decode"):
+    for name in ("prefill", "decode", "mixed"):
         assert services[name]["environment"]["HALFMOON_METRICS_PORT"] == str(port)
     for name in ("prometheus", "grafana"):
         service = services[name]
@@ -137,23 +139,31 @@ def test_prometheus_finds_every_process_of_the_compose_file_and_grafana_finds_pr
 
 def test_scaling_examples_name_workers_that_there_are_and_a_metric_that_is_shown() -> None:
     text = (ROOT / "docs" / "kubernetes.md").read_text()
-    scaled, autoscaled = (
-        yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    )
+    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
     pods = [
         part["metadata"]["name"]
         for file in sorted((ROOT / "docker" / "kubernetes").glob("*.yaml"))
         for part in yaml.safe_load_all(file.read_text())
         if part and part["kind"] == "StatefulSet"
     ]
-    assert {each["spec"]["scaleTargetRef"]["name"] for each in (scaled, autoscaled)} <= {*pods}
+    assert {each["spec"]["scaleTargetRef"]["name"] for each in examples} == {"prefill", "decode", "mixed"}
+    assert {"prefill", "decode", "mixed"} <= {*pods}
     # No bus is needed for what a conductor knows without asking.
     metrics = ConductorMetrics(None, Core(), Tally())  # type: ignore[arg-type]
     shown_now = {
         (sample.name, sample.labels.get("role")) for found in metrics.collect() for sample in found.samples
     }
-    (trigger,) = scaled["spec"]["triggers"]
-    name, role = re.findall(r'max\((\w+)\{role="(\w+)"\}\)', trigger["metadata"]["query"])[0]
-    metric = autoscaled["spec"]["metrics"][0]["external"]["metric"]
-    wanted = {(name, role), (metric["name"], metric["selector"]["matchLabels"]["role"])}
-    assert wanted <= shown_now
+    for each in examples:
+        name, role = _asked(each)
+        assert role == each["spec"]["scaleTargetRef"]["name"]
+        assert (name, role) in shown_now
+
+
+def _asked(example: dict[str, Any]) -> tuple[str, str]:
+    """The metric and the role that an example scales by."""
+    if example["kind"] == "HorizontalPodAutoscaler":
+        metric = example["spec"]["metrics"][0]["external"]["metric"]
+        return metric["name"], metric["selector"]["matchLabels"]["role"]
+    (trigger,) = example["spec"]["triggers"]
+    (found,) = re.findall(r'max\((\w+)\{role="(\w+)"\}\)', trigger["metadata"]["query"])
+    return found[0], found[1]

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recorded import HEADER, saved
+from recorded import HEADER, saved, status_of
 
-from halfmoon.cli.main import main
 from halfmoon.conductor.replay.logfile import Line, lines_of_step
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.policy import Policy
 
 S, MS = 1_000_000_000, 1_000_000
 POLICY = Policy(ttft_slo_ns=4 * S, tbt_slo_ns=30 * MS)
 #: Long prompts, which one prefill worker cannot do; and long answers, whose batch is too large for one decode worker.
 PROMPTS = [Arrival(at_ns=n * S // 2, prompt_tokens=8_000, output_tokens=40) for n in range(60)]
-ANSWERS = [Arrival(at_ns=n * S // 8, prompt_tokens=400, output_tokens=900) for n in range(160)]
+ANSWERS = [Arrival(at_ns=n * S // 20, prompt_tokens=400, output_tokens=360) for n in range(160)]
 
 
-def log_of(path: Path, arrivals: list[Arrival], prefill: int, decode: int) -> Path:
-    world = World(ClusterShape(prefill=prefill, decode=decode), POLICY, load_profile("a800"))
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> Iterator[None]:
+    """Else each of many short simulations would collect what all other tests of this process have left."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def log_of(
+    path: Path, arrivals: list[Arrival], prefill: int, decode: int, mixed: int = 0, policy: Policy = POLICY
+) -> Path:
+    world = World(ClusterShape(prefill=prefill, decode=decode, mixed=mixed), policy, load_profile("a800"))
     lines: list[Line] = []
     world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
     world.run(arrivals, sample_ns=10**10)
@@ -34,15 +46,9 @@ def log_of(path: Path, arrivals: list[Arrival], prefill: int, decode: int) -> Pa
     return path
 
 
-def halfmoon(*argv: object) -> int:
-    """Its exit status."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(one) for one in argv])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-@pytest.mark.parametrize(("arrivals", "recorded"), [(PROMPTS, (1, 3)), (ANSWERS, (3, 1))])
+@pytest.mark.parametrize(
+    ("arrivals", "recorded"), [(PROMPTS, (1, 3)), pytest.param(ANSWERS, (3, 1), marks=pytest.mark.slow)]
+)
 def test_the_split_that_is_proposed_holds_more_than_the_one_that_was_recorded(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -50,46 +56,69 @@ def test_the_split_that_is_proposed_holds_more_than_the_one_that_was_recorded(
     recorded: tuple[int, int],
 ) -> None:
     log = log_of(tmp_path / "log.jsonl.zst", arrivals, *recorded)
-    assert halfmoon("size", "--from-log", log, "--workers-max", 4, "--json") == 0
+    assert status_of("size", "--from-log", log, "--workers-max", 4, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     was = next(one for one in found["splits"] if (one["prefill"], one["decode"]) == recorded)
     best = found["best"]
-    assert [(one["prefill"], one["decode"]) for one in found["splits"]] == [(1, 3), (2, 2), (3, 1)]
+    splits = [(one["prefill"], one["decode"], one["mixed"]) for one in found["splits"]]
+    assert splits == [(1, 3, 0), (2, 2, 0), (3, 1, 0), (0, 0, 4)]
     assert best["held"] > was["held"] + 0.1
     held = {
-        prefill: simulate(
+        (prefill, decode, mixed): simulate(
             arrivals,
-            ClusterShape(prefill=prefill, decode=4 - prefill),
+            ClusterShape(prefill=prefill, decode=decode, mixed=mixed),
             POLICY,
             load_profile("a800"),
         ).effective_capacity
-        for prefill in (1, 2, 3)
+        for prefill, decode, mixed in splits
     }
-    assert held[best["prefill"]] == max(held.values()), (held, found)
+    assert held[best["prefill"], best["decode"], best["mixed"]] == max(held.values()), (held, found)
     assert found["slo"] == {"ttft_ns": POLICY.ttft_slo_ns, "tbt_ns": POLICY.tbt_slo_ns}
     fewest = found["fewest"]
     assert fewest["held"] >= 0.9
-    assert halfmoon("size", "--from-log", log, "--workers-max", 4, "--workers", 3) == 0
+    assert status_of("size", "--from-log", log, "--workers-max", 4, "--workers", 3) == 0
     told = capsys.readouterr().out
     assert f"recorded with {recorded[0]} prefill + {recorded[1]} decode" in told
     assert "of 3 workers: " in told
-    assert f"fewest: {fewest['prefill']} prefill + {fewest['decode']} decode" in told
+    assert f"fewest, two pools: {fewest['prefill']} prefill + {fewest['decode']} decode" in told
+    assert "fewest, mixed workers: " in told
+
+
+def test_a_run_of_mixed_workers_is_split_too_and_its_own_shape_is_among_the_splits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = log_of(
+        tmp_path / "log.jsonl.zst",
+        PROMPTS[:40],
+        1,
+        1,
+        mixed=1,
+        policy=Policy(ttft_slo_ns=4 * S, tbt_slo_ns=S),
+    )
+    assert status_of("size", "--from-log", log, "--workers-max", 3, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    splits = [(one["prefill"], one["decode"], one["mixed"]) for one in found["splits"]]
+    assert splits == [(1, 2, 0), (2, 1, 0), (0, 0, 3), (1, 1, 1)]
+    assert found["recorded"] == [1, 1, 1]
+    assert found["fewest_mixed"]["held"] >= 0.9
+    assert status_of("size", "--from-log", log, "--workers", 1, "--workers-max", 3) == 0
+    assert "of 1 workers: 1 mixed" in capsys.readouterr().out
 
 
 def test_objectives_of_ones_own_and_more_than_any_number_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = log_of(tmp_path / "log.jsonl.zst", PROMPTS[:40], 1, 1)
-    assert halfmoon("size", "--from-log", log, "--workers-max", 2, "--ttft-ms", 1) == 0
+    assert status_of("size", "--from-log", log, "--workers-max", 2, "--ttft-ms", 1) == 0
     told = capsys.readouterr().out
     assert "TTFT <= 0.001 s" in told
-    assert "fewest: no number that was tried holds for 90% of the requests" in told
+    assert "fewest, two pools: no number that was tried holds for 90% of the requests" in told
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--workers", "1"], "--workers 1"),
+        (["--workers", "-1"], "--workers -1"),
         (["--ttft-ms", "0"], "--ttft-ms 0"),
         (["--speed", "0"], "--speed 0"),
     ],
@@ -98,5 +127,5 @@ def test_nonsense_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
 ) -> None:
     log = log_of(tmp_path / "log.jsonl.zst", PROMPTS[:5], 1, 1)
-    assert halfmoon("size", "--from-log", log, *options) != 0
+    assert status_of("size", "--from-log", log, *options) != 0
     assert named in capsys.readouterr().err

@@ -112,8 +112,8 @@ def test_a_missing_decision_comes_before_a_later_changed_one(tmp_path: Path, lin
 
 
 def test_a_decision_that_nothing_caused_is_a_divergence(tmp_path: Path, lines: list[Line]) -> None:
-    place = decisions_in(lines)[30]
-    seq = identity(lines[place])[0]
+    seq = identity(lines[decisions_in(lines)[30]])[0]
+    place = max(at for at in decisions_in(lines) if identity(lines[at])[0] == seq)  # the last of its event
     extra = DecisionLine(cause_seq=seq, position=900, at_ns=0, decision=CHANGED)
     verdict = judged(tmp_path, [*lines[: place + 1], extra, *lines[place + 1 :]])
     assert parted_at(verdict) == (seq, 900)

@@ -14,10 +14,11 @@ from halfmoon.cli.main import main
 from halfmoon.conductor.replay.logfile import Line, LogFile, lines_of_step
 from halfmoon.conductor.replay.verify import Replay, verify
 from halfmoon.conductor.replay.whatif import NothingToSimulate, Recorded, compare, described, recorded
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.conductor.simulation.world import World
 from halfmoon.schemas.policy import Policy
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -36,13 +37,17 @@ def log(tmp_path_factory: pytest.TempPathFactory, arrivals: list[Arrival]) -> Lo
     """Of a simulated cluster, so that what is put together again from the log can be compared with what it
     was.
     """
-    world = World(CLUSTER, POLICY, load_profile("a800"))
+    return played(tmp_path_factory.mktemp("whatif") / "log.jsonl.zst", CLUSTER, POLICY, arrivals)
+
+
+def played(path: Path, cluster: ClusterShape, policy: Policy, arrivals: list[Arrival]) -> LogFile:
+    world = World(cluster, policy, load_profile("a800"))
     lines: list[Line] = []
     world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
     world.run(arrivals, sample_ns=10**10)
     while world.core.state.requests:  # the last ones have ended, and the log has yet to be told
         world.clock.step()
-    return saved(tmp_path_factory.mktemp("whatif") / "log.jsonl.zst", lines, HEADER)
+    return saved(path, lines, HEADER)
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +155,51 @@ def status_of(*words: str) -> int:
         main(words)
     assert isinstance(ended.value.code, int)
     return ended.value.code
+
+
+# --- pools of other shapes ----------------------------------------------------------------------------------
+
+S, MS = 1_000_000_000, 1_000_000
+
+
+def test_mixed_workers_are_simulated_as_they_were(tmp_path: Path) -> None:
+    cluster = ClusterShape(prefill=1, decode=1, mixed=1, token_budget=2_048)
+    policy = Policy(ttft_slo_ns=60 * S, tbt_slo_ns=S, admission="none")
+    arrivals = [Arrival(at_ns=n * S // 4, prompt_tokens=3_000, output_tokens=50) for n in range(60)]
+    log = played(tmp_path / "log.jsonl.zst", cluster, policy, arrivals)
+    assert verify(log).identical
+    run = recorded(Replay(log))
+    assert run.cluster.workers == (1, 1, 1)
+    assert run.cluster.token_budget == 2_048
+    found = compare(run, msgspec.structs.replace(policy, mixed_choice="never"))
+    assert found.simulated.ttft_ms.p50 == pytest.approx(found.recorded.ttft_ms.p50, rel=0.1)
+    assert found.simulated.tbt_ms.p50 == pytest.approx(found.recorded.tbt_ms.p50, rel=0.1)
+    assert found.what_if.ttft_ms.p90 > 1.5 * found.simulated.ttft_ms.p90
+    assert "1 prefill + 1 decode + 1 mixed" in described(found, "mixed_choice=never")
+
+
+def test_what_groups_of_prefill_workers_would_have_done(tmp_path: Path) -> None:
+    arrivals = [Arrival(at_ns=n * 60 * S, prompt_tokens=60_000, output_tokens=10) for n in range(6)]
+    policy = Policy(ttft_slo_ns=120 * S, tbt_slo_ns=S, prefill_group=2)
+    log = played(tmp_path / "log.jsonl.zst", ClusterShape(prefill=4, decode=1), policy, arrivals)
+    assert verify(log).identical
+    found = compare(recorded(Replay(log)), msgspec.structs.replace(policy, prefill_group=4))
+    was, wider = found.simulated.ttft_ms.p50, found.what_if.ttft_ms.p50
+    assert was == pytest.approx(found.recorded.ttft_ms.p50, rel=0.15)
+    assert wider < 0.75 * was
+    alone = compare(
+        recorded(Replay(log)), msgspec.structs.replace(policy, prefill_group=1)
+    ).what_if.ttft_ms.p50
+    assert alone > 1.5 * was
+
+
+def test_what_changing_roles_would_have_done(tmp_path: Path) -> None:
+    """One prefill worker of four is too few for these prompts; the planner takes one of the idle decode workers."""
+    arrivals = [Arrival(at_ns=n * S // 2, prompt_tokens=8_000, output_tokens=20) for n in range(300)]
+    policy = Policy(ttft_slo_ns=10 * S, tbt_slo_ns=100 * MS)
+    log = played(tmp_path / "log.jsonl.zst", ClusterShape(prefill=1, decode=3), policy, arrivals)
+    assert verify(log).identical
+    found = compare(recorded(Replay(log)), msgspec.structs.replace(policy, elastic="on"))
+    assert found.simulated.role_changes == 0
+    assert found.what_if.role_changes >= 1
+    assert found.what_if.effective_capacity > 1.3 * found.simulated.effective_capacity

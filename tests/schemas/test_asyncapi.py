@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from halfmoon.schemas import asyncapi
 from halfmoon.schemas.asyncapi import document, message_classes, without_channel, written
 from halfmoon.schemas.channels import CHANNELS, WITHOUT_CHANNEL
 from halfmoon.schemas.decisions import DECISION_TYPES, SetTimer
+from halfmoon.schemas.policy import Policy
 
 CHECKED_IN = Path(__file__).parents[2] / "docs" / "asyncapi.json"
 DRAFT_07_TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
@@ -146,3 +148,22 @@ def test_the_command_writes_one_file_and_says_how_it_is_used(
     assert (tmp_path / "out.json").read_bytes() == written()
     assert asyncapi.main([]) == 2
     assert capsys.readouterr().err.startswith("usage:")
+
+
+def test_no_pattern_lets_a_newline_through_at_its_end() -> None:
+    """A bare `$` matches before a last newline, which then breaks a line of the terminal or of the NATS protocol."""
+
+    def patterns(of: Any) -> Iterator[str]:
+        if isinstance(of, dict):
+            if isinstance(of.get("pattern"), str):
+                yield of["pattern"]
+            of = list(of.values())
+        if isinstance(of, list):
+            for one in of:
+                yield from patterns(one)
+
+    found = set(patterns(document()))
+    assert len(found) > 5
+    assert [one for one in found if one.endswith("$")] == []
+    with pytest.raises(msgspec.ValidationError, match=r"plugin"):
+        msgspec.convert({"plugin": "\n"}, Policy)

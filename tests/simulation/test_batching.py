@@ -6,6 +6,7 @@ import pytest
 
 from halfmoon.conductor.simulation.batching.iteration_times import ProfileTimes, RooflineTimes, budget_for
 from halfmoon.conductor.simulation.batching.pipeline import run_pipeline
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.experiments.batching import (
     A100,
     GPT3,
@@ -22,9 +23,8 @@ from halfmoon.conductor.simulation.experiments.batching import (
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives
-from halfmoon.conductor.simulation.systems import run_system
+from halfmoon.conductor.simulation.systems.by_name import run_system
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 from halfmoon.workers.batch_former import Batching
 

@@ -14,9 +14,11 @@ from halfmoon.conductor.simulation.experiments.lending import (
     requests,
     skew_gain,
 )
-from halfmoon.conductor.simulation.infinite_llm import (
+from halfmoon.conductor.simulation.lending import ROUND_TRIP_NS
+from halfmoon.conductor.simulation.profiles import LLAMA2_TWO_A100
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport
+from halfmoon.conductor.simulation.systems.infinite_llm import (
     NOBODY_LENDS,
-    ROUND_TRIP_NS,
     Instance,
     Lending,
     LendingRun,
@@ -24,8 +26,6 @@ from halfmoon.conductor.simulation.infinite_llm import (
     Planner,
     simulate_infinite_llm,
 )
-from halfmoon.conductor.simulation.profiles import LLAMA2_TWO_A100
-from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival
 
 PROFILE = LLAMA2_TWO_A100

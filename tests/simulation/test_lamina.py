@@ -9,14 +9,6 @@ import msgspec
 import pytest
 
 from halfmoon.cli.main import main
-from halfmoon.conductor.simulation.attention_pipeline import (
-    LayerTimes,
-    Pipeline,
-    Use,
-    bubbles_ns,
-    conflicts,
-    layer_times,
-)
 from halfmoon.conductor.simulation.devices import (
     DEVICES,
     MODELS,
@@ -25,8 +17,16 @@ from halfmoon.conductor.simulation.devices import (
     DeploymentImpossible,
     degrees_of_parallelism,
 )
-from halfmoon.conductor.simulation.lamina import simulate_lamina
 from halfmoon.conductor.simulation.report import Objectives, PoolFigures
+from halfmoon.conductor.simulation.systems.attention_pipeline import (
+    LayerTimes,
+    Pipeline,
+    Use,
+    bubbles_ns,
+    conflicts,
+    layer_times,
+)
+from halfmoon.conductor.simulation.systems.lamina import simulate_lamina
 from halfmoon.conductor.simulation.trace import Arrival
 
 LLAMA3 = MODELS["llama3-70b"]

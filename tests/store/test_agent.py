@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from store_harness import Cluster, cluster, keys, until
 
 from halfmoon.schemas.kv import KvLoaded, KvReady, TransferOpened
-from halfmoon.schemas.store import QueuePair, RemoteMemory
+from halfmoon.schemas.store import QueuePair, RemoteMemory, ReserveBlocks, Reserved
+from halfmoon.store.agent.serve_peers import PeerService
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import BlockMissing, TransferError, TransferRefused
 
@@ -108,6 +110,45 @@ def test_a_push_is_readable_layer_by_layer_and_committed_at_its_close(nats_url: 
         for node, committed in (("n1", 3), ("n2", 3)):
             counts = here.agents[node].context.guard.counts()
             assert (counts.committed, counts.reserved, counts.holds, counts.condemned) == (committed, 0, 0, 0)
+
+    tell(nats_url, story)
+
+
+@pytest.mark.parametrize("takes_part", [True, False], ids=["", "a peer that is older"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_of_the_block_that_a_prompt_ends_in_only_its_tokens_are_pushed(
+    nats_url: str, transport: str, takes_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not takes_part:
+        reserve = PeerService.reserve
+
+        async def reserve_as_before(self: PeerService, request: ReserveBlocks) -> Reserved:
+            return msgspec.structs.replace(await reserve(self, request), takes_part=False)
+
+        monkeypatch.setattr(PeerService, "reserve", reserve_as_before)
+
+    async def story(here: Cluster) -> None:
+        await here.agent("n1", transport=transport)
+        there = await here.agent("n2", transport=transport)
+        one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
+        shape = there.context.config.layout
+        opened = await one.open_put("o1", keys(1, 2), blocks=3)
+        fill(one, opened.slots, 3)
+        two.view.blocks[:] = 0
+        tokens = 2 * shape.block_tokens + 3
+        await one.open_push("o1", "r1", target_node_id="n2", decode_worker_id="w2", tokens=tokens)
+        for layer in range(shape.layers):
+            one.push("o1", layer=layer, first_block=0, blocks=3)
+        last = 3 * shape.token_layer_bytes if takes_part else shape.layer_block_bytes
+        assert (await one.close_push("o1")).bytes == shape.layers * (2 * shape.layer_block_bytes + last)
+        await until(lambda: len(here.heard["w2"]) == 1 + shape.layers)
+        slots = here.heard["w2"][0].slots
+        sent = one.view.blocks[opened.slots[2]].reshape(shape.layers, 2, -1)
+        came = two.view.blocks[slots[2]].reshape(shape.layers, 2, -1)
+        assert np.array_equal(came[:, :, : last // 2], sent[:, :, : last // 2])
+        assert not came[:, :, last // 2 :].any()
+        await one.release("o1")
+        await two.release("o1")
 
     tell(nats_url, story)
 

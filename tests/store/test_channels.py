@@ -449,8 +449,14 @@ def test_one_thread_serves_several_channels_and_a_slow_one_holds_up_none(kind: s
             connect(addresses(listener, kind), hello(f"decode-{i}"), settings, peer="attention-0")
             for i in range(4)
         ]
-        target, served = memory(1000), 0
+        # Each is let in by a thread of its own: the slow one may be the last, and has to be here from the first step.
         channels: list[WorkerChannel] = []
+        while len(channels) < 4:
+            assert selector.wait(5.0) == [listener], "not let in"
+            channels.append(accepted(listener))
+        for channel in channels:
+            selector.add(channel)
+        target, served = memory(1000), 0
         lost: list[str] = []
         raw = Raw(slow)
         raw.send((raw.header(size=1000) + bytearray(1000))[:500])
@@ -462,10 +468,6 @@ def test_one_thread_serves_several_channels_and_a_slow_one_holds_up_none(kind: s
                 found = selector.wait(5.0)
                 assert found, "they wait for the slow one"
                 for one in found:
-                    if one is listener:
-                        channels.append(accepted(listener))
-                        selector.add(channels[-1])
-                        continue
                     assert isinstance(one, WorkerChannel)
                     header = one.receive_ready(into(target))
                     if header is not None:

@@ -20,7 +20,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Ordered, ReplicateBlocks
 from halfmoon.schemas.events import StoreSuspected
 from halfmoon.schemas.keys import join_keys
-from halfmoon.schemas.replicas import Drained, DrainStore, Replicate, Replicated
+from halfmoon.schemas.store import Drained, DrainStore, Replicate, Replicated
 from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import StoreError
 from halfmoon.store.pool.slots import tenant_mark
@@ -46,7 +46,7 @@ def value(number: int, size: int) -> Any:
 @pytest.mark.parametrize(
     ("transport", "gets"),
     [
-        ("shm", 160),
+        pytest.param("shm", 160, marks=pytest.mark.slow),
         ("tcp", 160),
         pytest.param("shm", 1000, marks=pytest.mark.slow),
         pytest.param("tcp", 1000, marks=pytest.mark.slow),

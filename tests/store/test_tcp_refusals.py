@@ -169,9 +169,11 @@ class Raw:
         self.channel.receive(patience())
         return self.channel.small(), wire.decode(self.channel.small())
 
-    def write(self, *, slot: int, layers: int = 1, sums: list[int] | None = None) -> tuple[bytes, bytes]:
+    def write(
+        self, *, slot: int, layers: int = 1, sums: list[int] | None = None, fill: int = 0
+    ) -> tuple[bytes, bytes]:
         assert self.session is not None
-        runs = [wire.Run(slot, 0, layers)]
+        runs = [wire.Run(slot, 0, layers, fill)]
         return self.session.seal(
             wire.Write(order_id="o", party="w", runs=runs, sums=[0] * layers if sums is None else sums)
         )
@@ -233,6 +235,30 @@ def test_wrong_sizes_and_wrong_sums(kind: str) -> None:
         assert two.guard.counts().free == 16
 
     raw_story(story, kind=kind)
+
+
+def test_parts_of_blocks_that_lie() -> None:
+    """How much of a block is filled is a peer's word, too."""
+
+    async def story(raw: Raw, two: Side) -> None:
+        await raw.enter()
+        slot = two.reserved(1)[0]
+        two.view.blocks[slot] = 7
+        for fill in (4096, 2**62, -1):
+            await raw.ask(*raw.write(slot=slot, fill=fill), b"x" * 8192)
+        assert two.counters["refused_outside"] == 3
+        for payload in (b"x" * 31, b"x" * 33, b"x" * 8192):
+            await raw.ask(*raw.write(slot=slot, fill=16), payload)
+        assert two.counters["refused_wrong_size"] == 3
+        await raw.ask(*raw.write(slot=slot, fill=16), b"x" * 32)
+        assert two.counters["refused_corrupted"] == 1
+        assert (two.view.blocks[slot] == 7).all()
+        assert raw.session is not None
+        read = wire.Read(order_id="o", runs=[wire.Run(slot, 0, 1, 16)])
+        _, refusal = await raw.ask(*raw.session.seal(read))
+        assert "whole blocks" in refusal.reason
+
+    raw_story(story)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "curve"])

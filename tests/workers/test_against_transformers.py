@@ -54,6 +54,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_greedy_tokens_equal_those_of_transformers(
     engine: Engine, reference: Any, tokenizer: Tokenizer
@@ -103,6 +104,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -312,3 +313,75 @@ def test_the_budget_is_the_most_tiles_that_hold_the_objective_and_grows_with_it(
     assert chosen == 16 or iteration_ns(chosen) <= slo
     assert chosen + 16 > 200 or iteration_ns(chosen + 16) > slo
     assert budget(slo + more) >= chosen
+
+
+# --- bounded by time ----------------------------------------------------------------------------------------
+
+
+class Bound:
+    """A decode takes `decode_ns`; a chunk, the square of where it ends less the square of where it begins."""
+
+    def __init__(self, most_ns: int, decode_ns: int) -> None:
+        self.most_ns, self.each_ns = most_ns, decode_ns
+
+    def left_ns(self, decodes: Sequence[str]) -> float:
+        return self.most_ns - self.each_ns * len(decodes)
+
+    def chunk_ns(self, start: int, tokens: int) -> float:
+        return (start + tokens) ** 2 - start**2
+
+    def ns(self, batch: Iteration) -> float:
+        return self.each_ns * len(batch.decodes) + sum(
+            self.chunk_ns(chunk.start, chunk.tokens) for chunk in batch.chunks
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=8
+    ),
+    most_ns=st.integers(1, 800),
+    decode_ns=st.integers(0, 60),
+    chunk_min=st.integers(1, 5),
+    grain=st.sampled_from([1, BLOCK_TOKENS]),
+    blocks=st.integers(20, 60),
+    room=st.sampled_from([BlockRoom, PrefixRoom]),
+)
+def test_an_iteration_takes_no_longer_than_its_bound_but_for_the_least_of_a_prompt(
+    requests: list[tuple[int, int, int]],
+    most_ns: int,
+    decode_ns: int,
+    chunk_min: int,
+    grain: int,
+    blocks: int,
+    room: type[BlockRoom],
+) -> None:
+    space, bound = room(blocks, BLOCK_TOKENS), Bound(most_ns, decode_ns)
+    former = BatchFormer(
+        space,
+        budget_tokens=32,
+        sequences_max=4,
+        grain_tokens=grain,
+        bound=bound,
+        chunk_min=chunk_min,
+    )
+    played = World(former, space, requests)
+    played.run()  # nobody starves
+    for batch in played.batches:
+        if bound.ns(batch) > most_ns:
+            assert len(batch.chunks) <= 1
+            assert sum(chunk.tokens for chunk in batch.chunks) <= max(chunk_min, grain)
+
+
+def test_chunks_get_shorter_towards_the_end_of_a_prompt() -> None:
+    room = BlockRoom(1_000, BLOCK_TOKENS)
+    former = BatchFormer(room, budget_tokens=32, sequences_max=4, bound=Bound(1_000, 0))
+    former.add("long", 120)
+    sizes = []
+    while not former.running or former.prefilling:
+        sizes.append(former.form().chunks[0].tokens)
+        former.made()
+    assert sizes[0] == 31
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-2] <= 5

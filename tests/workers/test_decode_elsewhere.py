@@ -228,6 +228,22 @@ def test_it_goes_on_with_the_token_that_the_client_had_last_and_loads_nothing() 
     assert (delivery.index, [token.token_id for token in delivery.tokens]) == (2, [9])
 
 
+def test_an_order_that_goes_on_here_ends_the_one_before_where_it_is_open_yet() -> None:
+    """This life of the worker had the order before its joining was in the log: the conductor gave both up. Two that
+    decode over one hold would each write to it (found by chaos, seed 17515).
+    """
+    machine = script()
+    running(machine)
+    (step,) = of_kind(machine.on(events.EngineIdled), RunStep)
+    assert [sequence.order_id for sequence in step.batch] == ["1-1"]
+    machine.on(events.StepEnded, tokens=[SampledToken(token_id=9)], step_ns=MS)
+    resumed(machine, [100, 9])
+    held(machine, "a0", "a1", order_id="1-2")
+    (step,) = of_kind(machine.on(events.EngineIdled), RunStep)
+    assert [sequence.order_id for sequence in step.batch] == ["1-2"]
+    assert machine.state.heartbeat(0).orders == ["1-2"]
+
+
 @pytest.mark.parametrize("why", ["nothing delivered", "not held"])
 def test_where_it_cannot_go_on_the_conductor_is_told_at_once(why: str) -> None:
     machine = script()

@@ -24,7 +24,11 @@ STEPS = 6
 
 #: All layers run the same code in the same shapes: the first ones stand for all, but in `make test-slow`.
 LAYERS = 5
-KINDS = ["f32", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "f32 whole", "bf16 whole"))]
+KINDS = [
+    "f32",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "f32 whole")),
+    pytest.param("bf16 whole", marks=[pytest.mark.slow, pytest.mark.long]),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -14,15 +14,17 @@ import jsonschema
 import pytest
 import torch
 from json_schemas import random_schema
-from llguidance import LLTokenizer
+from llguidance import LLParserLimits, LLTokenizer
 
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.structures import Structure
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.workers.frontend.grammars import GrammarReader
+from halfmoon.workers.model import grammar_masks
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.grammar_masks import GrammarMasks
 from halfmoon.workers.model.loading.files import LoadedModel
+from halfmoon.workers.model.null_engine import NullEngine
 from halfmoon.workers.model.sampling import sample_batch
 from halfmoon.workers.model.sampling_params import SampleRequest
 from halfmoon.workers.model.text.tokenizer import Tokenizer
@@ -116,6 +118,7 @@ def test_answers_to_a_thousand_random_schemas_are_valid(drawer: Drawer) -> None:
         check_schemas(drawer, range(first, first + 20))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_the_model_answers_to_random_schemas_is_valid(drawer: Drawer, model_f32: LoadedModel) -> None:
     """Through the engine, sixteen requests at a time, each with a schema of its own; every third is greedy.
@@ -275,5 +278,57 @@ def test_a_hostile_grammar_is_refused_or_bounded(drawer: Drawer, kind: str, aske
         output: list[int] = []
         for _ in range(8):
             mask = drawer.masks.allowed(grammar, "hostile", output)
+            if not any(mask):
+                break
             output.append(drawn.choice([token for token in range(drawer.vocab) if mask[token]]))
     assert time.process_time() - began < 4
+
+
+def test_a_grammar_that_runs_into_a_bound_ends_in_no_token(
+    drawer: Drawer, model_f32: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = drawer.grammar("regex", "([ab]*a[ab]{14}x|[ab]*b[ab]{13}y)*")
+    usual = drawer.fresh()
+    usual.prepare(grammar)
+    monkeypatch.setattr(
+        grammar_masks, "limits", lambda: LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    )
+    bounded = drawer.fresh()
+    letters = [token for each in "ab" for token in drawer.tokenizer.encode(each)]
+    output: list[int] = []
+    drawn_by = random.Random(1)
+    while any(mask := bounded.allowed(grammar, "o", output)):
+        assert mask == usual.allowed(grammar, "o", output)
+        output.append(drawn_by.choice(letters))
+        assert len(output) < 500
+    assert any(usual.allowed(grammar, "o", output)), "the bound alone"
+    sampling = Sampling(grammar=grammar, temperature=0.0, logprobs=2)
+    request = request_of(drawer, params_of(sampling), sampling, [5], output, name="o")
+    logits = torch.zeros(1, drawer.vocab)
+    (drawn,) = sample_batch(logits, [request], lambda each: drawer.forbidden(each, bounded))
+    assert drawn.bound_reached
+    null = NullEngine(model_f32.config, num_blocks=1, block_tokens=16, masks=bounded)
+    assert next_token(null, 70, sampling, [5], output).bound_reached
+    assert not next_token(null, 70, sampling, [5], output[:1]).bound_reached, "no other request bears it"
+    # One that leaves nothing ends so too.
+    nothing = drawer.grammar("json", {"$ref": "#"})
+    assert not any(usual.allowed(nothing, "n", []))
+
+
+def test_only_behind_a_trigger_a_structural_tag_binds() -> None:
+    drawer = Drawer()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tag = {"structures": [{"begin": "<f=one>", "schema": schema, "end": "</f>"}], "triggers": ["<f="]}
+    grammar = drawer.grammar("structural_tag", tag)
+
+    def allowed(text: str, token: str) -> bool:
+        (token_id,) = drawer.tokenizer.encode(token)
+        mask = drawer.fresh().allowed(grammar, "o", drawer.tokenizer.encode(text))
+        return bool(mask[token_id])
+
+    for text in ("Well,", "Well, <g", 'Well, <f=one>{"a": 5}</f>', '<f=one>{"a": 5}</f> and'):
+        assert allowed(text, " the"), text
+    assert not allowed("Well, <f=", " the")
+    assert allowed("Well, <f=", "one")
+    assert not allowed('Well, <f=one>{"a": 5', " the")
+    assert allowed('Well, <f=one>{"a": 5', "}")

@@ -14,8 +14,20 @@ import halfmoon.workers.machines
 FOLDER = Path(halfmoon.workers.machines.__file__).parent
 #: The modules of each machine; the others of its folder are the shell's.
 MACHINES = {
-    "prefill": ("actions", "answers", "cache_window", "events", "job", "stage_job", "stages", "state"),
+    "prefill": (
+        "actions",
+        "answers",
+        "cache_window",
+        "events",
+        "job",
+        "prompt_chunks",
+        "reference_job",
+        "stage_job",
+        "stages",
+        "state",
+    ),
     "attention": ("actions", "events", "holds"),
+    "adapters": ("actions", "completion", "engine_blocks", "events", "kv_events", "state"),
     "mixed": ("actions", "events", "request", "room", "rows", "state"),
     "decode": (
         "actions",
@@ -52,9 +64,11 @@ SHARED = (
     "batch_former",
     "machines",
     "model.block_allocator",
+    "model.prompt_rows",
     "model.sampling_params",
     "model.segments",
     "sample_requests",
+    "token_budget",
 )
 FORBIDDEN_NAMES = ("open", "print", "input", "hash", "id", "globals")
 
@@ -95,7 +109,7 @@ def test_a_module_of_a_machine_keeps_the_rules(name: str) -> None:
     assert faults((FOLDER / f"{name.replace('.', '/')}.py").read_text()) == []
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed", "adapters"])
 def test_importing_a_machine_imports_no_torch_no_bus_and_no_asyncio(role: str) -> None:
     heavy = ("torch", "nats", "asyncio", "halfmoon.bus.connection", "halfmoon.store.agent_client")
     program = (

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas import subjects
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import CancelOrder, StartPrefill
-from halfmoon.schemas.events import WorkerJoined
+from halfmoon.schemas.decisions import CancelOrder, LayerStage, StartPrefill, StartStage
+from halfmoon.schemas.events import StageFinished, WorkerJoined
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import KvMessage, PrefillResult
 from halfmoon.schemas.policy import Layout
@@ -118,6 +120,47 @@ async def test_the_first_of_the_queue_is_cancelled_while_it_waits_for_its_tokens
     worker.obey(CancelOrder(order_id="1-0", worker_id="p1"))
     await bench.result_of(2)
     assert bench.results == ["2-0"]
+    assert worker.orders_open() == 0
+    assert not worker.failed.done()
+
+
+class Listening:
+    """In place of the listener for those whose prompts are computed here: nobody calls."""
+
+    addresses = ("nowhere",)
+
+    def drop(self, order_id: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("listens", "first_layer", "prompt_tokens", "reason"),
+    [
+        (False, 0, 3, "computes no other worker's prompts"),
+        (True, 10, 3, "layers 10 to 10010 of 10006"),
+        (True, 0, 2**31 - 1, "do not fit into its cache"),
+    ],
+)
+async def test_a_part_of_a_prompt_that_it_cannot_compute_is_refused(
+    bench: Bench, listens: bool, first_layer: int, prompt_tokens: int, reason: str
+) -> None:
+    worker = bench.worker
+    worker.config = dataclasses.replace(worker.config, layout=structs.replace(LAYOUT, layers=10_006))
+    worker._stages = Listening() if listens else None  # type: ignore[assignment]
+    stage = LayerStage(worker_id="p1", first_layer=first_layer, layers=10_000)
+    part = StartStage(
+        order_id="1-0", request_id="r1", worker_id="p1", prefill_worker_id="p2", prompt_tokens=prompt_tokens,
+        stage=stage,
+    )  # fmt: skip
+    worker.obey(part)
+    async with asyncio.timeout(10):
+        async for stamped in bench.bus.events(after=0):
+            if isinstance(stamped.event, StageFinished):
+                assert reason in stamped.event.reason
+                break
     assert worker.orders_open() == 0
     assert not worker.failed.done()
 

@@ -285,6 +285,8 @@ def test_what_is_begun_goes_out_before_another_query_is_taken(
             group.cache.collect(torch.empty_like(q[rows]))
         assert [what for what, _ in taken] == ["ask", "merge", "ask", "merge"], layer
         assert taken[0][1] is taken[1][1] is not taken[2][1]
+        # The second group's query and keys came while the first was attended to.
+        assert model.places[0].server.counts.behind_others > layer
 
 
 def test_a_step_that_failed_is_taken_again_with_those_who_are_left(made: Made) -> None:
@@ -503,8 +505,8 @@ def test_the_query_alone_has_the_bits_that_it_has_with_keys_and_values(local: Lo
     for rows in (1, 16):
         x = torch.randn(rows, away.config.hidden, generator=generator).to(away.dtype)
         positions = torch.arange(rows) * 91
-        cos, sin = away._model.rotary.rows(positions % away._model.rotary.positions)
-        for ours, theirs in zip(away._model.layers, local.engine._model.layers, strict=True):
+        cos, sin = away.transformer.rotary.rows(positions % away.transformer.rotary.positions)
+        for ours, theirs in zip(away.transformer.layers, local.engine.transformer.layers, strict=True):
             q, normed = ours.query(x, cos, sin)
             together = theirs.project(x, cos, sin)
             for one, two in zip((q, *ours.key_value(normed, cos, sin)), together, strict=True):

@@ -19,6 +19,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
+from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.prefill.actions import ComputePrompt, ComputeStage
 from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.computation import OrderAborted, PromptComputation
@@ -35,7 +36,7 @@ BLOCKS = -(-TOKENS // BLOCK)
 ORDER = "7-1"
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"], name="model")
+@pytest.fixture(scope="module", params=["f32", pytest.param("bf16", marks=pytest.mark.slow)], name="model")
 def any_model(request: pytest.FixtureRequest) -> LoadedModel:
     found: LoadedModel = request.getfixturevalue(f"model_{request.param}")
     return replace(found, config=replace(found.config, layers=LAYERS))
@@ -117,6 +118,7 @@ class Group:
             slots=list(range(BLOCKS)),
             present=list(range(cached)),
             stages=self.stages,
+            prompt_logprobs=-1 if cached else 2,
         )
         return PromptComputation(
             action,
@@ -147,26 +149,33 @@ class Group:
         return running
 
 
-def alone(model: LoadedModel) -> tuple[str, Any]:
-    """The logits' digest of one worker, and the KV of all whole blocks `[blocks, layers, bytes]`."""
+def alone(model: LoadedModel) -> tuple[str, Any, PromptScores]:
+    """Of one worker: the logits' digest, the KV of all whole blocks `[blocks, layers, bytes]`, and how likely the
+    prompt's own tokens are.
+    """
     one = engine(model)
+    scores = PromptScores(PROMPT, 2)
+    for start in range(0, TOKENS, BLOCK):
+        chunk = PROMPT[start : start + BLOCK]
+        one.prefill_chunk(chunk, start, list(range(BLOCKS)), scores=scores)
     logits = prefill(one, PROMPT, list(range(BLOCKS)))
     held = np.zeros((BLOCKS, LAYERS, one.cache.layer_block_bytes), dtype=np.uint8)
     for block in range(BLOCKS):
         for layer in range(LAYERS):
             one.cache.read_block(layer, block, held[block, layer])
-    return one.logits_digest(logits), held[: TOKENS // BLOCK]
+    return one.logits_digest(logits), held[: TOKENS // BLOCK], scores
 
 
 @pytest.mark.parametrize("split", [(2, 1), (1, 1, 1)])
 @pytest.mark.parametrize("cached", [0, 2, 5])
 def test_stages_give_one_workers_bits(model: LoadedModel, split: tuple[int, ...], cached: int) -> None:
-    digest, held = alone(model)
+    digest, held, scores = alone(model)
     with Group(model, split) as group:
         group.pool.bytes[:cached] = held[:cached]
         running = group.begin_parts()
         prompt = group.prompt(cached)
         logits = prompt.run(list(range(BLOCKS)))
+        assert cached or (prompt.scores is not None and prompt.scores.rows == scores.rows)
         assert prompt.stage_wait_ns > 0, "it waits for the first chunk at least"
         for part in running:
             part.result(timeout=30)

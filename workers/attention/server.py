@@ -52,10 +52,13 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(slots=True)
 class AttendCounts:
-    """Queries over whole caches, and of how many of them attention began before their k and v had come."""
+    """Queries over whole caches; of how many attention began before their k and v had come, and how many had found
+    this process at work for others when they came, and were late for that.
+    """
 
     queries: int = 0
     early: int = 0
+    behind_others: int = 0
 
 
 @dataclass(slots=True)
@@ -86,6 +89,8 @@ class SegmentServer:
         self._kv_heads, self._head_dim = (int(size) for size in cache.k.shape[-2:])
         self._peers: dict[WorkerChannel, _Peer] = {}
         self._served = 0
+        #: What is served was there when the message before it was done: it came while this process was at work.
+        self._came_meanwhile = False
         #: Held while tokens are written to blocks of a hold.
         self._writing = threading.Lock()
 
@@ -102,7 +107,9 @@ class SegmentServer:
         selector.add(listener)
         try:
             while not over():
-                found = selector.wait(WAIT_S)
+                found = selector.wait(0.0)
+                self._came_meanwhile = bool(found)
+                found = found or selector.wait(WAIT_S)
                 if listener in found and (channel := listener.accept()) is not None:
                     channels.append(channel)
                     selector.add(channel)
@@ -286,7 +293,9 @@ class SegmentServer:
         """A query begins attention, its k and v end it."""
         if header.op is Op.QUERY:
             self.counts.queries += 1
-            self.counts.early += not _has_more(channel)
+            late = _has_more(channel)
+            self.counts.early += not late
+            self.counts.behind_others += late and self._came_meanwhile
             caches.ask(header)
             return
         problem = caches.merge(header)

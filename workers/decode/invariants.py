@@ -113,9 +113,11 @@ def _check_moves(orders: Orders) -> None:
     for sequence in orders.open.values():
         away = blocks_away(sequence.parts)
         assert sequence.away == away, ("parts elsewhere", sequence.order_id, sequence.away, away)
-        if sequence.table:
+        if AWAY in sequence.table:
             here = [block for block in sequence.table if block != AWAY]
             assert sequence.own_blocks == here, ("away in the middle", sequence.order_id, sequence.table)
+        else:
+            assert not away or not sequence.table, ("away and here", sequence.order_id, sequence.table)
 
 
 def _check_sequence(orders: Orders, sequence: DecodeSequence, copies: list[int]) -> None:
@@ -124,7 +126,8 @@ def _check_sequence(orders: Orders, sequence: DecodeSequence, copies: list[int])
     complete = sequence.loaded
     assert kv.copying == len(copies), ("copies under way", order_id, kv.copying, len(copies))
     started = kv.started.count(1)
-    assert all(part.asked_ns for part in sequence.parts if part.hold), ("held unasked", order_id)
+    for part in sequence.parts:
+        assert part.asked_ns or not part.hold, ("held unasked", order_id)
     assert kv.copied + sum(copies) == started, ("copied", order_id, kv.copied, copies, started)
     assert not sequence.finish_reason, ("finished and open", order_id, sequence.finish_reason)
     assert len(output) == len(sequence.tokens), ("output", order_id)
@@ -166,12 +169,11 @@ def _check_ended(orders: Orders) -> None:
     """An order that has ended is not open and has given back its lease."""
     assert orders.open.keys().isdisjoint(orders.finished), ("finished and open", list(orders.finished))
     leases = bool(orders.layout.layers and orders.has_store)
+    ended = Stage.ENDED
     for order_id, sequence in orders.finished.items():
-        assert sequence.stage is Stage.ENDED, ("finished and alive", order_id, sequence.stage)
+        assert sequence.stage is ended, ("finished and alive", order_id, sequence.stage)
         assert sequence.finish_reason in ("stop", "length"), ("finished how", sequence.finish_reason)
-        if leases:
-            assert sequence.released, ("finished with its lease", order_id)
-    for order_id in orders.early:
-        assert order_id not in orders.open, ("early and open", order_id)
+        assert sequence.released or not leases, ("finished with its lease", order_id)
+    assert orders.open.keys().isdisjoint(orders.early), ("early and open", list(orders.early))
     for sequence in orders.sharing.values():
         assert sequence.stage is Stage.ENDED, ("shared and open", sequence.order_id)

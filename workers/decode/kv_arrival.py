@@ -18,6 +18,8 @@ class KvArrival:
         self._layers = layers
         self.away = away
         self.opened = False
+        #: Of the prompt's blocks, so many come; None: all.
+        self._most: int | None = None
         #: `slots[i]` of the pool holds prompt block i.
         self.slots: list[int] = []
         #: (layer, block) that were heard of and not started; one may stand here more than once.
@@ -50,13 +52,23 @@ class KvArrival:
                 if self.opened:
                     return  # an order's KV has one place; what was copied from there stays copied
                 self.opened = True
-                self.slots = list(message.slots)
-                self.started = bytearray(self._layers * len(message.slots))
+                self.slots = list(message.slots[: self._most])
+                self.started = bytearray(self._layers * len(self.slots))
                 for block in message.present:
                     self.readable += [(layer, block) for layer in range(self._layers)]
             case KvReady():
                 blocks = range(message.first_block, message.first_block + message.blocks)
                 self.readable += [(message.layer, block) for block in blocks]
+
+    def expect(self, blocks: int) -> None:
+        """No more than the first ones come: the prompt was left with fewer tokens than it has."""
+        assert self.away == 0, ("parts of it are elsewhere", self.away)
+        self._most = blocks
+        before, after = len(self.slots), min(blocks, len(self.slots))
+        if before > after:
+            layers = range(self._layers)
+            self.started = bytearray().join([self.started[i * before : i * before + after] for i in layers])
+            del self.slots[after:]
 
     def start(self) -> list[tuple[int, int]]:
         """(layer, block) of everything readable that was not started before; it counts as started now."""

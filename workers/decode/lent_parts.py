@@ -34,7 +34,7 @@ class CachePart(LentPart):
 
 def blocks_away(parts: Sequence[LentPart]) -> int:
     """Blocks of a prompt that do not come here, the first ones."""
-    return max((part.first_block + part.blocks for part in parts), default=0)
+    return max([part.first_block + part.blocks for part in parts]) if parts else 0
 
 
 def parts_of(order: StartDecode, layout: Layout) -> list[LentPart]:

@@ -23,7 +23,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.workers.attention.holds import Holds
 from halfmoon.workers.decode.actions import Action, CopyLayers, EndSpan, Release, Wake
-from halfmoon.workers.decode.deliveries import deliveries_of
+from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished
 from halfmoon.workers.decode.generated_blocks import generated_blocks, shares_generated
 from halfmoon.workers.decode.lenders import Lenders, borrows_of, holds_under
 from halfmoon.workers.decode.moves import Moves
@@ -35,8 +35,6 @@ from halfmoon.workers.model.block_allocator import BlockAllocator
 
 #: KV messages may overtake the StartDecode order they belong to (another stream): those of this many orders are kept.
 EARLY_ORDERS_MAX = 256
-#: Finished orders whose tokens can still be sent again.
-FINISHED_MAX = 512
 #: A request that ends with its first token lets the last layers of its KV arrive (they join the pool).
 LAST_LAYERS_NS = SECOND_NS // 2
 
@@ -121,6 +119,9 @@ class Orders:
         """Nothing, if it is known already."""
         if self.stopped or self.known(order.order_id) is not None:
             return
+        # Given up with an earlier life of this worker, though this life had it: one of the two writes to its KV.
+        if (before := self.open.get(order.resumes)) is not None:
+            self._drop(before)
         sequence = DecodeSequence(order, self.layout, self.now_ns)
         self.open[order.order_id] = self.waiting[order.order_id] = sequence
         self.out.append(TakeTokens(order.frontend_id, order.request_id, order.order_id))
@@ -176,6 +177,7 @@ class Orders:
                     sequence.kv.note(message)
             case PrefillResult():
                 sequence.result = message
+                self._leave_out(sequence, message)
                 sequence.result_ns = sequence.result_ns or self.now_ns
             case TransferFailed():
                 self._fail(sequence, f"transfer: {message.reason}", retryable=True)
@@ -260,6 +262,18 @@ class Orders:
             copies = tuple((layer, kv.slots[block], table[block]) for layer, block in places)
             self.out.append(CopyLayers(self._copy_id, copies))
 
+    def _leave_out(self, sequence: DecodeSequence, result: PrefillResult) -> None:
+        """Blocks of tokens whose KV was not kept do not come, and need no room."""
+        if result.similar is None or not result.similar.retained_tokens or sequence.left_out:
+            return
+        sequence.left_out = sequence.order.prompt_tokens - result.similar.retained_tokens
+        blocks = self.layout.blocks(result.similar.retained_tokens)
+        sequence.kv.expect(blocks)
+        if spare := sequence.table[blocks:]:
+            del sequence.table[blocks:]
+            self.blocks.free(spare)
+            self.blocks_freed()
+
     def part_held(self, order_id: str, worker_id: str, hold: int, plan_id: str) -> None:
         """A lender has a part, or room for one that moves."""
         if plan_id:
@@ -326,9 +340,7 @@ class Orders:
         assert result is not None
         self._end_span(sequence)
         self.report(sequence.finished(self.worker_id, result, self.now_ns))
-        self.finished[sequence.order_id] = sequence
-        while len(self.finished) > FINISHED_MAX:
-            self.finished.popitem(last=False)
+        keep_finished(self.finished, sequence)
         if self.has_store and shares_generated(sequence, self.layout):
             self._share_output(sequence)
         self._end(sequence)

@@ -69,6 +69,8 @@ class DecodeSequence:
         self.table: list[int] = []
         self.held_blocks = 0
         self.held: object = None
+        #: Tokens of the prompt that no layer keeps the KV of.
+        self.left_out = 0
         # What was generated.
         self.output: list[int] = []
         self.tokens: list[SampledToken] = []
@@ -84,12 +86,17 @@ class DecodeSequence:
     @property
     def length(self) -> int:
         """Tokens whose KV is in the cache once the next step's input has been written, less one."""
-        return len(self.prompt) + len(self.output) - 1
+        return len(self.prompt) + len(self.output) - 1 - self.left_out
+
+    @property
+    def position(self) -> int:
+        """Where the next step's input stands in the text."""
+        return self.length + self.left_out
 
     @property
     def loaded(self) -> bool:
         """All of its KV is where it is attended to: nothing of it is wanted of the node's pool any more."""
-        return self.kv.complete and all(part.hold for part in self.parts) and not self.tail_due
+        return self.kv.complete and not self.tail_due and all([part.hold for part in self.parts])
 
     @property
     def ready(self) -> bool:
@@ -175,6 +182,7 @@ class DecodeSequence:
             cached_tokens=result.cached_tokens,
             prefill_worker=self.order.prefill_worker_id,
             decode_worker=decode_worker,
+            similar=result.similar,
         )
 
     def delivery(self, first: int, decode_worker: str, *, count: int | None = None) -> Delivery:

@@ -88,6 +88,10 @@ class DecodeState:
                 batch.next_work()
             case StepEnded():
                 batch.after_step(event.tokens, event.step_ns, event.waits_ns)
+            case TokensTaken():
+                orders.take(event.order_id, event.reply)
+            case DecodeOrdered():
+                orders.begin(event.order)
             case KvHeard():
                 orders.hear(event.author_id, event.message)
             case StepFailed():
@@ -110,10 +114,6 @@ class DecodeState:
                 orders.pushed(event.moved_bytes, event.problem)
             case LayersCopied():
                 orders.copied(event.copy_id)
-            case DecodeOrdered():
-                orders.begin(event.order)
-            case TokensTaken():
-                orders.take(event.order_id, event.reply)
             case OrderCancelled():
                 orders.cancel(event.order_id)
             case SwappedOut():

@@ -187,8 +187,7 @@ class DecodeWorker(Worker):
             case CopyLayers():
                 self.spawn(self._copy(action))
             case TakeTokens():
-                if not self.hear_given(action):
-                    self.spawn(self.take_tokens(action))
+                self.take_tokens(action)
             case Release():
                 self.spawn(self._release(action))
             case Measure():
@@ -348,7 +347,10 @@ class DecodeWorker(Worker):
             logits = self._borrower.decode(batch)
         else:
             logits = self.engine.decode(
-                [s.output[-1] for s in batch], [s.length for s in batch], [s.table for s in batch]
+                [s.output[-1] for s in batch],
+                [s.position for s in batch],
+                [s.table for s in batch],
+                lengths=[s.length for s in batch],
             )
         requests = [
             request_of(self.engine, s.params, s.sampling, s.prompt, s.output, name=s.order_id) for s in batch

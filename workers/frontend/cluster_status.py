@@ -125,6 +125,8 @@ class ClusterStatus:
                 "kv_lent": node.kv_lent,
                 "groups": node.groups,
                 "splits": node.splits,
+                "stage_first_layer": node.stage_first_layer,
+                "stage_layers": node.stage_layers,
                 "slow_wait_ms": round(node.slow_wait_ns / 1e6, 1),
                 "slow_expected_ms": round(node.slow_expected_ns / 1e6, 1),
                 "exact_numerics": node.exact_numerics,
@@ -147,6 +149,9 @@ class ClusterStatus:
             "prompt_tokens": counts.prompt_tokens,
             "cached_local_tokens": counts.cached_local_tokens,
             "cached_fetched_tokens": counts.cached_fetched_tokens,
+            "similar_requests": counts.similar_requests,
+            "similar_tokens": counts.similar_tokens,
+            "similar_computed_tokens": counts.similar_computed_tokens,
         }
         status["moves"] = {
             "done": counts.moves,
@@ -154,6 +159,8 @@ class ClusterStatus:
             "tokens": counts.moved_tokens,
             "bytes": counts.moved_bytes,
         }
+        status["grouped_prompts"] = {str(size): count for size, count in sorted(counts.grouped.items())}
+        status["groups_broken"] = counts.groups_broken
         status["roles"] = _roles(newest.elastic)
         status["policy"] = newest.policy.name
         return status

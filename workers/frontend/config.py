@@ -38,6 +38,9 @@ class FrontendConfig:
     #: Key -> tenant that its requests belong to (`tenants.ALL_TENANTS`: as the request says). Empty: HTTP asks for no
     #: key. Clients on NATS are known by their NATS credentials.
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    #: Tenants for whose requests KV of similar prompts may stand in unless they say `kv.similar` themselves;
+    #: `tenants.ALL_TENANTS`: all, and those that name none. Exact numerics let it for nobody.
+    similar_tenants: frozenset[str] = frozenset()
     #: Goes into every block key, so that keys of two clusters never meet.
     cluster_secret: str = field(default="", repr=False)
     #: Prompt and answer together, of one request.

@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 import orjson
 
@@ -34,6 +34,15 @@ _KEPT_MAX = 256
 #: Keywords of JSON Schema under which schemas have names, and those under which no schema stands.
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _VALUES = frozenset(("enum", "const", "default", "examples"))
+
+
+def bound_reached(structure: Structure, tokens: int) -> ApiError:
+    """A worker could go no further with the grammar, after so many tokens of the answer."""
+    message = (
+        f"{structure.param}: after {tokens} tokens of the answer its grammar cannot be followed further: it leaves "
+        "nothing, or takes more than its bound"
+    )
+    return ApiError(400, message, param=structure.param, code="too_complex")
 
 
 class GrammarReader:
@@ -134,6 +143,26 @@ def _grammar(structure: Structure) -> str:
             return grammar_from("choice", orjson.dumps(asked).decode())
         case "grammar":
             return grammar_from("grammar", asked)
+        case "structural_tag":
+            return _tags(asked)
+        case _:
+            assert_never(structure.kind)
+
+
+def _tags(asked: Any) -> str:
+    """Each structure has the first trigger that it begins with. Source: vLLM's backend of the same library."""
+    from llguidance import StructTag
+
+    tags = [
+        StructTag(
+            trigger=next(trigger for trigger in asked["triggers"] if each["begin"].startswith(trigger)),
+            begin=each["begin"],
+            grammar=each["schema"],
+            end=each["end"],
+        )
+        for each in asked["structures"]
+    ]
+    return StructTag.to_grammar(tags)
 
 
 def _json(structure: Structure) -> tuple[str, Any]:

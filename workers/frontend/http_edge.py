@@ -47,7 +47,7 @@ from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
 
 #: Paths for which there is always room: the process is looked at when it is full, above all.
-URGENT = frozenset(("/health", "/ready", "/metrics", "/version"))
+URGENT = frozenset(("/health", "/ping", "/ready", "/metrics", "/version"))
 #: What follows is a model's name, which may have slashes.
 _MODEL = "/v1/models/"
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -87,6 +87,7 @@ class HttpEdge:
             "/server_info": ("GET", self._server_info),
             "/openapi.json": ("GET", self._openapi),
             "/health": ("GET", self._health),
+            "/ping": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
             "/version": ("GET", self._version),
@@ -156,7 +157,9 @@ class HttpEdge:
             await answer.wait()
             if answer.error is not None:
                 return refusal(answer.error, headers)
-            return web.Response(body=answer.body(), content_type=JSON, headers=headers)
+            scored = ask.sampling.prompt_logprobs >= 0  # a long prompt's are written beside the loop
+            body = await asyncio.to_thread(answer.body) if scored else answer.body()
+            return web.Response(body=body, content_type=JSON, headers=headers)
         except (asyncio.CancelledError, ConnectionError):
             answer.cancel()
             raise
@@ -195,12 +198,12 @@ class HttpEdge:
     # --- the rest -------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._authorize(request)
+        self._others.authorize(request)  # clients of all dialects ask it
         await self._status.read()  # what the cluster can hold now
         return _json(self._registry.prompts.models(self._registry.started_at_s))
 
     async def _model(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._authorize(request)
+        self._others.authorize(request)
         name = request.path.removeprefix(_MODEL)
         await self._status.read()
         return _json(self._registry.prompts.model(name, self._registry.started_at_s))

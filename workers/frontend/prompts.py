@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,9 +24,12 @@ from halfmoon.schemas.api.requests import (
 )
 from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.prompt_logprobs import scored_tokens_max
+from halfmoon.schemas.similar import sketch_of
 from halfmoon.schemas.status import ConductorStatus
 from halfmoon.schemas.tokens import carried_tokens
 from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.frontend.tenants import ALL_TENANTS
 from halfmoon.workers.model.text.tokenizer import (
     ChatTemplateError,
     ChatTemplateSlow,
@@ -49,6 +54,8 @@ class TokenizedPrompt(NamedTuple):
     root_key: bytes
     block_keys: bytes
     max_tokens: int
+    #: b"": it is compared with no other prompt.
+    sketch: bytes = b""
 
 
 class PromptReader:
@@ -103,9 +110,27 @@ class PromptReader:
             token_ids = self._truncated(token_ids, ask)
         max_tokens = self._max_tokens(ask, len(token_ids), max_tokens_default)
         packed = pack_tokens(token_ids)
-        root = self._root(ask.tenant, ask.cache_salt)
+        if (top := ask.sampling.prompt_logprobs) < 0:
+            root = self._root(ask.tenant, ask.cache_salt)
+        else:
+            self._check_scored(ask, len(token_ids), top)
+            # All of it is computed: what others have of it must not count as a hit where it is placed.
+            root = self._root_key(ask.tenant, f"{ask.cache_salt}\0{uuid.uuid4().hex}")
         keys = chain_keys(root, token_ids, self._layout.block_tokens)
-        return TokenizedPrompt(packed, len(token_ids), root, keys, max_tokens)
+        sketch = b""
+        if ask.similar:
+            self._check_similar(ask)
+            sketch = sketch_of(root, token_ids)
+        return TokenizedPrompt(packed, len(token_ids), root, keys, max_tokens, sketch)
+
+    def as_tenant_has_it(self, ask: ApiRequest) -> ApiRequest:
+        """`ask` with its tenant's default for KV of similar prompts, where it says nothing and no promise is broken."""
+        tenants = self.config.similar_tenants
+        if ask.similar is not None or not tenants.intersection((ask.tenant, ALL_TENANTS)):
+            return ask
+        if self._layout.numerics == "exact" or ask.sampling.prompt_logprobs >= 0:
+            return ask
+        return dataclasses.replace(ask, similar=True)
 
     def model(self, name: str, created_s: int) -> dict[str, Any]:
         """`/v1/models/{name}`. Raises ApiError 404."""
@@ -237,6 +262,28 @@ class PromptReader:
                 self.pending -= 1
         except TextNotEncoded as problem:
             raise ApiError(400, str(problem)[:500], param="prompt", code="not_encoded") from None
+
+    def _check_scored(self, ask: ApiRequest, prompt_tokens: int, top: int) -> None:
+        """Raises ApiError where the log probabilities of so long a prompt do not fit in a message."""
+        if prompt_tokens > (most := scored_tokens_max(self._payload_bytes_max, top)):
+            param = "echo" if ask.echo else "prompt_logprobs"
+            message = (
+                f"{param}: log probabilities, with the {top} most likely tokens of each, are told of prompts of up to "
+                f"{most} tokens (max_payload is {self._payload_bytes_max}); this one has {prompt_tokens}"
+            )
+            raise ApiError(400, message, param=param, code="too_long")
+
+    def _check_similar(self, ask: ApiRequest) -> None:
+        """Raises ApiError where KV of a similar prompt would break a promise."""
+        if self._layout.numerics == "exact":
+            message = (
+                "kv.similar: this cluster has exact numerics, in which no answer depends on other prompts; fast ones "
+                "(--numerics fast) allow it"
+            )
+            raise ApiError(400, message, param="kv", code="contradiction")
+        if ask.sampling.prompt_logprobs >= 0:
+            message = "kv.similar: log probabilities of a prompt are those of computing all of it"
+            raise ApiError(400, message, param="kv", code="contradiction")
 
     def _truncated(self, token_ids: list[int], ask: ApiRequest) -> list[int]:
         """The last tokens, as many as `truncate_prompt_tokens` says. Raises ApiError 400."""

@@ -190,6 +190,7 @@ class RequestRegistry:
         now_ns = time.monotonic_ns()
         if max_tokens_default is None:
             max_tokens_default = None if ask.chat else self.config.max_tokens_default
+        ask = self.prompts.as_tenant_has_it(ask)
         prompt = await self.prompts.read(ask, max_tokens_default=max_tokens_default)
         sampling = await self._sampling.read(ask)
         if sampling is not ask.sampling:
@@ -204,6 +205,7 @@ class RequestRegistry:
             prompt_tokens=prompt.tokens,
             max_tokens=prompt.max_tokens,
             block_keys=prompt.block_keys,
+            sketch=prompt.sketch,
             ttft_slo_ns=ask.ttft_slo_ns,
             tbt_slo_ns=ask.tbt_slo_ns,
             tenant=ask.tenant,
@@ -320,7 +322,7 @@ class RequestRegistry:
         for worker_id in dict.fromkeys(filter(None, (prefill_id, decode_id))):
             self.bus.nc.send(subjects.give(worker_id, me), given)
         if resumes:
-            self.metrics.resumed.inc()
+            self.metrics.resumed += 1
 
     async def _on_take(self, ask: TakeRequest) -> TakeReply:
         """A worker asks for the tokens of an order: it gets those that a conductor named it for.
@@ -354,6 +356,9 @@ class RequestRegistry:
             progress = request.accept(delivery, now_ns)
             if progress is Progress.GAP:
                 self._redelivery.ask(request)
+            elif progress is Progress.FAILED:
+                assert request.failure is not None, request.request_id
+                self.fail(request, request.failure, "no answer")
             elif progress is not Progress.NOTHING:
                 self.metrics.count(request, had, last_at_ns)
                 if progress is not Progress.MORE:

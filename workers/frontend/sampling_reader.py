@@ -28,9 +28,13 @@ class SamplingReader:
     async def read(self, ask: ApiRequest) -> Sampling:
         """The request's sampling, with its grammar and its bad words as tokens."""
         sampling = ask.sampling
-        if sampling.allowed_token_ids and max(sampling.allowed_token_ids) >= self._tokenizer.vocab_size:
-            message = f"allowed_token_ids: beyond the vocabulary of {self._tokenizer.vocab_size}"
-            raise ApiError(400, message, param="allowed_token_ids", code="invalid")
+        named = {"allowed_token_ids": sampling.allowed_token_ids, "logit_bias": sampling.logit_bias}
+        for param, token_ids in named.items():
+            if token_ids and max(token_ids) >= self._tokenizer.vocab_size:
+                message = (
+                    f"{param}: {max(token_ids)} is beyond the vocabulary of {self._tokenizer.vocab_size}"
+                )
+                raise ApiError(400, message, param=param, code="invalid")
         if ask.structure is not None:
             grammar = await self._grammars.read(ask.structure)
             sampling = msgspec.structs.replace(sampling, grammar=grammar)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from halfmoon.schemas.decisions import StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import JobRules, PrefillStage
 
@@ -18,7 +19,7 @@ class MixedRequest:
         self.order = order
         self.order_id = order.order_id
         self.job = Job(_prefill_half(order, node_id), rules, now_ns)
-        self.sequence = DecodeSequence(_decode_half(order), rules.layout, now_ns)
+        self.sequence = DecodeSequence(decode_half(order), rules.layout, now_ns)
         #: The batch former has it.
         self.formed = False
         #: Its prompt is computed, and its first token was drawn.
@@ -27,6 +28,8 @@ class MixedRequest:
         self.drawn = 0
         #: Blocks of the prompt that were copied to the node's pool.
         self.stored: set[int] = set()
+        #: How likely the prompt's own tokens are, where that is wanted: the compute thread's, and looked at by nobody.
+        self.scores: PromptScores | None = None
         #: Of iterations that computed its prompt, its part.
         self.compute_ns = 0
 
@@ -65,7 +68,7 @@ def _prefill_half(order: StartMixed, node_id: str) -> StartPrefill:
     )
 
 
-def _decode_half(order: StartMixed) -> StartDecode:
+def decode_half(order: StartMixed) -> StartDecode:
     return StartDecode(
         order_id=order.order_id,
         request_id=order.request_id,

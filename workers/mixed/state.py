@@ -19,6 +19,7 @@ Source: Sarathi-Serve (OSDI'24), section 4.2 (stall-free batching).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import StartMixed
@@ -27,7 +28,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.batch_former import BatchFormer, Iteration
 from halfmoon.workers.decode.actions import AnswerResend, EndSpan, Measure, Wake
-from halfmoon.workers.decode.deliveries import deliveries_of, resend_reply
+from halfmoon.workers.decode.deliveries import deliveries_of, keep_finished, resend_reply
 from halfmoon.workers.decode.events import EngineIdled, ResendRequested
 from halfmoon.workers.decode.sequence import DecodeSequence
 from halfmoon.workers.decode.step_times import StepTimes
@@ -48,9 +49,8 @@ from halfmoon.workers.prefill.actions import CommitPrompt
 from halfmoon.workers.prefill.events import Preparing
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import JobRules, PrefillStage
-
-#: Finished orders whose tokens can still be sent again.
-FINISHED_MAX = 512
+from halfmoon.workers.sample_requests import scores_of
+from halfmoon.workers.token_budget import TILE_ROWS, ProfileBound
 
 
 class MixedState:
@@ -67,6 +67,7 @@ class MixedState:
         batch_max: int,
         budget_tokens: int,
         profile: CostProfile,
+        iteration_ns: int = 0,
         has_store: bool = True,
         prepared_max: int = 3,
         eos_ids: frozenset[int] = frozenset(),
@@ -93,6 +94,8 @@ class MixedState:
             sequences_max=batch_max,
             grain_tokens=self.grain,
             replays=True,
+            bound=ProfileBound(profile, iteration_ns, self._decode_ns) if iteration_ns else None,
+            chunk_min=TILE_ROWS,
         )
         self.times = StepTimes(profile)
         #: What the compute thread works on, and orders that were cancelled meanwhile: they end after it.
@@ -178,6 +181,8 @@ class MixedState:
         taken = isinstance(event, TokensTaken) and request.job.stage is not PrefillStage.ENDED
         if taken and not request.sequence.taken:
             request.sequence.take(request.job.reply, self._eos_ids)
+            sampling = request.sequence.sampling
+            request.scores = scores_of(request.sequence.prompt, sampling.prompt_logprobs)
             if self.layout.layers and (blocks := request.blocks_max(self.layout)) > self.kv_blocks:
                 reason = f"prompt and answer take {blocks} blocks of the worker's {self.kv_blocks}"
                 request.job.fail(reason, self.out, retryable=True)
@@ -228,6 +233,11 @@ class MixedState:
         context = sum(row.position + 1 for row in decodes)
         self.in_step = RunIteration(chunks=chunks, decodes=decodes, context_tokens=context)
         self.out.append(self.in_step)
+
+    def _decode_ns(self, decodes: Sequence[str]) -> int:
+        """The time of a step of these, as steps went last."""
+        context = sum(self.requests[name].position + 1 for name in decodes)
+        return self.times.predict(len(decodes), context)
 
     def _moved_in_and_out(self, formed: Iteration) -> None:
         for name in formed.preempted:
@@ -338,9 +348,7 @@ class MixedState:
         assert sequence.result is not None, request.order_id
         self._end_span(sequence)
         self.out.append(Report(sequence.finished(self.worker_id, sequence.result, self.now_ns)))
-        self.finished[request.order_id] = sequence
-        while len(self.finished) > FINISHED_MAX:
-            self.finished.popitem(last=False)
+        keep_finished(self.finished, sequence)
         self._forget(request)
 
     def _lose(self, order_id: str) -> None:

@@ -35,8 +35,12 @@ from halfmoon.workers.prefill.actions import (
     EndOrder,
     EndPush,
     FailLoads,
+    FailReference,
+    FetchReference,
     LoadLayers,
+    LoadReference,
     PauseOrder,
+    ReserveReference,
     ReserveSlots,
     SendLayer,
     SendResult,
@@ -64,6 +68,7 @@ class MixedWorker(PromptWorker):
             batch_max=config.batch_max,
             budget_tokens=config.token_budget,
             profile=config.profile,
+            iteration_ns=config.iteration_ns,
             has_store=self.store is not None,
             prepared_max=config.prepared_max,
             eos_ids=frozenset(self.engine.config.eos_token_ids),
@@ -123,6 +128,10 @@ class MixedWorker(PromptWorker):
                 self.prepare_further(action)
             case (
                 AnswerResend()
+                | ReserveReference()
+                | FetchReference()
+                | LoadReference()
+                | FailReference()
                 | StartPush()
                 | ComputePrompt()
                 | ComputeStage()

@@ -17,7 +17,7 @@ it in both modes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,8 @@ from halfmoon.workers.model.groups import cut, in_turn
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.paged_cache import LayerBytes, PagedCache
 from halfmoon.workers.model.pooled_segments import PooledSegments
-from halfmoon.workers.model.sampling import sample, sample_batch
+from halfmoon.workers.model.prompt_rows import PromptRows, PromptScores
+from halfmoon.workers.model.sampling import sample, sample_batch, score
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 from halfmoon.workers.model.segments import segment_tokens as default_segment_tokens
 from halfmoon.workers.model.transformer import Transformer
@@ -48,20 +49,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _PREFILL_ROWS_MULTIPLE = 16
-"""Rows of a chunk are padded to this, so that a packed product is prepared for 16 shapes of a block and not
-for 256.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Tokens `[start, start + len(token_ids))` of one sequence; in exact mode a block of the grid, or its beginning."""
-
-    token_ids: Sequence[int]
-    start: int
-    block_table: Sequence[int]
-    want_logits: bool = False
-    """The last token's."""
+"""Rows of a chunk are padded to this: a packed product is prepared for 16 shapes of a block and not for 256."""
 
 
 def _whole_tiles(rows: int) -> int:
@@ -83,19 +71,20 @@ class Engine:
         segment_tokens: int | None = None,
         query_first: bool = False,
         masks: GrammarMasks | None = None,
+        transformer: Transformer | None = None,
     ) -> None:
         """`query_first`: decode sends queries elsewhere before it computes their keys and values; the same bits.
-        `masks`: for requests with a grammar; None: there are none.
+        `masks`: for requests with a grammar, if any. `transformer`: the model's weights, if they are packed already.
         """
         self.config, self.dtype = model.config, model.dtype
         self.model_name, self.fingerprint = model.name, model.fingerprint
         self.exact, self.block_tokens = exact, block_tokens
         with torch.inference_mode():
-            # A table for all that config.json promises may be larger than the model: it grows where a sequence whose
-            # KV lies partly elsewhere is longer than the cache.
+            # All positions that config.json promises may be more than the model; the table grows for KV elsewhere.
             positions = min(model.config.context_tokens_max, num_blocks * block_tokens)
-            self._model = Transformer(model.config, model.weights, positions, query_first=query_first)
-        self.device = self._model.device
+            packed = transformer or Transformer(model.config, model.weights, query_first=query_first)
+            self.transformer = packed.for_positions(positions)
+        self.device = self.transformer.device
         # Outside of inference mode, or only code inside of it could write to the cache.
         self.cache = PagedCache(model.config, num_blocks, block_tokens, model.dtype, self.device)
         self.allocator = BlockAllocator(num_blocks)
@@ -126,6 +115,7 @@ class Engine:
         want_logits: bool = False,
         should_stop: Callable[[], bool] | None = None,
         elsewhere: Elsewhere | None = None,
+        scores: PromptScores | None = None,
     ) -> Tensor | None:
         """Computes the KV of tokens `[start, start + len(token_ids))` of one sequence, whose earlier KV is
         cached. Segments whose blocks are AWAY in the table are attended to by `elsewhere`, in exact mode.
@@ -133,9 +123,9 @@ class Engine:
         `before_layer(i)` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which
         needs none of it, runs before); `after_layer(i)` is called when layer i of this chunk is. Returns
         the last token's logits, f32 `[vocab]`, if wanted. None also when `should_stop` said so between
-        two layers: the chunk's KV is then incomplete.
+        two layers: the chunk's KV is then incomplete. `scores` gets those of the tokens behind these.
         """
-        chunk = PromptRows(token_ids, start, block_table, want_logits)
+        chunk = PromptRows(token_ids, start, block_table, want_logits, scores)
         return in_turn(
             [
                 self._chunk_rows(
@@ -192,7 +182,7 @@ class Engine:
         plan = self._plan([block_table], [count], [start + count], elsewhere)
         attended = self._room(padded)
         for i in layers:
-            layer = self._model.layers[i]
+            layer = self.transformer.layers[i]
             if should_stop is not None and should_stop():
                 return None
             q, k, v = layer.project(x, cos, sin)
@@ -209,12 +199,24 @@ class Engine:
             yield
         if layers.stop < self.config.layers:
             return x
+        self._score(x, chunk)
         if not chunk.want_logits:
             return None
         last = x[count - 1 : count]
         if self.exact:
             last = torch.cat([last, last.new_zeros(self.decode_rows_multiple - 1, last.shape[1])])
-        return self._model.logits(last)[0]
+        return self.transformer.logits(last)[0]
+
+    def _score(self, x: Tensor, chunk: PromptRows) -> None:
+        """Rows of a chunk, `[rows, hidden]`, few at a time; in exact mode with padding: each product has one shape."""
+        if (scores := chunk.scores) is None:
+            return
+        behind = scores.after(chunk.start, len(chunk.token_ids))
+        scored = []
+        for at in range(0, len(behind), _PREFILL_ROWS_MULTIPLE):
+            rows = slice(at, at + _PREFILL_ROWS_MULTIPLE)
+            scored += score(self.transformer.logits(x[rows]), behind[rows], scores.top)
+        scores.put(chunk.start, scored)
 
     def _check(self, chunk: PromptRows) -> None:
         count, end = len(chunk.token_ids), chunk.start + len(chunk.token_ids)
@@ -245,7 +247,7 @@ class Engine:
         if not self.exact:
             return self._fused(chunks, token_ids, positions, block_tables)
         decodes = [
-            self._decode_rows(token_ids[rows], positions[rows], block_tables[rows])
+            self._decode_rows(token_ids[rows], positions[rows], positions[rows], block_tables[rows])
             for rows in (self.groups_of(len(token_ids)) if token_ids else [])
         ]
         # A chunk finds in each layer what the one before it stored: it comes later in every round.
@@ -284,18 +286,20 @@ class Engine:
             plans.append((slice(at, at + count), plan))
             at += count
         attended = self._room(padded)
-        for i, layer in enumerate(self._model.layers):
+        for i, layer in enumerate(self.transformer.layers):
             q, k, v = layer.project(x, cos, sin)
             self._store(i, slots, k[:rows], v[:rows])
             for own, plan in plans:
                 self._attend(i, q[own], k[own], v[own], plan, attended[own], own.stop - own.start)
             x = layer.finish(x, attended.view(padded, -1))
+        for chunk, (own, _) in zip(chunks, plans[bool(batch) :], strict=True):
+            self._score(x[own], chunk)
         # The widest product of all is for rows that a token is drawn from.
         ends = [own.stop - 1 for own, _ in plans[bool(batch) :]]
         wanted = [end for end, chunk in zip(ends, chunks, strict=True) if chunk.want_logits]
         if not batch and not wanted:
             return None, [None] * len(chunks)
-        drawn = self._model.logits(x[[*range(batch), *wanted]])
+        drawn = self.transformer.logits(x[[*range(batch), *wanted]])
         lasts = iter(drawn[batch:])
         return drawn[:batch] if batch else None, [
             next(lasts) if chunk.want_logits else None for chunk in chunks
@@ -310,16 +314,16 @@ class Engine:
         elsewhere: Sequence[PartsElsewhere | CacheElsewhere | None] = (),
         *,
         groups: int = 1,
+        lengths: Sequence[int] = (),
     ) -> Tensor:
-        """One token of each sequence: f32 `[batch, vocab]`. Writes the KV of each token at its position.
+        """One token of each sequence: f32 `[batch, vocab]`. Writes its KV behind `lengths` cached tokens (`positions`).
 
         In exact mode KV may be elsewhere: segments whose blocks are AWAY in a table, or all of it, where the tables of
         these sequences are not looked at. `elsewhere` has one for each of `groups_of(batch, groups)`, whose rows it
-        counts from 0; None where all of a group's are here. While one group waits for answers, the next computes;
-        into how many a batch is divided changes no bit.
+        counts from 0; None: all is here. While one group waits, the next computes; how many there are changes no bit.
         """
-        batch = len(token_ids)
-        assert batch == len(positions) == len(block_tables) > 0, (batch, len(positions), len(block_tables))
+        batch, lengths = len(token_ids), lengths or positions
+        assert batch == len(positions) == len(lengths) == len(block_tables) > 0, (batch, len(positions))
         cuts = self.groups_of(batch, groups)
         assert not elsewhere or (self.exact and len(elsewhere) == len(cuts)), (batch, len(elsewhere))
         steps: list[Generator[None, None, Tensor]] = []
@@ -327,13 +331,13 @@ class Engine:
             if isinstance(others, CacheElsewhere):
                 steps.append(self._decode_away(token_ids[rows], positions[rows], others))
             else:
-                steps.append(self._decode_rows(token_ids[rows], positions[rows], block_tables[rows], others))
+                where = positions[rows], lengths[rows], block_tables[rows]
+                steps.append(self._decode_rows(token_ids[rows], *where, others))
         try:
             logits = in_turn(steps) if elsewhere else [in_turn([step])[0] for step in steps]
         except BaseException:
-            for others in elsewhere:
-                if others is not None:
-                    others.abandon()
+            for each in (one for one in elsewhere if one is not None):
+                each.abandon()
             raise
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
@@ -347,15 +351,15 @@ class Engine:
         self,
         token_ids: Sequence[int],
         positions: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
         elsewhere: PartsElsewhere | None = None,
     ) -> Generator[None, None, Tensor]:
         """Logits; yields in each layer when what others were asked is under way, and its own part is done."""
-        batch = len(token_ids)
-        slots = self._slots(block_tables, positions)
+        batch, slots = len(token_ids), self._slots(tables, lengths)
         x, cos, sin, attended = self._enter_decode(token_ids, positions)
-        plan = self._plan(block_tables, [1] * batch, [position + 1 for position in positions], elsewhere)
-        for i, layer in enumerate(self._model.layers):
+        plan = self._plan(tables, [1] * batch, [length + 1 for length in lengths], elsewhere)
+        for i, layer in enumerate(self.transformer.layers):
             q, k, v = layer.project(x, cos, sin)
             if elsewhere is not None:
                 elsewhere.ask(i, q[:batch])
@@ -368,7 +372,7 @@ class Engine:
             else:
                 self._attend(i, q, k, v, plan, attended, batch)
             x = layer.finish(x, attended.view(len(attended), -1))
-        return self._model.logits(x)[:batch]
+        return self.transformer.logits(x)[:batch]
 
     def _decode_away(
         self, token_ids: Sequence[int], positions: Sequence[int], cache: CacheElsewhere
@@ -376,7 +380,7 @@ class Engine:
         """Logits; yields in each layer when its attention is under way."""
         batch = len(token_ids)
         x, cos, sin, attended = self._enter_decode(token_ids, positions)
-        for i, layer in enumerate(self._model.layers):
+        for i, layer in enumerate(self.transformer.layers):
             q, normed = layer.query(x, cos, sin)
             cache.ask(i, q[:batch])
             k, v = layer.key_value(normed, cos, sin)
@@ -384,7 +388,7 @@ class Engine:
             yield
             cache.collect(attended)
             x = layer.finish(x, attended.view(len(attended), -1))
-        return self._model.logits(x)[:batch]
+        return self.transformer.logits(x)[:batch]
 
     def _plan(
         self,
@@ -418,13 +422,13 @@ class Engine:
         self, token_ids: Sequence[int], positions: Sequence[int], padded: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings `[padded, hidden]` and rotary tables; rows of padding are token 0 at position 0."""
-        self._model.rotary.reach(max(positions) + 1)
+        self.transformer.rotary.reach(max(positions) + 1)
         blank = [0] * (padded - len(token_ids))
         ids = torch.tensor([*token_ids, *blank], dtype=torch.int64, device=self.device)
-        cos, sin = self._model.rotary.rows(
+        cos, sin = self.transformer.rotary.rows(
             torch.tensor([*positions, *blank], dtype=torch.int64, device=self.device)
         )
-        return self._model.embed(ids), cos, sin
+        return self.transformer.embed(ids), cos, sin
 
     def _enter_decode(
         self, token_ids: Sequence[int], positions: Sequence[int]

@@ -5,7 +5,8 @@ cheaper, and holds the tokens that it stands behind. A request that was preempte
 `kill -9`, gets a matcher that is fed its tokens again, and the same masks from there on.
 
 A grammar is a client's: what one takes to compile, and for each mask, is bounded (`limits`). One that runs into a bound
-allows only the end of the text.
+allows nothing, not even the end of the text: that would be an answer as any other. Copies of a compiled grammar share
+the states of its lexer, so one that fails is tried once more by itself: no request bears what others did.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class GrammarMasks:
         self._new(grammar)
 
     def allowed(self, grammar: str, name: str, output_ids: Sequence[int]) -> bytes:
-        """One byte for each token id of the vocabulary: not 0 where it may follow `output_ids`.
+        """One byte for each token id of the vocabulary: not 0 where it may follow `output_ids`. All are 0 where the
+        grammar has run into a bound.
 
         `name`: of the request, under which its matcher is kept.
         """
@@ -76,21 +78,27 @@ class GrammarMasks:
         kept.follow(output_ids)
         mask = kept.matcher.compute_logit_bias()
         if kept.matcher.is_error():
+            kept = _Matcher(self._new(grammar, anew=True))
+            kept.follow(output_ids)
+            mask = kept.matcher.compute_logit_bias()
+        if kept.matcher.is_error():
             log.warning("request %s: %s", name, kept.matcher.get_error()[:200])
-        elif output_ids:  # the first token is mostly drawn where the others are not
+            return bytes(len(mask))
+        if output_ids:  # the first token is mostly drawn where the others are not
             self._matchers[mark] = kept
             while len(self._matchers) > MATCHERS_MAX:
                 self._matchers.popitem(last=False)
         return mask
 
-    def _new(self, grammar: str) -> LLMatcher:
+    def _new(self, grammar: str, *, anew: bool = False) -> LLMatcher:
+        """`anew`: compile it, also where that was done."""
         from llguidance import LLMatcher
 
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._load()
             compiled = self._compiled.pop(grammar, None)
-            if compiled is None:
+            if compiled is None or anew:
                 compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
             self._compiled[grammar] = compiled
             while len(self._compiled) > COMPILED_MAX:

@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 import torch
 import xxhash
 
+from halfmoon.workers.model.prompt_rows import ScoredToken
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 
-__all__ = ["SampleRequest", "Sampled", "SamplingParams", "sample", "sample_batch", "uniform"]
+__all__ = ["SampleRequest", "Sampled", "SamplingParams", "sample", "sample_batch", "score", "uniform"]
 
 Tensor = torch.Tensor
 
@@ -47,9 +48,11 @@ def sample(
     """One token from f32 `logits` `[vocab]`, which are left as they were.
 
     `forbidden` `[vocab]`: what the text's grammar does not allow. The grammar's word counts above all: bans that would
-    leave nothing of what it allows are passed over.
+    leave nothing of what it allows are passed over. One that allows nothing has run into a bound.
     """
     if forbidden is not None:
+        if bool(forbidden.all()):
+            return Sampled(int(logits.argmax()), bound_reached=True)
         logits = logits.masked_fill(forbidden.to(logits.device), float("-inf"))
     raw = logits
     if params.adjusts_logits or banned_ids or allowed_ids:
@@ -92,6 +95,23 @@ def sample_batch(
             forbidden=forbidden(request),
         )
         for row, request in enumerate(requests)
+    ]
+
+
+def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[ScoredToken]:
+    """How likely each of `token_ids` is by its row of f32 `logits` `[rows, vocab]`; rows without one are padding.
+
+    As in vLLM, a token's rank counts those of equal log probability before it.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)[: len(token_ids)]
+    own = logprobs.gather(1, _index(list(token_ids), logits)[:, None])
+    ranks = (logprobs >= own).sum(-1).tolist()
+    values, ids = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
+    return [
+        ScoredToken(rank, logprob, tuple(zip(row_ids, row, strict=True)))
+        for rank, logprob, row_ids, row in zip(
+            ranks, own[:, 0].tolist(), ids.tolist(), values.tolist(), strict=True
+        )
     ]
 
 

@@ -101,8 +101,12 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`logprob` is None unless asked for; `top_logprobs` are (token id, logprob), the most likely first."""
+    """`logprob` is None unless asked for; `top_logprobs` are (token id, logprob), the most likely first.
+
+    `bound_reached`: the grammar has run into a bound, and the token means nothing.
+    """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    bound_reached: bool = False

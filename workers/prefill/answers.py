@@ -8,6 +8,7 @@ from halfmoon.schemas.decisions import LayerStage, StartPrefill
 from halfmoon.schemas.events import PrefillFinished
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.workers.prefill.stages import JobRules
 
 
@@ -28,6 +29,7 @@ class Computed(Protocol):
     fetched_bytes: int
     fetch_ns: int
     stages: list[LayerStage]
+    similar: SimilarReuse | None
 
 
 def result_of(job: Computed, first: SampledToken) -> PrefillResult:
@@ -42,6 +44,7 @@ def result_of(job: Computed, first: SampledToken) -> PrefillResult:
         compute_ns=job.compute_ns,
         cached_tokens=cached * job.rules.layout.block_tokens,
         finished_at_ns=job.finished_at_ns,
+        similar=job.similar,
     )
 
 
@@ -65,4 +68,5 @@ def finished_of(job: Computed, pushed_bytes: int, push_ns: int) -> PrefillFinish
         prompt_tokens=job.order.prompt_tokens,
         stages=len(job.stages),
         stage_wait_ns=job.stage_wait_ns,
+        similar=job.similar,
     )

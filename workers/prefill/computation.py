@@ -7,21 +7,28 @@ layers just ahead of the layer that computes, the compute thread computes and st
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.similar import SimilarReuse, kept_tokens
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.events import ChunkStored, LayerStored, PrefixLayerLoaded, StepOfOrder
 from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing, StageGone
+from halfmoon.workers.sample_requests import scores_of
 
 if TYPE_CHECKING:
     from halfmoon.workers.prefill.stage_group import StageGroup
     from halfmoon.workers.worker import ChannelConfig
+
+
+log = logging.getLogger("halfmoon.prefill")
 
 
 class OrderAborted(Exception):
@@ -55,6 +62,13 @@ class PromptComputation:
         self._copies = copies
         self._tell = tell
         self._stopped = False
+        self.reference_loads = LayerLoads()
+        if prompt.reference is not None:
+            self.reference_loads.fetched_up_to(prompt.reference.fetched_layer)
+        #: What the reference stood in for, once it has run.
+        self.similar: SimilarReuse | None = None
+        #: How likely the prompt's own tokens are, once it has run.
+        self.scores = scores_of(prompt.token_ids, prompt.prompt_logprobs)
         self._present = frozenset(prompt.present)
         first = prompt.stages[-1].first_layer if prompt.stages else 0
         #: Those that are computed here.
@@ -81,6 +95,7 @@ class PromptComputation:
         """Before the next layer; `run` then raises OrderAborted."""
         self._stopped = True
         self.loads.fail("cancelled")
+        self.reference_loads.fail("cancelled")
         if self._group is not None:
             self._group.end()
 
@@ -111,6 +126,10 @@ class PromptComputation:
             for chunk in prompt.chunks:
                 # Once the first chunk has waited for a layer, the others find it in the cache.
                 loaded = before_layer if chunk is prompt.chunks[0] else None
+                if self._stands_in(chunk):
+                    logits = self._compute_similar(cache, loaded)
+                    if logits is not None:
+                        break
                 logits = self._compute_chunk(chunk, cache, loaded, elsewhere)
         finally:
             if self._group is not None:
@@ -131,10 +150,8 @@ class PromptComputation:
         tokens, last = prompt.token_ids[chunk.start : chunk.stop], chunk is prompt.chunks[-1]
         after_layer = None if self._pool is None else self._store_layer(table, blocks)
         if self._group is not None:
-            from halfmoon.workers.model.engine import PromptRows
-
             logits = self._engine.prefill_stage(
-                PromptRows(tokens, chunk.start, table, want_logits=last),
+                PromptRows(tokens, chunk.start, table, want_logits=last, scores=self.scores),
                 self._layers,
                 self._rows_of(self._group),
                 before_layer=before_layer,
@@ -153,6 +170,7 @@ class PromptComputation:
                 want_logits=last,
                 should_stop=lambda: self._stopped,
                 elsewhere=elsewhere if elsewhere is not None and elsewhere.segments else None,
+                scores=self.scores,
             )
         if self._stopped:
             raise OrderAborted(self.order_id)
@@ -165,6 +183,43 @@ class PromptComputation:
                     blocks=len(blocks),
                 )
             )
+        return logits
+
+    def _stands_in(self, chunk: range) -> bool:
+        """The reference stands in for tokens from this chunk on."""
+        reference = self._prompt.reference
+        return reference is not None and reference.first_token == chunk.start and not self._stopped
+
+    def _compute_similar(self, cache: list[int], before_layer: Callable[[int], None] | None) -> object | None:
+        """The rest of the prompt with the reference's KV: logits; None where it is not to be had, or too unlike."""
+        from halfmoon.workers.prefill.similar_computation import ReferenceMissing, compute_similar
+
+        reference, layout = self._prompt.reference, self._layout
+        assert reference is not None, self.order_id
+        first, tokens = reference.first_token, len(self._prompt.token_ids)
+        blocks = range(first // layout.block_tokens, layout.blocks(tokens))
+        table = self._window.table(cache, blocks.start, len(blocks))
+        kept = first + kept_tokens(tokens - first, reference.retain_percent)
+        try:
+            made = compute_similar(
+                self._engine,
+                self._prompt.token_ids,
+                reference,
+                table,
+                self._pool,
+                self.reference_loads,
+                before_layer=before_layer,
+                after_layer=self._store_layer(table, range(blocks.start, layout.blocks(kept))),
+                should_stop=lambda: self._stopped,
+            )
+        except ReferenceMissing as missing:
+            log.info("order %s: no KV of a similar prompt: %s", self.order_id, missing)
+            made = None
+        if self._stopped:
+            raise OrderAborted(self.order_id)
+        if made is None:
+            return None
+        logits, self.similar = made
         return logits
 
     def _rows_of(self, group: StageGroup) -> Any:

@@ -19,6 +19,7 @@ from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.kv import PrefillResult
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.similar import SimilarReuse
 from halfmoon.schemas.tokens import TakeReply
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
@@ -41,12 +42,18 @@ from halfmoon.workers.prefill.events import (
     PushClosed,
     PushFailed,
     PushOpened,
+    ReferenceFetched,
+    ReferenceLayers,
+    ReferenceLost,
+    ReferenceReserved,
     ReserveSlotsFailed,
     SlotsReserved,
     StageEnded,
     StageLost,
     StepOfOrder,
 )
+from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute, shared_keys, streams_layers
+from halfmoon.workers.prefill.reference_job import ReferenceJob
 from halfmoon.workers.prefill.stages import REASON_CHARACTERS_MAX, WAITING_STAGES, JobRules, PrefillStage
 
 #: How long a full store, and one that does not answer, is asked again. Without patience a node that restarts would
@@ -92,8 +99,12 @@ class Job:
         #: (layer, first block, blocks): pushed after the last layer where layers are not streamed.
         self.held_pushes: list[tuple[int, int, int]] = []
         self.result: PrefillResult | None = None
-        #: Who computes which layers; []: this worker all of them.
         self.stages = order.stages
+        #: A similar prompt, and what it stood in for.
+        self.reference: ReferenceJob | None = None
+        if order.reference is not None and rules.has_store:
+            self.reference = ReferenceJob(self.order_id, order.reference, rules.layout.layers)
+        self.similar: SimilarReuse | None = None
 
     @property
     def blocks(self) -> int:
@@ -105,7 +116,11 @@ class Job:
 
     @property
     def usable_blocks(self) -> int:
-        """Cached blocks that can save computing: the last token is always computed, for its logits."""
+        """Cached blocks that can save computing: the last token is always computed, for its logits. So are all where
+        the prompt's own log probabilities are wanted: another try at the order may find what the first one committed.
+        """
+        if self.reply.sampling.prompt_logprobs >= 0:
+            return 0
         return (self.order.prompt_tokens - 1) // self.rules.layout.block_tokens
 
     def prepare(self, out: Actions) -> None:
@@ -164,6 +179,9 @@ class Job:
                 self._blocks_fetched(event, out)
             case FetchFailed():
                 self._fetch_failed(event.reason, out)
+            case ReferenceReserved() | ReferenceLayers() | ReferenceFetched() | ReferenceLost():
+                if self.reference is not None:
+                    self.reference.step(event, out, computing=self.stage is PrefillStage.COMPUTING)
             case PushOpened():
                 self._push_opened(event.at_ns, out)
             case PromptComputed():
@@ -220,7 +238,7 @@ class Job:
         out.append(
             actions.ReserveSlots(
                 order_id=self.order_id,
-                block_keys=self.reply.block_keys,
+                block_keys=shared_keys(self.order, self.reply),
                 blocks=self.blocks,
                 tenant=self.reply.tenant,
                 token_ids=self.reply.token_ids,
@@ -237,6 +255,8 @@ class Job:
         while self.cached_blocks < usable and self.cached_blocks in present:
             self.cached_blocks += 1
         self._fetch(usable, out)
+        if self.reference is not None:
+            self.reference.reserve(self.reply.tenant, out)
 
     def _fetch(self, usable: int, out: Actions) -> None:
         """Order the first fetch that continues what is here; blocks that are here already are not fetched."""
@@ -304,10 +324,8 @@ class Job:
         if not self.paused:
             return
         self.paused = False
-        if self.stage is PrefillStage.OPENING_PUT:
-            self._open_put(out)
-        else:
-            self._open_push(out)
+        again = self._open_put if self.stage is PrefillStage.OPENING_PUT else self._open_push
+        again(out)
 
     # --- computing ------------------------------------------------------------------------------------------
 
@@ -319,6 +337,7 @@ class Job:
                 request_id=order.request_id,
                 target_node_id=order.decode_node_id,
                 decode_worker_id=order.decode_worker_id,
+                prompt_tokens=order.prompt_tokens,
             )
         )
 
@@ -334,22 +353,7 @@ class Job:
     def _compute(self, out: Actions) -> None:
         self.stage = PrefillStage.COMPUTING
         self.held_pushes = []
-        total, begin = len(self.token_ids), self.prefix_blocks * self.rules.layout.block_tokens
-        chunk_tokens = self.order.chunk_tokens or self.rules.chunk_tokens
-        starts = range(begin, total, chunk_tokens)
-        fetched = self.fetched_layer if self.fetched_blocks else self.rules.layout.layers - 1
-        out.append(
-            actions.ComputePrompt(
-                order_id=self.order_id,
-                token_ids=self.token_ids,
-                chunks=[range(start, min(start + chunk_tokens, total)) for start in starts],
-                prefix_blocks=self.prefix_blocks,
-                fetched_layer=fetched,
-                slots=self.slots,
-                present=self.present,
-                stages=self.stages,
-            )
-        )
+        out.append(prompt_to_compute(self))
 
     def _compute_without_fetch(self, out: Actions) -> None:
         # What the others have of the prefix is not good for it any more.
@@ -365,7 +369,7 @@ class Job:
                 self._push(every, 0, self.prefix_blocks, out)
 
     def _layer_stored(self, event: LayerStored, out: Actions) -> None:
-        if self.rules.stream_layers:
+        if streams_layers(self):
             self._push(event.layer, event.first_block, event.blocks, out)
         else:
             self.held_pushes.append((event.layer, event.first_block, event.blocks))
@@ -378,7 +382,7 @@ class Job:
 
     def _chunk_stored(self, event: ChunkStored, out: Actions) -> None:
         # The last block has no key when it is not full: nobody could ask for it.
-        keyed = len(self.reply.block_keys) // KEY_BYTES
+        keyed = len(shared_keys(self.order, self.reply)) // KEY_BYTES
         blocks = min(event.first_block + event.blocks, keyed) - event.first_block
         if blocks > 0 and not self.cancelled:
             out.append(
@@ -395,7 +399,7 @@ class Job:
             self._push(layer, first_block, blocks, out)
         self.stage = PrefillStage.DRAWING
         self.compute_ns = event.at_ns - self.started_ns
-        self.stage_wait_ns = event.stage_wait_ns
+        self.stage_wait_ns, self.similar = event.stage_wait_ns, event.similar
         self.finished_at_ns = event.finished_at_ns
         out.append(
             actions.DrawFirstToken(

@@ -19,7 +19,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.model.attention.kernel import Tensor
-from halfmoon.workers.model.engine import PromptRows
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.prefill.actions import ComputeStage
 from halfmoon.workers.prefill.stage_listener import StageListener
 from halfmoon.workers.prefill.stage_messages import (

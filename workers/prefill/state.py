@@ -89,8 +89,9 @@ class PrefillState:
                 if (job := self.jobs.get(event.order_id)) is not None:
                     job.step(event, out)
                     self._settle(job)
-        self._prepare_some(out)
-        self._begin_turn(event.at_ns, out)
+        if self.queue:
+            self._prepare_some(out)
+            self._begin_turn(event.at_ns, out)
         return out
 
     def heartbeat(self, obeyed_seq: int) -> WorkerHeartbeat:

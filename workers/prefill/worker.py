@@ -17,6 +17,7 @@ from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartPrefill, StartStage
 from halfmoon.schemas.kv import PrefillResult
+from halfmoon.schemas.store import reference_hold
 from halfmoon.store.errors import ChannelError, StoreError, StoreFull
 from halfmoon.workers.machines import (
     Announce,
@@ -36,8 +37,12 @@ from halfmoon.workers.prefill.actions import (
     EndOrder,
     EndPush,
     FailLoads,
+    FailReference,
+    FetchReference,
     LoadLayers,
+    LoadReference,
     PauseOrder,
+    ReserveReference,
     ReserveSlots,
     SendLayer,
     SendResult,
@@ -68,6 +73,7 @@ from halfmoon.workers.prefill.state import PrefillState
 from halfmoon.workers.sample_requests import next_token
 
 if TYPE_CHECKING:
+    from halfmoon.workers.model.prompt_rows import PromptScores
     from halfmoon.workers.prefill.stage_computation import StageComputation
     from halfmoon.workers.prefill.stage_listener import StageListener
 
@@ -91,8 +97,9 @@ class PrefillWorker(PromptWorker):
             stream_layers=config.stream_layers,
         )
         await self.prepare_prompts()
-        #: Of the order that has the turn: the logits of its last prompt token.
+        #: Of the order that has the turn: the logits of its last prompt token, and what is to be told of the others.
         self._logits: object = None
+        self._scores: PromptScores | None = None
         #: Follows PromptComputed, and is done by the same task: a task of its own costs more than the draw.
         self._drawing: DrawFirstToken | None = None
         #: The one that has not begun, while another's task still runs; that task goes on with it.
@@ -145,30 +152,9 @@ class PrefillWorker(PromptWorker):
             self._loop.call_soon_threadsafe(self.hear, event)
 
     def obey_action(self, action: Action) -> None:
-        match action:
-            case SendLayer():
-                self._push_layer(action)
-            case StartPush():
-                self.spawn(self._open_push(action))
-            case ComputePrompt():
-                self._begin_computing(action)
-            case ComputeStage():
-                self._begin_stage(action)
-            case DropStage():
-                if self._stages is not None:
-                    self._stages.drop(action.order_id)
-            case LoadLayers() | FailLoads() | StopComputing():
-                self._steer_computing(action)
-            case DrawFirstToken():
-                self._drawing = action
-            case SendResult():
-                self._send_result(action)
-            case EndPush():
-                self.spawn(self._close_push(action))
+        match action:  # what every order has comes first
             case Report():
                 self.report(action.event)
-            case Announce():
-                self.announce()
             case (
                 CommitPrompt()
                 | TakeTokens()
@@ -176,9 +162,32 @@ class PrefillWorker(PromptWorker):
                 | ReserveSlots()
                 | PauseOrder()
                 | StartFetch()
+                | ReserveReference()
+                | FetchReference()
                 | EndOrder()
             ):
                 self.prepare_further(action)
+            case ComputePrompt():
+                self._begin_computing(action)
+            case SendLayer():
+                self._push_layer(action)
+            case DrawFirstToken():
+                self._drawing = action
+            case SendResult():
+                self._send_result(action)
+            case StartPush():
+                self.spawn(self._open_push(action))
+            case EndPush():
+                self.spawn(self._close_push(action))
+            case LoadLayers() | FailLoads() | LoadReference() | FailReference() | StopComputing():
+                self._steer_computing(action)
+            case ComputeStage():
+                self._begin_stage(action)
+            case DropStage():
+                if self._stages is not None:
+                    self._stages.drop(action.order_id)
+            case Announce():
+                self.announce()
             case _:
                 assert_never(action)
 
@@ -193,6 +202,7 @@ class PrefillWorker(PromptWorker):
                 action.request_id,
                 target_node_id=action.target_node_id,
                 decode_worker_id=action.decode_worker_id,
+                tokens=action.prompt_tokens,
             )
         except (StoreError, BusError) as problem:
             event = OpenPushFailed(
@@ -242,17 +252,21 @@ class PrefillWorker(PromptWorker):
         cache = self.engine.allocator.allocate(blocks)
         event: PromptComputed | LoadFailed | ComputingStopped | StageLost
         try:
-            self._logits = await self.compute(computation.run, cache)
+            self._logits, self._scores = await self.compute(computation.run, cache), computation.scores
             if computation.reads_pool:
                 # A lease that ended meanwhile (the process stood still) gave others the slots that were attended to.
                 assert self.store is not None
                 await self.store.require_held(order_id)
+            if computation.similar is not None:
+                assert self.store is not None
+                await self.store.require_held(reference_hold(order_id))
             finished_at_ns = time.time_ns()
             event = PromptComputed(
                 at_ns=time.monotonic_ns(),
                 order_id=order_id,
                 finished_at_ns=finished_at_ns,
                 stage_wait_ns=computation.stage_wait_ns,
+                similar=computation.similar,
             )
         except (LayersMissing, StoreError) as problem:
             event = LoadFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
@@ -272,12 +286,21 @@ class PrefillWorker(PromptWorker):
     def _begin_stage(self, action: ComputeStage) -> None:
         from halfmoon.workers.prefill.stage_computation import StageComputation
 
-        assert self._stages is not None, action  # nobody was told that it listens
-        computation = StageComputation(
-            action, engine=self.engine, layout=self.config.layout, listener=self._stages
-        )
-        self._computation = computation
-        self.spawn(self._compute_stage(computation, self.config.layout.blocks(action.prompt_tokens)))
+        layout, blocks = self.config.layout, self.config.layout.blocks(action.prompt_tokens)
+        end_layer = action.first_layer + action.layers
+        # An order is a conductor's word, and another build's may think otherwise of this worker.
+        if self._stages is None:
+            self._stage_ended(action.order_id, f"{self.config.worker_id} computes no other worker's prompts")
+        elif not 0 <= action.first_layer < end_layer <= layout.layers:
+            self._stage_ended(
+                action.order_id, f"layers {action.first_layer} to {end_layer} of {layout.layers}"
+            )
+        elif blocks > self.engine.allocator.num_blocks:
+            self._stage_ended(action.order_id, f"{action.prompt_tokens} tokens do not fit into its cache")
+        else:
+            computation = StageComputation(action, engine=self.engine, layout=layout, listener=self._stages)
+            self._computation = computation
+            self.spawn(self._compute_stage(computation, blocks))
 
     async def _compute_stage(self, computation: StageComputation, blocks: int) -> None:
         cache, reason = self.engine.allocator.allocate(blocks), ""
@@ -287,17 +310,22 @@ class PrefillWorker(PromptWorker):
             reason = str(problem)
         finally:
             self.engine.allocator.free(cache)
+        self._stage_ended(computation.order_id, reason, computation.elapsed_ns, computation.compute_ns)
+
+    def _stage_ended(self, order_id: str, reason: str, elapsed_ns: int = 0, compute_ns: int = 0) -> None:
         self.hear(
             StageEnded(
                 at_ns=time.monotonic_ns(),
-                order_id=computation.order_id,
-                elapsed_ns=computation.elapsed_ns,
-                compute_ns=computation.compute_ns,
+                order_id=order_id,
+                elapsed_ns=elapsed_ns,
+                compute_ns=compute_ns,
                 reason=reason,
             )
         )
 
-    def _steer_computing(self, action: LoadLayers | FailLoads | StopComputing) -> None:
+    def _steer_computing(
+        self, action: LoadLayers | FailLoads | LoadReference | FailReference | StopComputing
+    ) -> None:
         computation = self._computation
         assert computation is not None, action
         assert computation.order_id == action.order_id, (computation.order_id, action)
@@ -310,6 +338,10 @@ class PrefillWorker(PromptWorker):
                 computation.loads.fetched_up_to(action.layer)
             case FailLoads():
                 computation.loads.fail(action.reason)
+            case LoadReference():
+                computation.reference_loads.fetched_up_to(action.layer)
+            case FailReference():
+                computation.reference_loads.fail(action.reason)
             case _:
                 assert_never(action)
 
@@ -320,8 +352,10 @@ class PrefillWorker(PromptWorker):
         )
 
     async def _draw_first_token(self, action: DrawFirstToken) -> None:
-        logits, self._logits = self._logits, None
-        first = await self.compute(next_token, self.engine, logits, action.sampling, action.token_ids, [])
+        (logits, scores), self._logits, self._scores = (self._logits, self._scores), None, None
+        first = await self.compute(
+            next_token, self.engine, logits, action.sampling, action.token_ids, [], scores
+        )
         self.hear(FirstTokenDrawn(at_ns=time.monotonic_ns(), order_id=action.order_id, first=first))
 
     # --- ending ---------------------------------------------------------------------------------------------

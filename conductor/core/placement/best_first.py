@@ -9,6 +9,8 @@ Only the orders of choice `EARLIEST_TOKEN`, `EARLIEST_TOKEN_WITH_COPIES` and `SH
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from halfmoon.conductor.core.placement.candidates import (
@@ -16,6 +18,7 @@ from halfmoon.conductor.core.placement.candidates import (
     candidate_of,
     copies_ns,
     decode_candidate_of,
+    reuse_of,
 )
 from halfmoon.conductor.core.placement.fetch_plan import Prompt, plan_on_expected_links
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
@@ -62,7 +65,10 @@ def earliest_first_token(
         return None
     blocks = min(match.longest, (tokens - 1) // index.block_tokens) if index.block_tokens else 0
     # A good cost at the start passes over the most: that of the best bound among those that mostly win.
-    bounds = _lower_bounds(state, match, tokens, blocks, now_ns, _likely(index, match))
+    few = len(index.rows) <= FEW_WORKERS
+    bounds = _lower_bounds(
+        state, match, tokens, blocks, now_ns, range(len(index.rows)) if few else _likely(index, match)
+    )
     likely = min(bounds, default=None)
     if likely is None:  # a worker may announce any cost: all of these are beyond NEVER_NS
         return None
@@ -72,11 +78,13 @@ def earliest_first_token(
     if index.rows[first].orders < policy.queued_max_per_worker:
         best = candidate_of(state, index.workers[first], tokens, match, now_ns)
         rank = _rank(best, first)
-    # Who has more queued than this cannot be earlier, even at the least cost of any worker.
-    queue_max_ns = rank[0] - index.least.prefill_ns(tokens, blocks * index.block_tokens)
-    places = [place for _, place in index.up_to(now_ns + queue_max_ns) if place != first]
+    if not few:
+        # Who has more queued than this cannot be earlier, even at the least cost of any worker.
+        queue_max_ns = rank[0] - index.least.prefill_ns(tokens, blocks * index.block_tokens)
+        places = [place for _, place in index.up_to(now_ns + queue_max_ns)]
+        bounds = _lower_bounds(state, match, tokens, blocks, now_ns, places, rank)
     idle = _IdleBound(state, tokens, match, now_ns)
-    for bound in sorted(_lower_bounds(state, match, tokens, blocks, now_ns, places, rank)):
+    for bound in sorted(bound for bound in bounds if bound[-1] != first):
         if bound > rank:
             break
         place = bound[-1]
@@ -117,7 +125,7 @@ def _lower_bounds(
     tokens: int,
     blocks: int,
     now_ns: int,
-    places: list[int],
+    places: Sequence[int],
     rank: Rank = NEVER,
 ) -> list[Rank]:
     """Lower bounds of the ranks of the workers at `places`, those below `rank` only.
@@ -125,7 +133,7 @@ def _lower_bounds(
     No first token comes before the queue is done and all behind the longest match of `blocks` is computed; the price of
     copies comes on top. The transfer is taken to be free.
     """
-    index, held = state.loads.prefill, match.dram
+    index, held, reuse = state.loads.prefill, match.dram, reuse_of(state)
     cached = blocks * index.block_tokens
     found = []
     for place in places:
@@ -133,9 +141,9 @@ def _lower_bounds(
         free_ns, behind_ns, orders = index.rows[place]
         bound_ns = worker.cost.prefill_ns(tokens, cached) + max(behind_ns, free_ns - now_ns)
         if bound_ns <= rank[0]:
-            lacking = blocks - min(held.get(worker.node_id, 0), blocks)
-            if lacking:
-                bound_ns += copies_ns(state, worker.cost, index.block_tokens, lacking)
+            lacking = blocks - held.get(worker.node_id, 0)
+            if lacking > 0:
+                bound_ns += copies_ns(reuse, worker.cost, index.block_tokens, lacking)
             found.append((bound_ns, 0, orders, place))
     return [bound for bound in found if bound < rank]
 
@@ -182,7 +190,9 @@ class _IdleBound:
             plan = plan_on_expected_links(state, prompt)
             if plan is not None and plan.ttft_ns < first_token_ns:
                 first_token_ns, transfer_ns = plan.ttft_ns, plan.transfer_ns
-        first_token_ns += copies_ns(state, worker.cost, worker.block_tokens, min(match.longest, limit))
+        first_token_ns += copies_ns(
+            reuse_of(state), worker.cost, worker.block_tokens, min(match.longest, limit)
+        )
         return first_token_ns, transfer_ns
 
 
@@ -206,13 +216,14 @@ def shortest_step(
     """
     index = state.loads.decode
     context = request.prompt_tokens + answer_tokens
-    if rules_of(state).decode != SHORTEST_STEP or not index.block_tokens:
+    if rules_of(state).decode != SHORTEST_STEP:
         return None
-    if state.loads.priced:  # rows do not know what a step waits for
+    # Rows know neither what a step waits for, nor what is kept for one that waits.
+    if state.loads.priced or state.claim is not None:
         return None
     if request.prompt_tokens + request.max_tokens > index.tokens_max:
         return None
-    blocks = -(-context // index.block_tokens)
+    blocks = -(-context // index.block_tokens) if index.block_tokens else 0
     # Rows know the step without this request's context, which adds at least and at most this much. (One ns more, since
     # both parts were cut to whole ns.)
     least_ns = index.least.decode_per_context_token_ps * context // 1_000
@@ -230,5 +241,7 @@ def shortest_step(
             near.append((tbt_ns, -held, sequences, place))
     if not near:
         return None
-    best = index.workers[min(near)[-1]]
-    return ShortestStep(decode_candidate_of(state, best, match, context), index.by_load[-1][0] + most_ns)
+    best = decode_candidate_of(state, index.workers[min(near)[-1]], match, context)
+    if best.full:  # where there is no KV there is room all the same
+        return None
+    return ShortestStep(best, index.by_load[-1][0] + most_ns)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from halfmoon.conductor.core.placement.lending import BlocksOf
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.state.slow_places import slow_mark
@@ -30,28 +31,31 @@ class FoundPlaces(NamedTuple):
     room: bool
 
 
-def places_for(state: State, worker: WorkerRecord, request: RequestArrived) -> FoundPlaces | None:
+def places_for(
+    state: State, worker: WorkerRecord, request: RequestArrived, free: BlocksOf | None = None
+) -> FoundPlaces | None:
     """The emptiest attention workers that could hold it for the decode worker, were they empty; None: there are none.
 
     Where caches of several widths are there, those that leave the most blocks free. By sequence where only so there is
-    room now, or where only so there ever is. Slow ones only where the others have no room now.
+    room now, or where only so there ever is. Slow ones only where the others have no room now. `free`: blocks that one
+    has to give; as it is now.
     """
     every = state.loads.attention.workers
     quick = [one for one in every if slow_mark(state, one) is None]
     if len(quick) < len(every):
-        found = _places_among(quick, worker, request)
+        found = _places_among(quick, worker, request, free or free_blocks)
         if found is not None and found.room:
             return found
-    return _places_among(every, worker, request)
+    return _places_among(every, worker, request, free or free_blocks)
 
 
 def _places_among(
-    holders: Sequence[WorkerRecord], worker: WorkerRecord, request: RequestArrived
+    holders: Sequence[WorkerRecord], worker: WorkerRecord, request: RequestArrived, free: BlocksOf
 ) -> FoundPlaces | None:
-    found = _unsplit(holders, worker, request)
+    found = _unsplit(holders, worker, request, free)
     if found is not None and found.room:
         return found
-    split = _by_sequence(holders, worker, request, free_blocks)
+    split = _by_sequence(holders, worker, request, free)
     if split is None and found is None:
         split = _by_sequence(holders, worker, request, lambda one: one.kv_blocks)
         return None if split is None else split._replace(room=False)
@@ -59,7 +63,7 @@ def _places_among(
 
 
 def _unsplit(
-    holders: Sequence[WorkerRecord], worker: WorkerRecord, request: RequestArrived
+    holders: Sequence[WorkerRecord], worker: WorkerRecord, request: RequestArrived, free: BlocksOf
 ) -> FoundPlaces | None:
     """Places that have all tokens."""
     blocks = worker.layout.blocks(request.prompt_tokens + request.max_tokens)
@@ -67,16 +71,16 @@ def _unsplit(
     for pools in _pools(holders, worker.layout):
         able = [[one for one in pool if one.kv_blocks >= blocks] for pool in pools]
         if all(able):
-            chosen = [min(pool, key=lambda one: (-free_blocks(one), one.worker_id)) for pool in able]
-            found.append((-min(map(free_blocks, chosen)), len(chosen), chosen))
+            chosen = [min(pool, key=lambda one: (-free(one), one.worker_id)) for pool in able]
+            found.append((-min(map(free, chosen)), len(chosen), chosen))
     if not found:
         return None
-    free, _, chosen = min(found, key=lambda one: one[:2])
+    least, _, chosen = min(found, key=lambda one: one[:2])
     places = [
         CachePlace(worker_id=one.worker_id, first_kv_head=_heads(one)[0], kv_heads=_heads(one)[1])
         for one in chosen
     ]
-    return FoundPlaces(places, blocks, -free >= blocks)
+    return FoundPlaces(places, blocks, -least >= blocks)
 
 
 def _by_sequence(

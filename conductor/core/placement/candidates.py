@@ -35,6 +35,9 @@ from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import CachePlace, Fetch, Loan
 from halfmoon.schemas.events import RequestArrived
 
+#: Prompt tokens that were reused, and of how many.
+Reuse = tuple[int, int]
+
 # --- prefill ------------------------------------------------------------------------------------------------
 
 
@@ -63,11 +66,11 @@ def candidate_of(
     queue = queue_ns(worker, now_ns)
     limit = cached_blocks_max(worker, tokens)
     local = min(match.dram.get(worker.node_id, 0), limit)
-    copies = copies_ns(state, worker.cost, worker.block_tokens, min(match.longest, limit) - local)
+    copies = copies_ns(reuse_of(state), worker.cost, worker.block_tokens, min(match.longest, limit) - local)
     cached, transfer, source, sharing, ssd = local, 0, "", 1, False
     prefill = worker.cost.prefill_ns(tokens, local * worker.block_tokens)
     ttft = queue + prefill
-    if limit and match.longest > local:
+    if limit and match.longest > local and worker.node_id not in state.loads.unshared:
         prompt = Prompt(worker, tokens, match, now_ns, queue, local, limit)
         plan = _plan(state, prompt, rules_of(state).fetch, ttft)
         if plan is not None:
@@ -132,18 +135,25 @@ def _replicas(match: PrefixMatch, blocks: int, count: int, *but: str) -> list[st
     return list(islice(held, count))
 
 
-def copies_ns(state: State, cost: CostProfile, block_tokens: int, blocks: int) -> int:
-    """Price of `blocks` that another node holds and this one will; 0 under a policy that does not price copies.
+def reuse_of(state: State) -> Reuse:
+    """How much of all prompts was reused; nothing under a policy that does not price copies."""
+    counters = state.counters
+    if not counters.prompt_tokens or not rules_of(state).copies_priced:
+        return 0, 1
+    return counters.cached_local_tokens + counters.cached_fetched_tokens, counters.prompt_tokens
+
+
+def copies_ns(reuse: Reuse, cost: CostProfile, block_tokens: int, blocks: int) -> int:
+    """Price of `blocks` that another node holds and this one will.
 
     In a full pool they displace as many others, which would be reused as often as blocks are on average, each time in
     place of computing them.
     """
-    counters = state.counters
-    if blocks <= 0 or not counters.prompt_tokens or not rules_of(state).copies_priced:
+    if blocks <= 0:
         return 0
-    reused = counters.cached_local_tokens + counters.cached_fetched_tokens
+    reused, of_tokens = reuse
     block_ns = cost.prefill_per_token_ps * block_tokens // 1_000
-    return blocks * block_ns * reused // counters.prompt_tokens
+    return blocks * block_ns * reused // of_tokens
 
 
 def prefill_fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:
@@ -197,8 +207,14 @@ def decode_candidate_of(
     """
     blocks = -(-context_tokens // worker.block_tokens) if worker.block_bytes else 0
     sequences = len(worker.orders)
-    rows = [*rows_of(state, worker), Row(context_tokens, list(loans), list(cache))]
+    # Where attention elsewhere has no price, rows make no difference to that of a step.
+    rows: list[Row] = []
+    if worker.priced:
+        rows = [*rows_of(state, worker), Row(context_tokens, list(loans), list(cache))]
     price = step_price(state, worker, sequences + 1, worker.context_tokens + context_tokens, rows)
+    room = has_room(worker, sequences, worker.reserved_blocks, blocks)
+    kept = state.claimed_blocks(worker.worker_id)
+    kept_back = kept > 0 and not has_room(worker, sequences, worker.reserved_blocks + kept, blocks)
     return DecodeCandidate(
         worker_id=worker.worker_id,
         node_id=worker.node_id,
@@ -209,7 +225,8 @@ def decode_candidate_of(
         cache=list(cache),
         blocks=blocks,
         reserved_blocks=worker.reserved_blocks,
-        room=has_room(worker, sequences, worker.reserved_blocks, blocks),
+        room=room and not kept_back,
+        kept_back=kept_back,
         prefix_blocks=match.held.get(worker.node_id, 0),
         sequences=sequences,
         full=sequences - worker.batch_max >= state.policy.queued_max_per_worker,
@@ -224,7 +241,7 @@ def _borrowing_candidate(
     blocks = -(-(request.prompt_tokens + request.max_tokens) // worker.block_tokens)
     blocks -= sum(loan_blocks(worker, loan) for loan in loans)
     candidate = decode_candidate_of(state, worker, match, context_tokens, loans=loans)
-    return msgspec.structs.replace(candidate, blocks=blocks, room=room)
+    return msgspec.structs.replace(candidate, blocks=blocks, room=room, kept_back=False)
 
 
 def _elsewhere_candidates(
@@ -237,7 +254,9 @@ def _elsewhere_candidates(
         elif (found := places_for(state, worker, request)) is not None:
             room = found.room and len(worker.orders) < worker.batch_max
             candidate = decode_candidate_of(state, worker, match, context, cache=found.places)
-            yield msgspec.structs.replace(candidate, blocks=0, room=room, cache_blocks=found.blocks)
+            yield msgspec.structs.replace(
+                candidate, blocks=0, room=room, kept_back=False, cache_blocks=found.blocks
+            )
 
 
 def decode_fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:

@@ -101,7 +101,9 @@ def plan_as_printed(state: State, prompt: Prompt) -> FetchPlan | None:
     """
     worker = prompt.worker
     local = min(prompt.match.held.get(worker.node_id, 0), prompt.limit)
-    source = next(prompt.match.sources())
+    source = next(prompt.match.sources(), None)
+    if source is None:
+        return None  # all holders keep their blocks to themselves
     blocks = min(source.blocks, prompt.limit)
     if source.node_id == worker.node_id or blocks * 100 <= local * state.policy.fetch_threshold_percent:
         dram = prompt.match.dram.get(worker.node_id, 0)

@@ -31,8 +31,19 @@ class Borrowing(NamedTuple):
     room: bool
 
 
-def borrowings(state: State, request: RequestArrived, *, avoid: Sequence[str] = ()) -> Iterator[Borrowing]:
-    """One for each decode worker that could take the request with the help of others, by id."""
+def borrowings(
+    state: State,
+    request: RequestArrived,
+    *,
+    avoid: Sequence[str] = (),
+    free: BlocksOf | None = None,
+    joined: Callable[[WorkerRecord], int] = lambda worker: len(worker.orders),
+) -> Iterator[Borrowing]:
+    """One for each decode worker that could take the request with the help of others, by id.
+
+    `free` and `joined`: blocks that a worker has to give, and requests in its batch; as they are now.
+    """
+    free = free or _free_blocks
     lenders = [
         worker
         for worker in state.workers.values()
@@ -48,11 +59,11 @@ def borrowings(state: State, request: RequestArrived, *, avoid: Sequence[str] = 
         others = [one for one in helpers if one is not worker and one.layout == worker.layout]
         quick = [one for one in others if slow_mark(state, one) is None]
         loans = None
-        if len(worker.orders) < worker.batch_max:
+        if joined(worker) < worker.batch_max:
             # Slow ones only where the others have no room now.
-            loans = _loans(worker, quick, request, tokens, _free_blocks)
+            loans = _loans(worker, quick, request, tokens, free)
             if loans is None and len(quick) < len(others):
-                loans = _loans(worker, others, request, tokens, _free_blocks)
+                loans = _loans(worker, others, request, tokens, free)
         room = loans is not None
         if loans is None:
             loans = _loans(worker, others, request, tokens, lambda one: one.kv_blocks)

@@ -12,6 +12,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from halfmoon.schemas.decisions import CachePlace, Fetch, LayerStage, Loan
+from halfmoon.schemas.similar import Reference
 
 
 class Candidate(msgspec.Struct, kw_only=True):
@@ -47,6 +48,8 @@ class Candidate(msgspec.Struct, kw_only=True):
     stages: list[LayerStage] = []
     chunk_tokens: int = 0
     group_ns: list[int] = []
+    #: A similar prompt whose KV stands in; None: all is computed.
+    reference: Reference | None = None
 
 
 class DecodeCandidate(msgspec.Struct, kw_only=True):
@@ -70,6 +73,8 @@ class DecodeCandidate(msgspec.Struct, kw_only=True):
     #: Of `tbt_ns`, what waits for attention elsewhere; in how many groups the batch takes turns (0: it does not).
     waits_ns: int = 0
     groups: int = 0
+    #: It has no room beside what is kept there for a request that waits for it.
+    kept_back: bool = False
 
     @property
     def needs_others(self) -> bool:

@@ -81,7 +81,14 @@ def _candidate_of(
             prefill, prefill_ns=prefill.prefill_ns + beside_ns, ttft_ns=prefill.ttft_ns + beside_ns
         )
     if worker.orders:
-        chunk_ns = worker.cost.prefill_ns(chunk_tokens(worker, len(worker.orders)), 0)
+        chunk = chunk_tokens(worker, len(worker.orders))
+        if state.policy.mixed_chunks_bound:
+            # Prompts to come are taken to be like those that are there.
+            there = [
+                state.requests[state.orders[each].request_id].event.prompt_tokens for each in worker.orders
+            ]
+            chunk = min(chunk, max(request.prompt_tokens, *there))
+        chunk_ns = worker.cost.prefill_ns(chunk, 0)
         decode = msgspec.structs.replace(decode, tbt_ns=decode.tbt_ns + chunk_ns)
     return MixedCandidate(prefill=prefill, decode=decode)
 

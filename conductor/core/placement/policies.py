@@ -4,6 +4,9 @@ To add a policy, add an entry here and its name to `schemas.policy.PolicyName`: 
 explanation all read this table. Every choice is a total order that ends in an id, so that it does not depend on the
 order of iteration.
 
+Other packages bring policies as plug-ins (docs/adding.md): `Plugin`s, which the process that runs the core installs
+before it begins. The policy in force names one with its version, so the log does too.
+
 Source: Mooncake (FAST'25), Algorithm 1 (`mooncake`, `halfmoon`), and its baselines; `dynamo` is the published cost of
 NVIDIA Dynamo's KV router.
 """
@@ -34,7 +37,7 @@ from halfmoon.conductor.core.placement.measures import (
 )
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Half
-from halfmoon.schemas.policy import PolicyName
+from halfmoon.schemas.policy import Policy, PolicyName
 
 #: `cheapest`: any part of the prefix, from whichever holder gives the earliest first token. `as_printed`: all of the
 #: longest prefix, as in the paper. `local_only`: nothing moves between nodes.
@@ -95,9 +98,53 @@ POLICIES: dict[PolicyName, PolicyRules] = {
 }
 
 
+class Plugin(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy of another package. Its measures are pure functions of a candidate, in whole numbers.
+
+    Equal names and versions choose alike, for ever: a log is replayed by them. Who changes a choice changes `version`.
+    """
+
+    name: str
+    version: str
+    rules: PolicyRules
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+class PluginMissing(ValueError):
+    """The policy in force is a plug-in that is not installed here: without it nothing can be decided as it decides."""
+
+
+_PLUGINS: dict[str, PolicyRules] = {}
+
+
+def install(plugin: Plugin) -> None:
+    """Makes it known to all cores of this process. For the process that runs them, before they begin."""
+    _PLUGINS[plugin.title] = plugin.rules
+
+
+def installed() -> list[str]:
+    """The titles of all plug-ins that are known here."""
+    return sorted(_PLUGINS)
+
+
+def check_installed(policy: Policy) -> None:
+    """Raises PluginMissing, which names it."""
+    if policy.plugin and policy.plugin not in _PLUGINS:
+        here = ", ".join(installed()) or "none"
+        raise PluginMissing(f"policy plugin {policy.plugin}: it is not installed here (installed: {here})")
+
+
+def rules_named(title: str) -> PolicyRules:
+    """The rules of a policy by its name, or of a plug-in by its title. Raises KeyError."""
+    return _PLUGINS[title] if "@" in title else POLICIES[title]  # type: ignore[index]
+
+
 def rules_of(state: State) -> PolicyRules:
     """The rules of the policy in force."""
-    return POLICIES[state.policy.name]
+    return _PLUGINS[state.policy.plugin] if state.policy.plugin else POLICIES[state.policy.name]
 
 
 def choose_prefill(state: State, found: Sequence[Candidate], draw: str) -> Candidate | None:
@@ -116,8 +163,8 @@ def choose_decode(state: State, found: Sequence[DecodeCandidate], draw: str) -> 
 def _choose(
     choice: Least[C] | InTurn | Drawn, half: Half, state: State, found: Sequence[C], draw: str
 ) -> C | None:
-    if not found:
-        return None
+    if len(found) < 2:
+        return found[0] if found else None
     match choice:
         case Least():
             return min(found, key=choice.rank)

@@ -38,12 +38,14 @@ class PrefixMatch:
         self._state, self._runs, self._now_ns = state, runs, now_ns
 
     def sources(self, more_than: int = 0) -> Iterator[FetchSource]:
-        """Holders of more than `more_than` blocks, longest prefix first, then by id."""
+        """Holders of more than `more_than` blocks that others can read, longest prefix first, then by id."""
+        unshared = self._state.loads.unshared
         for blocks, nodes in self._runs:
             if blocks <= more_than:
                 return
             for node_id in nodes:
-                yield self._source(node_id, blocks)
+                if node_id not in unshared:
+                    yield self._source(node_id, blocks)
 
     def undominated_sources(
         self, measured: Mapping[str, Link] | None, more_than: int
@@ -58,11 +60,14 @@ class PrefixMatch:
         # On an unmeasured link every idle holder costs the same, so only the first needs to be tried. That matters:
         # the first block of a common system prompt may be everywhere.
         idle_seen = False
+        unshared = self._state.loads.unshared
         for blocks, nodes in self._runs:
             if blocks <= more_than:
                 return
             last_id = ""
             for node_id in nodes if not idle_seen else ():
+                if node_id in unshared:
+                    continue
                 yield self._source(node_id, blocks)
                 last_id = node_id
                 idle_seen = node_id not in measured and node_id not in self._state.leaving
@@ -70,7 +75,8 @@ class PrefixMatch:
                     break
             # A measured link may be faster than expected, so those are tried in any case.
             for node_id in sorted(measured):
-                if node_id > last_id and self.held.get(node_id) == blocks:
+                held = self.held.get(node_id) == blocks and node_id not in unshared
+                if held and node_id > last_id:
                     yield self._source(node_id, blocks)
 
     def _source(self, node_id: str, blocks: int) -> FetchSource:
@@ -82,15 +88,20 @@ def match_prefix(state: State, request: RequestArrived, now_ns: int) -> PrefixMa
     """The longest prefix that each readable node holds; suspected nodes count as holding nothing."""
     blocks_max = len(request.block_keys) // KEY_BYTES
     index = state.index
-    runs = index.runs(request.block_keys, blocks_max)
-    if runs and now_ns < state.loads.suspected_until_ns:
-        runs = [
-            (blocks, [node for node in nodes if not _suspected(state, node, now_ns)])
-            for blocks, nodes in runs
-        ]
-        runs = [(blocks, nodes) for blocks, nodes in runs if nodes]
+    runs = readable_runs(state, request.block_keys, now_ns)
     dram_runs = index.runs(request.block_keys, blocks_max, dram_only=True) if index.has_ssd else runs
     return PrefixMatch(state, runs, dram_runs, now_ns)
+
+
+def readable_runs(state: State, block_keys: bytes, now_ns: int) -> Runs:
+    """Runs from the first block on, in any tier, at nodes that are not suspected."""
+    runs = state.index.runs(block_keys, len(block_keys) // KEY_BYTES)
+    if not runs or now_ns >= state.loads.suspected_until_ns:
+        return runs
+    runs = [
+        (blocks, [node for node in nodes if not _suspected(state, node, now_ns)]) for blocks, nodes in runs
+    ]
+    return [(blocks, nodes) for blocks, nodes in runs if nodes]
 
 
 def transfers_leaving(state: State, node_id: str, now_ns: int) -> int:

@@ -50,13 +50,15 @@ def step_price(
     state: State, worker: WorkerRecord, sequences: int, context_tokens: int, rows: Iterable[Row]
 ) -> StepPrice:
     """One step of so many sequences, with `context_tokens` in all, of which `rows` are those that count."""
-    if worker.priced and worker.cache_elsewhere:
+    if not worker.priced:
+        return StepPrice(worker.cost.step_ns(sequences, context_tokens))
+    if worker.cache_elsewhere:
         step = step_elsewhere(state, worker, list(rows))
         if step is not None:
             groups = worker.decode_groups or step.groups
             ns = step.ns(groups) * worker.elsewhere_permille // 1_000
             return StepPrice(ns, max(0, ns - step.cost.linear_ns(groups, step.rows)), groups)
-    elif worker.priced:
+    else:
         away, waits_ns = lent_price(state, worker, context_tokens, rows)
         return StepPrice(worker.cost.step_ns(sequences, context_tokens - away) + waits_ns, waits_ns)
     return StepPrice(worker.cost.step_ns(sequences, context_tokens))

@@ -20,9 +20,11 @@ from halfmoon.conductor.core.state.records import (
     FrontendRecord,
     Order,
     Request,
+    RoomClaim,
     StoreRecord,
     WorkerRecord,
 )
+from halfmoon.conductor.core.state.similar_index import SimilarIndex
 from halfmoon.schemas.policy import Policy
 
 #: How many ended requests are remembered, so that a repeated `RequestArrived` starts nothing.
@@ -68,9 +70,13 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     answers: dict[int, Answers] = {}
     #: Worker that each pool's round robin chose last.
     round_robin: dict[str, str] = {}
+    similar: SimilarIndex = msgspec.field(default_factory=SimilarIndex)
     offered: Offered = msgspec.field(default_factory=Offered)
     demand: Demand = msgspec.field(default_factory=Demand)
     counters: Counters = msgspec.field(default_factory=Counters)
+    #: Of `parked`, those who wait for room, in the order in which they are to get it; and what is kept for the first.
+    line: dict[str, bool] = {}
+    claim: RoomClaim | None = None
 
     @property
     def server_ns(self) -> int:
@@ -86,7 +92,11 @@ class State(msgspec.Struct, kw_only=True, dict=True):
         ready = [worker for worker in self.workers.values() if self.takes_orders(worker)]
         indexes = LoadIndexes(ready, self.stores.values(), self.links, self.pool_tokens)
         for worker in self.workers.values():
-            indexes.on_host.setdefault(self.host(worker), []).append(worker)
+            host = self.host(worker)
+            indexes.on_host.setdefault(host, []).append(worker)
+            if worker.learns and worker.role in ("prefill", "mixed"):
+                indexes.corrected_on.setdefault(host, []).append(worker)
+            indexes.lending |= worker.lends
         return indexes
 
     def host(self, worker: WorkerRecord) -> str:
@@ -104,6 +114,10 @@ class State(msgspec.Struct, kw_only=True, dict=True):
         if store is None or not self.policy.pools_bound or worker.block_bytes == 0:
             return UNBOUND_TOKENS
         return store.slots * worker.block_tokens
+
+    def claimed_blocks(self, worker_id: str) -> int:
+        """Blocks of a worker that are kept for a request that waits for room."""
+        return self.claim.blocks.get(worker_id, 0) if self.claim is not None else 0
 
     def members_changed(self) -> None:
         """Call after a worker or a store agent joined, drains, is suspected or left, and after the policy changed:

@@ -65,19 +65,39 @@ def _first_fit(coefficients: tuple[float, float, float], typical: tuple[float, f
 
 def _observe(fit: Fit, features: tuple[float, float, float], seen_ns: int) -> bool:
     """Learn from one measurement; False (and nothing learned) when it or what it leads to makes no sense."""
-    x = [f * s for f, s in zip(features, fit.scale, strict=True)]
-    w, p = fit.weights, fit.covariance
-    predicted = x[0] * w[0] + x[1] * w[1] + x[2] * w[2]
+    # Written out: every prefill comes here, and loops over three would take twice as long.
+    f0, f1, f2 = features
+    s0, s1, s2 = fit.scale
+    x0, x1, x2 = f0 * s0, f1 * s1, f2 * s2
+    w0, w1, w2 = fit.weights
+    p00, p01, p02, p10, p11, p12, p20, p21, p22 = fit.covariance
+    predicted = x0 * w0 + x1 * w1 + x2 * w2
     seen = float(seen_ns)
     if seen <= 0.0:
         return False
     if predicted > 0.0:
         seen = min(max(seen, predicted / OUTLIER), predicted * OUTLIER)
-    px = [p[3 * i] * x[0] + p[3 * i + 1] * x[1] + p[3 * i + 2] * x[2] for i in range(3)]
-    spread = (NOISE * seen) * (NOISE * seen) + x[0] * px[0] + x[1] * px[1] + x[2] * px[2]
+    y0 = p00 * x0 + p01 * x1 + p02 * x2
+    y1 = p10 * x0 + p11 * x1 + p12 * x2
+    y2 = p20 * x0 + p21 * x1 + p22 * x2
+    spread = (NOISE * seen) * (NOISE * seen) + x0 * y0 + x1 * y1 + x2 * y2
     error = seen - predicted
-    weights = [max(0.0, w[i] + px[i] / spread * error) for i in range(3)]
-    covariance = [p[3 * i + j] - px[i] * px[j] / spread for i in range(3) for j in range(3)]
+    weights = [
+        max(0.0, w0 + y0 / spread * error),
+        max(0.0, w1 + y1 / spread * error),
+        max(0.0, w2 + y2 / spread * error),
+    ]
+    covariance = [
+        p00 - y0 * y0 / spread,
+        p01 - y0 * y1 / spread,
+        p02 - y0 * y2 / spread,
+        p10 - y1 * y0 / spread,
+        p11 - y1 * y1 / spread,
+        p12 - y1 * y2 / spread,
+        p20 - y2 * y0 / spread,
+        p21 - y2 * y1 / spread,
+        p22 - y2 * y2 / spread,
+    ]
     for i in range(3):
         if not (0.0 <= weights[i] < 1e6 and 0.0 <= covariance[4 * i] < 1e6):
             return False  # also what is not a number
@@ -135,7 +155,8 @@ def refit_decode(
 
 
 def _coefficients(fit: Fit) -> list[float]:
-    return [w * s for w, s in zip(fit.weights, fit.scale, strict=True)]
+    (w0, w1, w2), (s0, s1, s2) = fit.weights, fit.scale
+    return [w0 * s0, w1 * s1, w2 * s2]
 
 
 def _whole(value: float) -> int:

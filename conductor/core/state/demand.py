@@ -5,6 +5,7 @@ Kept in looks of a second, so that the oldest can be forgotten. Times are ns of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -43,8 +44,9 @@ class Advice(msgspec.Struct):
 class Demand(msgspec.Struct, kw_only=True):
     """See the module."""
 
-    #: Oldest first; none of nothing.
+    #: Oldest first; none of nothing. Of the two pools, and of mixed workers.
     looks: list[Look] = []
+    mixed_looks: list[Look] = []
     #: The role that wants workers, and since when without a pause.
     wants: WorkerRole | Literal[""] = ""
     wants_since_ns: int = 0
@@ -55,7 +57,7 @@ class Demand(msgspec.Struct, kw_only=True):
 
 
 def learn_demand(
-    demand: Demand,
+    looks: list[Look],
     now_ns: int,
     window_ns: int,
     *,
@@ -65,32 +67,34 @@ def learn_demand(
     decode_refused: bool,
 ) -> None:
     """Call it for each request that arrives."""
-    looks = demand.looks
     if not looks or now_ns - looks[-1].begun_ns >= LOOK_NS:
-        forget_demand(demand, now_ns, window_ns)
+        forget_demand(looks, now_ns, window_ns)
         looks.append(Look(now_ns))
     look = looks[-1]
     look.requests += 1
     look.decode_refused += decode_refused
     # A worker may announce any cost, and a request any length: the sums stay what a snapshot can hold.
-    look.prefill_ns = min(look.prefill_ns + prefill_ns, INT_MAX)
-    look.answer_tokens = min(look.answer_tokens + answer_tokens, INT_MAX)
-    context_steps = answer_tokens * (prompt_tokens + answer_tokens // 2)
-    look.context_steps = min(look.context_steps + context_steps, INT_MAX)
-    reserved_steps = answer_tokens * (prompt_tokens + answer_tokens)
-    look.reserved_steps = min(look.reserved_steps + reserved_steps, INT_MAX)
+    look.prefill_ns += prefill_ns
+    look.answer_tokens += answer_tokens
+    look.context_steps += answer_tokens * (prompt_tokens + answer_tokens // 2)
+    look.reserved_steps += answer_tokens * (prompt_tokens + answer_tokens)
+    if look.prefill_ns > INT_MAX or look.answer_tokens > INT_MAX or look.reserved_steps > INT_MAX:
+        look.prefill_ns = min(look.prefill_ns, INT_MAX)
+        look.answer_tokens = min(look.answer_tokens, INT_MAX)
+        look.context_steps = min(look.context_steps, INT_MAX)
+        look.reserved_steps = min(look.reserved_steps, INT_MAX)
 
 
-def forget_demand(demand: Demand, now_ns: int, window_ns: int) -> None:
+def forget_demand(looks: list[Look], now_ns: int, window_ns: int) -> None:
     """Only the looks of the last `window_ns` stay."""
-    while demand.looks and now_ns - demand.looks[0].begun_ns >= window_ns:
-        del demand.looks[0]
+    while looks and now_ns - looks[0].begun_ns >= window_ns:
+        del looks[0]
 
 
-def demand_of(demand: Demand, now_ns: int, window_ns: int) -> Look:
+def demand_of(looks: Sequence[Look], now_ns: int, window_ns: int) -> Look:
     """The sum of the last `window_ns`."""
     whole = Look(now_ns - window_ns)
-    for look in demand.looks:
+    for look in looks:
         if now_ns - look.begun_ns < window_ns:
             whole.requests += look.requests
             whole.decode_refused += look.decode_refused

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Mapping
-from operator import le
-from typing import Generic, NamedTuple, TypeVar, assert_never
-
-import msgspec
+from operator import attrgetter, le
+from typing import Generic, NamedTuple, TypeVar
 
 from halfmoon.conductor.core.state.cost import LINK_STALE_NS, Link
 from halfmoon.conductor.core.state.records import StoreRecord, WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import WORKER_ROLES, WorkerRole
 
+#: The parts of a cost that `LoadIndex.least` and `most` bound: the first six.
+_PREFILL_AND_STEP = attrgetter(*CostProfile.__struct_fields__[:6])
+#: After so many refits of each worker the bounds are computed anew, from all: a refit costs little more then.
+_REFITS_KEPT = 4
 #: KV blocks that are free where there is no KV.
 NO_KV_BLOCKS = 2**62
 
@@ -50,6 +52,8 @@ class LoadIndex(Generic[Row]):
 
     __slots__ = (
         "_changes",
+        "_least",
+        "_most",
         "_places",
         "_row",
         "block_tokens",
@@ -90,26 +94,33 @@ class LoadIndex(Generic[Row]):
         self._bound_costs()
 
     def _bound_costs(self) -> None:
-        """No worker's cost is below `least` or above `most` in any of its parts."""
+        """No worker's cost of a prefill or a step is below `least` or above `most` in any of its parts."""
         self.least = self.most = self.workers[0].cost if self.workers else CostProfile()
+        # Kept as they are compared, too: every refit compares, and picking their parts out takes longer than that.
+        self._least: tuple[int, ...] = _PREFILL_AND_STEP(self.least)
+        self._most = self._least
         self._changes = 0
         for worker in self.workers:
             self._include(worker.cost)
 
     def _include(self, cost: CostProfile) -> None:
-        least, own, most = map(msgspec.structs.astuple, (self.least, cost, self.most))
-        if not all(map(le, least, own)):
-            self.least = CostProfile(*map(min, least, own))
-        if not all(map(le, own, most)):
-            self.most = CostProfile(*map(max, most, own))
+        own = _PREFILL_AND_STEP(cost)
+        if not all(map(le, self._least, own)):
+            self._least = tuple(map(min, self._least, own))
+            self.least = CostProfile(*self._least)
+        if not all(map(le, own, self._most)):
+            self._most = tuple(map(max, self._most, own))
+            self.most = CostProfile(*self._most)
 
     def changed(self, worker: WorkerRecord) -> None:
         place = self._places.get(worker.worker_id)
-        if place is not None:
-            load, self.rows[place] = self.rows[place][0], self._row(worker)
-            if self.rows[place][0] != load:
-                del self.by_load[bisect_left(self.by_load, (load, place))]
-                insort(self.by_load, (self.rows[place][0], place))
+        if place is None:
+            return
+        row = self._row(worker)
+        load, self.rows[place] = self.rows[place][0], row
+        if row[0] != load:
+            del self.by_load[bisect_left(self.by_load, (load, place))]
+            insort(self.by_load, (row[0], place))
 
     def up_to(self, load: int) -> list[tuple[int, int]]:
         """The part of `by_load` whose load is at most `load`."""
@@ -120,7 +131,7 @@ class LoadIndex(Generic[Row]):
         self._include(worker.cost)
         self._changes += 1
         # Including a cost only widens the bounds: computed again now and then, they stay close.
-        if self._changes > len(self.workers):
+        if self._changes > _REFITS_KEPT * len(self.workers):
             self._bound_costs()
 
 
@@ -129,14 +140,18 @@ class LoadIndexes:
 
     __slots__ = (
         "_links",
+        "_of_role",
         "attention",
+        "corrected_on",
         "decode",
         "lenders",
+        "lending",
         "mixed",
         "on_host",
         "prefill",
         "priced",
         "suspected_until_ns",
+        "unshared",
     )
 
     def __init__(
@@ -146,7 +161,7 @@ class LoadIndexes:
         links: Mapping[str, Mapping[str, Link]],
         pool_tokens: Callable[[WorkerRecord], int],
     ) -> None:
-        every = list(workers)
+        every, nodes = list(workers), list(stores)
         self.prefill = LoadIndex[PrefillRow](
             [worker for worker in every if worker.role == "prefill"], prefill_row, pool_tokens
         )
@@ -159,8 +174,17 @@ class LoadIndexes:
         self.mixed = LoadIndex[DecodeRow](
             [worker for worker in every if worker.role == "mixed"], decode_row, pool_tokens
         )
+        self._of_role: dict[WorkerRole, LoadIndex[PrefillRow] | LoadIndex[DecodeRow]] = {
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "attention": self.attention,
+            "mixed": self.mixed,
+        }
+        assert sorted(self._of_role) == sorted(WORKER_ROLES), "a role without an index"
         #: No store agent is suspected at or after this time.
-        self.suspected_until_ns = max((store.suspected_until_ns for store in stores), default=0)
+        self.suspected_until_ns = max((store.suspected_until_ns for store in nodes), default=0)
+        #: Nodes whose blocks are of use there alone, and that take no others'.
+        self.unshared = {store.node_id: True for store in nodes if not store.shares}
         #: How many decode workers lend.
         self.lenders = sum(one.lends and one.layout.segment_tokens > 0 for one in self.decode.workers)
         #: Some decode worker's step may wait for attention elsewhere, by its price.
@@ -168,6 +192,10 @@ class LoadIndexes:
 
         #: All workers of a host, those too that take no orders.
         self.on_host: dict[str, list[WorkerRecord]] = {}
+        #: Of these, those whose prefills are corrected by how many of the others are busy.
+        self.corrected_on: dict[str, list[WorkerRecord]] = {}
+        #: Some worker lends, though it may take no orders.
+        self.lending = False
         #: By destination and source; the one measured longest ago first.
         self._links = {
             destination: dict(sorted(sources.items(), key=lambda one: one[1].measured_ns))
@@ -193,24 +221,11 @@ class LoadIndexes:
 
     def changed(self, worker: WorkerRecord) -> None:
         """Call after the worker's load has changed."""
-        self._index_of(worker.role).changed(worker)
+        self._of_role[worker.role].changed(worker)
 
     def refitted(self, worker: WorkerRecord) -> None:
         """Call after the worker's cost has changed."""
-        self._index_of(worker.role).refitted(worker)
-
-    def _index_of(self, role: WorkerRole) -> LoadIndex[PrefillRow] | LoadIndex[DecodeRow]:
-        match role:
-            case "prefill":
-                return self.prefill
-            case "decode":
-                return self.decode
-            case "attention":
-                return self.attention
-            case "mixed":
-                return self.mixed
-            case _:
-                assert_never(role)
+        self._of_role[worker.role].refitted(worker)
 
 
 def queue_ns(worker: WorkerRecord, now_ns: int) -> int:
@@ -224,11 +239,12 @@ def queue_ns(worker: WorkerRecord, now_ns: int) -> int:
 
 
 def prefill_row(worker: WorkerRecord) -> PrefillRow:
-    free_ns = behind_ns = 0
-    if worker.orders:
-        free_ns = worker.head_since_ns + worker.reserved_ns
-        behind_ns = worker.reserved_ns - worker.orders[next(iter(worker.orders))]
-    return PrefillRow(free_ns, behind_ns, len(worker.orders))
+    orders = worker.orders
+    if not orders:
+        return PrefillRow(0, 0, 0)
+    reserved_ns = worker.reserved_ns
+    behind_ns = reserved_ns - orders[next(iter(orders))]
+    return PrefillRow(worker.head_since_ns + reserved_ns, behind_ns, len(orders))
 
 
 def decode_row(worker: WorkerRecord) -> DecodeRow:

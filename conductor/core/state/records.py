@@ -101,9 +101,10 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     elsewhere_permille: int = 1_000
     #: When a prefill or a step last taught what it takes; 0: none did since it joined.
     learned_ns: int = 0
-    #: Mixed: tokens of an iteration; those of `orders` whose prompt is to be computed yet, oldest first, with its time;
-    #: and the fit of that (`fit` is of decodes).
+    #: Mixed: tokens of an iteration, and its time (0: any); of `orders` those whose prompt is to be computed, oldest
+    #: first, with its time; and the fit of that (`fit` is of decodes).
     token_budget: int = 0
+    iteration_ns: int = 0
     prompts: dict[str, int] = {}
     prompt_fit: Fit | None = None
     #: Prefill: where it listens for workers whose prompts it computes some layers of, and bytes of a token between two.
@@ -148,6 +149,8 @@ class StoreRecord(msgspec.Struct, kw_only=True):
     host: str
     slots: int
     last_seen_ns: int
+    #: Blocks move between it and other nodes.
+    shares: bool = True
     suspected_until_ns: int = 0
     #: Parts of the inventory that were counted.
     parts_seen: dict[int, bool] = {}
@@ -175,6 +178,18 @@ class Request(msgspec.Struct, kw_only=True):
     order_id: str = ""
     #: Workers that failed it: taken again only when there is no other.
     avoid: list[str] = []
+
+
+class RoomClaim(msgspec.Struct, kw_only=True):
+    """Room that the first of those who wait for it is to get: who comes later leaves it free."""
+
+    request_id: str
+    #: Who is to decode, and blocks that it and others are to hold.
+    worker_id: str
+    blocks: dict[str, int]
+    since_ns: int
+    #: When enough was expected to have ended, the day that the claim was made. It never moves.
+    at_ns: int
 
 
 class PendingMove(msgspec.Struct, kw_only=True):
@@ -232,6 +247,8 @@ class Order(msgspec.Struct, kw_only=True):
     #: Who computes which layers of the prompt, the prefill worker the last ones; and which of the others do so yet.
     stages: list[LayerStage] = []
     staged: list[str] = []
+    #: KV of a similar prompt is to stand in for some of its own.
+    similar: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -258,6 +275,15 @@ class Counters(msgspec.Struct, kw_only=True):
     moves_refused: int = 0
     moved_tokens: int = 0
     moved_bytes: int = 0
+    #: Prompts given to a group of prefill workers (again counts), by its workers.
+    grouped: dict[int, int] = {}
+    #: Of these, taken back before the prompt was computed: a member died or failed, or the client went.
+    groups_broken: int = 0
+    #: Prompts for part of which KV of a similar one stood in, the tokens of those parts, and how many of them that was
+    #: to compute all the same (token-layers over layers).
+    similar_requests: int = 0
+    similar_tokens: int = 0
+    similar_computed_tokens: int = 0
 
 
 def splits_of(orders: Iterable[Order]) -> dict[CacheSplit, int]:

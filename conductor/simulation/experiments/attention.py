@@ -8,18 +8,18 @@ from math import log, sqrt
 
 import msgspec
 
-from halfmoon.conductor.simulation.attention_pipeline import (
+from halfmoon.conductor.simulation.devices import DEVICES, MODELS, Deployment, degrees_of_parallelism
+from halfmoon.conductor.simulation.experiments.runner import Context, Section
+from halfmoon.conductor.simulation.plots import bars
+from halfmoon.conductor.simulation.report import Objectives, PoolFigures
+from halfmoon.conductor.simulation.systems.attention_pipeline import (
     LayerTimes,
     Pipeline,
     Use,
     bubbles_ns,
     conflicts,
 )
-from halfmoon.conductor.simulation.devices import DEVICES, MODELS, Deployment, degrees_of_parallelism
-from halfmoon.conductor.simulation.experiments.runner import Context, Section
-from halfmoon.conductor.simulation.lamina import simulate_lamina
-from halfmoon.conductor.simulation.plots import bars
-from halfmoon.conductor.simulation.report import Objectives, PoolFigures
+from halfmoon.conductor.simulation.systems.lamina import simulate_lamina
 from halfmoon.conductor.simulation.trace import Arrival
 
 #: Lamina's configurations: model, model and attention devices (H100, H20), and the baseline's H100.

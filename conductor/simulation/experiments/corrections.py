@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.experiments.runner import Context, S, Section
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 #: That of a live cluster.

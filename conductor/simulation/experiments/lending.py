@@ -8,10 +8,10 @@ from math import log, sqrt
 import msgspec
 
 from halfmoon.conductor.simulation.experiments.runner import Context, Section
-from halfmoon.conductor.simulation.infinite_llm import NOBODY_LENDS, Lending, simulate_infinite_llm
 from halfmoon.conductor.simulation.plots import curves
 from halfmoon.conductor.simulation.profiles import LLAMA2_TWO_A100
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
+from halfmoon.conductor.simulation.systems.infinite_llm import NOBODY_LENDS, Lending, simulate_infinite_llm
 from halfmoon.conductor.simulation.trace import Arrival
 
 PROFILE = LLAMA2_TWO_A100

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.experiments.runner import MS, Context, S, Section
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.plots import curves, loads
 from halfmoon.conductor.simulation.profiles import LLAMA2_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("late", "early", "predicted")

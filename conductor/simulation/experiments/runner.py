@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from halfmoon.conductor.simulation.capacity import Runs
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800, Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
-from halfmoon.conductor.simulation.systems import run_system
+from halfmoon.conductor.simulation.systems.by_name import run_system
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 
 S, MS = 1_000_000_000, 1_000_000
@@ -63,9 +63,7 @@ class Context:
     ) -> SimulationReport:
         slo = slo or Objectives(ttft_ns=30 * S, tbt_ns=100 * MS)
         cluster = cluster or ClusterShape(prefill=8, decode=8)
-        self.say(
-            f"  {system} {policy} {admission} {cluster.prefill}+{cluster.decode} speed {speed:g} seed {seed}"
-        )
+        self.say(f"  {system} {policy} {admission} {cluster.workers} speed {speed:g} seed {seed}")
         report = run_system(
             system,
             self.arrivals if arrivals is None else arrivals,
@@ -77,6 +75,7 @@ class Context:
                 tbt_slo_ns=slo.tbt_ns,
                 elastic="on" if elastic else "off",
                 prefill_group=prefill_group,
+                mixed_chunks_bound=True,
             ),
             profile,
             seed=seed,

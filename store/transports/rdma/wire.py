@@ -122,7 +122,7 @@ def messages(items: Sequence[Slice], layer_block_bytes: int) -> Iterator[list[Sl
             if message and (held + layers > most or len(message) == RUNS_PER_MESSAGE):
                 yield message
                 message, held = [], 0
-            message.append(Slice(item.local_slot, item.remote_slot, first, layers))
+            message.append(item._replace(first_layer=first, layers=layers))
             held += layers
     if message:
         yield message

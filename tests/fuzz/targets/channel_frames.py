@@ -28,7 +28,7 @@ from halfmoon.store.errors import ChannelLost
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import mutated_bytes
 
-TEST_INPUTS = 25
+TEST_INPUTS = 15
 DEADLINE_S = 20.0
 TIMEOUT_S = 0.1
 #: What the serving end has room for.

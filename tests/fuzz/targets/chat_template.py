@@ -16,7 +16,7 @@ from halfmoon.workers.model.text.chat_template import ChatTemplate, ChatTemplate
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import mutated_bytes
 
-TEST_INPUTS = 150
+TEST_INPUTS = 60
 INPUTS_MEANT = 150_000
 DEADLINE_S = 20.0
 #: CPU time of one rendering here; what one step may take beside it.

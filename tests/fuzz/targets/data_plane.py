@@ -28,7 +28,7 @@ from halfmoon.store.transports.tcp.service import Caller, TcpService
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import VALUES, mutated_bytes, mutated_json
 
-TEST_INPUTS = 1500
+TEST_INPUTS = 700
 INPUTS_MEANT = 900_000
 SECRET = "the cluster's secret"
 SLOTS, LAYERS, LAYER_BYTES = 6, 3, 256

@@ -15,7 +15,7 @@ from tests.fuzz.targets.api_bodies import valid_body
 __all__ = ["DEADLINE_S", "TEST_INPUTS", "make", "playing"]
 
 DEADLINE_S = 60.0
-TEST_INPUTS = 150
+TEST_INPUTS = 60
 INPUTS_MEANT = 200_000
 _POSTED = ("/v1/completions", "/v1/chat/completions", "/tokenize")
 _GOT = ("/v1/models", "/health", "/ready", "/metrics", "/version", "/status", "/", "/page/app.js", "/page/stream",

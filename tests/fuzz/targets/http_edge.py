@@ -26,19 +26,19 @@ from halfmoon.schemas.events import Event, RequestArrived
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.status import ConductorStatus
-from halfmoon.schemas.tokens import Delivery, TokensSampled
+from halfmoon.schemas.tokens import Delivery, TakeReply, TakeRequest, TokensSampled
 from halfmoon.schemas.view import ClusterView
 from halfmoon.workers.frontend import cluster_status
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
 from halfmoon.workers.model.text.tokenizer import Tokenizer
-from tests.frontend.frontend_double import LAYOUT, MODEL, TIMING
+from tests.frontend.frontend_double import LAYOUT, MODEL, TIMING, scored
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.http_player import LAST, PAGE_STREAM, judged
 from tests.fuzz.targets import http, http_bytes
 from tests.fuzz.targets.nats_wire import sample
 
-TEST_INPUTS = 300
+TEST_INPUTS = 150
 INPUTS_MEANT = 1_200_000
 DEADLINE_S = 20.0
 FRONTEND = "f1"
@@ -47,6 +47,8 @@ SCRIPTS = ("whole", "whole", "whole", "whole", "rejected", "silent", "gap", "ano
 #: Rounds of the event loop after which nothing more comes of what was sent.
 QUIET_ROUNDS = 12
 ROUNDS_MAX = 5000
+#: Between two looks at a prompt that is with the threads that tokenize.
+PENDING_S = 0.0002
 
 
 def make(draw: random.Random) -> bytes:
@@ -147,7 +149,7 @@ class ScriptedBus:
             self._orders.put_nowait(Ordered(cause_seq=self._seq, position=0, decision=rejected))
         if self.script in ("rejected", "silent"):
             return
-        self.placed(
+        reply = self.placed(
             StartPrefill(
                 order_id=order_id, request_id=arrived.request_id, frontend_id=FRONTEND, worker_id="p1",
                 decode_worker_id="d1", decode_node_id="n2", prompt_tokens=arrived.prompt_tokens,
@@ -164,13 +166,15 @@ class ScriptedBus:
             request_id=arrived.request_id, order_id=order_id, index=first, tokens=tokens, finish_reason=ended,
             timing=None if first else TIMING,
         )  # fmt: skip
+        if first == 0 and not reply.gone:
+            delivery = scored(delivery, reply)
         worker = "d2" if self.script == "another's" else "d1"
         self._heard[subjects.tokens(FRONTEND, "*").removesuffix(".*")](
             TokensSampled(worker_id=worker, deliveries=[delivery])
         )
 
-    #: Told by the registry's own reader of placements, elsewhere.
-    placed: Callable[[StartPrefill], None]
+    #: The order is heard by the registry's own reader of placements, elsewhere; what the worker then takes.
+    placed: Callable[[StartPrefill], TakeReply]
 
 
 class Wire(asyncio.Transport):
@@ -229,8 +233,21 @@ class Edge:
         )
         self._frontend = Frontend(self.bus, config, Tokenizer.load(MODEL), LAYOUT)  # type: ignore[arg-type]
         self._registry = self._frontend.registry
-        registry = self._registry
-        self.bus.placed = lambda order: registry._on_placed(order, order.worker_id, order.decode_worker_id)
+        self.bus.placed = self._placed
+
+    def _placed(self, order: StartPrefill) -> TakeReply:
+        self._registry._on_placed(order, order.worker_id, order.decode_worker_id)
+        request = self._registry.requests.get(order.request_id)
+        if request is None:
+            return TakeReply(gone=True)
+        return request.take(
+            TakeRequest(
+                request_id=order.request_id,
+                order_id=order.order_id,
+                worker_id=order.decode_worker_id,
+                role="decode",
+            )
+        )
 
     async def start(self) -> None:
         await self._frontend.start()
@@ -272,7 +289,7 @@ class Edge:
         quiet = 0
         while quiet < QUIET_ROUNDS and not wire.closed and PAGE_STREAM not in wire.received:
             count = len(wire.received)
-            await asyncio.sleep(0.001 if self._registry.prompts.pending else 0)
+            await asyncio.sleep(PENDING_S if self._registry.prompts.pending else 0)
             quiet = 0 if len(wire.received) > count or self._registry.prompts.pending else quiet + 1
 
     async def _ended(self) -> None:
@@ -284,7 +301,7 @@ class Edge:
                 and len(asyncio.all_tasks()) <= self._tasks
             ):
                 return
-            await asyncio.sleep(0.001 if self._registry.prompts.pending else 0)
+            await asyncio.sleep(PENDING_S if self._registry.prompts.pending else 0)
         tasks = [str(task)[:300] for task in asyncio.all_tasks()]
         raise Found(f"left behind: {list(self._registry.requests)}, {self._server.room.connections}, {tasks}")
 

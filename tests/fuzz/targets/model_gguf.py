@@ -16,7 +16,7 @@ from tests.fuzz.mutate import VALUES, mutated_bytes
 from tests.fuzz.targets._models import playing_models
 from tests.workers.made_models import ARRAY, BOOL, FORMS, STRING, Gguf, Tensor, gguf
 
-TEST_INPUTS = 120
+TEST_INPUTS = 60
 INPUTS_MEANT = 120_000
 DEADLINE_S = 20.0
 _KINDS = {**FORMS, BOOL: "<B"}  # a truth value of any byte

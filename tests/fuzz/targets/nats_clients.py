@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,15 +22,14 @@ from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.frontend.frontend_double import MODEL, Cluster, Double, cluster
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import json_bytes, mutated_bytes, mutated_json
+from tests.fuzz.raw_connection import RawConnection
 from tests.fuzz.targets.api_bodies import valid_body
 
-TEST_INPUTS = 60
+TEST_INPUTS = 30
 INPUTS_MEANT = 150_000
 DEADLINE_S = 15.0
 FRONTEND = "@frontend@"
 ANSWER_S = 30.0
-#: The server waits for the rest of a command that says that it is longer than it is: then the socket is closed.
-CLOSED_S = 0.2
 
 REPLIES = [
     b"", b"", b"_INBOX.fuzz.1", b"_INBOX.fuzz.2", b"_INBOX.>", b"_INBOX", b"_INBOX.", b"_INBOX.a..b",
@@ -113,49 +111,6 @@ async def _answer(double: Double, seq: int, arrived: Any) -> None:
         await double.deliver(double.delivery(arrived, order_id, 0, [5], "length"))
 
 
-class _Raw:
-    """A connection of a client that checks nothing; made anew when the server has closed it."""
-
-    def __init__(self, url: str) -> None:
-        host, _, port = url.removeprefix("nats://").rpartition(":")
-        self._address = host, int(port)
-        self._socket: socket.socket | None = None
-
-    def send(self, content: bytes) -> str:
-        if self._socket is None:
-            self._socket = socket.create_connection(self._address, timeout=CLOSED_S)
-            self._socket.sendall(
-                b'CONNECT {"verbose":false,"pedantic":false,"headers":true,"no_responders":true}\r\n'
-            )
-            self._until(b"INFO ")
-        try:
-            self._socket.sendall(content + b"PING\r\n")
-            outcome = self._until(b"PONG\r\n")
-        except OSError:
-            outcome = "closed"
-        if outcome == "closed":
-            self.close()
-        return outcome
-
-    def _until(self, word: bytes) -> str:
-        assert self._socket is not None
-        heard = b""
-        while word not in heard:
-            if b"PING\r\n" in heard:
-                heard = heard.replace(b"PING\r\n", b"")
-                self._socket.sendall(b"PONG\r\n")
-            part = self._socket.recv(1 << 16)
-            if not part or b"-ERR" in part:
-                return "closed"
-            heard = heard[-10:] + part
-        return "taken"
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
 async def _check(made: Cluster) -> None:
     """A good request is answered, on the connection that there was."""
     async with asyncio.timeout(ANSWER_S):
@@ -175,7 +130,7 @@ def playing() -> Iterator[Play]:
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedServer.start(Path(folder) / "nats", max_payload_bytes=1 << 20)
         context = cluster(server.url, Tokenizer.load(MODEL), alive_ns=50_000_000, nats_api=True)
-        raw = _Raw(server.url)
+        raw = RawConnection(server.url)
         try:
             made = loop.run_until_complete(context.__aenter__())
             made.double.script = _answer

@@ -193,7 +193,7 @@ class _Process:
         while not self._library._pending_queue.empty():
             self._library._pending_queue.get_nowait()
         self._library._pending_size = 0
-        if outcome == "read" and client._ps._message_bytes < 0 and not client._ps.buf:
+        if outcome == "read" and not client._ps.buf:
             question = encode(StatusRequest())
             await client._ps.parse(_message(GOOD, GOOD_REPLY, b"", question))
             if not any(command.startswith(b"PUB " + GOOD_REPLY) for command in self._sent()):

@@ -122,7 +122,12 @@ def data_plane_bytes() -> int:
 
 def _mail(draw: random.Random) -> bytes:
     runs = [
-        Run(draw.choice((0, 1, 2, SLOTS, -1)), draw.choice((0, 1, LAYERS)), draw.choice((1, LAYERS, 0)))
+        Run(
+            draw.choice((0, 1, 2, SLOTS, -1)),
+            draw.choice((0, 1, LAYERS)),
+            draw.choice((1, LAYERS, 0)),
+            draw.choice((0, 0, 8, 2**31, -1)),
+        )
         for _ in range(draw.randint(0, 3))
     ]
     sums = [draw.getrandbits(64) for _ in range(sum(max(run.layers, 0) for run in runs))]

@@ -29,7 +29,7 @@ from tests.fuzz.targets._golden import LOGS, lines_of, plausible, values_of
 from tests.fuzz.targets.core_events import BEFORE, snapshot_after
 from tests.fuzz.targets.snapshot import changed_snapshot
 
-TEST_INPUTS = 100
+TEST_INPUTS = 40
 INPUTS_MEANT = 100_000
 DEADLINE_S = 20.0
 #: Lines of one input: enough for requests that are placed, prefilled, decoded and finished.
@@ -142,6 +142,8 @@ class Reader:
         arrived = [value["event"] for log in LOGS for value in values_of(log) if _is_arrival(value)]
         self._requests = [event["request_id"] for event in arrived]
         (directory / "policy.toml").write_text("ttft_slo_ns = 100000000\n")
+        self._parser = argparse.ArgumentParser()
+        replay.add(self._parser)
 
     def play(self, content: bytes) -> str:
         if len(content) < 2:
@@ -160,20 +162,21 @@ class Reader:
             return type(problem).__name__
 
     def _replay(self, file: Path, action: str) -> int:
-        asked: dict[str, Any] = {"state": False, "explain": "", "html": "", "perfetto": "", "what_if": ""}
+        asked: list[str] = []
         match action:
             case "state":
-                asked["state"] = True
+                asked = ["--state"]
             case "explain":
                 text = file.read_bytes()
-                asked["explain"] = next((name for name in self._requests if name.encode() in text), "none")
+                named = next((name for name in self._requests if name.encode() in text), "none")
+                asked = ["--explain", named]
             case "html" | "perfetto":
-                asked[action] = str(self._directory / f"out.{action}")
+                asked = [f"--{action}", str(self._directory / f"out.{action}")]
             case "what_if":
-                asked["what_if"] = str(self._directory / "policy.toml")
+                asked = ["--what-if", str(self._directory / "policy.toml")]
             case _:
                 pass
-        args = argparse.Namespace(file=str(file), until=None, json=False, **asked)
+        args = self._parser.parse_args([str(file), *asked])
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 replay.run(args).send(None)

@@ -41,7 +41,7 @@ from halfmoon.workers.model import self_test
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.mutate import VALUES, json_bytes, mutated_bytes, mutated_json
 
-TEST_INPUTS = 500
+TEST_INPUTS = 200
 INPUTS_MEANT = 800_000
 DEADLINE_S = 10.0
 URL = "nats://127.0.0.1:4222"

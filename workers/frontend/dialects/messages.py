@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, assert_never
 
 import orjson
 
 from halfmoon.schemas.api.errors import ApiError
+from halfmoon.workers.frontend.dialects.blocks import AnswerBlock, AnswerBlocks, BlockChange
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.frontend.openai.answers import similar_usage
+from halfmoon.workers.model.text.tokenizer import Tokenizer
+
+#: By the kind of a block: the type of its deltas, and the field of what is added.
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 _KINDS = {
     401: "authentication_error",
@@ -26,8 +36,9 @@ def event_of(kind: str, fields: dict[str, Any]) -> bytes:
 class MessagesForm:
     """One request's answer. `model`: its name."""
 
-    def __init__(self, request: OpenRequest, model: str, payload: bytes) -> None:
-        self._request, self._model = request, model
+    def __init__(self, request: OpenRequest, tokenizer: Tokenizer, model: str, payload: bytes) -> None:
+        self._request, self._tokenizer, self._model = request, tokenizer, model
+        self._blocks = AnswerBlocks(request, tokenizer)
 
     @staticmethod
     def error(error: ApiError) -> bytes:
@@ -39,42 +50,34 @@ class MessagesForm:
         return b"event: error\ndata: " + self.error(error) + b"\n\n"
 
     def body(self) -> bytes:
-        return orjson.dumps(
-            self._message(
-                content=[{"type": "text", "text": self._request.text}],
-                **self._stop(),
-                usage=self._usage(),
-            )
-        )
+        found = AnswerBlocks.whole(self._request, self._tokenizer)
+        content = [_content(block) for block in found.blocks]
+        return orjson.dumps(self._message(content=content, **self._stop(found), usage=self._usage()))
 
     def first_event(self) -> bytes:
         usage = {**self._usage(), "output_tokens": 0}
         message = self._message(content=[], stop_reason=None, stop_sequence=None, usage=usage)
-        block = {"index": 0, "content_block": {"type": "text", "text": ""}}
-        return event_of("message_start", {"message": message}) + event_of("content_block_start", block)
+        return event_of("message_start", {"message": message})
 
     def event(self, piece: Piece) -> bytes:
-        events = b""
-        if piece.text:
-            delta = {"type": "text_delta", "text": piece.text}
-            events = event_of("content_block_delta", {"index": 0, "delta": delta})
-        if piece.finish_reason:
-            events += event_of("content_block_stop", {"index": 0})
-            events += event_of("message_delta", {"delta": self._stop(), "usage": self._usage()})
-            events += event_of("message_stop", {})
+        final = bool(piece.finish_reason)
+        events = b"".join(map(_event, self._blocks.push(piece.text, final=final)))
+        if final:
+            told = {"delta": self._stop(self._blocks), "usage": self._usage()}
+            events += event_of("message_delta", told) + event_of("message_stop", {})
         return events
 
     def _message(self, **fields: Any) -> dict[str, Any]:
         about = {"id": f"msg_{self._request.request_id}", "type": "message", "role": "assistant"}
         return {**about, "model": self._model, **fields}
 
-    def _stop(self) -> dict[str, Any]:
+    def _stop(self, found: AnswerBlocks) -> dict[str, Any]:
         request = self._request
         if request.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if request.stop_text:
             return {"stop_reason": "stop_sequence", "stop_sequence": request.stop_text}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if found.calls else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
         """The input that was not cached is counted apart from what was, as Anthropic does."""
@@ -84,4 +87,37 @@ class MessagesForm:
             "input_tokens": request.arrived.prompt_tokens - cached,
             "cache_read_input_tokens": cached,
             "output_tokens": len(request.output_ids),
+            **similar_usage([request]),
         }
+
+
+def _content(block: AnswerBlock) -> dict[str, Any]:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "thinking":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case "call":
+            # Arguments that were cut are no JSON: they are told as the model wrote them.
+            try:
+                arguments = orjson.loads(block.text or "{}")
+            except orjson.JSONDecodeError:
+                arguments = {"": block.text}
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+        case _:
+            assert_never(block.kind)
+
+
+def _event(change: BlockChange) -> bytes:
+    block, fields = change.block, {"index": change.place}
+    match change.change:
+        case "begins":
+            empty = _content(AnswerBlock(block.kind, call_id=block.call_id, name=block.name))
+            return event_of("content_block_start", {**fields, "content_block": empty})
+        case "grows":
+            kind, name = _DELTAS[block.kind]
+            return event_of("content_block_delta", {**fields, "delta": {"type": kind, name: change.text}})
+        case "ends":
+            return event_of("content_block_stop", fields)
+        case _:
+            assert_never(change.change)

@@ -25,7 +25,8 @@ BODIES: dict[str, tuple[type[msgspec.Struct], bool]] = {
 }
 #: What is asked for without a body.
 LOOKS = (
-    "/v1/models", "/health", "/ready", "/metrics", "/version", "/status", "/load", "/server_info", "/openapi.json",
+    "/v1/models", "/health", "/ping", "/ready", "/metrics", "/version", "/status", "/load", "/server_info",
+    "/openapi.json",
 )  # fmt: skip
 _JSON = "application/json"
 

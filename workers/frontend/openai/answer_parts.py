@@ -61,15 +61,16 @@ class AnswerParts:
         *,
         thinks: bool = False,
         thinking: bool = False,
+        tells: bool = True,
         parallel: bool = True,
         named: str = "",
     ) -> None:
-        """`thinks`: the model may begin with thoughts; `thinking`: its prompt has begun them. `parallel`: more than the
-        first call counts. `named`: the function whose arguments the text is.
+        """`thinks`: the model may begin with thoughts; `thinking`: its prompt has begun them; `tells`: they are passed
+        on. `parallel`: more than the first call counts. `named`: the function whose arguments the text is.
         """
         self._parallel, self._named = parallel, named
         self._style = style
-        self._thinks = thinks
+        self._thinks, self._tells = thinks, tells
         self._stage = _Stage.THINKING if thinking else _Stage.START
         self._held = ""
         #: Of the arguments that are passed on: how deep in them, and in a string of theirs, behind a backslash.
@@ -96,7 +97,7 @@ class AnswerParts:
                 self._start(final)
             case _Stage.THINKING:
                 thought, ended = self._until(THOUGHT, final)
-                if thought:
+                if thought and self._tells:
                     yield AnswerPart(reasoning=thought)
                 if ended:
                     self._stage = _Stage.START

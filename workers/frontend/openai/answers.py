@@ -14,6 +14,12 @@ from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.openai.chat_parts import delta_of, message_of, parts_of
+from halfmoon.workers.frontend.openai.prompt_parts import (
+    echoed_logprobs,
+    echoed_text,
+    name_of_id,
+    prompt_logprobs,
+)
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 _MS = 1_000_000
@@ -27,6 +33,20 @@ def usage(request: OpenRequest) -> dict[str, int]:
         "prompt_tokens": request.arrived.prompt_tokens,
         "cached_tokens": request.timing.cached_tokens if request.timing else 0,
         "completion_tokens": len(request.output_ids),
+        **similar_usage([request]),
+    }
+
+
+def similar_usage(firsts: Sequence[OpenRequest]) -> dict[str, int]:
+    """Tokens that KV of similar prompts stood in for; nothing where nobody let it."""
+    if not any(request.ask.similar for request in firsts):
+        return {}
+    reuses = [request.timing.similar for request in firsts if request.timing and request.timing.similar]
+    return {
+        "similar_tokens": sum(reuse.tokens for reuse in reuses),
+        "similar_computed_tokens": sum(reuse.computed_tokens for reuse in reuses),
+        "similar_resemblance": min((reuse.resemblance for reuse in reuses), default=0),
+        "similar_retained_tokens": sum(reuse.retained_tokens for reuse in reuses),
     }
 
 
@@ -40,7 +60,7 @@ def openai_usage(choices: Sequence[OpenRequest]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, **similar_usage(firsts)},
     }
 
 
@@ -67,11 +87,13 @@ def measures(request: OpenRequest) -> dict[str, Any]:
 # --- log probabilities --------------------------------------------------------------------------------------
 
 
-def chat_logprobs(tokenizer: Tokenizer, samples: list[SampledToken], top: int) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a chat choice."""
+def chat_logprobs(
+    tokenizer: Tokenizer, samples: list[SampledToken], top: int, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """OpenAI's `logprobs` of a chat choice. `as_ids`: tokens are told as `token_id:N`."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token_id)
+        raw = name_of_id(token_id).encode() if as_ids else tokenizer.token_bytes(token_id)
         return {"token": raw.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
 
     return {
@@ -86,10 +108,14 @@ def chat_logprobs(tokenizer: Tokenizer, samples: list[SampledToken], top: int) -
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, samples: list[SampledToken], top: int, offset: int
+    tokenizer: Tokenizer, samples: list[SampledToken], top: int, offset: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
     """OpenAI's `logprobs` of a completion choice; `offset`: characters of the tokens before these."""
-    tokens = [tokenizer.decode([sampled.token_id]) for sampled in samples]
+
+    def name(token_id: int) -> str:
+        return name_of_id(token_id) if as_ids else tokenizer.decode([token_id])
+
+    tokens = [name(sampled.token_id) for sampled in samples]
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -99,7 +125,7 @@ def completion_logprobs(
         "token_logprobs": [max(sampled.logprob, -9999.0) for sampled in samples],
         "top_logprobs": [
             {
-                tokenizer.decode([other]): max(logprob, -9999.0)
+                name(other): max(logprob, -9999.0)
                 # The token itself is among them, as in vLLM, however likely others were.
                 for other, logprob in ((sampled.token_id, sampled.logprob), *sampled.top_logprobs[:top])
             }
@@ -133,6 +159,8 @@ def generate_answer(
     sampling = request.ask.sampling
     if sampling.logprobs >= 0 and with_logprobs:
         answer["logprobs"] = chat_logprobs(tokenizer, request.samples, sampling.logprobs)["content"]
+    if (of_prompt := prompt_logprobs(request, tokenizer)) is not None:
+        answer["prompt_logprobs"] = of_prompt
     if sampling.logits_digest:
         answer["logits_digests"] = [sampled.logits_digest for sampled in request.samples]
     return orjson.dumps(answer)
@@ -182,11 +210,13 @@ class OpenAiFormatter:
         self._top = ask.sampling.logprobs
         self._ids = ask.return_token_ids
         self._characters = 0
+        #: A completion's echo whose log probabilities have yet to be told.
+        self._scored = ask.echo and not ask.chat and ask.sampling.prompt_logprobs >= 0
         self._model = model
         self._created_s = created_s
         self._alone = alone
         self._id = ("chatcmpl-" if self._chat else "cmpl-") + (answer_id or request.request_id)
-        self._echoed = _echoed(request, tokenizer) if ask.echo else ""
+        self._echoed = echoed_text(request, tokenizer) if ask.echo else ""
         self._parts = parts_of(request, tokenizer)
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         head = {"id": self._id, "object": kind, "created": created_s, "model": model}
@@ -199,7 +229,7 @@ class OpenAiFormatter:
     def choice(self) -> dict[str, Any]:
         request = self.request
         choice: dict[str, Any] = {"index": self.index}
-        text, reason = self._echoed + request.text, request.finish_reason
+        text, reason = self._echoed + self._written(request.text), request.finish_reason
         if not self._chat:
             choice["text"] = text
         elif self._parts is None:
@@ -210,6 +240,8 @@ class OpenAiFormatter:
             choice["message"] = message_of(parts.push(request.text, final=True), self._echoed)
             reason = parts.finish_reason(reason)
         choice["logprobs"] = self._logprobs(request.samples)
+        if not self._chat:
+            choice["prompt_logprobs"] = prompt_logprobs(request, self._tokenizer)
         choice["finish_reason"] = reason
         choice["stop_reason"] = request.stop_reason
         if self._ids:
@@ -222,7 +254,11 @@ class OpenAiFormatter:
         """The answer of these choices; without any, of itself."""
         choices = choices or [self]
         # As vLLM: of a chat beside the choices, of a completion within.
-        prompt_ids = {"prompt_token_ids": self.prompt_ids()} if self._ids and self._chat else {}
+        of_prompt: dict[str, Any] = {}
+        if self._chat:
+            of_prompt["prompt_logprobs"] = prompt_logprobs(self.request, self._tokenizer)
+            if self._ids:
+                of_prompt["prompt_token_ids"] = self.prompt_ids()
         return orjson.dumps(
             {
                 "id": self._id,
@@ -231,7 +267,7 @@ class OpenAiFormatter:
                 "model": self._model,
                 "choices": [each.choice() for each in choices],
                 "usage": openai_usage([each.request for each in choices]),
-                **prompt_ids,
+                **of_prompt,
                 **(measures(self.request) if self._alone else {}),
             }
         )
@@ -283,7 +319,7 @@ class OpenAiFormatter:
 
     def _bodies(self, piece: Piece) -> list[bytes]:
         """A delta for each part of the piece's text."""
-        text = piece.text
+        text = self._written(piece.text)
         if self._unread:
             self._unread = False
             text_before = self._echoed
@@ -296,14 +332,19 @@ class OpenAiFormatter:
         deltas += map(delta_of, self._parts.push(text, final=bool(piece.finish_reason)))
         return [b'"delta":' + orjson.dumps(delta) for delta in deltas]
 
+    def _written(self, text: str) -> str:
+        """The answer's own text, as far as it is shown."""
+        return "" if self.request.ask.echo_only else text
+
     def _text(self, text: bytes) -> bytes:
         return b'"delta":{"content":' + text + b"}" if self._chat else b'"text":' + text
 
     def _token_ids(self, piece: Piece) -> bytes:
-        if not self._ids:
-            return b""
-        body = b',"token_ids":' + orjson.dumps([sampled.token_id for sampled in piece.tokens])
-        if not piece.first and not self._chat:
+        body = b""
+        if self._ids:
+            body = b',"token_ids":' + orjson.dumps([sampled.token_id for sampled in piece.tokens])
+        # As in vLLM, an echo in a stream has them unasked.
+        if not piece.first and not self._chat and (self._ids or self.request.ask.echo):
             body += b',"prompt_token_ids":' + orjson.dumps(self.prompt_ids())
         return body
 
@@ -334,19 +375,16 @@ class OpenAiFormatter:
     def _logprobs(self, samples: list[SampledToken]) -> dict[str, Any] | None:
         if self._top < 0:
             return None
+        as_ids = self.request.ask.tokens_as_ids
         if self._chat:
-            return chat_logprobs(self._tokenizer, samples, self._top)
-        entries = completion_logprobs(self._tokenizer, samples, self._top, self._characters)
+            return chat_logprobs(self._tokenizer, samples, self._top, as_ids=as_ids)
+        before: dict[str, list[Any]] = {}
+        if self._scored:
+            self._scored = False
+            before = echoed_logprobs(self.request, self._tokenizer)
+            self._characters = sum(len(token) for token in before["tokens"])
+            if self.request.ask.echo_only:
+                return before
+        entries = completion_logprobs(self._tokenizer, samples, self._top, self._characters, as_ids=as_ids)
         self._characters += sum(len(token) for token in entries["tokens"])
-        return entries
-
-
-def _echoed(request: OpenRequest, tokenizer: Tokenizer) -> str:
-    """The prompt's text; of a chat, the last message that the answer goes on with."""
-    ask = request.ask
-    if ask.chat:
-        assert ask.messages is not None
-        return ask.messages[-1]["content"] if ask.rendering.continue_final else ""
-    if ask.text is not None and ask.truncate_prompt_tokens is None:
-        return ask.text
-    return tokenizer.decode(unpack_tokens(request.packed_prompt))
+        return {name: before.get(name, []) + told for name, told in entries.items()}

@@ -38,7 +38,9 @@ def parts_of(request: OpenRequest, tokenizer: Tokenizer) -> AnswerParts | None:
     parallel = ask.tool_use is None or ask.tool_use.parallel
     named = ask.tool_use.named if ask.tool_use is not None else ""
     thinking = tail.rstrip().endswith(THINK)
-    return AnswerParts(style, thinks=thinks, thinking=thinking, parallel=parallel, named=named)
+    return AnswerParts(
+        style, thinks=thinks, thinking=thinking, tells=ask.tells_thoughts, parallel=parallel, named=named
+    )
 
 
 def message_of(parts: Sequence[AnswerPart], before: str) -> dict[str, Any]:

@@ -49,7 +49,11 @@ function update(card, node, view) {
   card.dataset.state = how;
   say(parts.title, node.id);
   const names = node.workers.map((worker) => worker.id).filter((id) => id !== node.id);
-  say(parts.work, [names.join(", "), how === "ready" ? "" : how, count(sum("running")) + " running", count(sum("queued")) + " queued"].filter(Boolean).join(" · "));
+  const stages = node.workers.filter((worker) => worker.stage_layers).map((worker) => {
+    const first = worker.stage_first_layer || 0;
+    return `layers ${first} to ${first + worker.stage_layers - 1} in a group`;
+  });
+  say(parts.work, [names.join(", "), how === "ready" ? "" : how, ...stages, count(sum("running")) + " running", count(sum("queued")) + " queued"].filter(Boolean).join(" · "));
   const role = roleOf(node), held = Math.floor((1000 * sum("kv_used")) / Math.max(1, sum("kv_total")));
   const load = role === "attention" ? held : Math.max(0, ...node.workers.map((worker) => worker.load));
   const word = { prefill: "queue against the TTFT SLO", decode: "step against the TBT SLO", attention: "its cache in use", mixed: "queue against the TTFT SLO" }[role];

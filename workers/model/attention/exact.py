@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from halfmoon.workers.model.attention.kernel import Attention, Plan, StepRuns, Tensor, runs_of
 from halfmoon.workers.model.attention.states import Partial, StateStack
 
@@ -133,7 +135,7 @@ class ExactAttention(Attention):
         assert plan.states is not None
         if plan.elsewhere is not None:
             plan.elsewhere.collect(plan.states)
-        out[: len(plan.query_tokens)] = plan.states.merged()
+        plan.states.merged(into=out[: len(plan.query_tokens)])
 
     def partial(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
         return self._base.partial(q, k, v, causal=causal)
@@ -149,5 +151,7 @@ def own_token(q: Tensor, k: Tensor, v: Tensor, states: StateStack) -> None:
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     products = q.view(rows, kv_heads, heads // kv_heads, dim).float() * k.float().unsqueeze(2)
-    states.lse[-1] = products.sum(-1).mul_(dim**-0.5).view(rows, heads)
-    states.out[-1].view(rows, kv_heads, heads // kv_heads, dim).copy_(v.unsqueeze(2))
+    lse, by_kv_head, out = states.own(kv_heads)
+    torch.sum(products, -1, out=by_kv_head)
+    lse.mul_(dim**-0.5)
+    out.copy_(v.unsqueeze(2))

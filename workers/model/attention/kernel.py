@@ -85,6 +85,26 @@ class StepRuns:
 
     items: list[SegmentRun] = field(default_factory=list)
     device: tuple[Tensor, ...] | None = None
+    #: Where in `placed_in` each run's result and log-sum-exp go: views cost a small step, so they are made once for
+    #: all layers.
+    places: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    placed_in: StateStack | None = None
+
+    def in_states(self, states: StateStack, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
+        """Each run's `out` `[segments, kv_heads, group, head_dim]` and `lse` `[segments, kv_heads, group]`."""
+        if self.placed_in is not states:
+            parts, rows, heads, dim = states.out.shape
+            outs = states.out.view(parts, rows, kv_heads, heads // kv_heads, dim)
+            lses = states.lse.view(parts, rows, kv_heads, heads // kv_heads)
+            self.places = [
+                (
+                    outs[run.part : run.part + run.segments, run.column],
+                    lses[run.part : run.part + run.segments, run.column],
+                )
+                for run in self.items
+            ]
+            self.placed_in = states
+        return self.places
 
 
 def runs_of(
@@ -254,15 +274,13 @@ class SdpaAttention(Attention):
             self._plain_segment_states(q, k_cache, v_cache, runs, states)
             return
         grouped = q.view(-1, kv_heads, group, dim)
-        outs = states.out.view(-1, states.out.shape[1], kv_heads, group, dim)
-        lses = states.lse.view(-1, states.lse.shape[1], kv_heads, group)
-        for run in runs.items:
+        for run, (out, lse) in zip(runs.items, runs.in_states(states, kv_heads), strict=True):
             # The segments are the operator's batch, the query heads of a KV head its query rows, which read its keys
             # once.
             keys, values = (self.segments(cache, run) for cache in (k_cache, v_cache))
-            o, lse = self._flash(grouped[run.row].expand(run.segments, -1, -1, -1), keys, values)
-            outs[run.part : run.part + run.segments, run.column] = o
-            lses[run.part : run.part + run.segments, run.column] = lse
+            found = self._flash(grouped[run.row].expand(run.segments, -1, -1, -1), keys, values)
+            out.copy_(found[0])
+            lse.copy_(found[1])
 
     def _plain_segment_states(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, runs: StepRuns, states: StateStack

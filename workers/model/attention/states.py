@@ -53,15 +53,33 @@ class StateStack:
     def __init__(self, parts: int, rows: int, heads: int, head_dim: int, device: torch.device) -> None:
         self.out = torch.zeros(parts, rows, heads, head_dim, device=device)
         self.lse = torch.full((parts, rows, heads), float("-inf"), device=device)
+        # A small batch pays for each call and each view of a layer, so they are made once for all layers.
+        self._most, self._weights = torch.empty_like(self.lse[0]), torch.empty_like(self.lse)
+        self._factors, self._total = self._weights.unsqueeze(-1), self._weights[0].unsqueeze(-1)
+        self._parts = [(self._weights[part], self.out[part]) for part in range(parts)]
+        self._own: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def merged(self) -> Tensor:
-        """f32 `[rows, heads, head_dim]`. Every row has a key in some part. Uses up what was written to `out`."""
-        weights = (self.lse - self.lse.amax(0)).exp_()
-        weighted = self.out.mul_(weights.unsqueeze(-1))
+    def own(self, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The last part: `lse` `[rows, heads]`, and by KV head `lse` `[rows, kv_heads, group]` and `out`."""
+        if self._own is None:
+            lse, out = self.lse[-1], self.out[-1]
+            rows, heads, dim = out.shape
+            group = heads // kv_heads
+            self._own = lse, lse.view(rows, kv_heads, group), out.view(rows, kv_heads, group, dim)
+        return self._own
+
+    def merged(self, into: Tensor | None = None) -> Tensor:
+        """f32 `[rows, heads, head_dim]`, or `into`, of that shape and any dtype. Every row has a key in some part. Uses
+        up what was written to `out`.
+        """
+        torch.amax(self.lse, 0, out=self._most)
+        torch.sub(self.lse, self._most, out=self._weights).exp_()
+        self.out.mul_(self._factors)
         # One addition after the other, in order: how a sum over a dimension is grouped is the library's affair. The
         # zero comes first because adding it turns -0 into 0, which a neutral part would do to some batches only.
-        total, out = weights[0], weighted[0].add_(0.0)
-        for part in range(1, weights.shape[0]):
-            total.add_(weights[part])
-            out.add_(weighted[part])
-        return out.div_(total.unsqueeze(-1))
+        total, out = self._parts[0]
+        out.add_(0.0)
+        for weight, weighted in self._parts[1:]:
+            total.add_(weight)
+            out.add_(weighted)
+        return torch.div(out, self._total, out=out if into is None else into)

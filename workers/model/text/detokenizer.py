@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import tokenizers
@@ -61,13 +62,16 @@ class IncrementalDetokenizer:
     A character whose bytes come with several tokens is held back until the last of them, so O(1) a token.
     """
 
-    def __init__(self, tokenizer: TokenBytes) -> None:
+    def __init__(self, tokenizer: TokenBytes, shown: Mapping[int, bytes] = MappingProxyType({})) -> None:
+        """`shown`: control tokens that are part of the text, and how they are written there."""
         self._tokenizer = tokenizer
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = tokenizer.strips_first_space
 
     def push(self, ids: Sequence[int]) -> str:
-        raw = b"".join(self._tokenizer.token_bytes(token) for token in ids)
+        shown, bytes_of = self._shown, self._tokenizer.token_bytes
+        raw = b"".join([shown[token] if token in shown else bytes_of(token) for token in ids])
         if self._strip and raw:
             raw, self._strip = raw.removeprefix(b" "), False
         return self._decoder.decode(raw)

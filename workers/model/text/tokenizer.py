@@ -44,6 +44,8 @@ class Tokenizer:
         self.eos_ids = files.eos_ids
         self.control = dict(files.control)
         self.control_ids = frozenset(files.control.values())
+        #: Control tokens as they are written where a text shows them.
+        self.control_bytes = {token_id: name.encode() for name, token_id in files.control.items()}
         self._bytes, self.strips_first_space = token_bytes(files.with_control, self.control_ids)
         self._template: ChatTemplate | None = None
         if files.chat_template is not None:

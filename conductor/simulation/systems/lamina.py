@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from halfmoon.conductor.simulation.attention_pipeline import Pipeline, layer_times
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
 from halfmoon.conductor.simulation.devices import Deployment
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.report import Objectives, PoolFigures, SimulationReport, summarise
-from halfmoon.conductor.simulation.saturation import Saturation, figures_of
+from halfmoon.conductor.simulation.systems.attention_pipeline import Pipeline, layer_times
+from halfmoon.conductor.simulation.systems.saturation import Saturation, figures_of
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.schemas.cost_profile import CostProfile
 

@@ -22,13 +22,13 @@ from typing import Generic, Protocol, TypeVar
 from halfmoon.conductor.simulation.batching.iteration_times import ProfileTimes, budget_for
 from halfmoon.conductor.simulation.batching.worker import IterationWorker
 from halfmoon.conductor.simulation.clock import Clock
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape, ConfigurationImpossible
 from halfmoon.conductor.simulation.mixed import SimulatedMixed, SimulatedMixedRequest
-from halfmoon.conductor.simulation.outcomes import Outcome
+from halfmoon.conductor.simulation.outcomes import LoadSample, Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
 from halfmoon.conductor.simulation.simulate import SAMPLE_NS_MIN, SAMPLES
 from halfmoon.conductor.simulation.trace import Arrival, faster
-from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible, LoadSample
 from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.batch_former import BatchFormer, Batching, BlockRoom
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from halfmoon.conductor.simulation.colocated import COLOCATED, simulate_colocated
+from halfmoon.conductor.simulation.cluster_shape import ClusterShape
 from halfmoon.conductor.simulation.devices import Deployment
-from halfmoon.conductor.simulation.infinite_llm import Lending, simulate_infinite_llm
-from halfmoon.conductor.simulation.lamina import simulate_lamina
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.simulate import simulate
+from halfmoon.conductor.simulation.systems.colocated import COLOCATED, simulate_colocated
+from halfmoon.conductor.simulation.systems.infinite_llm import Lending, simulate_infinite_llm
+from halfmoon.conductor.simulation.systems.lamina import simulate_lamina
 from halfmoon.conductor.simulation.trace import Arrival
-from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 SYSTEMS = ("halfmoon", *COLOCATED, "lamina", "infinite-llm")

@@ -27,17 +27,14 @@ from hashlib import blake2b
 import msgspec
 
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
+from halfmoon.conductor.simulation.lending import FREE_MOVE_TOKENS, MORE_MOVED_COST, ROUND_TRIP_NS
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
-from halfmoon.conductor.simulation.saturation import Saturation, figures_of
+from halfmoon.conductor.simulation.systems.saturation import Saturation, figures_of
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.schemas.numbers import SECOND_NS
 
-#: Tokens that a step may move for nothing, and what as many more cost of its speed (measured in the paper).
-FREE_MOVE_TOKENS, MORE_MOVED_COST = 16, 0.086
-#: Between two instances, a layer's query there and its state back: as between Lamina's pools.
-ROUND_TRIP_NS = 33_000
 #: The end of a prompt stays where its answer grows.
 TAIL_TOKENS = 16
 #: Sizes that the planner weighs against each other, from the least that makes room to the most that there is.

@@ -1,0 +1,1 @@
+"""Systems of papers that are simulated beside halfmoon's own, and all of them by name."""

@@ -1,0 +1,67 @@
+"""The end of a prompt computed with the KV of a similar one, which lies in the node's pool or is on its way there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from halfmoon.schemas.similar import SimilarReuse, kept_tokens
+from halfmoon.workers.model.similar.selective import NotAlike, SelectivePrefill
+from halfmoon.workers.prefill.actions import ReferenceSlots
+from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing
+
+Tensor = torch.Tensor
+
+
+class ReferenceMissing(Exception):
+    """Its layers do not come, or too few of the prompt's tokens are in it. The prompt can be computed whole."""
+
+
+def compute_similar(
+    engine: Any,
+    token_ids: Sequence[int],
+    reference: ReferenceSlots,
+    block_table: Sequence[int],
+    pool: Any,
+    loads: LayerLoads,
+    **hooks: Callable[..., Any] | None,
+) -> tuple[Tensor, SimilarReuse] | None:
+    """On the compute thread: the last token's logits, and what stood in; None when `should_stop` said so. The hooks are
+    those of `Engine.prefill_chunk`.
+
+    Raises ReferenceMissing, and what the hooks raise.
+    """
+
+    def layer_of(layer: int) -> tuple[Tensor, Tensor]:
+        try:
+            loads.wait_fetched(layer)
+        except LayersMissing as missing:
+            raise ReferenceMissing(str(missing)) from None
+        cache = engine.cache
+        shape = (2, cache.block_tokens, *cache.k.shape[-2:])
+        blocks = [
+            torch.from_numpy(pool.layer_block(slot, layer)).view(cache.dtype).view(shape)
+            for slot in reference.slots
+        ]
+        return (
+            torch.cat([block[0] for block in blocks]).to(engine.device),
+            torch.cat([block[1] for block in blocks]).to(engine.device),
+        )
+
+    keep = kept_tokens(len(token_ids) - reference.first_token, reference.retain_percent)
+    prefill = SelectivePrefill(engine, token_ids, reference.first_token, block_table, keep=keep)
+    try:
+        result = prefill.run(layer_of, **hooks)
+    except NotAlike as problem:
+        raise ReferenceMissing(str(problem)) from None
+    if result is None:
+        return None
+    reuse = SimilarReuse(
+        tokens=result.found,
+        computed_tokens=result.computed_tokens,
+        resemblance=reference.resemblance,
+        retained_tokens=result.kept if reference.retain_percent else 0,
+    )
+    return result.logits, reuse
