@@ -1,0 +1,51 @@
+"""Waiting for what must happen. A test that waits asks here; nothing else in tests looks at a clock.
+
+The bound is one for the whole suite and says nothing about speed: it ends what hangs. A wait that runs out raises `Late`,
+and a late test of those marked `realtime` runs once more, alone, at the end of the run (tests/reruns.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+#: Seconds. Two busy processes beside the tests and a cold start of ten processes fit into it many times.
+BOUND_S = 120.0
+#: Seconds between two looks at a condition.
+EVERY_S = 0.02
+
+T = TypeVar("T")
+
+
+class Late(TimeoutError):
+    """A condition did not hold within BOUND_S seconds."""
+
+
+async def eventually(condition: Callable[[], Awaitable[T] | T], what: str, every_s: float = EVERY_S) -> T:
+    """The first value of `condition` that is true, asked every `every_s` seconds. A coroutine function is awaited at each
+    look, and may hang: it is cut off at the bound. Raises Late, with `what` was waited for and the last value.
+    """
+    last: Any = None
+    try:
+        async with asyncio.timeout(BOUND_S):
+            while True:
+                asked = condition()
+                last = await asked if inspect.isawaitable(asked) else asked
+                if last:
+                    return last
+                await asyncio.sleep(every_s)
+    except TimeoutError as error:
+        raise Late(f"not within {BOUND_S:.0f} s: {what}; it was {last!r}") from error
+
+
+def eventually_here(condition: Callable[[], T], what: str, every_s: float = EVERY_S) -> T:
+    """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile."""
+    until = time.monotonic() + BOUND_S
+    while not (last := condition()):
+        if time.monotonic() > until:
+            raise Late(f"not within {BOUND_S:.0f} s: {what}; it was {last!r}")
+        time.sleep(every_s)
+    return last
