@@ -30,7 +30,7 @@ async def eventually(condition: Callable[[], Awaitable[T] | T], what: str, every
     """
     last: Any = None
     try:
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(BOUND_S) as bound:
             while True:
                 asked = condition()
                 last = await asked if inspect.isawaitable(asked) else asked
@@ -38,6 +38,8 @@ async def eventually(condition: Callable[[], Awaitable[T] | T], what: str, every
                     return last
                 await asyncio.sleep(every_s)
     except TimeoutError as error:
+        if not bound.expired():  # the condition's own
+            raise
         raise Late(f"not within {BOUND_S:.0f} s: {what}; it was {last!r}") from error
 
 
