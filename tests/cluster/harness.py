@@ -33,6 +33,8 @@ from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from halfmoon.schemas.store import StoreStatus, StoreStatusRequest
+from tests.eventually import BOUND_S, eventually
+from tests.guardian import cluster_name
 
 START_S = 180.0
 #: No request is refused for its time on a machine that has other things to do.
@@ -69,7 +71,7 @@ class Cluster:
             self.nats, nkeys_seed=self.config(name).nkey_seed_file or None, inbox_prefix=inbox
         )
 
-    async def generate(self, nc: nats.NATS, timeout: float = 120, **fields: Any) -> dict[str, Any]:
+    async def generate(self, nc: nats.NATS, timeout: float = BOUND_S, **fields: Any) -> dict[str, Any]:
         """One request over NATS, not streamed; raises AssertionError with the body of an error,
         NoRespondersError where no frontend listens.
         """
@@ -114,7 +116,7 @@ class Cluster:
             found: list[tuple[int, int, bytes]] = []
             if last <= after:
                 return found
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(BOUND_S):
                 async for message in bus.read(stream, subject, after=after):
                     found.append((message.seq, message.at_ns, message.payload))
                     if message.pending == 0 or message.seq >= last:
@@ -139,8 +141,8 @@ class Cluster:
         finally:
             await bus.close()
 
-    async def conductors(self, count: int = 0) -> list[ConductorStatus]:
-        """The status of every conductor that answers within 0.2 s; of `count` that do so within 3 s, if there are."""
+    async def conductors(self, count: int) -> list[ConductorStatus]:
+        """One look: the status of `count` conductors, of fewer where no more answer within 3 s."""
         nc = await self.connect(subjects.OPERATOR)
         inbox = await nc.subscribe(nc.new_inbox())
         await nc.publish(
@@ -148,14 +150,23 @@ class Cluster:
         )
         found = []
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(3.0 if count else 0.2):
+            async with asyncio.timeout(3.0):
                 async for message in inbox.messages:
                     if message.data:
                         found.append(decode(message.data, ConductorStatus))
-                    if count and len(found) >= count:
+                    if len(found) >= count:
                         break
         await nc.close()
         return [state for state in found if state.caught_up]
+
+    async def all_conductors(self, count: int) -> list[ConductorStatus]:
+        """The status of `count` conductors; waits until so many have read the log and answer one question."""
+
+        async def enough() -> list[ConductorStatus]:
+            found = await self.conductors(count)
+            return found if len(found) >= count else []
+
+        return await eventually(enough, f"{count} conductors answer")
 
     async def stores(self) -> dict[str, StoreStatus]:
         """The status of each store agent."""
@@ -165,7 +176,7 @@ class Cluster:
             for name in self.names("store-"):
                 node = name.removeprefix("store-")
                 found[node] = await bus.request(
-                    subjects.store(node, "status"), StoreStatusRequest(), StoreStatus, timeout_s=5
+                    subjects.store(node, "status"), StoreStatusRequest(), StoreStatus, timeout_s=BOUND_S
                 )
             return found
         finally:
@@ -208,7 +219,7 @@ class Cluster:
     def output(self, name: str) -> str:
         return (self.directory / "output" / f"{name}.log").read_text()
 
-    def stop(self, timeout: float = 40) -> int:
+    def stop(self, timeout: float = BOUND_S) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
@@ -252,7 +263,7 @@ def start(state: Path, *flags: str, name: str = "") -> Cluster:
     if "--port" not in flags and "--config" not in flags:
         # Its default is 8000 or a free one: another cluster that starts at the same time may take the same.
         flags = (*flags, "--port", str(free_port()))
-    name = name or f"t{uuid.uuid4().hex[:8]}"
+    name = name or cluster_name()
     environment = {**os.environ, "XDG_STATE_HOME": str(state)}
     output = state / f"{name}.out"
     with output.open("wb") as file:
@@ -293,10 +304,10 @@ def running(state: Path, *flags: str) -> Iterator[Cluster]:
 
 async def all_ready(cluster: Cluster) -> None:
     """Waits until every process of two and two nodes is there (again), by the conductor's word."""
-    async with asyncio.timeout(60):
-        while True:
-            state = await cluster.status()
-            roles = sorted(node["role"] for node in state["nodes"] if node["state"] == "ready")
-            if roles == ["decode"] * 2 + ["frontend"] + ["prefill"] * 2 + ["store"] * 4:
-                return
-            await asyncio.sleep(0.2)
+
+    async def ready() -> bool:
+        state = await cluster.status()
+        roles = sorted(node["role"] for node in state["nodes"] if node["state"] == "ready")
+        return roles == ["decode"] * 2 + ["frontend"] + ["prefill"] * 2 + ["store"] * 4
+
+    await eventually(ready, "two and two nodes are ready", every_s=0.2)
