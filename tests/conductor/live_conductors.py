@@ -23,6 +23,7 @@ from halfmoon.schemas.events import (
 )
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
+from tests.eventually import BOUND_S, eventually
 
 POLICY = Policy(heartbeat_ns=100 * MS, lost_after_ns=400 * MS)
 CLUSTER: list[Event] = [
@@ -45,10 +46,13 @@ async def conductor(
         shell.run(bus, conductor_id=conductor_id, policy=policy, checked=True, started=shells.append, **more)
     )
     try:
-        while not shells or not shells[0].caught_up.is_set():
+
+        def caught_up() -> bool:
             if task.done():
                 task.result()
-            await asyncio.sleep(0.005)
+            return bool(shells) and shells[0].caught_up.is_set()
+
+        await eventually(caught_up, f"{conductor_id} has caught up", every_s=0.005)
         yield bus
         assert not task.done(), task.exception()
     finally:
@@ -75,14 +79,23 @@ async def say(bus: Bus, *events: Event) -> int:
 
 
 async def status(bus: Bus, conductor_id: str = "c1") -> ConductorStatus:
+    """Waits for a conductor that is not there yet, or not yet again."""
     return await bus.request(
-        subjects.status(conductor_id), StatusRequest(digest=True), ConductorStatus, timeout_s=2
+        subjects.status(conductor_id),
+        StatusRequest(digest=True),
+        ConductorStatus,
+        timeout_s=BOUND_S,
+        await_responder=True,
     )
 
 
 async def reach(bus: Bus, seq: int, conductor_id: str = "c1") -> ConductorStatus:
-    while (now := await status(bus, conductor_id)).seq < seq:
-        await asyncio.sleep(0.01)
+    async def there() -> ConductorStatus | None:
+        now = await status(bus, conductor_id)
+        return now if now.seq >= seq else None
+
+    now = await eventually(there, f"{conductor_id} is at {seq}", every_s=0.01)
+    assert now is not None
     return now
 
 
@@ -97,8 +110,11 @@ async def log_of(bus: Bus) -> list[Stamped]:
 
 async def decisions_of(bus: Bus, count: int) -> list[Ordered]:
     """All that the stream holds; waits until there are `count`."""
-    while await bus.last_seq(subjects.DECISIONS_STREAM) < count:
-        await asyncio.sleep(0.01)
+
+    async def enough() -> bool:
+        return await bus.last_seq(subjects.DECISIONS_STREAM) >= count
+
+    await eventually(enough, f"{count} decisions are stored", every_s=0.01)
     last, found = await bus.last_seq(subjects.DECISIONS_STREAM), []
     async for message in bus.read(subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL):
         found.append(read(message.payload, Ordered))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from conductor_scripts import S, arrived, finished, keys, prefilled, stored
@@ -24,17 +25,41 @@ from halfmoon.conductor import log_reading
 from halfmoon.conductor.code_version import LOG_VERSION, code_version
 from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import StartPrefill
+from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import (
     ClusterConfigured,
     FrontendHeartbeat,
+    Stamped,
     TimerFired,
     WorkerHeartbeat,
 )
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
+from tests.eventually import BOUND_S, eventually
 
-pytestmark = pytest.mark.timeout(30)
+#: What the loss timer of each process of CLUSTER is called.
+LOST = (
+    "lost:prefill:p0:i1",
+    "lost:store:n-p0:i1",
+    "lost:decode:d0:i1",
+    "lost:store:n-d0:i1",
+    "lost:frontend:f1:i1",
+)
+
+
+def losses(log: list[Stamped]) -> dict[str, int]:
+    """The names of the timers at whose firing somebody was lost, and the time of the log then."""
+    core, found = Core(), {}
+    for stamped in log:
+        before = members(core)
+        core.step(stamped)
+        if isinstance(stamped.event, TimerFired) and members(core) < before:
+            found[stamped.event.key] = stamped.at_ns
+    return found
+
+
+def members(core: Core) -> set[str]:
+    return {*core.state.workers, *core.state.stores, *core.state.frontends}
 
 
 async def test_the_first_conductor_writes_the_policy_into_the_log_and_later_ones_do_not(
@@ -90,15 +115,17 @@ async def test_three_conductors_decide_everything_once(nats_url: str) -> None:
     quiet = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
     async with (
         client(nats_url) as bus,
-        conductor(nats_url, "c1", quiet),
-        conductor(nats_url, "c2", quiet),
-        conductor(nats_url, "c3", quiet),
+        conductor(nats_url, "c1", quiet) as first,
+        conductor(nats_url, "c2", quiet) as second,
+        conductor(nats_url, "c3", quiet) as third,
     ):
         await say(bus, *CLUSTER)
         last = await say(bus, *[arrived(f"r{number}", 100) for number in range(50)])
         digests = [(await reach(bus, last, name)).digest for name in ("c1", "c2", "c3")]
         assert len(dict.fromkeys(digests)) == 1
-        await asyncio.sleep(0.3)  # time for second copies, had they not been dropped
+        # All second copies have come, and were dropped: the server has answered to each.
+        for each in (first, second, third):
+            assert await each.flush(BOUND_S)
         assert await decisions_of(bus, 100) == replayed(await log_of(bus))
 
 
@@ -135,7 +162,7 @@ async def test_the_state_is_digested_for_those_alone_that_ask_for_it(
         assert len((await reach(bus, seq)).digest) == 32
         monkeypatch.setattr(Core, "snapshot", counted)
         subject = subjects.status("c1")
-        plainly = await bus.request(subject, StatusRequest(), ConductorStatus, timeout_s=2)
+        plainly = await bus.request(subject, StatusRequest(), ConductorStatus, timeout_s=BOUND_S)
         assert (plainly.digest, plainly.seq, snapshots) == ("", seq, [])
         assert (await status(bus)).digest
         assert snapshots == [seq]
@@ -144,25 +171,35 @@ async def test_the_state_is_digested_for_those_alone_that_ask_for_it(
 async def test_a_worker_that_falls_silent_is_lost_once_whatever_the_number_of_conductors(
     nats_url: str,
 ) -> None:
+    silent = {"p0", "n-p0", "n-d0"}
     async with client(nats_url) as bus, conductor(nats_url, "c1"), conductor(nats_url, "c2"):
         await say(bus, *CLUSTER)
-        for _ in range(20):
+
+        async def the_silent_are_lost() -> bool:
             await say(
                 bus,
                 WorkerHeartbeat(worker_id="d0", incarnation="i1"),
                 FrontendHeartbeat(frontend_id="f1", incarnation="i1"),
             )
-            await asyncio.sleep(0.05)
-        now = await status(bus)
-        assert [node.id for node in now.nodes] == ["d0", "f1"]
-        fired = [s.event for s in await log_of(bus) if isinstance(s.event, TimerFired)]
+            return not silent & {node.id for node in (await status(bus)).nodes}
+
+        await eventually(the_silent_are_lost, "who says nothing is lost", every_s=0.05)
+        log = await log_of(bus)
+        fired = [s.event for s in log if isinstance(s.event, TimerFired)]
         assert len(fired) == len(dict.fromkeys((event.key, event.at_ns) for event in fired))
-        lost = [event.key for event in fired if event.key.startswith(("lost:prefill", "lost:store"))]
-        assert sorted(dict.fromkeys(lost)) == [
-            "lost:prefill:p0:i1",
-            "lost:store:n-d0:i1",
-            "lost:store:n-p0:i1",
-        ]
+        lost = losses(log)
+        # d0 and f1 are there, unless this test itself stood still for too long: then the log says so.
+        said = {
+            "lost:decode:d0:i1": [s.at_ns for s in log if getattr(s.event, "worker_id", "") == "d0"],
+            "lost:frontend:f1:i1": [s.at_ns for s in log if getattr(s.event, "frontend_id", "") == "f1"],
+        }
+        spoke_in_time = {
+            key
+            for key, times in said.items()
+            if max(later - at for at, later in pairwise([*times, log[-1].at_ns])) < POLICY.lost_after_ns
+        }
+        assert sorted(lost.keys() & spoke_in_time) == []
+        assert sorted(set(LOST) - said.keys()) == sorted(lost.keys() - said.keys())
 
 
 async def test_conductors_go_on_when_the_server_was_away_and_nobody_is_lost_by_it(
@@ -170,15 +207,35 @@ async def test_conductors_go_on_when_the_server_was_away_and_nobody_is_lost_by_i
 ) -> None:
     url = nats_server.url
     async with client(url) as bus, conductor(url):
-        await say(bus, *CLUSTER)
+        before = await say(bus, *CLUSTER)
         nats_server.stop()
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.5)  # longer than POLICY.lost_after_ns
         again = EmbeddedServer.start(nats_server.directory, port=int(url.rsplit(":", 1)[1]))
         try:
-            last = await say(bus, WorkerHeartbeat(worker_id="d0", incarnation="i1"), arrived())
-            now = await reach(bus, last)
-            assert len(now.nodes) == 5
-            assert now.requests_in_flight == 1
-            assert len(await decisions_of(bus, 2)) == 2
+
+            async def all_fired() -> bool:
+                fired = {s.event.key for s in await log_of(bus) if isinstance(s.event, TimerFired)}
+                return fired >= set(LOST)
+
+            await eventually(all_fired, "every loss timer that was set before has fired")
+            # In one breath: whoever has been lost since is there when the request arrives.
+            for event in (*CLUSTER, arrived()):
+                bus.append_soon(event, source_id="up")
+            assert await bus.flush(BOUND_S)
+
+            async def placed() -> bool:
+                kinds = [type(o.decision) for o in await decisions_of(bus, 1)]
+                return [kind for kind in kinds if kind in (StartPrefill, StartDecode)] == [
+                    StartPrefill,
+                    StartDecode,
+                ]
+
+            await eventually(placed, "the request is placed")
+            log = await log_of(bus)
         finally:
             again.stop()
+    times = {stamped.seq: stamped.at_ns for stamped in log}
+    away_ns = times[before + 1] - times[before]
+    assert away_ns > POLICY.lost_after_ns
+    for key, lost_ns in losses(log).items():
+        assert lost_ns - times[1] - away_ns >= POLICY.lost_after_ns, f"{key}: the server's silence counted"
