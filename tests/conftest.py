@@ -12,25 +12,55 @@ import pytest
 from hypothesis import settings
 
 from halfmoon.bus.embedded import EmbeddedServer
+from tests import guardian, reruns
+from tests.realtime import is_realtime, starts_clusters
 
 # The same examples each time: a change is judged by what it changed. `--hypothesis-profile=default` draws others.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 
 
+#: Of the processes that share the tests (`make test`), so many are left for those that rest on real time.
+REALTIME_PROCESSES = 2
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where processes share the tests (`make test`), a file is one's, and all clusters are one's: a cluster has more
-    processes than the machine has cores, and is killed by the clock.
-    """
+    """A file is one process's, and all clusters are one's. What rests on real time comes last, with less beside it."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = str(super()._split_scope(nodeid))
-            return "clusters" if "/cluster/" in file or "test_cluster_log" in file else file
+            return "tests/cluster" if starts_clusters(nodeid) else str(super()._split_scope(nodeid))
+
+        def _assign_work_unit(self, node: Any) -> None:
+            first = min(self.workqueue, key=_late_in_the_run)
+            self.workqueue.move_to_end(first, last=False)
+            super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            working = [one for one in self.nodes if not one.shutting_down]
+            if all(map(is_realtime, self.workqueue)) and len(working) > REALTIME_PROCESSES:
+                if not node.shutting_down:
+                    node.shutdown()
+                return
+            super()._reschedule(node)
 
     return Scheduling(config, log)
+
+
+def _late_in_the_run(path: str) -> tuple[bool, bool]:
+    """To sort by. The clusters' tests are the longest row of those at the end."""
+    return is_realtime(path), not starts_clusters(path)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    reruns.pytest_configure(config)
+    if not config.option.collectonly:
+        config.stash[_GUARDIAN] = guardian.watch()
+
+
+_GUARDIAN = pytest.StashKey[Any]()
 
 
 # Imports and thousands of tests are there to stay: going over them at each collection took a quarter of a second.
@@ -51,6 +81,10 @@ _COLLECTED = pytest.StashKey[set[str]]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Noted before any is deselected."""
     config.stash[_COLLECTED] = {item.nodeid.partition("[")[0] for item in items}
+    for item in items:
+        if is_realtime(item.nodeid):
+            item.add_marker(pytest.mark.realtime)
+    items.sort(key=lambda item: _late_in_the_run(item.nodeid))
 
 
 @pytest.fixture(scope="session")

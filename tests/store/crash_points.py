@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[2]))
 from store_harness import Cluster, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[2]))
 from store_harness import SECRET, layout
 
 from halfmoon.bus.config import BusConfig

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -17,10 +15,13 @@ from halfmoon.schemas.subjects import kv_for
 from halfmoon.store.agent.agent import StoreAgent
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.config import StoreConfig
+from tests.eventually import BOUND_S, eventually
+from tests.guardian import cluster_name
 
 #: Sequences for decisions that tests give: a stream drops a second decision of the same identity.
 CAUSES = itertools.count(1)
 SECRET = "the tests' secret"
+BOUND_NS = int(BOUND_S) * 10**9
 
 
 def layout(*, layers: int = 4, block_tokens: int = 16, kv_heads: int = 2, head_dim: int = 32) -> Layout:
@@ -46,7 +47,7 @@ class Cluster:
 
     def __init__(self, url: str, stack: AsyncExitStack) -> None:
         self.url = url
-        self.name = f"t{uuid.uuid4().hex[:8]}"
+        self.name = cluster_name()
         self.agents: dict[str, StoreAgent] = {}
         self.heard: dict[str, list[KvMessage]] = {}
         self.stack = stack
@@ -65,6 +66,11 @@ class Cluster:
             "layout": layout(),
             "slots": 32,
             "cluster_secret": SECRET,
+            # Long enough that none of them runs out unless the test is about it.
+            "lease_ttl_ns": 4 * BOUND_NS,
+            "transfer_ns_max": BOUND_NS,
+            "stall_ns_max": BOUND_NS,
+            "control_timeout_s": BOUND_S,
         }
         return StoreConfig(**{**fields, **changes})
 
@@ -113,12 +119,6 @@ async def cluster(url: str) -> AsyncIterator[Cluster]:
         yield Cluster(url, stack)
 
 
-async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], *, timeout_s: float = 30.0) -> None:
+async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
     """Waits for it; fails when it does not come."""
-    end = asyncio.get_running_loop().time() + timeout_s
-    while True:
-        found = true()
-        if found if isinstance(found, bool) else await found:
-            return
-        assert asyncio.get_running_loop().time() < end, "it did not come"
-        await asyncio.sleep(0.01)
+    await eventually(true, "what the test waits for", every_s=0.01)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from halfmoon.store.pool.segment import (
     remove_stale,
     segment_name,
 )
+from tests.guardian import cluster_name
 
 SMALL = Geometry(slots=2, layers=2, layer_block_bytes=4096)
 NOBODY = 65534
@@ -27,7 +27,7 @@ NOBODY = 65534
 @pytest.fixture
 def place() -> Iterator[Path]:
     """Where the segment of a node that nobody else names would be."""
-    path = SHM / segment_name(f"t{uuid.uuid4().hex[:8]}", "node")
+    path = SHM / segment_name(cluster_name(), "node")
     yield path
     path.unlink(missing_ok=True)
 

@@ -9,7 +9,6 @@ import contextlib
 import os
 import tempfile
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from halfmoon.store.pool.guard import WORKER
 from halfmoon.store.pool.segment import Segment, segment_name
 from halfmoon.store.pool.slots import Change, Owner, tenant_mark
 from halfmoon.store.tiers.ssd_file import PAGE_BYTES
+from tests.guardian import cluster_name
 
 SHAPE = layout(layers=2, kv_heads=1)
 BLOCK = SHAPE.block_bytes
@@ -77,7 +77,7 @@ class Tiers(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.directory = tempfile.TemporaryDirectory()
-        self.name = f"t{uuid.uuid4().hex[:8]}"
+        self.name = cluster_name()
         self.path = Path(self.directory.name) / "tier"
         self.number = 0
         #: Keys whose bytes on the disk were changed behind the tier's back.

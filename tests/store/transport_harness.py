@@ -31,6 +31,7 @@ from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.base import Call, Peer
 from halfmoon.store.transports.rdma.transport import RdmaTransport
 from halfmoon.store.transports.tcp.transport import TcpTransport
+from tests.guardian import cluster_name
 
 #: The guest of `make test-rdma` says which devices it has, one for each end.
 DEVICES = os.environ.get("HALFMOON_RDMA_DEVICES", "").split()
@@ -48,7 +49,7 @@ class Side:
         self.kind = kind
         self.closed = False
         fields: dict[str, Any] = {
-            "cluster": f"t{uuid.uuid4().hex[:8]}",
+            "cluster": cluster_name(),
             "node_id": node_id,
             "layout": shape or layout(),
             "slots": slots,

@@ -1,0 +1,84 @@
+"""What a test run started ends with it, however it ends: processes, and segments of shared memory.
+
+`watch()` starts a second process beside a pytest process. It reads a pipe that the kernel closes when the pytest
+process is gone, by SIGKILL too. Then it ends what is left of the run: every process that carries the run's mark in its
+environment, which children inherit, and every segment that bears the mark in its cluster's name. A run that ends as it
+should leaves nothing.
+
+The file is a program too, and imports nothing of ours: `python guardian.py MARK`, with the pipe as its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+#: Marks of the run and of those around it (a run inside a test), separated by commas.
+VARIABLE = "HALFMOON_TEST_RUN"
+#: For a cluster that is told to end (SIGTERM): it drains, then it removes its segments. What remains is killed.
+PATIENCE_S = 30.0
+SHM = Path("/dev/shm")
+
+
+def watch() -> subprocess.Popen[bytes]:
+    """The guardian of this process, which keeps it for life: its pipe is in it. Children that start from now on carry
+    a new mark.
+    """
+    around = os.environ.pop(VARIABLE, "")
+    mark = secrets.token_hex(4)
+    # It carries no mark: the guardian of a run around this one would end it before its work is done.
+    guardian = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, mark], stdin=subprocess.PIPE, start_new_session=True
+    )
+    os.environ[VARIABLE] = f"{around},{mark}" if around else mark
+    return guardian
+
+
+def cluster_name() -> str:
+    """A new name, as short as a segment's name needs it. Its segments are told from those of other runs."""
+    return f"t{os.environ.get(VARIABLE, '').rpartition(',')[2]}{secrets.token_hex(3)}"
+
+
+def marked(mark: str) -> dict[int, int]:
+    """Processes of the run: parent by process. Those that have ended and wait to be collected are not among them."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            own = next((v for v in variables if v.startswith(VARIABLE.encode() + b"=")), b"")
+            if mark in own.decode().partition("=")[2].split(","):
+                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def end(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end_run(mark: str) -> None:
+    """Returns when nothing of the run is left."""
+    left = marked(mark)
+    # A cluster's first process ends the others in their order; a pytest process of the run ends its own clusters.
+    end([pid for pid, parent in left.items() if parent not in left], signal.SIGTERM)
+    until = time.monotonic() + PATIENCE_S
+    while left := marked(mark):
+        if time.monotonic() > until:
+            end(list(left), signal.SIGKILL)
+        time.sleep(0.05)
+    for segment in SHM.glob(f"halfmoon-t{mark}*"):
+        segment.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    # Ctrl-C is for the run. The end of the pipe says that it is over.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    end_run(sys.argv[1])

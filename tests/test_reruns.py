@@ -1,0 +1,165 @@
+"""A late test runs once more, alone; a wrong one does not. Runs of pytest inside, over tests that are written here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.eventually import Late
+from tests.reruns import LATE_MAX, ran_out_of_time
+
+ROOT = Path(__file__).parents[1]
+
+#: Late the first time in a run: a file remembers. `late` takes the name of the test that calls it.
+FIRST_TIME = """
+from pathlib import Path
+import pytest
+from tests.eventually import Late
+
+def first_time(name):
+    mark = Path(__file__).with_name(name)
+    seen = mark.exists()
+    with mark.open("a") as file:
+        file.write("x")
+    return not seen
+"""
+
+
+def run(directory: Path, source: str, *options: str) -> tuple[int, str]:
+    """Status and output of pytest over `source`, with nothing of this project but the plugin."""
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers = realtime\ntimeout = 60\n")
+    (directory / "test_inside.py").write_text(FIRST_TIME + source)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.reruns", "-p", "no:cacheprovider", *options],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+LATE = (
+    TimeoutError(),
+    Late("x"),
+    subprocess.TimeoutExpired("x", 1),
+    ExceptionGroup("x", [Late("y"), TimeoutError()]),
+)
+NOT_LATE = ValueError("Timeout (>"), OSError("timed out"), ExceptionGroup("x", [Late("y"), ValueError("z")])
+
+
+@pytest.mark.parametrize("error", [*LATE, *NOT_LATE], ids=repr)
+def test_late_is_what_says_that_time_ran_out(error: Exception) -> None:
+    assert ran_out_of_time(error) is (error in LATE)
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])
+def test_a_late_test_that_passes_alone_is_late_and_the_run_is_green(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    status, said = run(
+        tmp_path,
+        """
+@pytest.mark.realtime
+def test_slow():
+    if first_time("slow"):
+        raise Late("the moon")
+
+@pytest.fixture
+def server():
+    if first_time("server"):
+        raise Late("a server")
+
+@pytest.mark.realtime
+def test_of_a_server(server): pass
+
+def test_fine(): pass
+""",
+        *options,
+    )
+    assert status == 0, said
+    assert "1 passed, 2 late" in said
+    assert "late, and passed alone" in said
+    assert (
+        "test_inside.py::test_slow\n    at first: tests.eventually.Late: the moon\n    alone: passed in"
+        in said
+    )
+    assert (tmp_path / "slow").read_text() == "xx"
+
+
+WRONG = {
+    "a wrong value": "@pytest.mark.realtime\ndef test_wrong():\n    first_time('once')\n    assert 1 == 2\n",
+    "late, and not of real time": "def test_wrong():\n    if first_time('once'): raise Late('x')\n",
+    "wrong and late at once": "@pytest.mark.realtime\ndef test_wrong():\n    first_time('once')\n"
+    "    raise ExceptionGroup('x', [Late('y'), ValueError('z')])\n",
+}
+
+
+@pytest.mark.parametrize("source", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_red_at_once(tmp_path: Path, source: str) -> None:
+    status, said = run(tmp_path, source)
+    assert status == pytest.ExitCode.TESTS_FAILED, said
+    assert "1 failed" in said
+    assert (tmp_path / "once").read_text() == "x"
+
+
+def test_who_is_late_twice_or_wrong_the_second_time_is_red(tmp_path: Path) -> None:
+    status, said = run(
+        tmp_path,
+        """
+@pytest.mark.realtime
+def test_never():
+    first_time("never")
+    raise Late("the moon")
+
+@pytest.mark.realtime
+def test_wrong_alone():
+    if first_time("wrong"):
+        raise Late("the sun")
+    assert 1 == 2
+""",
+        "-n",
+        "2",
+    )
+    assert status == pytest.ExitCode.TESTS_FAILED, said
+    assert "2 failed" in said
+    assert "late at first, and alone it failed again" in said
+    assert [(tmp_path / name).read_text() for name in ("never", "wrong")] == ["xx", "xx"]
+
+
+def test_a_test_whose_second_run_has_no_end_is_red(tmp_path: Path) -> None:
+    status, said = run(
+        tmp_path,
+        """
+import os
+@pytest.mark.realtime
+def test_dies():
+    if first_time("dies"):
+        raise Late("the moon")
+    os._exit(0)
+""",
+    )
+    assert status == pytest.ExitCode.TESTS_FAILED, said
+    assert "no second run came to its end" in said
+
+
+def test_more_late_tests_than_chance_has_are_red_and_none_runs_again(tmp_path: Path) -> None:
+    status, said = run(
+        tmp_path,
+        f"""
+@pytest.mark.realtime
+@pytest.mark.parametrize("number", range({LATE_MAX + 1}))
+def test_slow(number):
+    if first_time(str(number)):
+        raise Late("the moon")
+""",
+    )
+    assert status == pytest.ExitCode.TESTS_FAILED, said
+    assert f"{LATE_MAX + 1} failed" in said
+    assert f"{LATE_MAX + 1} tests were late" in said
+    assert (tmp_path / "0").read_text() == "x"
