@@ -332,7 +332,9 @@ async def test_decisions_survive_a_killed_server_without_loss_or_swap(tmp_path: 
     server.stop()
 
 
-@pytest.mark.parametrize("told_late", [False, True], ids=["", "told late"])
+@pytest.mark.parametrize(
+    "told_late", [pytest.param(False, id=""), pytest.param(True, id="told late", marks=pytest.mark.slow)]
+)
 async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(
     nats_url: str, told_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ LITERAL = sorted({each for each in (*named_in_the_document(), *jetstream(), *ELS
 Configured = Callable[[str], BusConfig]
 
 
-@pytest.fixture(scope="module", params=["containers", "up"])
+@pytest.fixture(scope="module", params=["containers", pytest.param("up", marks=pytest.mark.slow)])
 def credentials(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Configured]:

@@ -239,7 +239,10 @@ def test_lower_priorities_are_refused_first() -> None:
         assert verdicts == expected, waiting
 
 
-@pytest.mark.parametrize("admission", get_args(AdmissionName))
+@pytest.mark.parametrize(
+    "admission",
+    ["predicted", *(pytest.param(name, marks=pytest.mark.slow) for name in ("early", "late", "none"))],
+)
 def test_with_a_null_engine_all_are_admitted(admission: AdmissionName) -> None:
     null = {"layout": NULL_LAYOUT, "profile": CostProfile(), "kv_blocks": 1, "batch_max": 1}
     script = Script(prefill(**null), decode(**null), admission=admission, ttft_slo_ns=1, tbt_slo_ns=1)

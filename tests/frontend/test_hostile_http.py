@@ -257,7 +257,9 @@ async def endless(double: Double, seq: int, arrived: RequestArrived) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("options", [{"http_limits": HttpLimits(write_s=0.5)}, {}])
+@pytest.mark.parametrize(
+    "options", [{"http_limits": HttpLimits(write_s=0.5)}, pytest.param({}, marks=pytest.mark.slow)]
+)
 def test_a_stream_that_nobody_reads_is_cancelled_and_waits_in_bounded_memory(
     run: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

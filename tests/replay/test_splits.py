@@ -42,7 +42,9 @@ def halfmoon(*argv: object) -> int:
     return ended.value.code
 
 
-@pytest.mark.parametrize(("arrivals", "recorded"), [(PROMPTS, (1, 3)), (ANSWERS, (3, 1))])
+@pytest.mark.parametrize(
+    ("arrivals", "recorded"), [(PROMPTS, (1, 3)), pytest.param(ANSWERS, (3, 1), marks=pytest.mark.slow)]
+)
 def test_the_split_that_is_proposed_holds_more_than_the_one_that_was_recorded(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -39,7 +39,7 @@ def test_where_costs_are_steady_half_is_within_ten_percent_and_nine_tenths_near_
     assert found.late <= 1
 
 
-@pytest.mark.parametrize("drawn", [pytest.param(SHOWN_ON[0], marks=pytest.mark.slow), SHOWN_ON[1]])
+@pytest.mark.parametrize("drawn", [pytest.param(those, marks=pytest.mark.slow) for those in SHOWN_ON])
 def test_a_change_of_costs_is_followed(drawn: Offering) -> None:
     without, corrected = (predicted(drawn, COSTS[CHANGING], 0.7, window) for window in (0, WINDOW))
     assert corrected.ttft.p90 <= min(0.25, without.ttft.p90)

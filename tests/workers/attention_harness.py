@@ -36,7 +36,7 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"], name="model")
+@pytest.fixture(scope="module", params=["f32", pytest.param("bf16", marks=pytest.mark.slow)], name="model")
 def any_model(request: pytest.FixtureRequest) -> LoadedModel:
     found: LoadedModel = request.getfixturevalue(f"model_{request.param}")
     return replace(found, config=replace(found.config, layers=LAYERS))

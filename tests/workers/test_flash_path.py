@@ -57,6 +57,7 @@ def digests(engine: Engine, rows: list[list[torch.Tensor]]) -> list[list[str]]:
     return [[engine.logits_digest(row) for row in found] for found in rows]
 
 
+@pytest.mark.slow
 def test_flash_gives_the_logits_of_sdpa(flash: Engine, model: LoadedModel) -> None:
     sdpa = Engine(model, num_blocks=32, block_tokens=flash.block_tokens, exact=True, attention="sdpa")
     ours = serve(flash, PROMPTS, tables_of(flash, PROMPTS))
@@ -67,6 +68,7 @@ def test_flash_gives_the_logits_of_sdpa(flash: Engine, model: LoadedModel) -> No
         assert torch.cosine_similarity(found[0], expected[0], dim=0) > 0.999
 
 
+@pytest.mark.slow
 def test_a_batch_in_scattered_pages_gives_the_bits_of_each_alone(flash: Engine) -> None:
     alone = []
     for prompt in PROMPTS:

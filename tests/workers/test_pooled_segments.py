@@ -38,7 +38,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"])
+@pytest.fixture(scope="module", params=["f32", pytest.param("bf16", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest) -> LoadedModel:
     found: LoadedModel = request.getfixturevalue(f"model_{request.param}")
     return replace(found, config=replace(found.config, layers=LAYERS))

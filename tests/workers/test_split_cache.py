@@ -33,7 +33,7 @@ MEMBERS = range(len(LENGTHS))
 HEADS = {"heads": 8, "kv_heads": 4}
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"], name="model")
+@pytest.fixture(scope="module", params=["f32", pytest.param("bf16", marks=pytest.mark.slow)], name="model")
 def four_kv_heads(request: pytest.FixtureRequest) -> LoadedModel:
     """Eight of the nine heads, and a fourth KV head of the third's weights and others'."""
     found: LoadedModel = request.getfixturevalue(f"model_{request.param}")
