@@ -70,11 +70,11 @@ class GrammarReader:
 
     async def _read(self, structure: Structure, param: str) -> str:
         loop = asyncio.get_running_loop()
+        # Not the client's: on a busy machine it once took longer than any structure may.
+        library = await loop.run_in_executor(self._threads, self._library)
         try:
             async with asyncio.timeout(READ_S):
-                grammar, problem = await loop.run_in_executor(
-                    self._threads, lambda: _checked(structure, self._library())
-                )
+                grammar, problem = await loop.run_in_executor(self._threads, _checked, structure, library)
         except TimeoutError:
             message = f"{param}: not read within {READ_S:.0f} s"
             raise ApiError(400, message, param=param, code="too_complex") from None
