@@ -30,6 +30,7 @@ from halfmoon.schemas.types import ExactNumerics, Message
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.options import ChannelOptions
+from halfmoon.workers import hold_points
 from halfmoon.workers.kept_profile import ProfileCheck
 from halfmoon.workers.machines import TakeTokens, TokensTaken
 from halfmoon.workers.token_inbox import TokenInbox
@@ -148,6 +149,9 @@ class Worker(ABC):
             await self.inbox.open()
         await self.prepare()
         self.spawn(self._obey_all(reader))
+        if hold_points.PLACE is not None:
+            worker_id = self.config.worker_id
+            await asyncio.to_thread(hold_points.reached, f"{hold_points.JOINING}-{worker_id}", 0, worker_id)
         self.announce()
         self.spawn(self._heartbeats())
 

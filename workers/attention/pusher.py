@@ -11,6 +11,7 @@ from typing import Any
 from halfmoon.store.channels.hello import ChannelHello
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.store.errors import ChannelError
+from halfmoon.workers import hold_points
 from halfmoon.workers.attention.errors import LenderLost
 from halfmoon.workers.attention.push import push_tokens
 from halfmoon.workers.attention.worker_channels import WorkerChannels
@@ -37,6 +38,7 @@ class Pusher:
     def _push(
         self, worker_id: str, addresses: list[str], hold: int, blocks: list[int], first: int, tokens: int
     ) -> int:
+        hold_points.reached(hold_points.MOVE, first, worker_id)
         channel = self._channels.reach(worker_id, addresses)
         offset = first % self._cache.block_tokens
         try:

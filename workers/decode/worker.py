@@ -25,7 +25,7 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.errors import StoreError
-from halfmoon.workers import machines
+from halfmoon.workers import hold_points, machines
 from halfmoon.workers.attention.actions import AnswerHold, DropHold, LoadHold, OfferHold
 from halfmoon.workers.attention.errors import LenderLost, PartRefused
 from halfmoon.workers.attention.hold_service import HoldService
@@ -344,6 +344,9 @@ class DecodeWorker(Worker):
 
         Raises LenderLost.
         """
+        if hold_points.PLACE is not None:
+            for sequence in batch:
+                hold_points.reached(hold_points.DECODE_STEP, len(sequence.output), sequence.order_id)
         if self._borrower is not None:
             logits = self._borrower.decode(batch)
         else:

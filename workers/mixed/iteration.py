@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.store.errors import StoreError
+from halfmoon.workers import hold_points
 from halfmoon.workers.mixed.actions import ChunkRows, RunIteration
 from halfmoon.workers.sample_requests import next_token, request_of, token_of
 
@@ -33,6 +34,9 @@ class Made(NamedTuple):
 
 def run(engine: Any, pool: PoolView | None, step: RunIteration) -> Made:
     """On the compute thread."""
+    if hold_points.PLACE is not None:
+        for row in step.decodes:
+            hold_points.reached(hold_points.DECODE_STEP, len(row.sequence.output), row.sequence.order_id)
     for chunk in step.chunks:
         if chunk.loads:
             assert pool is not None, chunk

@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.schemas.policy import Layout
+from halfmoon.workers import hold_points
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import CacheWindow
@@ -220,5 +221,6 @@ class PromptComputation:
                     blocks=len(blocks),
                 )
             )
+            hold_points.reached(hold_points.PROMPT_LAYER, layer, self.order_id)
 
         return store

@@ -18,6 +18,7 @@ import numpy as np
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.errors import ChannelLost
+from halfmoon.workers import hold_points
 from halfmoon.workers.model.attention.kernel import Tensor
 from halfmoon.workers.model.engine import PromptRows
 from halfmoon.workers.prefill.actions import ComputeStage
@@ -113,6 +114,7 @@ class StageComputation:
             for block in blocks:
                 self._engine.cache.read_block(layer, cache[block], np.frombuffer(self._memory, np.uint8))
                 send_block(channel, layer, block, self._memory)
+            hold_points.reached(hold_points.STAGE_LAYER, layer, self.order_id)
             waited_ns += time.monotonic_ns() - asked_ns
 
         after = self._engine.prefill_stage(
