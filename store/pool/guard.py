@@ -252,7 +252,7 @@ class PoolGuard:
         return self._pool.owners(order_id)
 
     def sweep(self) -> list[Owner]:
-        """Collects what has expired; the owners of the holds."""
+        """Collects what has expired; the owners of holds that nobody had ended."""
         now_ns = time.monotonic_ns()
         stood_ns, self._swept_ns = now_ns - self._swept_ns, now_ns
         if stood_ns > STOOD_NS_MIN:

@@ -351,10 +351,11 @@ class Pool:
     # --- time, reports, invariant ---------------------------------------------------------------------------
 
     def sweep(self, now_ns: int) -> list[Owner]:
-        """Collects what has expired by `now_ns`: holds, and writers past their deadline. Returns the holds'
-        owners.
+        """Collects what has expired by `now_ns`: holds, and writers past their deadline. Returns the owners of holds
+        that nobody had ended: those that were retired are not among them.
         """
         expired = [owner for owner, hold in self.holds.items() if hold.expires_ns <= now_ns]
+        left = [owner for owner in expired if not self.holds[owner].retired]
         for owner in expired:
             self.release(owner)
         for owner, name in [at for at, writer in self.writers.items() if writer.deadline_ns <= now_ns]:
@@ -363,7 +364,7 @@ class Pool:
             self._unpin(number)
         for number in sorted(self._lingering):
             self._settle(number)
-        return expired
+        return left
 
     def postpone(self, by_ns: int) -> None:
         """Every hold, and every writer's deadline, ends so much later."""
