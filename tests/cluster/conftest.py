@@ -12,14 +12,15 @@ import pytest
 
 from halfmoon.bus.embedded import free_port
 from tests.cluster.harness import PATIENT, Cluster, running
+from tests.cluster.holding import Holds, running_with_holds
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes of each role with the real model."""
+    """Two nodes of each role with the real model, and workers that know hold points."""
     # A busy machine may take long to start a worker again.
     flags = ("--worker-wait-s", "120", "--dtype", "float32", *PATIENT)
-    with running(tmp_path_factory.mktemp("pairs"), *flags) as one:
+    with running_with_holds(tmp_path_factory.mktemp("pairs"), *flags) as one:
         yield one
 
 
@@ -44,3 +45,11 @@ async def nc(cluster: Cluster) -> AsyncIterator[nats.NATS]:
     connection = await cluster.connect("client")
     yield connection
     await connection.close()
+
+
+@pytest.fixture
+def holds(cluster: Cluster) -> Iterator[Holds]:
+    """Of a cluster whose workers know hold points; none holds when the test is over."""
+    points = Holds(cluster)
+    yield points
+    points.go_on()
