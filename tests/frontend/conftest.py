@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from frontend_double import MODEL, Cluster, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.workers.frontend import cluster_status, redelivery
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.eventually import BOUND_S
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +33,13 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.stop()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frontend waits for others as long as tests do: who plays them shares its loop, and may stand still with it."""
+    monkeypatch.setattr(cluster_status, "ANSWER_S", BOUND_S)
+    monkeypatch.setattr(redelivery, "TIMEOUT_S", BOUND_S)
+
+
 @pytest.fixture
 def run(server_url: str, tokenizer: Tokenizer) -> Callable[..., None]:
     """`run(scenario, **config)`: a cluster, and the scenario in it."""
@@ -40,6 +49,6 @@ def run(server_url: str, tokenizer: Tokenizer) -> Callable[..., None]:
             async with cluster(server_url, tokenizer, **options) as made:
                 await scenario(made)
 
-        asyncio.run(asyncio.wait_for(main(), 50))
+        asyncio.run(main())
 
     return run_scenario

@@ -38,6 +38,7 @@ from halfmoon.schemas.types import ExactNumerics
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.eventually import BOUND_S, Late, eventually
 
 MODEL = "smollm2-135m-instruct"
 LAYOUT = Layout(
@@ -45,8 +46,6 @@ LAYOUT = Layout(
 )
 ANSWER = "Half moons: 🌓 and 🌗.\n\nThe naïve Zoë says “halló”; 半月が出た。 Then STOP and the rest."
 _numbers = itertools.count(1)
-#: How long the frontend may take to give tokens: both share a loop, which a machine may stop for seconds.
-TAKE_S = 30
 TIMING = Timing(
     queue_ns=1_000_000,
     transfer_ns=2_000_000,
@@ -139,7 +138,7 @@ class Double:
             request_id=arrived.request_id, order_id=order_id, worker_id=worker_id, role=role
         )  # type: ignore[arg-type]
         return await self.bus.request(
-            subjects.take(arrived.frontend_id, worker_id), request, TakeReply, timeout_s=TAKE_S
+            subjects.take(arrived.frontend_id, worker_id), request, TakeReply, timeout_s=BOUND_S
         )
 
     async def place(self, arrived: RequestArrived, order_id: str, worker_id: str = "d1") -> TakeReply:
@@ -198,14 +197,16 @@ class Double:
 
     async def wait_for(self, kind: type[Event], count: int = 1) -> list[Any]:
         """The events of that kind, once there are so many."""
-        for _ in range(2000):
-            found = [event for event in self.events if isinstance(event, kind)]
-            if len(found) >= count:
-                return found
-            await asyncio.sleep(0.01)
-        raise AssertionError(
-            f"no {kind.__name__} came; there are {[type(event).__name__ for event in self.events]}"
-        )
+
+        def found() -> list[Event]:
+            return [event for event in self.events if isinstance(event, kind)]
+
+        try:
+            await eventually(lambda: len(found()) >= count, f"{count} of {kind.__name__}", every_s=0.01)
+        except Late as late:
+            late.add_note(f"there are {[type(event).__name__ for event in self.events]}")
+            raise
+        return found()
 
 
 async def whole_answer(double: Double, seq: int, arrived: RequestArrived) -> None:
@@ -257,7 +258,7 @@ class Cluster:
     ) -> tuple[dict[str, str], Any]:
         """(headers, JSON) of one answer over NATS."""
         payload = body if isinstance(body, bytes) else orjson.dumps(body)
-        reply = await self.client.nc.request(f"halfmoon.v1.{name}", payload, timeout=10, headers=headers)
+        reply = await self.client.nc.request(f"halfmoon.v1.{name}", payload, timeout=BOUND_S, headers=headers)
         return dict(reply.headers or {}), orjson.loads(reply.data)
 
     async def stream(self, name: str, body: Any) -> list[Any]:
@@ -269,7 +270,7 @@ class Cluster:
         )
         messages = []
         while True:
-            message = await subscription.next_msg(timeout=10)
+            message = await subscription.next_msg(timeout=BOUND_S)
             messages.append(orjson.loads(message.data))
             if messages[-1].get("done") or "error" in messages[-1]:
                 await subscription.unsubscribe()
@@ -302,7 +303,7 @@ async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> Asyn
         await double.start()
         frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
         await frontend.start()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=BOUND_S)) as http:
             yield Cluster(frontend, double, buses[2], http, frontend.http_url, server_url)
         await frontend.stop()
         await double.stop()

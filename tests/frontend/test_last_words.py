@@ -14,11 +14,10 @@ from frontend_double import ANSWER, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.workers.frontend import last_words
 from halfmoon.workers.frontend.last_words import GRACE_S, KEPT_BYTES_MAX, KEPT_S, LastWords
 from halfmoon.workers.model.text.tokenizer import Tokenizer
-
-#: The client is away for so long after the server is back.
-AWAY_S = 2.0
+from tests.eventually import BOUND_S, eventually
 
 
 @pytest.fixture
@@ -31,9 +30,20 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_end_that_comes_while_the_client_is_away_is_told_when_it_is_back(
-    stream: bool, server: EmbeddedServer, tokenizer: Tokenizer
+    stream: bool, server: EmbeddedServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The client is back when this test lets it.
+    monkeypatch.setattr(last_words, "GRACE_S", BOUND_S)
+    monkeypatch.setattr(last_words, "KEPT_S", BOUND_S)
     started, go_on = asyncio.Event(), asyncio.Event()
+    unheard: list[str] = []
+    missed = LastWords.unheard
+
+    def noted(words: LastWords, name: str) -> None:
+        unheard.append(name)
+        missed(words, name)
+
+    monkeypatch.setattr(LastWords, "unheard", noted)
 
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         ids, reason = double.output(arrived)
@@ -46,30 +56,35 @@ def test_an_end_that_comes_while_the_client_is_away_is_told_when_it_is_back(
     async def scenario() -> None:
         async with cluster(server.url, tokenizer) as made:
             made.double.script = script
-            client = await nats.connect(server.url, reconnect_time_wait=AWAY_S)
+            client = await nats.connect(server.url, allow_reconnect=False)
             inbox = client.new_inbox()
-            answers = await client.subscribe(inbox)
+            await client.subscribe(inbox)
             body = {"prompt": "Once", "max_tokens": 200, "stream": stream}
             await client.publish("halfmoon.v1.generate", orjson.dumps(body), reply=inbox)
-            await asyncio.wait_for(started.wait(), 10)
+            await eventually(started.is_set, "the first tokens are delivered")
             server.process.kill()
             server.launch_again()
             await asyncio.to_thread(server.wait)
-            while not (made.frontend.registry.bus.nc.is_connected and made.double.bus.nc.is_connected):
-                await asyncio.sleep(0.02)
-            # Long enough for its client to be missed, were it not known to be on its way.
-            await asyncio.sleep(0.6)
-            assert not client.is_connected, "it is away still"
+            buses = made.frontend.registry.bus, made.double.bus
+            await eventually(lambda: all(bus.nc.is_connected for bus in buses), "both are connected again")
+            if stream:  # the client is missed, and known to be on its way
+                await eventually(lambda: unheard, "the server says that nobody listens")
+                assert len(made.frontend.registry.requests) == 1
             go_on.set()
+            ended = "the end was told, and nobody heard it"
+            await eventually(lambda: any(name.startswith("end-") for name in unheard), ended)
+            again = await nats.connect(server.url)
+            answers = await again.subscribe(inbox)
             while True:
-                message = orjson.loads((await answers.next_msg(timeout=10)).data)
+                message = orjson.loads((await answers.next_msg(timeout=BOUND_S)).data)
                 if message.get("done"):
                     break
                 assert "error" not in message, message
             assert message["text"] == ANSWER
+            await again.close()
             await client.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 40))
+    asyncio.run(scenario())
 
 
 def test_ends_are_kept_for_a_while_and_not_without_bound() -> None:

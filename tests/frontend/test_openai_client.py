@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import openai
@@ -66,11 +65,9 @@ def test_a_refusal_is_tried_again_where_it_says_when(run: Any, retry_after_ns: i
 
         cluster.double.script = refuse
         async with client_of(cluster, retries=2) as client:
-            began = time.monotonic()
             with pytest.raises(openai.RateLimitError):
                 await client.completions.create(model=MODEL, prompt="Once")
         assert len(await cluster.double.wait_for(RequestArrived, tries)) == tries
-        assert time.monotonic() - began < 5.0
 
     run(scenario)
 
