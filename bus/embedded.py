@@ -22,6 +22,8 @@ from halfmoon.bus.credentials import private_directory, write_private
 from halfmoon.bus.errors import BusUnreachable
 
 _PR_SET_PDEATHSIG = 1
+#: A server that takes no connections after so long does not start. Reading large streams takes it a while.
+START_S = 60.0
 #: Of the server's log: the size of one file, and how many there are with the old ones.
 LOG_FILE_BYTES_MAX = 8 << 20
 LOG_FILES_MAX = 3
@@ -120,7 +122,7 @@ class EmbeddedServer:
         """Until it takes connections. Raises BusUnreachable, with the end of its log."""
         host, _, digits = self.url.removeprefix("nats://").rpartition(":")
         port = int(digits)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 break
