@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lease_clock import GRACE_NS, LEASE_NS, LEASES, SECOND_NS, LeaseClock
 from store_harness import CAUSES, Cluster, cluster, keys, layout, until
 from test_agent import fill, same, stored
 
@@ -36,6 +37,7 @@ from halfmoon.store.errors import (
 from halfmoon.store.pool.segment import SHM, SegmentError, remove_stale
 from halfmoon.store.pool.slots import Owner
 from tests.bus.proxy import Proxy
+from tests.eventually import Late
 from tests.lengths import sizes
 
 BIG = layout(layers=16, block_tokens=512, kv_heads=2, head_dim=64)  # 8 MiB a block
@@ -88,8 +90,8 @@ async def empty(agent: StoreAgent) -> None:
 
     try:
         await until(clean)
-    except AssertionError:
-        raise AssertionError(f"left behind: {agent.context.guard.counts()}") from None
+    except Late:
+        raise Late(f"left behind: {agent.context.guard.counts()}") from None
     agent.context.guard.check()
 
 
@@ -340,19 +342,27 @@ def test_slots_that_a_late_worker_may_write_are_not_given_away(
     tell(nats_url, story)
 
 
-def test_what_is_not_renewed_expires_and_what_waits_is_kept(nats_url: str) -> None:
+def test_what_is_not_renewed_expires_and_what_waits_is_kept(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = LeaseClock(monkeypatch)
+
     async def story(here: Cluster) -> None:
-        short = {"lease_ttl_ns": 400_000_000, "transfer_ns_max": 200_000_000, "writer_grace_ns": 100_000_000}
-        agent = await here.agent("n1", sweep_ns=20_000_000, **short)
+        agent = await here.agent("n1", **LEASES)
         waits, dies = await here.client("n1", "w1"), await here.client("n1", "w2")
         await waits.open_put("o1", keys(1), blocks=2)
         await dies.open_put("o2", keys(2), blocks=2)
         await dies.close()
-        await until(lambda: agent.context.guard.counts().condemned == 2)
-        await until(lambda: agent.context.guard.counts().condemned == 0)
-        assert agent.context.guard.counts().reserved == 2
-        await asyncio.sleep(1)
-        assert agent.context.guard.counts().reserved == 2
+        kept = [Owner("o1", "w1")]
+        for elapsed_ns, reserved, condemned in (
+            (LEASE_NS - SECOND_NS, 4, 0),
+            (SECOND_NS, 2, 2),
+            (GRACE_NS, 2, 0),
+            (2 * LEASE_NS, 2, 0),
+        ):
+            await clock.passes(elapsed_ns, agent, renewed=kept)
+            counts = agent.context.guard.counts()
+            assert (counts.reserved, counts.condemned) == (reserved, condemned)
         await waits.release("o1")
         await empty(agent)
 

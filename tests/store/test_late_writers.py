@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lease_clock import LEASE_NS, LEASES, LeaseClock
 from store_harness import Cluster, cluster, keys, until
 from test_agent import same, stored
 from transport_harness import Side, call
@@ -18,14 +19,11 @@ from halfmoon.store.errors import OrderUnknown
 from halfmoon.store.pool.guard import peer_writer
 from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.base import Slice
+from tests.eventually import BOUND_S
 
 SLOTS = 4
-SHORT = {
-    "lease_ttl_ns": 400_000_000,
-    "transfer_ns_max": 200_000_000,
-    "writer_grace_ns": 100_000_000,
-    "sweep_ns": 20_000_000,
-}
+#: After which nothing of a worker that stands still is left, were a last renewal of its leases still on the way.
+PAST_NS = 2 * LEASE_NS
 
 
 class Writer:
@@ -41,7 +39,7 @@ class Writer:
 
     async def says(self) -> str:
         assert self.process.stdout is not None
-        line: bytes = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), 30)
+        line: bytes = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), BOUND_S)
         return line.decode().strip()
 
     def go_on(self) -> None:
@@ -59,13 +57,17 @@ class Writer:
         self.process.communicate()
 
 
-async def test_a_worker_that_was_stopped_past_its_lease_writes_into_nobodys_slots(nats_url: str) -> None:
+async def test_a_worker_that_was_stopped_past_its_lease_writes_into_nobodys_slots(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = LeaseClock(monkeypatch)
     async with cluster(nats_url) as here:
-        agent = await here.agent("n1", slots=SLOTS, **SHORT)
+        agent = await here.agent("n1", slots=SLOTS, **LEASES)
         late = Writer(here, "n1")
         await late.until_it_says("layer 0")
         late.process.send_signal(signal.SIGSTOP)
-        await until(lambda: agent.context.guard.counts().free == SLOTS, timeout_s=20)
+        await clock.passes(PAST_NS, agent)
+        assert agent.context.guard.counts().free == SLOTS
         one = await here.client("n1", "w1")
         await stored(one, "o2", keys(*range(SLOTS)), seed=7)
         late.process.send_signal(signal.SIGCONT)
@@ -79,24 +81,24 @@ async def test_a_worker_that_was_stopped_past_its_lease_writes_into_nobodys_slot
 
 @pytest.mark.parametrize("ends", [signal.SIGCONT, signal.SIGKILL], ids=["it goes on", "it dies"])
 async def test_a_slot_waits_for_the_end_of_a_copy_that_was_stopped_halfway(
-    nats_url: str, ends: signal.Signals
+    nats_url: str, ends: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = LeaseClock(monkeypatch)
     async with cluster(nats_url) as here:
-        agent = await here.agent("n1", slots=SLOTS, **SHORT)
+        agent = await here.agent("n1", slots=SLOTS, **LEASES)
         guard = agent.context.guard
         late = Writer(here, "n1")
         await late.until_it_says("in 0")
         late.process.send_signal(signal.SIGSTOP)
-        await until(lambda: guard.counts().free == SLOTS - 1, timeout_s=20)
-        assert guard.counts().condemned == 1
-        await asyncio.sleep(2 * SHORT["lease_ttl_ns"] / 1e9)
-        assert (guard.counts().free, guard.counts().condemned) == (SLOTS - 1, 1)
+        for _ in range(2):
+            await clock.passes(PAST_NS, agent)
+            assert (guard.counts().free, guard.counts().condemned) == (SLOTS - 1, 1)
         guard.check()
         late.process.send_signal(ends)
         if ends is signal.SIGCONT:
             late.go_on()
             assert await late.says() == "refused"  # its next block
-        await until(lambda: guard.counts().free == SLOTS, timeout_s=20)
+        await until(lambda: guard.counts().free == SLOTS)
 
 
 async def test_a_store_agent_that_was_stopped_past_a_reservation_writes_into_nobodys_slots() -> None:

@@ -135,7 +135,7 @@ class Nodes:
             found[:] = [e for e in log if isinstance(e, kinds) and e.order_id == order_id]
             return bool(found)
 
-        await until(answered, timeout_s=30)
+        await until(answered)
         assert worker.engine.allocator.free_blocks == CACHE
         return found[0]
 

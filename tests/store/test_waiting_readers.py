@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from lease_clock import LEASE_NS, LEASES, LeaseClock
 from store_harness import Cluster, cluster, keys, layout, until
 
 from halfmoon.schemas.cost_profile import CostProfile
@@ -20,11 +21,11 @@ from halfmoon.schemas.subjects import give
 from halfmoon.schemas.tokens import TakeReply, TokensGiven
 from halfmoon.store.agent.release import release_order
 from halfmoon.store.agent_client import AgentClient
+from halfmoon.store.pool.slots import Owner
 from halfmoon.workers.decode.worker import DecodeWorker
 from halfmoon.workers.worker import WorkerConfig
+from tests.eventually import BOUND_S
 
-LEASE_NS = 400_000_000
-SHORT = {"lease_ttl_ns": LEASE_NS, "transfer_ns_max": LEASE_NS // 2, "writer_grace_ns": LEASE_NS // 4}
 BLOCKS = 3
 ORDER = StartDecode(
     order_id="5-1",
@@ -77,16 +78,20 @@ async def push_all(prefill: AgentClient) -> None:
     await prefill.release("5-1")
 
 
-def test_kv_that_waits_for_room_longer_than_a_lease_is_still_there(nats_url: str) -> None:
+def test_kv_that_waits_for_room_longer_than_a_lease_is_still_there(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = LeaseClock(monkeypatch)
+
     async def story() -> None:
         async with cluster(nats_url) as here:
-            await here.agent("n-p", sweep_ns=20_000_000, **SHORT)
-            target = await here.agent("n-d", sweep_ns=20_000_000, **SHORT)
+            await here.agent("n-p", **LEASES)
+            target = await here.agent("n-d", **LEASES)
             prefill = await here.client("n-p", "p1")
             async with decode_worker(here, "exact", None, BLOCKS - 1) as worker:
                 await push_all(prefill)
                 await until(lambda: worker.state.orders.leased() == ["5-1"])
-                await asyncio.sleep(3 * LEASE_NS / 1e9)
+                await clock.passes(3 * LEASE_NS, target, renewed=[Owner("5-1", "d1")])
                 counts = target.context.guard.counts()
                 assert (counts.holds, counts.leased) == (1, BLOCKS), counts
                 worker.obey(CancelOrder(order_id="5-1", worker_id="d1"))
@@ -102,7 +107,7 @@ class StoppedCache:
         self.go_on = threading.Event()
 
     def write_block(self, layer: int, block: int, content: object) -> None:
-        self.go_on.wait(20)
+        self.go_on.wait(BOUND_S)
 
 
 @pytest.mark.parametrize("withdrawn", [False, True])
