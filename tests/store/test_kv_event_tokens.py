@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import msgspec
@@ -11,9 +12,9 @@ import zmq
 import zmq.asyncio
 from store_harness import cluster, keys, until
 
-from halfmoon.bus.embedded import free_port
 from halfmoon.schemas.keys import pack_tokens, split_keys
 from halfmoon.store.agent.kv_events import KvEvents, KvEventsOptions
+from halfmoon.store.agent_client import AgentClient
 from halfmoon.store.pool.slots import Change
 
 BLOCK = 4
@@ -150,20 +151,25 @@ def test_tokens_are_as_many_as_the_blocks_have() -> None:
 
 
 def test_a_worker_and_another_agent_tell_the_tokens(nats_url: str) -> None:
-    at = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-
     async def story() -> None:
         context = zmq.asyncio.Context()
-        subscribers = [context.socket(zmq.SUB) for _ in at]
+        subscribers = [context.socket(zmq.SUB) for _ in range(2)]
         try:
             async with cluster(nats_url) as here:
-                for number, address in enumerate(at):
-                    options = {"kv_events": address, "kv_events_topic": "kv", "kv_events_tokens": True}
-                    await here.agent(f"n{number}", **options)
-                    subscribers[number].subscribe(b"kv")
-                    subscribers[number].connect(address)
-                await asyncio.sleep(0.3)
+                for number, subscriber in enumerate(subscribers):
+                    options = {
+                        "kv_events": "tcp://127.0.0.1:0",
+                        "kv_events_topic": "kv",
+                        "kv_events_tokens": True,
+                    }
+                    agent = await here.agent(f"n{number}", **options)
+                    publisher = agent.context.kv_events._pub
+                    assert publisher is not None
+                    subscriber.subscribe(b"kv")
+                    subscriber.connect(publisher.getsockopt_string(zmq.LAST_ENDPOINT))
                 worker, decode = [await here.client(f"n{number}", f"w{number}") for number in range(2)]
+                for client, subscriber in zip((worker, decode), subscribers, strict=True):
+                    await until_heard(client, subscriber)
                 tokens = list(range(40))  # two blocks of 16, and a tail without a key
                 await worker.open_put("o1", keys(1, 2), blocks=3, token_ids=pack_tokens(tokens))
                 await worker.open_push("o1", "r1", target_node_id="n1", decode_worker_id="w1")
@@ -187,4 +193,18 @@ def test_a_worker_and_another_agent_tell_the_tokens(nats_url: str) -> None:
         finally:
             context.destroy(linger=0)
 
-    asyncio.run(asyncio.wait_for(story(), 60))
+    asyncio.run(story())
+
+
+async def until_heard(client: AgentClient, subscriber: Any) -> None:
+    """The publisher of the client's node knows of the subscriber: a block that is put is told."""
+    numbers = itertools.count(100)
+
+    async def heard() -> bool:
+        number = next(numbers)
+        await client.open_put(f"probe{number}", keys(number), blocks=1, token_ids=pack_tokens([number] * 16))
+        await client.commit(f"probe{number}", first_block=0, blocks=1)
+        await client.release(f"probe{number}")
+        return bool(await subscriber.poll(50))
+
+    await until(heard)
