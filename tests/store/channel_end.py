@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[2]))
 
 from channel_harness import accepted, addresses, hello, into, memory, options
 
@@ -27,7 +28,7 @@ def main(kind: str, behaviour: str) -> None:
                 time.sleep(1)
             try:
                 while True:
-                    header = channel.receive(into(target), timeout_s=60)
+                    header = channel.receive(into(target))
                     answer = MessageHeader(Op.PARTIAL, Dtype.F32, layer=header.layer, rows=header.rows)
                     channel.send(answer, target[: header.payload_bytes])
             except ChannelLost:

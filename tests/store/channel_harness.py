@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from halfmoon.store.channels.kinds import KINDS
 from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.opening import connect
 from halfmoon.store.channels.options import ChannelOptions, channel_secret
+from tests.eventually import BOUND_S, eventually_here
 
 NAMES = [kind.name for kind in KINDS]
 SECRET = channel_secret("the cluster's")
@@ -47,7 +47,7 @@ def hello(worker_id: str, **changes: Any) -> ChannelHello:
 
 def options(kind: str, **changes: Any) -> ChannelOptions:
     """Under which `kind` is had, and others of this host besides."""
-    fields: dict[str, Any] = {"secret": SECRET, "timeout_s": 5.0}
+    fields: dict[str, Any] = {"secret": SECRET, "timeout_s": BOUND_S}
     return ChannelOptions(**{**fields, "encryption": "never" if kind == "tcp" else "auto", **changes})
 
 
@@ -55,20 +55,26 @@ def addresses(listener: ChannelListener, kind: str) -> list[str]:
     return [address for address in listener.addresses if address.startswith(f"{kind}:")]
 
 
-def accepted(listener: ChannelListener, seconds: float = 10.0) -> WorkerChannel:
-    until_s = time.monotonic() + seconds
-    while (channel := listener.accept()) is None:
-        assert time.monotonic() < until_s, f"nobody came: {listener.counters}"
-        time.sleep(0.002)
+def accepted(listener: ChannelListener) -> WorkerChannel:
+    channel = eventually_here(listener.accept, f"somebody comes: {listener.counters}", every_s=0.002)
+    assert channel is not None
     return channel
 
 
+def shorten(channel: WorkerChannel, timeout_s: float) -> None:
+    """Of an open channel: to open one, there is always time enough."""
+    channel._timeout_s = channel._inbox._timeout_s = timeout_s
+
+
+def receives(channel: WorkerChannel) -> None:
+    """Until another thread waits in `receive`."""
+    eventually_here(lambda: channel._receives, "a thread receives", every_s=0.001)
+
+
 @contextlib.contextmanager
-def pair(
-    kind: str, *, window: int = 8, timeout_s: float = 5.0, **changes: Any
-) -> Iterator[tuple[WorkerChannel, WorkerChannel]]:
+def pair(kind: str, *, window: int = 8, **changes: Any) -> Iterator[tuple[WorkerChannel, WorkerChannel]]:
     """The end that connected, and the one that listened."""
-    settings = options(kind, timeout_s=timeout_s)
+    settings = options(kind)
     more = {"window": window, **changes}
     with ChannelListener(hello("attention-0", **more), settings) as listener:
         one = connect(addresses(listener, kind), hello("decode-0", **more), settings, peer="attention-0")
@@ -120,12 +126,13 @@ class Raw:
 
     def send(self, content: bytes | bytearray) -> None:
         rest = memoryview(content)
-        until_s = time.monotonic() + 10
-        while rest:
+
+        def all_sent() -> bool:
+            nonlocal rest
             rest = rest[self.channel._stream.send([rest]) :]
-            assert time.monotonic() < until_s
-            if rest:
-                time.sleep(0.001)
+            return not rest
+
+        eventually_here(all_sent, "room for what is sent", every_s=0.001)
 
 
 class OtherProcess:
@@ -164,7 +171,7 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def end() -> Any:
-        thread.join(30)
+        thread.join(BOUND_S)
         assert not thread.is_alive(), "it hangs"
         value, problem = outcome[0]
         if problem is not None:

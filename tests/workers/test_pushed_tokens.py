@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ from attention_harness import (
     PROMPTS,
     SEGMENT,
     STEPS,
-    WAIT_S,
     Borrower,
     Place,
     any_borrower,
@@ -40,6 +38,7 @@ from halfmoon.workers.model.attention.states import StateStack
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.paged_cache import PagedCache
 from halfmoon.workers.model.segments import AWAY
+from tests.eventually import eventually_here
 from tests.store.channel_harness import in_thread
 
 __all__ = ["any_borrower", "any_engine", "any_model"]
@@ -187,9 +186,8 @@ def test_a_push_that_broke_off_begins_again(engine: Engine, place: Place, channe
         payload = torch.zeros(BLOCK * token_bytes(engine, 1), dtype=torch.uint8)
         header = MessageHeader(Op.APPEND, DTYPES[engine.dtype], parts=9, rows=BLOCK, step=BLOCK, slots=1)
         broken.send(header, bytes_of(payload))
-        until = time.monotonic() + WAIT_S
-        while not hold.layer_due and time.monotonic() < until:  # another channel's may be read first
-            time.sleep(0.005)
+        # Another channel's may be read first.
+        eventually_here(lambda: hold.layer_due, "the layer has come", every_s=0.005)
     push_tokens(channel, 1, engine.cache, table, 0, 3 * BLOCK)
     assert hold.complete
     assert torch.equal(place.cache.v[:, [5, 6, 7]], engine.cache.v[:, table])

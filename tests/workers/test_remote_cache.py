@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from reference import prefill
 
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import CachePlace
+from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import HEADER_BYTES, MessageHeader, Op
 from halfmoon.store.channels.listener import ChannelListener
+from halfmoon.store.channels.opening import connect
 from halfmoon.store.errors import ChannelLost
 from halfmoon.workers.attention.errors import LenderLost, PartRefused, RowRefusal
 from halfmoon.workers.attention.held import HeldSegments
@@ -32,8 +35,9 @@ from halfmoon.workers.decode.lent_parts import CachePart
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.transformer import Layer
+from tests.eventually import eventually_here
 from tests.lengths import sizes
-from tests.store.channel_harness import addresses, hello, options
+from tests.store.channel_harness import addresses, hello, options, shorten
 
 __all__ = ["any_model"]
 
@@ -237,9 +241,7 @@ def test_attention_to_the_past_begins_before_the_new_keys_are_there(
     def late(self: Layer, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal asked
         asked += 1
-        until_s = time.monotonic() + WAIT_S
-        while server.counts.queries < asked and time.monotonic() < until_s:
-            time.sleep(0.001)
+        eventually_here(lambda: server.counts.queries >= asked, "the place has begun", every_s=0.001)
         return project(self, *inputs)
 
     monkeypatch.setattr(Layer, "key_value", late)
@@ -362,22 +364,28 @@ def test_the_wait_for_a_slow_place_is_measured(made: Made, monkeypatch: pytest.M
     assert set(waits_ns) == {"attention-0", "attention-1"}
 
 
-def test_who_says_nothing_is_lost_after_the_bound_of_its_channel(away: Engine) -> None:
+def test_who_says_nothing_is_lost_after_the_bound_of_its_channel(
+    away: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It took the connection, and takes no message."""
-    listener = ChannelListener(hello("attention-0"), options("unix", timeout_s=WAIT_S))
-    settings = options("unix", timeout_s=0.2)
+    settings = options("unix", timeout_s=WAIT_S)
+
+    def impatient(*args: Any, **named: Any) -> WorkerChannel:
+        channel = connect(*args, **named)
+        shorten(channel, 0.2)
+        return channel
+
+    monkeypatch.setattr("halfmoon.workers.attention.worker_channels.connect", impatient)
+    listener = ChannelListener(hello("attention-0"), settings)
     choice = GroupChoice(1, CostProfile(), hello("decode-0"), 16)
     borrower = CacheBorrower(away, hello("decode-0"), settings, choice)
     borrower.addresses["attention-0"] = addresses(listener, "unix")
-    taking = threading.Thread(target=lambda: [listener.accept() for _ in range(20) if not time.sleep(0.05)])
-    taking.start()
     part = CachePart(CachePlace(worker_id="attention-0", first_kv_head=0, kv_heads=3), 1, 2)
     part.hold = 5
     row = SimpleNamespace(order_id="o", parts=[part], output=[7], length=20, table=[])
     with pytest.raises(LenderLost, match="nothing came for 200 ms") as lost:
         borrower.decode([row])  # type: ignore[list-item]
     assert (lost.value.worker_id, lost.value.hold) == ("attention-0", 0)
-    taking.join()
     listener.close()
     borrower.close()
 
