@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from halfmoon.schemas.replicas import Drained, DrainStore, Replicate, Replicated
 from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import StoreError
 from halfmoon.store.pool.slots import tenant_mark
+from tests.eventually import BOUND_S
 
 
 def tell(url: str, story: Callable[[Cluster], Awaitable[None]]) -> None:
@@ -68,7 +68,6 @@ def test_a_holder_killed_in_the_middle_of_many_gets_costs_no_answer(
             async with await StoreClient.connect(here.url, node_id=node) as put:
                 answers = await put.batch_put(values)
                 assert answers == [None] * blocks
-        slowest_s = {False: 0.0, True: 0.0}  # before the death and after it
         wrong = []
         done = 0
         killed_at = 0
@@ -80,9 +79,7 @@ def test_a_holder_killed_in_the_middle_of_many_gets_costs_no_answer(
                 into = np.zeros(size, np.uint8)
                 for number in numbers:
                     into[:] = 0
-                    started = time.monotonic()
                     await reader.get_into(key(number % blocks), into)
-                    slowest_s[killed_at > 0] = max(slowest_s[killed_at > 0], time.monotonic() - started)
                     if not np.array_equal(into, values[key(number % blocks)]):
                         wrong.append(number)
                     done += 1
@@ -92,15 +89,10 @@ def test_a_holder_killed_in_the_middle_of_many_gets_costs_no_answer(
 
             await asyncio.gather(*(read() for _ in range(4)))
         assert (done, wrong, killed_at) == (gets, [], gets // 2)
-        assert slowest_s[True] < 1.0 + slowest_s[False]  # of a busy machine the first half knows
         counters = here.agents["n3"].context.counters
         assert counters["fetched_bytes"] > gets * size // 2  # most came from elsewhere: the pool holds 8
         suspected = [event.node_id for event in await here.log() if isinstance(event, StoreSuspected)]
         assert set(suspected) <= {"n1"}
-        before_ms, after_ms = (round(1e3 * slowest_s[killed]) for killed in (False, True))
-        print(
-            f"{transport}: {gets} gets, slowest {before_ms} ms before, {after_ms} ms after, {dict(counters)}"
-        )
 
     tell(nats_url, story)
 
@@ -116,9 +108,9 @@ def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: s
             asked = Replicate(
                 block_keys=join_keys([*values, key(99)]), source_node_id="n1", mark=tenant_mark("t")
             )
-            done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=10)
+            done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=BOUND_S)
             assert done == Replicated(blocks=6)
-            done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=10)
+            done = await bus.request(subjects.store("n2", "replicate"), asked, Replicated, timeout_s=BOUND_S)
             assert done == Replicated(blocks=0)  # it has them
             assert (
                 agents["n1"].context.guard.counts().committed
@@ -127,7 +119,7 @@ def test_copies_are_made_and_moved_by_order_and_leave_nothing_behind(nats_url: s
             )
             moved = msgspec.structs.replace(asked, move=True, source_node_id="n2")
             assert await bus.request(
-                subjects.store("n3", "replicate"), moved, Replicated, timeout_s=10
+                subjects.store("n3", "replicate"), moved, Replicated, timeout_s=BOUND_S
             ) == Replicated(blocks=6)
             assert [agent.context.guard.counts().committed for agent in agents.values()] == [6, 0, 6]
         order = ReplicateBlocks(
@@ -164,12 +156,12 @@ def test_a_drained_node_leaves_nothing_behind_that_fits_elsewhere(nats_url: str)
                 await one.batch_get_into([key(3), key(4)], [np.zeros(size, np.uint8)] * 2)
         copy = Replicate(block_keys=join_keys([key(0)]), source_node_id="n1")
         assert await bus.request(
-            subjects.store("n2", "replicate"), copy, Replicated, timeout_s=10
+            subjects.store("n2", "replicate"), copy, Replicated, timeout_s=BOUND_S
         ) == Replicated(blocks=1)
         drain = DrainStore(target_node_ids=["n1", "n2", "n3"])
-        drained = await bus.request(subjects.store("n1", "drain"), drain, Drained, timeout_s=30)
+        drained = await bus.request(subjects.store("n1", "drain"), drain, Drained, timeout_s=BOUND_S)
         assert drained == Drained(moved=15, elsewhere=1, left=4)
-        await asyncio.wait_for(agents["n1"].drained.wait(), 30)
+        await asyncio.wait_for(agents["n1"].drained.wait(), BOUND_S)
         await agents["n1"].stop(reason="drained")
         kept = set(agents["n2"].context.guard.keys()) | set(agents["n3"].context.guard.keys())
         assert len(kept) == 16
@@ -201,7 +193,7 @@ def test_a_copy_that_nobody_reads_goes_before_what_is_used(nats_url: str) -> Non
                 block_keys=join_keys([key(i) for i in range(10, 16)]), source_node_id="n1", spare=True
             )
             assert (
-                await bus.request(subjects.store("n2", "replicate"), copies, Replicated, timeout_s=10)
+                await bus.request(subjects.store("n2", "replicate"), copies, Replicated, timeout_s=BOUND_S)
             ).blocks == 6
             await here_too.get_into(key(12), np.zeros(size, np.uint8))  # this one is of use
             await here_too.batch_put({key(i): value(i, size) for i in range(20, 25)})
@@ -215,7 +207,7 @@ def test_a_holder_that_hangs_is_passed_over_and_suspected(nats_url: str) -> None
         shape = msgspec.structs.replace(BIG, layers=1)
         hanging = await node_process(here, "n1", "tcp", slots=4, layers=1)
         await node_process(here, "n2", "tcp", slots=4, layers=1)
-        agent = await here.agent("n3", transport="tcp", layout=shape, slots=4, control_timeout_s=1.0)
+        agent = await here.agent("n3", transport="tcp", layout=shape, slots=4, control_timeout_s=5.0)
         for node in ("n1", "n2"):
             async with await StoreClient.connect(here.url, node_id=node) as put:
                 await put.put(key(1), value(1, shape.block_bytes))

@@ -19,11 +19,12 @@ from test_tcp_refusals import Raw, raw_story, tell
 from transport_harness import Side, call
 
 from halfmoon.schemas.events import Endpoint
-from halfmoon.store.errors import TransferError
+from halfmoon.store.errors import TransferError, TransferTimeout
 from halfmoon.store.transports.base import Slice
 from halfmoon.store.transports.tcp import admission, server, wire
 from halfmoon.store.transports.tcp.admission import Admission
 from halfmoon.store.transports.tcp.channel import PlainChannel
+from tests.eventually import BOUND_S
 
 #: Far more levels than Python's recursion has, in few bytes.
 NESTED = b"\x81\xa1x" + b"\x91" * 1000 + b"\xc0"
@@ -83,20 +84,16 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_gone_when_its_time_is_over
     async def story(one: Side, two: Side) -> None:
         one.meet(two)
         threads = serving_threads()
-        with socket.create_connection(address_of(two), timeout=5) as stranger:
+        with socket.create_connection(address_of(two), timeout=BOUND_S) as stranger:
             stranger.sendall(struct.pack("<III", 2, 0, 1000))
 
-            def drip() -> float:
-                started = time.monotonic()
-                while time.monotonic() - started < 5:
-                    try:
-                        stranger.sendall(b"x")
-                    except OSError:
-                        break
-                    time.sleep(0.01)
-                return time.monotonic() - started
+            def drip() -> None:
+                for _ in range(900):  # half a minute at the least, and the message is not whole
+                    stranger.sendall(b"x")
+                    time.sleep(0.04)
 
-            assert await asyncio.to_thread(drip) < 5
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                await asyncio.to_thread(drip)
         await until(lambda: serving_threads() == threads)
         assert two.counters["refused_stranger"] == 1
         await reads(one, two)
@@ -115,7 +112,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_gone_when_its_time_is_over
 def test_a_stranger_that_announces_much_is_gone_at_once(sent: bytes) -> None:
     async def story(one: Side, two: Side) -> None:
         one.meet(two)
-        with socket.create_connection(address_of(two), timeout=5) as stranger:
+        with socket.create_connection(address_of(two), timeout=BOUND_S) as stranger:
             stranger.sendall(sent)
             assert await asyncio.to_thread(stranger.recv, 1) == b""
         assert dict(two.counters) == {"refused_malformed": 1}
@@ -129,12 +126,12 @@ def test_any_number_of_silent_strangers_holds_few_connections_and_keeps_no_peer_
     async def story(one: Side, two: Side) -> None:
         one.meet(two)
         files, threads = open_files(), serving_threads()
-        strangers = [socket.create_connection(address_of(two), timeout=5) for _ in range(300)]
+        strangers = [socket.create_connection(address_of(two), timeout=BOUND_S) for _ in range(300)]
         try:
             most = admission.STRANGERS_PER_ADDRESS_MAX
             await until(lambda: two.counters["refused_stranger"] >= 300 - most)
             await until(lambda: open_files() - files - 300 <= most + 1)
-            assert serving_threads() - threads <= most + 1
+            await until(lambda: serving_threads() - threads <= most + 1)
             await reads(one, two)
         finally:
             for stranger in strangers:
@@ -154,13 +151,13 @@ def test_a_peer_that_sends_a_byte_now_and_then_holds_its_slot_no_longer_than_a_t
 
         def drip() -> None:
             raw.channel.socket.sendall(struct.pack("<IIII", 3, len(mac), len(header), 8192) + mac + header)
-            started = time.monotonic()
-            while time.monotonic() - started < 5 and not raw.channel.broken():
+            for _ in range(3_000):  # half a minute at the least, and the message is not whole
                 raw.channel.socket.sendall(b"x")
                 time.sleep(0.01)
 
         assert isinstance(raw.channel, PlainChannel)
-        await asyncio.to_thread(drip)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            await asyncio.to_thread(drip)
         assert two.counters["refused_stalled"] == 1
         assert two.guard.begin_write("o", "w", [slot]) == ""
 
@@ -186,10 +183,8 @@ def test_a_server_that_sends_a_byte_now_and_then_holds_no_caller_past_its_deadli
                 transport="tcp", address=f"tcp://127.0.0.1:{liar.getsockname()[1]}"
             )
             dripping = asyncio.create_task(asyncio.to_thread(drip))
-            started = time.monotonic()
-            with pytest.raises(TransferError):
+            with pytest.raises(TransferTimeout, match="the deadline passed"):
                 await one.transport.read(two.peer, [Slice(0, 0, 0, 1)], call(seconds=0.7))
-            assert time.monotonic() - started < 20
             await dripping
 
     tell(story)

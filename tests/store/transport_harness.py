@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from store_harness import SECRET, keys, layout
+from store_harness import BOUND_NS, SECRET, keys, layout
 
 from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.events import Endpoint
@@ -31,6 +31,7 @@ from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.base import Call, Peer
 from halfmoon.store.transports.rdma.transport import RdmaTransport
 from halfmoon.store.transports.tcp.transport import TcpTransport
+from tests.eventually import BOUND_S
 from tests.guardian import cluster_name
 
 #: The guest of `make test-rdma` says which devices it has, one for each end.
@@ -55,16 +56,16 @@ class Side:
             "slots": slots,
             "cluster_secret": SECRET,
             "encryption": ENCRYPTION[kind],
-            "stall_ns_max": 1_000_000_000,
-            "rdma": "off",
+            # Long enough that neither runs out unless the test is about it.
+            "lease_ttl_ns": 4 * BOUND_NS,
+            "transfer_ns_max": BOUND_NS,
+            "stall_ns_max": BOUND_NS,
+            "rdma": DEVICES[node_id != "one"] if kind == "rdma" else "off",
         }
-        if kind == "rdma":
-            # A guest without hardware support computes slowly.
-            fields |= {"rdma": DEVICES[node_id != "one"], "stall_ns_max": 5_000_000_000}
         self.config = StoreConfig(**{**fields, **changes})
         self.incarnation = uuid.uuid4().hex[:16]
         self.counters: Counter[str] = Counter()
-        self.guard = PoolGuard(Pool(slots), ttl_ns=60 * 10**9, grace_ns=10**9, announce=lambda changes: None)
+        self.guard = PoolGuard(Pool(slots), ttl_ns=4 * BOUND_NS, grace_ns=10**9, announce=lambda changes: None)
         self.segment = Segment.create(segment_name(self.config.cluster, node_id), self.config.geometry)
         self.view = self.segment.view
         self.guard.fence_by(SegmentFence(self.view))
@@ -140,7 +141,7 @@ def noise(shape: tuple[int, ...], seed: int) -> Any:
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
-def call(*, order_id: str = "o", party: str = "w", seconds: float = 5.0, verify: bool = False) -> Call:
+def call(*, order_id: str = "o", party: str = "w", seconds: float = BOUND_S, verify: bool = False) -> Call:
     return Call(order_id, party, time.monotonic_ns() + int(seconds * 1e9), verify)
 
 
