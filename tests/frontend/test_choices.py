@@ -10,6 +10,7 @@ from frontend_double import ANSWER, Double, whole_answer
 
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.eventually import eventually
 
 #: More than one block of the double's layout.
 LONG = [7] * 40
@@ -77,12 +78,17 @@ def test_choices_and_prompts_share_an_answer(run: Any, tokenizer: Tokenizer) -> 
         asked = asyncio.ensure_future(
             cluster.post("/v1/completions", {"prompt": LONG, "n": 3, "max_tokens": 2})
         )
-        await asyncio.sleep(0.2)
-        assert len(arrivals(cluster)) == before + 1
+        await eventually(lambda: len(arrivals(cluster)) > before, "the first choice is in the log")
+        later = asyncio.ensure_future(cluster.post("/v1/completions", {"prompt": "Once", "max_tokens": 1}))
+        await eventually(lambda: len(arrivals(cluster)) > before + 1, "and a request that came later")
+        *ours, other = arrivals(cluster)[before:]
+        assert (len(ours), other.max_tokens) == (1, 1)
         gate.set()
         status, _, answer = await asked
         assert (status, len(answer["choices"])) == (200, 3)
-        ours = arrivals(cluster)[before:]
+        assert (await later)[0] == 200
+        ours = [arrived for arrived in arrivals(cluster)[before:] if arrived.max_tokens == 2]
+        assert len(ours) == 3
         assert len({arrived.block_keys for arrived in ours}) == 1
         cluster.double.script = whole_answer
 

@@ -12,8 +12,11 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Ordered, StartDecode, StartPrefill
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
+from halfmoon.workers.frontend import registry
 from halfmoon.workers.token_inbox import GIVE_S, TokenInbox
+from tests.eventually import BOUND_S, eventually
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 5}
 
@@ -48,8 +51,7 @@ def test_both_workers_of_a_placement_are_given_the_tokens_once(run: Any) -> None
         await double.bus.last_seq()  # an answered request: the server has the subscriptions
         await place(double, arrived, seq)
         await place(double, arrived, seq)  # another conductor's copy
-        while len(given) < 2:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: len(given) == 2, "both are given tokens")
         await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:5], "length"))
 
     async def scenario(cluster: Any) -> None:
@@ -86,8 +88,7 @@ def test_a_decode_worker_that_goes_on_is_given_the_tokens_and_what_the_client_ha
             resumes=f"{seq}-0",
         )
         await double.bus.order(Ordered(cause_seq=seq + 1, position=0, decision=order), target_id="d2")
-        while not given:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: given, "tokens are given")
         # Nothing is computed anew, and who is gone has no more to say.
         with pytest.raises(PeerError) as caught:
             await double.take(arrived, f"{seq + 1}-0", "prefill", "p1")
@@ -110,12 +111,10 @@ def test_after_a_second_placement_the_first_is_given_nothing_more(run: Any) -> N
         await double.bus.subscribe(subjects.give("p1", arrived.frontend_id), TokensGiven, given.append)
         await double.bus.last_seq()
         await place(double, arrived, seq + 7)
-        while not given:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: given, "tokens are given")
         await place(double, arrived, seq)  # older
         await place(double, arrived, seq + 8)
-        while len(given) < 2:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: len(given) == 2, "both are given tokens")
         assert [message.order_id for message in given] == [f"{seq + 7}-0", f"{seq + 8}-0"]
         assert (await double.take(arrived, f"{seq + 7}-0", "prefill", "p1")).gone
         await double.deliver(double.delivery(arrived, f"{seq + 8}-0", 0, double.answer_ids[:5], "length"))
@@ -149,9 +148,7 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(r
         for order_id in ("1-0", "2-0"):
             await give(order_id, forged, "f8", "f8")
             await give(order_id, forged, "nobody", "f8")
-        async with asyncio.timeout(10):
-            while len(inbox._early) < 3:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: len(inbox._early) == 3, "three came early")
         assert await inbox.take("nobody", "r1", "1-0", "prefill") == early
         taking = asyncio.create_task(inbox.take("nobody", "r2", "2-0", "prefill"))
         await asyncio.sleep(0.05)
@@ -223,7 +220,9 @@ def test_a_worker_speaks_under_its_own_name_only(run: Any) -> None:
         await double.bus.publish(subjects.tokens(arrived.frontend_id, "d2"), forged)
         ask = TakeRequest(request_id=arrived.request_id, order_id=order_id, worker_id="d1", role="decode")
         with pytest.raises(PeerError) as caught:
-            await double.bus.request(subjects.take(arrived.frontend_id, "d2"), ask, TakeReply, timeout_s=2)
+            await double.bus.request(
+                subjects.take(arrived.frontend_id, "d2"), ask, TakeReply, timeout_s=BOUND_S
+            )
         assert caught.value.code == "invalid_request"
         await double.deliver(double.delivery(arrived, order_id, 0, double.answer_ids[:5], "length"))
 
@@ -234,8 +233,11 @@ def test_a_worker_speaks_under_its_own_name_only(run: Any) -> None:
     run(scenario)
 
 
-def test_a_worker_that_asks_before_the_frontend_has_heard_waits(run: Any) -> None:
+def test_a_worker_that_asks_before_the_frontend_has_heard_waits(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Conductors tell both at once, and their messages may come by different servers."""
+    monkeypatch.setattr(registry, "_PLACED_NS_MAX", int(BOUND_S) * SECOND_NS)
 
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         asking = asyncio.create_task(double.take(arrived, f"{seq}-0", "prefill", "p1"))

@@ -15,6 +15,7 @@ from frontend_double import Double
 
 from halfmoon.bus.telemetry.http_server import HttpLimits
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
+from tests.eventually import BOUND_S, eventually
 
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -43,7 +44,7 @@ async def exchange(cluster: Any, sent: bytes) -> tuple[int, Any]:
     reader, writer = await connect(cluster)
     try:
         writer.write(sent)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(BOUND_S):
             status, headers, body = await answer_of(reader)
         assert headers[b"content-type"] == b"application/json", headers
         return status, json.loads(body)
@@ -156,7 +157,7 @@ def test_a_head_or_a_body_that_does_not_come_is_answered_and_closed(run: Any) ->
         async def half(sent: bytes, status: int) -> None:
             reader, writer = await connect(cluster)
             writer.write(sent)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(BOUND_S):
                 got, _, body = await answer_of(reader)
                 assert (got, json.loads(body)["error"]["code"]) == (status, "timeout"), sent
                 assert await reader.read() == b"", "closed"
@@ -167,7 +168,7 @@ def test_a_head_or_a_body_that_does_not_come_is_answered_and_closed(run: Any) ->
             for byte in HEALTH[:10]:
                 writer.write(bytes([byte]))
                 await asyncio.sleep(0.05)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(BOUND_S):
                 assert (await answer_of(reader))[0] == 408
             writer.close()
 
@@ -183,9 +184,7 @@ def test_idle_connections_make_room_and_busy_ones_leave_room_for_health(run: Any
         for _, writer in idle:
             writer.write(b"GET /health HTTP/1.1\r\nhost: ")
         room = cluster.frontend._http._server.room
-        async with asyncio.timeout(30):
-            while len(room.connections) < SMALL.connections_max:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(room.connections) >= SMALL.connections_max, "all room is taken")
         status, _, answer = await cluster.post("/v1/completions", {"prompt": "Once", "max_tokens": 2})
         assert (status, answer["usage"]["completion_tokens"]) == (200, 2), "a half request makes room"
         assert len(room.connections) <= SMALL.connections_max
@@ -217,7 +216,7 @@ def test_idle_connections_make_room_and_busy_ones_leave_room_for_health(run: Any
             writer.close()
         await cluster.double.wait_for(RequestCancelled, SMALL.connections_max)
 
-    run(scenario, http_limits=HttpLimits(**{**vars(SMALL), "head_s": 20}))
+    run(scenario, http_limits=HttpLimits(**{**vars(SMALL), "head_s": BOUND_S, "body_s": BOUND_S}))
 
 
 def test_an_address_has_a_cap_of_its_own(run: Any) -> None:
@@ -285,7 +284,7 @@ def test_answers_that_nobody_reads_end_their_connection(run: Any) -> None:
         reader, writer = await connect(cluster)
         writer.transport.pause_reading()
         room = cluster.frontend._http._server.room
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(BOUND_S):
             while not room.connections:
                 await asyncio.sleep(0.01)
             while room.connections:  # pipelined, as many as it takes

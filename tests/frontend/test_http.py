@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from halfmoon.cli.status import describe
 from halfmoon.schemas.events import RequestArrived
+from tests.eventually import eventually
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -112,9 +113,12 @@ def test_openais_client_raises_its_own_errors(run: Any) -> None:
 def test_a_cpu_on_which_exact_numerics_do_not_hold_is_told(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         cluster.double.exact_numerics = "not_held"
-        async with asyncio.timeout(10):
-            while len(version := json.loads((await cluster.http_get("/version"))[2])) == 1:
-                await asyncio.sleep(0.05)
+
+        async def version_told() -> Any:
+            version = json.loads((await cluster.http_get("/version"))[2])
+            return version if len(version) > 1 else None
+
+        version = await eventually(version_told, "a status has been read")
         assert version["exact_numerics_not_held"] == ["d1"]
         told = json.loads((await cluster.http_get("/status"))[2])
         assert [node["exact_numerics"] for node in told["nodes"]] == ["", "not_held", ""]

@@ -14,6 +14,7 @@ from halfmoon.bus.errors import PeerError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, RequestView, Told, ViewRequest
 from halfmoon.workers.frontend.page import feed
+from tests.eventually import BOUND_S, eventually
 
 ID = "01a1fd24449f555d5bf1f4718d"
 
@@ -21,14 +22,15 @@ ID = "01a1fd24449f555d5bf1f4718d"
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "EVERY_S", 0.1)
-    monkeypatch.setattr(feed, "SILENT_S", 0.5)
+    monkeypatch.setattr(feed, "SILENT_S", BOUND_S)
 
 
 class Conductors:
-    """Stands for two of them; `asked` is every question."""
+    """Stands for two of them; `asked` is every question, `inboxes` where answers were wanted."""
 
     def __init__(self) -> None:
         self.asked: list[ViewRequest] = []
+        self.inboxes: list[str] = []
         self.silent: set[str] = set()
         self.seq = 10
 
@@ -44,6 +46,7 @@ class Conductors:
             asked = feed.msgspec.json.decode(msg.data, type=ViewRequest)
             if name == "c1":
                 self.asked.append(asked)
+                self.inboxes.append(msg.reply.rpartition(".")[0])
             if name not in self.silent:
                 full = asked.conductor_id == name
                 self.seq += full
@@ -133,13 +136,11 @@ def test_conductors_are_asked_only_while_somebody_looks(run: Any) -> None:
                 _, view = await anext(views(two))
                 assert len(view["events"]) >= 4, "who comes later is told what is kept"
                 asked = len(conductors.asked)
-                await asyncio.sleep(0.6)
-                assert 0 < len(conductors.asked) - asked <= 7, "asked once for all"
-        for _ in range(100):
-            if not page_feed.watched:
-                break
-            await asyncio.sleep(0.05)
-        assert not page_feed.watched
+                await eventually(lambda: len(conductors.asked) >= asked + 6, "they are asked on")
+                assert len(set(conductors.inboxes)) == 1, "asked once for all"
+        await eventually(lambda: not page_feed.watched, "nobody looks")
+        for bus in (cluster.frontend.registry.bus, cluster.double.bus):
+            await bus.last_seq()  # answered: the last question has come
         asked = len(conductors.asked)
         await asyncio.sleep(0.3)
         assert len(conductors.asked) == asked
@@ -148,13 +149,19 @@ def test_conductors_are_asked_only_while_somebody_looks(run: Any) -> None:
     run(scenario)
 
 
-def test_when_a_conductor_falls_silent_another_answers_and_when_all_do_the_page_says_so(run: Any) -> None:
+def test_when_a_conductor_falls_silent_another_answers_and_when_all_do_the_page_says_so(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "SILENT_S", 0.5)
+
     async def scenario(cluster: Any) -> None:
         conductors = Conductors()
         await conductors.start(cluster.double)
-        async with asyncio.timeout(30), cluster.http.get(cluster.url + "/page/stream") as response:
+        async with asyncio.timeout(BOUND_S), cluster.http.get(cluster.url + "/page/stream") as response:
             stream = views(response)
-            _, view = await anext(stream)
+            async for _, view in stream:
+                if view["state"] == "live":
+                    break
             first = view["conductor_id"]
             conductors.silent = {first}
             async for _, view in stream:

@@ -29,6 +29,7 @@ from halfmoon.schemas.tokens import (
     carried_tokens,
 )
 from halfmoon.schemas.types import BLOCKS_MAX
+from tests.eventually import BOUND_S
 
 PAYLOAD = 1 << 20
 CONTEXT = 400_000
@@ -132,7 +133,7 @@ def test_what_a_process_answers_and_nats_does_not_carry_is_an_error_to_who_asks(
         )
         ask = TakeRequest(request_id="r", order_id="1-0", worker_id="large", role="decode")
         with pytest.raises(PeerError, match="answer_too_large"):
-            await bus.request("halfmoon.take.f.large", ask, TakeReply, timeout_s=5)
+            await bus.request("halfmoon.take.f.large", ask, TakeReply, timeout_s=BOUND_S)
 
     run(scenario)
 

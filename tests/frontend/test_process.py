@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.eventually import BOUND_S, eventually
+
 FILES, FILES_MAX = 100, 500
 CONNECTIONS = 700
 KEY = "secret-key-0123456789"
@@ -56,9 +58,7 @@ def written(output: Path) -> str:
 
 
 async def url_of(output: Path) -> str:
-    async with asyncio.timeout(60):
-        while "http://" not in written(output):
-            await asyncio.sleep(0.05)
+    await eventually(lambda: "http://" in written(output), "the frontend says its URL")
     return "http://" + written(output).partition("http://")[2].split()[0]
 
 
@@ -101,7 +101,7 @@ async def test_half_requests_beyond_the_limit_of_files_lock_nobody_out(nats_url:
             for writer in halves:
                 writer.close()
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 20) == 0
+            assert await asyncio.wait_for(process.wait(), BOUND_S) == 0
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "Traceback" not in written(output)
@@ -114,6 +114,6 @@ async def test_a_key_file_that_others_may_read_ends_the_start_in_one_line(
 ) -> None:
     output, keys = tmp_path / "output", key_file(tmp_path, 0o644)
     async with frontend(nats_url, output, "--api-keys-file", str(keys)) as process:
-        assert await asyncio.wait_for(process.wait(), 60) == 1
+        assert await asyncio.wait_for(process.wait(), BOUND_S) == 1
     (line,) = written(output).splitlines()
     assert line == f"halfmoon: --api-keys-file: {keys}: mode 0644: not for others to read or write (0600)"
