@@ -23,7 +23,8 @@
 #   make crash-points [POINTS=n]  environment, then a store agent killed at n lines of its code (1,500: at each once)
 #   make fuzz [TARGET=names] [SECONDS=n] [INPUTS=n] [SEED=first] [OUT=file]  environment with tools, then inputs drawn from
 #                           seeds against every target of tests/fuzz (60 s each); what finds something stays in its corpus;
-#                           OUT keeps figures and goes on from them, with ARGS=--whole until ten million are played
+#                           OUT keeps figures and goes on from them, with ARGS=--whole until ten million are played;
+#                           ARGS="--part 0.004" plays that part of them, whatever time it takes
 #   make soak [HOURS=n]     environment, then n hours of the trace against one store agent (24)
 #   make test-rdma          environment with tools, then RDMA for real, in a guest with soft-RoCE under QEMU (needs root,
 #                           Debian; says why where it skips), with the bandwidth into results/rdma.json
@@ -32,6 +33,9 @@
 #   make test-observability  environment with tools, then a real Prometheus (Debian's, unpacked into build/) over a real cluster:
 #                           every panel's query, every alert; three minutes; says why where it skips
 #   make experiments [ARGS=...]  environment, then the papers' results by simulation, into results/ (half an hour)
+#   make experiments-check  environment, then three of them again: byte for byte what results/ holds
+#   make nightly [ARGS=...]  what no landing waits for, hours of it: all suites above with seeds of the day, and a table of
+#                           what they found; ARGS="NAME ..." for some of its stages (.ci/nightly)
 #   make lock               the hashes in requirements*.lock anew, from the index that pip uses
 #   make audit              known vulnerabilities of all that the locks name, by pip-audit; needs the JSON service of Python's index
 #   make docs               environment, then docs/asyncapi.json anew from the message classes
@@ -42,7 +46,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -126,6 +130,15 @@ exhaustion: $(DEV_STAMP)
 
 experiments: $(RUN_STAMP)
 	$(BIN)/halfmoon experiments $(ARGS)
+
+# Where a change of the core is meant to change them: `make experiments ARGS="hits reuse ttft"`.
+CHECKED := hits reuse ttft
+experiments-check: $(RUN_STAMP)
+	$(BIN)/halfmoon experiments $(CHECKED) --out build/experiments
+	for name in $(CHECKED); do diff results/experiments/$$name.json build/experiments/experiments/$$name.json; done
+
+nightly: $(DEV_STAMP)
+	.ci/nightly $(ARGS)
 
 test-docker: $(DEV_STAMP)
 	HALFMOON_TEST_DOCKER=1 $(BIN)/python -m pytest -s -o faulthandler_timeout=1900 tests/docker $(ARGS)

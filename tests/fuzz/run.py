@@ -5,6 +5,9 @@ One line of JSON a target: how many inputs, what came of them, and what each pro
 it was warm and at the end. An input that finds something goes to the corpus, and ends its process's part. `--seed N`
 plays one input again; `--show N` writes it to the standard output.
 
+`--part 0.002` plays that part of the inputs that are meant for each target, and looks at no clock: the same inputs on
+every machine.
+
 With `--out FILE` figures of each target are kept there, and another run goes on from where this one ended, with other
 seeds. `--whole` goes on in turns of `--seconds` until every target has had the inputs that are meant for it: ten
 million in all. SIGTERM and Ctrl-C end it with the turn under way, which counts.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -74,13 +78,14 @@ def play_targets(args: argparse.Namespace) -> int:
     """1 when something was found: it stands at the end, where a log is read first."""
     kept = Accumulated(args.out) if args.out is not None else None
     stop, found = stopped_by_signals(), list[str]()
+    seconds = math.inf if args.part else args.seconds
     for target in in_turn([load(name) for name in args.targets or target_names()], kept, args.whole):
         first = args.first if args.first >= 0 else kept.of(target).next_seed if kept is not None else 0
-        inputs = args.inputs
+        inputs = max(1, int(target.inputs_meant * args.part)) if args.part else args.inputs
         if args.whole and kept is not None:
             inputs = min(inputs, target.inputs_meant - kept.of(target).inputs)
         turn = play_turn(
-            target, first=first, inputs=inputs, seconds=args.seconds, processes=args.processes, stop=stop
+            target, first=first, inputs=inputs, seconds=seconds, processes=args.processes, stop=stop
         )
         if kept is not None:
             kept.add(target, turn)
@@ -97,6 +102,9 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", help=f"of {', '.join(target_names())} (default: all)")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each target")
     parser.add_argument("--inputs", type=int, default=1 << 40, help="at most so many for each target")
+    parser.add_argument(
+        "--part", type=float, default=0.0, help="so much of what is meant for each target; no time ends it"
+    )
     parser.add_argument(
         "--first", type=int, default=-1, help="the first seed (default: 0, or where the run in --out ended)"
     )

@@ -25,7 +25,7 @@ from halfmoon.store.channels.kinds import UnixKind
 from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.store.errors import ChannelLost
-from tests.fuzz.frame import Found, Play
+from tests.fuzz.frame import HANG_S, Found, Play
 from tests.fuzz.mutate import mutated_bytes
 
 TEST_INPUTS = 25
@@ -96,7 +96,7 @@ class Port:
         draw = random.Random(content[:4])
         with socket.socket(socket.AF_UNIX) as caller:
             caller.connect(self._name)
-            caller.settimeout(10)
+            caller.settimeout(HANG_S)
             # Over in pieces, and it may hang up before it has read all.
             with contextlib.suppress(OSError):
                 rest = content[4:]
@@ -111,7 +111,7 @@ class Port:
         return outcome
 
     def _serve(self, caller: socket.socket) -> str:
-        refused, until_s = self._listener.counters.total(), time.monotonic() + 10
+        refused, until_s = self._listener.counters.total(), time.monotonic() + HANG_S
         while (channel := self._listener.accept()) is None:
             if self._ended(caller):
                 return "not let in"
@@ -147,7 +147,7 @@ class Port:
         return self._memory[: header.payload_bytes]
 
     def _settle(self) -> None:
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + HANG_S
         while threading.active_count() > self._threads or len(os.listdir("/proc/self/fd")) > self._files + 1:
             if time.monotonic() > until_s:
                 raise Found(

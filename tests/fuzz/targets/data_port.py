@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from halfmoon.store.transports.tcp.server import PlainServer
-from tests.fuzz.frame import Found, Play
+from tests.fuzz.frame import HANG_S, Found, Play
 from tests.fuzz.mutate import mutated_bytes
 from tests.fuzz.targets import data_plane
 
@@ -53,7 +53,7 @@ class Connections:
         self._threads = threading.active_count()
 
     def play(self, content: bytes) -> str:
-        with socket.create_connection(self._address, timeout=10) as connection:
+        with socket.create_connection(self._address, timeout=HANG_S) as connection:
             # It may hang up before it has read all.
             with contextlib.suppress(OSError):
                 connection.sendall(content)
@@ -66,7 +66,7 @@ class Connections:
         return "answered" if answered else "hung up"
 
     def close(self) -> None:
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + HANG_S
         while threading.active_count() > self._threads:
             if time.monotonic() > until_s:
                 raise Found(

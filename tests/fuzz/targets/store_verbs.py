@@ -34,7 +34,7 @@ from halfmoon.store.agent.replicas import Replicator
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import StoreError, from_code
 from halfmoon.store.pool.segment import Segment, segment_name
-from tests.fuzz.frame import Found, Play
+from tests.fuzz.frame import HANG_S, Found, Play
 from tests.fuzz.mutate import mutated_json
 
 TEST_INPUTS = 150
@@ -236,7 +236,7 @@ class Agent:
         except MessageInvalid:
             return "invalid"
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANG_S):
                 answered = answer(request)
                 if asyncio.iscoroutine(answered):
                     answered = await answered
