@@ -5,8 +5,7 @@ measured.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import asdict
+from msgspec.structs import replace as replace_struct
 
 from halfmoon.cli import profile as profile_command
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.workers import channel_cost, profiler
+from halfmoon.workers import channel_cost, part_costs, profiler
 from halfmoon.workers import kept_profile as keeping
 from halfmoon.workers.cost_fit import (
     DecodeTime,
@@ -43,6 +43,13 @@ TRUE = CostProfile(
 )  # fmt: skip
 
 
+#: Of a step.
+PARTS = {
+    "linear_group_ns": 30_000_000, "linear_row_ns": 200_000, "group_rows": 16, "attention_group_ns": 900_000,
+    "attention_row_ns": 150_000, "attention_token_ps": 4_000_000,
+}  # fmt: skip
+
+
 def test_the_fit_finds_the_coefficients_that_made_the_times() -> None:
     prefills = [
         PrefillTime(n, p, TRUE.prefill_ns(n, p)) for n, p in ((64, 0), (256, 0), (512, 256), (4096, 3840))
@@ -65,11 +72,7 @@ def test_a_prompt_pays_the_base_of_every_chunk() -> None:
 
 
 def test_the_fit_of_a_steps_parts_finds_what_made_their_times() -> None:
-    true = CostProfile(
-        linear_group_ns=30_000_000, linear_row_ns=200_000, group_rows=16, attention_group_ns=900_000,
-        attention_row_ns=150_000, attention_token_ps=4_000_000, channel_trip_ns=11_000, channel_byte_ps=250,
-        query_row_bytes=2_304,
-    )  # fmt: skip
+    true = CostProfile(**PARTS, channel_trip_ns=11_000, channel_byte_ps=250, query_row_bytes=2_304)
     shapes = ((1, 1), (1, 2_000), (4, 4_000), (8, 8), (8, 16_000))
     found = fit_attention(
         CostProfile(), [PartTime(rows, size, true.attention_ns(1, rows, size)) for rows, size in shapes]
@@ -99,18 +102,27 @@ class _Timed:
 class _TimedEngine(Engine):
     """Computes nothing; each call takes what `TRUE` says of its shape."""
 
-    def __init__(self, clock: _Timed, model: LoadedModel) -> None:
-        super().__init__(model, num_blocks=16, block_tokens=128, exact=True)
-        self.clock, self.calls = clock, 0
+    def __init__(self, clock: _Timed, model: LoadedModel, *, num_blocks: int = 16) -> None:
+        super().__init__(model, num_blocks=num_blocks, block_tokens=128, exact=True)
+        self.clock = clock
+        #: The last token of each chunk.
+        self.asked: list[int] = []
 
-    def prefill_chunk(self, token_ids: Sequence[int], start: int, *args: Any, **fields: Any) -> None:
-        self.calls += 1
+    def prefill_chunk(self, token_ids: Sequence[int], start: int, *args: Any, **fields: Any) -> Any:
+        self.asked.append(start + len(token_ids))
         self.clock.now_ns += TRUE.prefill_ns(start + len(token_ids), start)
 
     def decode(self, token_ids: Sequence[int], positions: Sequence[int], *args: Any) -> torch.Tensor:
-        self.calls += 1
         self.clock.now_ns += TRUE.step_ns(len(positions), sum(positions) + len(positions))
         return torch.zeros(len(positions), 1)
+
+
+class _ComputingEngine(_TimedEngine):
+    """Computes its chunks too, in no time of the clock's."""
+
+    def prefill_chunk(self, token_ids: Sequence[int], start: int, *args: Any, **fields: Any) -> Any:
+        super().prefill_chunk(token_ids, start)
+        return Engine.prefill_chunk(self, token_ids, start, *args, **fields)
 
 
 @pytest.fixture
@@ -139,17 +151,13 @@ def test_a_small_cache_is_measured_with_prompts_that_outgrow_it(
     small_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers of larger caches read the same profile: the square of the prompt must show in it."""
-    asked: list[int] = []
-    whole = Engine.prefill_chunk
-
-    def noted(self: Engine, token_ids: Sequence[int], start: int, *args: Any, **named: Any) -> Any:
-        asked.append(start + len(token_ids))
-        return whole(self, token_ids, start, *args, **named)
-
-    monkeypatch.setattr(Engine, "prefill_chunk", noted)
-    engine = Engine(small_model, num_blocks=2, block_tokens=128, exact=True)
-    profiler.measure(engine, budget_s=1.0)
-    assert max(asked) > 2 * 2 * 128, "beyond the cache of two blocks"
+    clock = _Timed()
+    monkeypatch.setattr(profiler, "time", clock)
+    engine = _ComputingEngine(clock, small_model, num_blocks=2)
+    measured = profiler.measure(engine, budget_s=1.0)
+    assert max(engine.asked) == 2048, "beyond the cache of two blocks: as far as half a second goes"
+    expected = by_prompt(TRUE, engine.block_tokens, 0)
+    assert measured.prefill_ns(4096, 0) == pytest.approx(expected.prefill_ns(4096, 0), rel=0.02)
     assert engine.allocator.free_blocks == 2
 
 
@@ -163,10 +171,9 @@ def test_a_real_engine_is_measured_once(
     profile = measured_profile(engine, budget_s=0.1)
     assert engine.allocator.free_blocks == 16
     assert all(type(value) is int and value >= 0 for value in asdict(profile).values())
-    assert profile.prefill_ns(1024, 0) > profile.prefill_ns(128, 0) > 0
-    assert profile.linear_group_ns + profile.linear_row_ns > 0
-    assert profile.attention_ns(1, 8, 8_000) > profile.attention_ns(1, 8, 8) > 0
-    assert profile.channel_ns(1, 100_000) > profile.channel_ns(1, 100) > 0
+    assert profile.prefill_ns(1024, 0) > 0
+    assert profile.attention_ns(1, 8, 8_000) > 0
+    assert profile.channel_ns(1, 100_000) > 0
     assert profile.group_rows == engine.decode_rows_multiple
     place = tmp_path / "halfmoon" / "profiles" / f"{profile_key(engine)}.json"
     kept = place.read_text()
@@ -193,7 +200,7 @@ def test_an_attention_worker_measures_its_attention_alone_and_once(
         dtype=torch.bfloat16,
     )
     found = attention_profile(engine, budget_s=0.1)
-    assert found.attention_token_ps > 0
+    assert found.attention_ns(1, 8, 8_000) > 0
     others = {name for name, value in asdict(found).items() if value} - {
         "attention_group_ns", "attention_row_ns", "attention_token_ps",
     }  # fmt: skip
@@ -217,20 +224,35 @@ def test_a_channel_that_cannot_be_had_costs_no_profile(monkeypatch: pytest.Monke
     assert channel_cost.channel_times([0, 1024], 0.1) == []
 
 
-@pytest.mark.slow
-def test_the_parts_of_a_step_explain_a_measured_one(model_f32: LoadedModel) -> None:
-    engine = Engine(model_f32, num_blocks=33, block_tokens=128, exact=True)
+def test_the_parts_of_a_step_explain_the_whole(
+    small_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step takes the time of its parts, and attention alone the time of attention."""
+    true, clock = replace_struct(TRUE, **PARTS), _Timed()
+
+    def step(rows: int, cached: int) -> None:
+        clock.now_ns += true.linear_ns(1, rows) + true.attention_ns(1, rows, cached)
+
+    def attention_alone(engine: Engine, blocks: Sequence[int], rows: int, tokens: int) -> Callable[[], None]:
+        def alone() -> None:
+            clock.now_ns += true.attention_ns(1, rows, rows * tokens)
+
+        return alone
+
+    monkeypatch.setattr(profiler, "time", clock)
+    monkeypatch.setattr(part_costs, "time", clock)
+    monkeypatch.setattr(part_costs, "_attention_step", attention_alone)
+    monkeypatch.setattr(part_costs, "channel_times", lambda sizes, budget_s: [])
+    engine = _TimedEngine(clock, small_model)
+    monkeypatch.setattr(engine, "decode", lambda tokens, positions, _: step(len(tokens), sum(positions)))
     found = profiler.measure(engine, budget_s=4.0)
-    assert found.attention_row_ns * 8 + found.attention_group_ns < found.attention_token_ps * 32_000 // 1_000
-    tables = [list(range(row * 4, row * 4 + 4)) for row in range(8)]
     for rows, tokens in ((1, 16), (1, 500), (8, 16), (8, 500)):
-        steps = []
-        for _ in range(4):
-            begin = time.perf_counter_ns()
-            engine.decode([7] * rows, [tokens] * rows, tables[:rows])
-            steps.append(time.perf_counter_ns() - begin)
-        told = found.linear_ns(1, rows) + found.attention_ns(1, rows, rows * tokens)
-        assert 0.4 < told / min(steps) < 2.5, (rows, tokens, told, steps)
+        begin_ns = clock.now_ns
+        step(rows, rows * tokens)
+        told_ns = found.linear_ns(1, rows) + found.attention_ns(1, rows, rows * tokens)
+        assert told_ns == pytest.approx(clock.now_ns - begin_ns, rel=0.01)
+    for name in PARTS:
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.01), name
 
 
 def null_engine(model: LoadedModel) -> NullEngine:
