@@ -14,7 +14,6 @@ FILES = {
     "conductor/test_copies.py",
     "conductor/test_digests.py",
     "conductor/test_live.py",
-    "conductor/test_objectives.py",
     "conductor/test_policy_command.py",
     "conductor/test_viewing.py",
     "fuzz/test_fuzz.py",

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks import structure
+from tests.realtime import is_realtime
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -477,6 +478,34 @@ def runs_what_it_reads(path: Path, source: str) -> list[str]:
     return found
 
 
+#: What rests on real time by its name: imports, fixtures, calls. A process that is only run to its end does not.
+REALTIME_IMPORTS = {"aiohttp", "halfmoon.bus.embedded", "multiprocessing", "socket", "tests.cluster.harness"}
+REALTIME_FIXTURES = {"nats_server", "nats_url"}
+REALTIME_CALLS = {
+    "asyncio.create_subprocess_exec",
+    "asyncio.timeout",
+    "asyncio.wait_for",
+    "time.monotonic",
+    "time.perf_counter",
+    "time.sleep",
+}
+
+
+def unmarked(path: Path, source: str) -> list[str]:
+    """A test file that rests on real time and is not in tests/realtime.py."""
+    if path.parts[0] != "tests" or not path.name.startswith("test_") or is_realtime(path.as_posix()):
+        return []
+    found = [(line, name) for line, name in imported(source) if name in REALTIME_IMPORTS]
+    for node in nodes(source):
+        if isinstance(node, ast.arg) and node.arg in REALTIME_FIXTURES:
+            found.append((node.lineno, node.arg))
+        if isinstance(node, ast.Call) and (name := dotted(node.func)) in REALTIME_CALLS:
+            found.append((node.lineno, name))
+    return [
+        f"{path}:{line}: {name} takes part in a test that is not in tests/realtime.py" for line, name in found
+    ]
+
+
 def leftovers(path: Path, source: str) -> list[str]:
     """Paths of one machine, hosts of registries, and things left for later."""
     return [
@@ -498,7 +527,7 @@ PACKAGE_CHECKS: list[Check] = [
     swallowed,
     runs_what_it_reads,
 ]
-PYTHON_CHECKS: list[Check] = [absolute, switched_off]
+PYTHON_CHECKS: list[Check] = [absolute, switched_off, unmarked]
 
 
 def complaints(checks: list[Check], paths: list[Path]) -> list[str]:
@@ -761,6 +790,9 @@ SAMPLES: list[tuple[Check, str, str, str]] = [
     ),
     (swallowed, "bus/x.py", "with contextlib.suppress(OSError, Exception):\n    f()", "suppressed"),
     (switched_off, "bus/x.py", "x = 1  # type: " + "ignore", "names no code"),
+    (unmarked, "tests/workers/test_x.py", "import socket", "test_x.py:1: socket takes part"),
+    (unmarked, "tests/workers/test_x.py", "def test_x(nats_url): pass", "test_x.py:1: nats_url takes part"),
+    (unmarked, "tests/test_x.py", "import time\n\ntime.sleep(1)", "test_x.py:3: time.sleep takes part"),
     (switched_off, "bus/x.py", "x = 1  # no" + "qa", "names no code"),
     (runs_what_it_reads, "store/x.py", "from pickle import loads", "x.py:1: pickle.loads runs"),
     (runs_what_it_reads, "store/x.py", "import yaml\nyaml.load(text)", "x.py:2: yaml.load"),
@@ -803,6 +835,8 @@ GOOD: list[tuple[Check, str, str]] = [
     (docstrings, "bus/x.py", '"""X."""\nclass _Log:\n    pass'),
     (swallowed, "bus/x.py", "try:\n    f()\nexcept Exception:\n    g()\n    raise"),
     (swallowed, "bus/x.py", "try:\n    f()\nexcept OSError:\n    pass"),
+    (unmarked, "tests/store/test_x.py", "import socket"),
+    (unmarked, "tests/workers/test_x.py", "import subprocess\n\nsubprocess.run([])"),
     (switched_off, "bus/x.py", "x = 1  # type: ignore[misc]  # noqa: E501\ny = '# type: " + "ignore'"),
     (
         runs_what_it_reads,

@@ -128,7 +128,7 @@ def test_a_core_that_believes_the_servers_clock_when_it_is_set_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "log_time_ns", lambda state, stamped_ns: stamped_ns)
-    fails(25, "orders at|open at|held at")
+    fails(22, "orders at|open at|held at")
 
 
 def test_a_request_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
