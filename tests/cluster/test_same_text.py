@@ -10,10 +10,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from halfmoon.schemas.events import DecodeStarted, RequestFinished, WorkerJoined
+from halfmoon.schemas.events import (
+    DecodeStarted,
+    PrefillFinished,
+    RequestFinished,
+    WorkerHeartbeat,
+    WorkerJoined,
+)
+from halfmoon.workers.hold_points import DECODE_STEP
 from tests.cluster.harness import PATIENT, Cluster, all_ready, running
+from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import LENGTHS, MODEL, prompt
 from tests.cluster.steering import draining, prefill_of
+from tests.eventually import eventually
 
 Answers = dict[int, dict[str, Any]]
 
@@ -25,6 +34,8 @@ class Form(NamedTuple):
     tokens: int = 12
 
 
+#: Of eight requests that are asked at once, at least so many are one batch.
+TOGETHER = 4
 #: One token more than a block, and a prompt with two whole blocks and a part of one.
 SHORT = Form((257, 600), 6)
 WHOLE = Form(LENGTHS)
@@ -114,12 +125,37 @@ async def all_ways(cluster: Cluster, form: Form, transport: str) -> Answers:
 
 async def batch_of_eight(cluster: Cluster, cold: Answers, tokens: int) -> None:
     """Eight at once on the one decode worker, until all lengths have been in: the same bits as alone."""
-    before = (await cluster.events())[-1].seq
     nc = await cluster.connect()
     for lengths in dict.fromkeys((tuple(cold)[:8], tuple(cold)[-8:])):
-        answers = await asyncio.gather(*(ask(cluster, nc, length, tokens) for length in (lengths * 8)[:8]))
-        for length, answer in zip((lengths * 8)[:8], answers, strict=True):
+        before = (await cluster.events())[-1].seq
+        holds = Holds(cluster)
+        # The first step is not made before others are there: their KV comes meanwhile, and they join after it.
+        holds.arm(DECODE_STEP)
+        asked = asyncio.gather(*(ask(cluster, nc, length, tokens) for length in (lengths * 8)[:8]))
+        await holds.held(DECODE_STEP)
+        await eventually(lambda before=before: others_wait(cluster, before), "others wait for the first step")
+        holds.go_on()
+        for length, answer in zip((lengths * 8)[:8], await asked, strict=True):
             assert same(answer, cold[length]), length
+        assert await most_at_once(cluster, before) >= TOGETHER
+    await nc.close()
+
+
+async def others_wait(cluster: Cluster, before: int) -> bool:
+    """After this place in the log so many prefills have ended that with the one that runs there are TOGETHER, and the
+    decode worker has said so since.
+    """
+    ended, waiting = 0, False
+    for stamped in await cluster.events(before):
+        match stamped.event:
+            case PrefillFinished():
+                ended, waiting = ended + 1, False
+            case WorkerHeartbeat(worker_id="decode-0", queued=queued):
+                waiting = queued >= TOGETHER - 1
+    return ended >= TOGETHER and waiting
+
+
+async def most_at_once(cluster: Cluster, before: int) -> int:
     running = most = 0
     started: set[str] = set()
     for stamped in await cluster.events(before):
@@ -130,14 +166,13 @@ async def batch_of_eight(cluster: Cluster, cold: Answers, tokens: int) -> None:
                 most = max(most, running)
             case RequestFinished(order_id=order_id) if order_id in started:
                 running -= 1
-    assert most >= 4  # they did run together
-    await nc.close()
+    return most
 
 
 async def says_what_transformers_says(state: Path, form: Form, *flags: str) -> None:
     """Cold, local, remote and batched: the reference's tokens, and one and the same bits."""
     transport = "tcp" if "tcp" in flags else "shm"
-    with running(state, "--decode", "1", "--dtype", "float32", *PATIENT, *flags) as cluster:
+    with running_with_holds(state, "--decode", "1", "--dtype", "float32", *PATIENT, *flags) as cluster:
         cold = await all_ways(cluster, form, transport)
         assert {length: answer["token_ids"] for length, answer in cold.items()} == reference(form)
         await batch_of_eight(cluster, cold, form.tokens)
@@ -192,5 +227,5 @@ async def test_f32_over_tcp_says_what_transformers_says(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 async def test_bf16_gives_the_same_bits_in_all_ways(tmp_path_factory: pytest.TempPathFactory) -> None:
     flags = ("--decode", "1", "--dtype", "bfloat16", *PATIENT)
-    with running(tmp_path_factory.mktemp("bf16"), *flags) as cluster:
+    with running_with_holds(tmp_path_factory.mktemp("bf16"), *flags) as cluster:
         await batch_of_eight(cluster, await all_ways(cluster, SUBSET, "shm"), SUBSET.tokens)
