@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from halfmoon.schemas.events import PrefillFinished, WorkerDraining, WorkerJoined
+from halfmoon.schemas.events import BlocksStored, PrefillFinished, WorkerDraining, WorkerJoined
 from tests.cluster.harness import Cluster
+from tests.eventually import eventually
 
 
 @contextlib.asynccontextmanager
@@ -35,13 +36,27 @@ async def draining(cluster: Cluster, worker_id: str) -> AsyncIterator[None]:
 
 async def prefill_of(cluster: Cluster, request_id: str) -> PrefillFinished:
     """How the request's last prefill went; waits for it to be in the log."""
-    for _ in range(100):
-        found = [
-            s.event
-            for s in await cluster.events()
-            if isinstance(s.event, PrefillFinished) and s.event.request_id == request_id
-        ]
-        if found:
-            return found[-1]
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"no PrefillFinished of {request_id}")
+
+    async def found() -> list[PrefillFinished]:
+        events = [s.event for s in await cluster.events()]
+        return [one for one in events if isinstance(one, PrefillFinished) and one.request_id == request_id]
+
+    return (await eventually(found, f"PrefillFinished of {request_id}", every_s=0.05))[-1]
+
+
+async def last_seq(cluster: Cluster) -> int:
+    """The newest place in the log."""
+    return (await cluster.events())[-1].seq
+
+
+async def blocks_told(cluster: Cluster, node_id: str, after: int, count: int) -> None:
+    """Waits until the log says, after this place, that `count` blocks are readable at a node. No answer waits for it;
+    who asks next is placed by what the log said before.
+    """
+
+    async def told() -> bool:
+        stored = [s.event for s in await cluster.events(after) if isinstance(s.event, BlocksStored)]
+        # A key has sixteen bytes.
+        return sum(len(one.block_keys) // 16 for one in stored if one.node_id == node_id) >= count
+
+    await eventually(told, f"{count} blocks are at {node_id}", every_s=0.05)

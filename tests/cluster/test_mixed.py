@@ -9,10 +9,12 @@ import pytest
 
 from halfmoon.schemas.decisions import StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.events import DecodeStarted, PrefillFinished
+from halfmoon.workers.hold_points import DECODE_STEP
 from tests.chaos.live import replayed
-from tests.cluster.harness import PATIENT, Cluster, running
+from tests.cluster.harness import PATIENT, Cluster
+from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import prompt
-from tests.cluster.steering import draining, prefill_of
+from tests.cluster.steering import blocks_told, draining, last_seq, prefill_of
 from tests.cluster.test_same_text import Answers, Form, ask, same, written_down
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,13 +45,13 @@ async def three_ways(cluster: Cluster) -> Answers:
 async def partly_cached(cluster: Cluster, cold: Answers) -> None:
     """A prompt of which the beginning alone is known, and then several at once: chunks beside decodes."""
     nc = await cluster.connect()
-    salted = {"cache_salt": "begun"}
-    await cluster.generate(nc, prompt=prompt(600)[:300], max_tokens=1, temperature=0, **salted)
-    await asyncio.sleep(0.5)  # the answer does not wait for the conductor to hear of the block
+    salted, before = {"cache_salt": "begun"}, await last_seq(cluster)
+    some = await cluster.generate(nc, prompt=prompt(600)[:300], max_tokens=1, temperature=0, **salted)
+    await blocks_told(cluster, some["prefill_worker"], before, 1)
     begun = await ask(cluster, nc, 600, FORM.tokens, **salted)
     assert begun["usage"]["cached_tokens"] == 256
     assert same(begun, cold[600])
-    before = (await cluster.events())[-1].seq
+    before = await last_seq(cluster)
     lengths = FORM.lengths * 2
     salts = [{"cache_salt": f"alone-{place}"} if place % 2 else {} for place in range(len(lengths))]
     answers = await asyncio.gather(
@@ -71,39 +73,28 @@ async def partly_cached(cluster: Cluster, cold: Answers) -> None:
     await nc.close()
 
 
-async def decoding_at(cluster: Cluster, request: int) -> str:
-    """Where the newest request, of this number, decodes, once it does."""
-    for _ in range(1_200):
-        placed = [one.decision for one in await cluster.decisions() if isinstance(one.decision, StartMixed)]
-        started = {s.event.order_id for s in await cluster.events() if isinstance(s.event, DecodeStarted)}
-        if placed[-1].order_id in started and len({one.request_id for one in placed}) == request:
-            return placed[-1].worker_id
-        await asyncio.sleep(0.05)
-    raise AssertionError("it does not decode")
-
-
 async def killed_in_mid_answer(cluster: Cluster, tokens: int) -> None:
     """The text of one that nobody disturbs, without a token twice."""
     nc = await cluster.connect()
     whole = await ask(cluster, nc, 600, tokens)
-    before = {
-        one.decision.request_id for one in await cluster.decisions() if isinstance(one.decision, StartMixed)
-    }
+    holds = Holds(cluster)
+    holds.arm(DECODE_STEP, tokens // 2)
     asked = asyncio.create_task(ask(cluster, nc, 600, tokens))
-    worker_id = await decoding_at(cluster, len(before) + 1)
-    await asyncio.sleep(0.5)
-    cluster.kill(worker_id)
+    order_id = await holds.held(DECODE_STEP)
+    placed = [one.decision for one in await cluster.decisions() if isinstance(one.decision, StartMixed)]
+    (order,) = [one for one in placed if one.order_id == order_id]
+    cluster.kill(order.worker_id)
     answer = await asked
     assert same(answer, whole)
     placed = [one.decision for one in await cluster.decisions() if isinstance(one.decision, StartMixed)]
-    assert placed[-1].placement == 2, "it was over before its worker died"
+    assert [one.placement for one in placed if one.request_id == order.request_id] == [1, 2]
     await nc.close()
 
 
 async def test_mixed_workers_give_a_pairs_bits_in_all_ways(tmp_path: Path) -> None:
     """Beside a pair, which takes what no mixed worker is there for."""
     roles = ("--mixed", "2", "--mixed-choice", "preferred", "--prefill", "1", "--decode", "1")
-    with running(tmp_path, *roles, *MODEL) as cluster:
+    with running_with_holds(tmp_path, *roles, *MODEL) as cluster:
         cold = await three_ways(cluster)
         assert {length: answer["token_ids"] for length, answer in cold.items()} == written_down(FORM)
         await partly_cached(cluster, cold)

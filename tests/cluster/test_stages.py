@@ -14,11 +14,14 @@ import pytest
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartPrefill, StartStage
 from halfmoon.schemas.events import ClusterConfigured, PolicyChanged, StageFinished
+from halfmoon.workers.hold_points import PROMPT_LAYER, STAGE_LAYER
 from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster, running
+from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import prompt
-from tests.cluster.steering import draining, prefill_of
+from tests.cluster.steering import blocks_told, draining, last_seq, prefill_of
 from tests.cluster.test_same_text import ask, same
+from tests.eventually import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MODEL = ("--dtype", "float32", "--pool-mib", "512", *PATIENT)
@@ -58,9 +61,9 @@ async def together(cluster: Cluster, nc: Any, length: int, begun: int) -> tuple[
     for attempt in range(4):
         salt = f"{length} {begun} {attempt}"
         if begun:
-            some = prompt(length)[:begun]
-            await cluster.generate(nc, prompt=some, max_tokens=1, temperature=0, cache_salt=salt)
-            await asyncio.sleep(0.5)  # the answer does not wait for the conductor to hear of the blocks
+            some, before = prompt(length)[:begun], await last_seq(cluster)
+            first = await cluster.generate(nc, prompt=some, max_tokens=1, temperature=0, cache_salt=salt)
+            await blocks_told(cluster, first["prefill_worker"], before, begun // 256)
         answer = await ask(cluster, nc, length, TOKENS, cache_salt=salt)
         went = await prefill_of(cluster, answer["id"])
         assert went.cached_local_tokens + went.cached_fetched_tokens == begun // 256 * 256, (length, went)
@@ -92,15 +95,20 @@ async def killed_in_mid_prompt(cluster: Cluster, length: int, *, last: bool) -> 
     """One of the two dies while both compute; the client sees a pause, and the same text."""
     nc = await cluster.connect()
     whole = await ask(cluster, nc, length, TOKENS, cache_salt="alone")
-    before = len(await cluster.decisions())
+    before, holds, point = (
+        len(await cluster.decisions()),
+        Holds(cluster),
+        PROMPT_LAYER if last else STAGE_LAYER,
+    )
+    holds.arm(point, 3)
     asked = asyncio.create_task(ask(cluster, nc, length, TOKENS, cache_salt=f"killed-{last}"))
-    while not (new := [one.decision for one in (await cluster.decisions())[before:]]):
-        await asyncio.sleep(0.02)
-    first = next(one for one in new if isinstance(one, StartPrefill))
-    assert len(first.stages) == 2
-    await asyncio.sleep(0.5)
+    order_id = await holds.held(point)
+    placed = [one.decision for one in (await cluster.decisions())[before:]]
+    (first,) = [one for one in placed if isinstance(one, StartPrefill)]
+    assert (first.order_id, len(first.stages)) == (order_id, 2)
     cluster.kill(first.stages[-1 if last else 0].worker_id)
     answer = await asked
+    holds.go_on()
     assert same(answer, whole)
     placed = [one.decision for one in (await cluster.decisions())[before:]]
     starts = [one for one in placed if isinstance(one, StartPrefill)]
@@ -110,12 +118,12 @@ async def killed_in_mid_prompt(cluster: Cluster, length: int, *, last: bool) -> 
 
 async def all_back(cluster: Cluster) -> None:
     """Both prefill workers take orders again."""
-    for _ in range(600):
+
+    async def ready() -> bool:
         nodes = (await cluster.status())["nodes"]
-        if sum(node["role"] == "prefill" and node["state"] == "ready" for node in nodes) == 2:
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(nodes)
+        return sum(node["role"] == "prefill" and node["state"] == "ready" for node in nodes) == 2
+
+    await eventually(ready, "both prefill workers are ready", every_s=0.1)
 
 
 async def test_two_stages_give_one_workers_bits(tmp_path: Path) -> None:
@@ -134,7 +142,7 @@ async def test_two_stages_give_one_workers_bits(tmp_path: Path) -> None:
 
 
 async def test_a_stage_that_dies_costs_a_pause(tmp_path: Path) -> None:
-    with running(tmp_path, "--prefill", "2", "--prefill-group", "2", *MODEL) as cluster:
+    with running_with_holds(tmp_path, "--prefill", "2", "--prefill-group", "2", *MODEL) as cluster:
         await always_together(cluster)
         await killed_in_mid_prompt(cluster, 3000, last=False)
         await all_back(cluster)
