@@ -19,7 +19,7 @@ from halfmoon.bus.streams import StreamLimits
 from halfmoon.cli import secrets
 
 NAMES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
-START_S = 30.0
+START_S = 60.0
 
 
 @dataclass
@@ -95,7 +95,7 @@ class ServerCluster:
             url=self.url,
             tls_ca_file=str(self.place / folder / "ca.pem"),
             nkey_seed_file=str(self.place / folder / f"{name}.nk"),
-            connect_timeout_s=20,
+            connect_timeout_s=60,
         )
 
     async def connect(self, name: str) -> Bus:

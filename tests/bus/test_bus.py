@@ -20,6 +20,7 @@ from halfmoon.schemas.kv import KvReady
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.workers.frontend.nats_service import settled
 from tests.bus.proxy import Proxy
+from tests.eventually import BOUND_S
 
 
 def cancelled(number: int) -> RequestCancelled:
@@ -45,11 +46,11 @@ async def test_events_come_back_in_the_order_in_which_they_were_appended(nats_ur
         bus.append_soon(cancelled(number), source_id="f")
     last = await bus.append(cancelled(2000), source_id="f")
     assert last == 2001
-    stamped = await asyncio.wait_for(take(bus.events(), 2001), 20)
+    stamped = await asyncio.wait_for(take(bus.events(), 2001), BOUND_S)
     assert [s.event for s in stamped] == [cancelled(n) for n in range(2001)]
     assert [s.seq for s in stamped] == list(range(1, 2002))
     assert all(a.at_ns <= b.at_ns for a, b in itertools.pairwise(stamped))
-    tail = await asyncio.wait_for(take(bus.events(after=1990), 11), 20)
+    tail = await asyncio.wait_for(take(bus.events(after=1990), 11), BOUND_S)
     assert tail == stamped[1990:]
     await bus.close()
 
@@ -64,7 +65,7 @@ async def test_a_log_that_was_made_anew_is_not_read_on_as_if_it_were_the_old_one
     again = await connect(nats_url)  # makes it
     await again.append(cancelled(9), source_id="f")
     with pytest.raises(StreamRecreated, match=r"EVENTS was made anew.*up to 5"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(BOUND_S):
             await anext(log)
     assert [s.event for s in await take(again.events(), 1)] == [cancelled(9)]
     await bus.close()
@@ -115,8 +116,8 @@ async def test_the_log_survives_a_killed_server_without_loss_repeat_or_swap(tmp_
             bus.append_soon(cancelled(sent), source_id="f")
             sent += 1
         server = EmbeddedServer.start(tmp_path / "nats", port=port)
-        assert await bus.flush(20)
-    async with asyncio.timeout(20):
+        assert await bus.flush(BOUND_S)
+    async with asyncio.timeout(BOUND_S):
         while len(seen) < sent:
             await asyncio.sleep(0.05)
     assert [s.event for s in seen] == [cancelled(n) for n in range(sent)]
@@ -142,14 +143,14 @@ async def test_decisions_reach_their_target_once_though_two_conductors_give_them
             bus.order_soon(order, target_id="w1")
             bus.order_soon(order, target_id="other")
     got: list[int] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(BOUND_S):
         async for ordered in worker.follow_decisions(reader):
             got.append(ordered.cause_seq)
             if len(got) == 100:
                 break
     assert got == list(range(1, 101))
-    assert await one.flush(10)  # heard sooner than stored
-    assert await two.flush(10)
+    assert await one.flush(BOUND_S)  # heard sooner than stored
+    assert await two.flush(BOUND_S)
     last = await one.last_decision()
     assert last is not None
     assert last.cause_seq == 100
@@ -183,7 +184,7 @@ async def test_kv_progress_of_another_kind_than_its_subject_says_is_dropped(nats
     ):
         await bus.publish(subject, ready)
     await bus.publish(subjects.kv("d0", "KvReady", "n2"), ready)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(BOUND_S):
         assert await anext(source) == ("n2", ready)
     assert bus.invalid == 3
     await bus.close()
@@ -211,7 +212,7 @@ async def test_what_was_not_yet_in_the_stream_after_a_reconnect_is_read_later(na
     await conductor.publish(subjects.kv("w1", "KvReady", "n1"), ready)
     await conductor.nc.flush()
     proxy.cut = False
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(BOUND_S):
         assert await anext(worker.follow_kv(tail)) == ("n1", ready)
     assert asked > 1
     await worker.close()
@@ -230,7 +231,7 @@ async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -
 
     await server.serve("halfmoon.resend.w", ResendRequest, answer)
     await settled(server.nc)
-    assert await asker.request("halfmoon.resend.w", question, ResendReply, timeout_s=2) == ResendReply(
+    assert await asker.request("halfmoon.resend.w", question, ResendReply, timeout_s=BOUND_S) == ResendReply(
         known=False
     )
     with pytest.raises(PeerError, match="no_such_index"):
@@ -238,12 +239,12 @@ async def test_requests_tell_a_missing_peer_from_a_refusing_one(nats_url: str) -
             "halfmoon.resend.w",
             ResendRequest(frontend_id="f", request_id="r", order_id="1-0", index=1),
             ResendReply,
-            timeout_s=2,
+            timeout_s=BOUND_S,
         )
     with pytest.raises(PeerUnreachable, match="nobody"):
-        await asker.request("halfmoon.resend.nobody", question, ResendReply, timeout_s=2)
+        await asker.request("halfmoon.resend.nobody", question, ResendReply, timeout_s=BOUND_S)
     reply = await asker.nc.request(
-        "halfmoon.resend.w", b'{"type":"ResendRequest","frontend_id":"f","request_id":"r"}', timeout=2
+        "halfmoon.resend.w", b'{"type":"ResendRequest","frontend_id":"f","request_id":"r"}', timeout=BOUND_S
     )
     assert b"invalid_request" in reply.data
     assert b"order_id" in reply.data
@@ -256,7 +257,7 @@ async def test_what_does_not_decode_is_dropped_and_counted(nats_url: str) -> Non
     js = bus.nc.jetstream()
     await js.publish(subjects.event("x", "Nonsense"), b"{")
     await bus.append(FrontendHeartbeat(frontend_id="f", incarnation="i"), source_id="f")
-    stamped = await asyncio.wait_for(take(bus.events(), 1), 30)
+    stamped = await asyncio.wait_for(take(bus.events(), 1), BOUND_S)
     assert stamped[0].seq == 2
     assert bus.invalid == 1
     await bus.close()
@@ -271,7 +272,7 @@ async def test_an_event_heard_on_its_way_is_its_authors_word(nats_url: str) -> N
     subject = subjects.event("f1", "FrontendHeartbeat")
     for frontend_id in ("f2", "f1"):
         await liar.publish(subject, FrontendHeartbeat(frontend_id=frontend_id, incarnation="i"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(BOUND_S):
         while not heard:
             await asyncio.sleep(0.01)
     assert [beat.frontend_id for beat in heard] == ["f1"]
@@ -321,8 +322,8 @@ async def test_decisions_survive_a_killed_server_without_loss_or_swap(tmp_path: 
                 server.process.kill()
                 server.process.wait()
                 server = EmbeddedServer.start(tmp_path / "nats", port=port)
-        assert await conductor.flush(20)
-    async with asyncio.timeout(20):
+        assert await conductor.flush(BOUND_S)
+    async with asyncio.timeout(BOUND_S):
         while len(got) < sent:
             await asyncio.sleep(0.05)
     assert got == list(range(1, sent + 1))
@@ -374,7 +375,7 @@ async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(
             await conductor.order(Ordered(cause_seq=sent, position=0, decision=order), target_id="w1")
             ready = KvReady(order_id="1-0", request_id="r", layer=sent, first_block=0, blocks=1)
             await conductor.publish(subjects.kv("w1", "KvReady", "n1"), ready)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(BOUND_S):
         while len(got) < sent or len(set(layers)) < sent:
             await asyncio.sleep(0.05)
     assert got == list(range(1, sent + 1))

@@ -17,6 +17,7 @@ from halfmoon.bus.errors import SubjectInvalid
 from halfmoon.bus.publisher import Publisher
 from halfmoon.bus.wire import CLIENT_INBOXES, WireParser, reply_subject
 from halfmoon.workers.frontend.nats_service import settled
+from tests.eventually import BOUND_S, eventually
 
 BLOCK = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 1016\r\nNats-Last-Stream:1024\r\n\r\n"
 
@@ -32,9 +33,7 @@ async def client(tmp_path: Path) -> AsyncIterator[DirectClient]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.002)
+    await eventually(condition, "what the test waits for", every_s=0.002)
 
 
 def test_headers_as_they_come() -> None:
@@ -101,7 +100,7 @@ async def test_other_subscriptions_go_the_librarys_way(client: DirectClient) -> 
 
     await client.subscribe("b", cb=hear)
     await client.publish("b", b"")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(BOUND_S):
         await done.wait()
 
 

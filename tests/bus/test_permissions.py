@@ -54,6 +54,7 @@ from halfmoon.workers.frontend.page.feed import PageFeed
 from halfmoon.workers.frontend.registry import new_request_id
 from tests.bus.proxy import Proxy
 from tests.bus.server_cluster import NAMES, ServerCluster
+from tests.eventually import BOUND_S
 
 EVENTS = 300
 
@@ -262,7 +263,7 @@ async def test_a_payload_that_speaks_for_another_is_dropped(servers: ServerClust
     truth = WorkerLeft(worker_id="prefill-0", reason="the truth")
     last = await worker.append(truth, source_id="prefill-0")
     assert last == start + len(lies) + 1, "all are in the stream"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(BOUND_S):
         async for stamped in conductor.events(after=start):
             assert (stamped.seq, stamped.event) == (last, truth)
             break
@@ -271,7 +272,7 @@ async def test_a_payload_that_speaks_for_another_is_dropped(servers: ServerClust
 
 
 async def test_who_has_no_credentials_gets_no_connection(servers: ServerCluster, tmp_path: Path) -> None:
-    config = replace(servers.config("prefill-0"), connect_timeout_s=3)
+    config = replace(servers.config("prefill-0"), connect_timeout_s=BOUND_S)
     unknown = tmp_path / "unknown.nk"
     unknown.write_bytes(nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER))
     for wrong in (
@@ -326,13 +327,13 @@ async def test_a_server_ends_and_no_event_is_lost_or_stored_twice(
         return heard
 
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(BOUND_S):
             _, heard = await asyncio.gather(say(range(EVENTS)), hear(EVENTS))
         everything = [f"r{number}" for number in range(EVENTS)]
         assert sorted(heard) == sorted(everything)
         assert heard[:ends_at] == everything[:ends_at]
         assert await servers.leader(conductor, subjects.EVENTS_STREAM) != leader
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(BOUND_S):
             await say(range(EVENTS, EVENTS + 50))
             later = await hear(EVENTS + 50)
         assert later == [*heard, *(f"r{number}" for number in range(EVENTS, EVENTS + 50))]
@@ -358,7 +359,7 @@ async def test_what_three_conductors_say_at_once_is_stored_once(
             for n in range(100)
         ]
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(BOUND_S):
         told = await asyncio.gather(*(fire(number) for number in range(3)))
     assert told == [list(range(start + 1, start + 101))] * 3
     for bus in buses[1:]:
@@ -376,7 +377,7 @@ async def test_a_frontend_is_told_what_its_page_shows(servers: ServerCluster, co
         request_id=request_id, frontend_id="frontend-0", prompt_tokens=3, max_tokens=1, block_keys=b""
     )
     try:
-        async with asyncio.timeout(30), contextlib.aclosing(feed.watch()) as views:
+        async with asyncio.timeout(BOUND_S), contextlib.aclosing(feed.watch()) as views:
             async for view in views:
                 if b'"state":"live"' in view:
                     break  # what comes before the policy is in the log counts for nothing
