@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 import torch
-from store_harness import Cluster, cluster
+from store_harness import Cluster, cluster, until
 
 from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.errors import (
@@ -210,8 +210,7 @@ def test_a_soft_pin_goes_last_a_hard_pin_stays_and_both_end_by_themselves(nats_u
         assert await client.batch_exists(keys[:2]) == [False, True]  # nothing else was left
         await client.pin([keys[12]], ttl_s=0.05)
         await client.pin([keys[1]], ttl_s=0.05, hard=True)
-        await asyncio.sleep(0.3)
-        assert agent.context.guard.counts().holds == 0
+        await until(lambda: agent.context.guard.counts().holds == 0)
         for i in range(17, 23):
             await client.put(keys[i], value(i))
         assert await client.batch_exists([keys[1], keys[12]]) == [False, False]

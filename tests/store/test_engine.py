@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path as File
@@ -18,13 +17,32 @@ from halfmoon.schemas.store import Hello
 from halfmoon.store.errors import HolderUnreachable, TransferError, TransferTimeout
 from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Call, Peer, Slice
-from halfmoon.store.transports.engine import SLICE_BYTES, TransferEngine, cut
+from halfmoon.store.transports.engine import REST_NS, SLICE_BYTES, TransferEngine, cut
 from halfmoon.store.transports.rdma.transport import RdmaTransport
 from halfmoon.store.transports.shm import ShmTransport
 from halfmoon.store.transports.tcp.transport import TcpTransport
 from halfmoon.store.transports.topology import TopologyInvalid, read_topology
 
 GEOMETRY = Geometry(slots=64, layers=4, layer_block_bytes=1 << 20)
+
+
+class Clock:
+    """The engine's: moves by what scripted moves are said to take. No rest of a path is over, and none is slower than
+    another, because the machine was busy.
+    """
+
+    now_ns = 10**12
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _time_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfmoon.store.transports.engine.time", CLOCK)
 
 
 class Scripted:
@@ -48,10 +66,12 @@ class Scripted:
         address = peer.endpoints[0].address
         self.running += 1
         self.running_max = max(self.running_max, self.running)
+        done_ns = CLOCK.now_ns + int(self.seconds * 1e9)
         try:
             await asyncio.sleep(self.seconds)
         finally:
             self.running -= 1
+        CLOCK.now_ns = max(CLOCK.now_ns, done_ns)
         if address in self.broken:
             raise self.broken[address]
         self.moved.append((address, list(items)))
@@ -134,10 +154,10 @@ def test_a_path_rests_longer_after_each_failure_and_is_probed_by_one_move() -> N
         rests = []
         for _ in range(3):
             best.backoff_until_ns = 0
-            before_ns = time.monotonic_ns()
+            failed_ns = CLOCK.now_ns + 50_000_000
             await over.read(there, BATCH[:1], call())
-            rests.append(best.backoff_until_ns - before_ns)
-        assert rests[0] < rests[1] < rests[2]
+            rests.append(best.backoff_until_ns - failed_ns)
+        assert rests == [REST_NS, 2 * REST_NS, 4 * REST_NS]
         tcp.broken.clear()
         best.backoff_until_ns = 0
         tcp.moved.clear()

@@ -25,6 +25,7 @@ from halfmoon.store.errors import TransferRefused
 from halfmoon.store.locate import find_holders
 from halfmoon.store.pool.segment import Geometry, PoolView, SegmentError
 from halfmoon.store.pool.slots import Owner, tenant_mark
+from tests.eventually import BOUND_S
 
 HELLO = messages.Hello(
     node_id="liar",
@@ -135,7 +136,7 @@ def test_another_tenants_mark_on_a_reservation_does_not_end_the_write_back(
         bus = await here.bus("n2")
         bad = b'{"type":"ReserveBlocks","order_id":"o","decode_worker_id":"w1","writer_node_id":"n2","blocks":1,' \
               b'"block_keys":"AAAAAAAAAAAAAAAAAAAAAA==","tenant":"not a mark"}'  # fmt: skip
-        answer = await bus.nc.request(subjects.store("n1", "reserve"), bad, timeout=20)
+        answer = await bus.nc.request(subjects.store("n1", "reserve"), bad, timeout=BOUND_S)
         assert b"invalid_request" in answer.data
         owner = Owner("p", "w1")
         agent.context.guard.open_put(owner, [b"k" * 16], 1, writer="worker")
@@ -184,7 +185,7 @@ def test_who_reads_kv_events_sends_next_to_nothing(port: str, speaks: bytes) -> 
 def flood(port: int, speaks: bytes) -> None:
     """ZMTP 3.0 by hand: greeting, READY, and one frame of a megabyte. Returns when the other end hangs up."""
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(speaks)) + speaks
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=BOUND_S) as connection:
         connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
         connection.sendall(bytes([4, len(ready)]) + ready)
         with contextlib.suppress(OSError):  # it hangs up before all of it is sent

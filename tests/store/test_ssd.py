@@ -24,6 +24,7 @@ from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.errors import BlockMissing, WrongTenant
 from halfmoon.store.tiers.ssd import SsdTier
 from halfmoon.store.tiers.ssd_file import ENTRY_BYTES, PAGE_BYTES, Entry, NoRoomForTier, SsdFile, TierError
+from tests.eventually import BOUND_S
 
 BLOCK = 4 * 8192
 MIB = 1 << 20
@@ -64,6 +65,12 @@ async def start(
     client = await StoreClient.connect(here.url, node_id=node_id)
     here.stack.push_async_callback(client.close)
     return agent, client
+
+
+async def told(agent: StoreAgent) -> None:
+    """All that has happened to it is in the log."""
+    agent.context.announcer.flush()
+    assert await agent.context.bus.flush(BOUND_S)
 
 
 def tier(agent: StoreAgent) -> SsdTier:
@@ -137,7 +144,7 @@ def test_a_reader_on_another_node_gets_it_and_the_log_knows_the_tiers(nats_url: 
         for number in (0, 7, 19):
             assert await is_right(other, number)
         agent.context.announcer.announce()
-        await asyncio.sleep(0.2)
+        await told(agent)
         events = await here.log()
         stored = [e for e in events if isinstance(e, BlocksStored) and e.node_id == "n1" and e.tier == "ssd"]
         assert {key for e in stored for key in split_keys(e.block_keys)} == set(KEYS[:20])
@@ -216,7 +223,7 @@ def test_a_small_file_gives_up_the_oldest_and_says_so(nats_url: str, tmp_path: P
         await put_through(agent, client, range(40))
         assert len(tier(agent)) == 10
         tier(agent).check()
-        await asyncio.sleep(0.1)
+        await told(agent)
         held: set[bytes] = set()
         for event in await here.log():
             if isinstance(event, BlocksStored) and event.tier == "ssd":
@@ -337,7 +344,7 @@ def test_a_disk_that_fails_becomes_an_event_and_the_node_goes_on(
         assert await is_right(client, 59)
         with pytest.raises(BlockMissing):
             await is_right(client, 0)
-        await asyncio.sleep(0.1)
+        await told(agent)
         lost = [event for event in await here.log() if isinstance(event, TierLost)]
         assert len(lost) == 1
         words = {
@@ -387,7 +394,7 @@ def test_a_disk_that_was_full_is_tried_soon_however_long_it_was(
         monkeypatch.setattr(SsdFile, "open", full)
         agent, client = await start(here, tmp_path / "tier")
         await until(lambda: len(tries) > 8)
-        await asyncio.sleep(0.1)
+        await told(agent)
         lost = [event for event in await here.log() if isinstance(event, TierLost)]
         assert len(lost) == 1, "said once, however often it is tried"
         assert tier(agent)._reopen_s == 0.05
@@ -437,7 +444,7 @@ def test_a_slow_disk_never_slows_a_put(
     write = SsdFile.write
 
     def hang(self: SsdFile, record: int, source: Any) -> None:
-        go_on.wait(20)
+        go_on.wait(BOUND_S)
         write(self, record, source)
 
     monkeypatch.setattr(SsdFile, "write", hang)
