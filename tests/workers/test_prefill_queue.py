@@ -24,6 +24,7 @@ from halfmoon.workers.model.loading.files import load_config
 from halfmoon.workers.model.null_engine import NullEngine
 from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig
+from tests.eventually import BOUND_S, eventually
 
 LAYOUT = Layout(
     model="null", model_fingerprint="null", layers=0, kv_heads=0, head_dim=0, block_tokens=256, dtype="none"
@@ -57,9 +58,7 @@ class Bench:
         await self.bus.publish(subjects.give("p1", "silent"), given)
 
     async def result_of(self, number: int) -> None:
-        async with asyncio.timeout(30):
-            while f"{number}-0" not in self.results:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: f"{number}-0" in self.results, f"the result of order {number}")
 
 
 @pytest.fixture
@@ -123,7 +122,7 @@ async def test_the_first_of_the_queue_is_cancelled_while_it_waits_for_its_tokens
 
 
 async def test_a_worker_tells_the_log_what_it_found_of_its_cpu(bench: Bench) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(BOUND_S):
         async for stamped in bench.bus.events(after=0):
             if isinstance(stamped.event, WorkerJoined):
                 assert stamped.event.exact_numerics == "not_held"

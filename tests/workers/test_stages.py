@@ -27,6 +27,7 @@ from halfmoon.workers.prefill.layer_progress import LayersMissing, StageGone
 from halfmoon.workers.prefill.stage_computation import StageComputation
 from halfmoon.workers.prefill.stage_listener import StageListener
 from halfmoon.workers.worker import ChannelConfig
+from tests.eventually import BOUND_S
 from tests.store.channel_harness import hello, options
 
 LAYERS, BLOCK, TOKENS = 3, 16, 16 * 5 + 3
@@ -169,7 +170,7 @@ def test_stages_give_one_workers_bits(model: LoadedModel, split: tuple[int, ...]
         logits = prompt.run(list(range(BLOCKS)))
         assert prompt.stage_wait_ns > 0, "it waits for the first chunk at least"
         for part in running:
-            part.result(timeout=30)
+            part.result(timeout=BOUND_S)
         assert group.engines[-1].logits_digest(logits) == digest  # type: ignore[arg-type]
         assert (group.pool.bytes[: TOKENS // BLOCK] == held).all()
         assert group.pool.written == set(range(cached, BLOCKS)), "committed blocks stay as they are"
@@ -191,7 +192,7 @@ def test_a_stage_computes_a_chunk_while_the_next_one_computes_that_before(model:
         def late(chunk: Any, *rest: Any, **named: Any) -> Any:
             # The last chunk's residual can only lie here if the first stage did not wait for this one.
             if chunk.start == 0:
-                assert held.wait(30)
+                assert held.wait(BOUND_S)
             return compute(chunk, *rest, **named)
 
         group.engines[-1].prefill_stage = late  # type: ignore[method-assign]
@@ -200,8 +201,8 @@ def test_a_stage_computes_a_chunk_while_the_next_one_computes_that_before(model:
         while len([e for e in group.heard if isinstance(e, LayerStored) and e.layer == 1]) < BLOCKS:
             assert not last.done()
         held.set()
-        last.result(timeout=30)
-        running[0].result(timeout=30)
+        last.result(timeout=BOUND_S)
+        running[0].result(timeout=BOUND_S)
 
 
 def test_a_stage_that_hangs_up_is_named_and_the_others_end(model: LoadedModel) -> None:
@@ -212,7 +213,7 @@ def test_a_stage_that_hangs_up_is_named_and_the_others_end(model: LoadedModel) -
             group.prompt().run(list(range(BLOCKS)))
         assert gone.value.worker_id == "p1"
         for part in running:
-            assert isinstance(part.exception(timeout=30), ChannelLost)
+            assert isinstance(part.exception(timeout=BOUND_S), ChannelLost)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_a_plan_of_another_order_is_not_obeyed(model: LoadedModel, changes: dict
         running = group.begin_parts(**changes)
         with pytest.raises(StageGone, match="p0"):
             group.prompt().run(list(range(BLOCKS)))
-        assert isinstance(running[0].exception(timeout=30), ChannelLost)
+        assert isinstance(running[0].exception(timeout=BOUND_S), ChannelLost)
 
 
 def test_what_cannot_be_fetched_is_no_stages_fault(model: LoadedModel) -> None:
@@ -233,7 +234,7 @@ def test_what_cannot_be_fetched_is_no_stages_fault(model: LoadedModel) -> None:
         prompt.loads.fail("its source is gone")
         with pytest.raises(LayersMissing, match="its source is gone"):
             prompt.run(list(range(BLOCKS)))
-        assert isinstance(running[0].exception(timeout=30), ChannelLost)
+        assert isinstance(running[0].exception(timeout=BOUND_S), ChannelLost)
 
 
 def test_a_cancelled_prompt_ends_all_stages(model: LoadedModel) -> None:
@@ -244,11 +245,11 @@ def test_a_cancelled_prompt_ends_all_stages(model: LoadedModel) -> None:
         with pytest.raises(OrderAborted):
             prompt.run(list(range(BLOCKS)))
         group.parts[0].stop()
-        assert isinstance(running[0].exception(timeout=30), ChannelLost)
+        assert isinstance(running[0].exception(timeout=BOUND_S), ChannelLost)
 
 
 def test_a_stage_that_nobody_called_ends_when_it_is_stopped(model: LoadedModel) -> None:
     with Group(model, (2, 1)) as group:
         (running,) = group.begin_parts()
         group.parts[0].stop()
-        assert isinstance(running.exception(timeout=30), ChannelLost)
+        assert isinstance(running.exception(timeout=BOUND_S), ChannelLost)
