@@ -22,8 +22,7 @@ from halfmoon.schemas.decisions import AnnounceYourself
 from halfmoon.schemas.events import ClusterConfigured, WorkerHeartbeat
 from halfmoon.schemas.policy import Policy
 from tests.bus.expiry import expire
-
-pytestmark = pytest.mark.timeout(30)
+from tests.eventually import BOUND_S
 
 QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
 
@@ -57,7 +56,7 @@ async def test_a_snapshot_of_many_parts_comes_back_as_it_was(nats_url: str) -> N
         assert await snapshots.heads(bus) == [head]
         assert await snapshots.read(bus, head) == snapshot
         subject = subjects.snapshot(7, head.digest, 2)
-        await bus.nc.request(subject, b"other bytes", timeout=5)
+        await bus.nc.request(subject, b"other bytes", timeout=BOUND_S)
         with pytest.raises(SnapshotBroken, match="event 7 has other bytes"):
             await snapshots.read(bus, head)
 
@@ -73,7 +72,7 @@ async def test_snapshots_that_are_broken_or_of_another_version_are_passed_over_w
         await save(bus, await core_at(bus, 4))
         foreign = await save(bus, await core_at(bus, 5), version=SNAPSHOT_VERSION + 1)
         broken = await save(bus, await core_at(bus, 6))
-        await bus.nc.request(subjects.snapshot(6, broken.digest, 0), b"x", timeout=5)
+        await bus.nc.request(subjects.snapshot(6, broken.digest, 0), b"x", timeout=BOUND_S)
         with caplog.at_level(logging.WARNING):
             assert await first_step(nats_url) == 5
         assert [record.getMessage() for record in caplog.records] == [
@@ -158,7 +157,7 @@ async def test_without_head_and_snapshot_a_conductor_does_not_disturb_one_that_r
 async def test_events_that_expired_unread_are_told_from_bytes_that_are_no_event(nats_url: str) -> None:
     async with client(nats_url) as bus, conductor(nats_url, policy=QUIET):
         await say(bus, *CLUSTER[:2])
-        await bus.nc.request(subjects.event("x", "WorkerHeartbeat"), b"no event", timeout=5)
+        await bus.nc.request(subjects.event("x", "WorkerHeartbeat"), b"no event", timeout=BOUND_S)
         last = await say(bus, *CLUSTER[2:])
         assert len((await reach(bus, last)).nodes) == 5
         await expire(bus, subjects.EVENTS_STREAM, before=5)

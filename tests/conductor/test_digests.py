@@ -20,8 +20,7 @@ from halfmoon.conductor.live.digest_exchange import SNAPSHOT_DIGESTS, VOTE_S, Di
 from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import Stamped, StateDigested, WorkerHeartbeat
 from halfmoon.schemas.policy import Policy
-
-pytestmark = pytest.mark.timeout(30)
+from tests.eventually import BOUND_S, eventually
 
 EVERY = 100
 QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S, digest_events=EVERY)
@@ -67,8 +66,7 @@ async def ill_conductor(url: str, conductor_id: str, *, ill_from: int) -> AsyncI
         shell.run(bus, conductor_id=conductor_id, policy=QUIET, after_step=corrupt, started=shells.append)
     )
     try:
-        while not shells or not shells[0].caught_up.is_set():
-            await asyncio.sleep(0.005)
+        await eventually(lambda: shells and shells[0].caught_up.is_set(), f"{conductor_id} has caught up")
         yield task
     finally:
         task.cancel()
@@ -87,13 +85,15 @@ async def test_conductors_say_the_digest_that_a_fresh_reading_of_the_log_gives(n
         last = await beats(bus, 3 * EVERY)
         for name in ("c1", "c2", "c3"):
             await reach(bus, last, name)
-        await asyncio.sleep(0.2)
-        log = await log_of(bus)
+        places = (EVERY, 2 * EVERY, 3 * EVERY)
+
+        async def all_said() -> list[Stamped]:
+            log = await log_of(bus)
+            return log if all(len(said(log).get(place, ())) == 3 for place in places) else []
+
+        log = await eventually(all_said, "each has said its digests")
         expected = digests_of(log)
-        assert said(log) == {
-            at_seq: dict.fromkeys(("c1", "c2", "c3"), expected[at_seq])
-            for at_seq in (EVERY, 2 * EVERY, 3 * EVERY)
-        }
+        assert said(log) == {at_seq: dict.fromkeys(("c1", "c2", "c3"), expected[at_seq]) for at_seq in places}
 
 
 async def test_a_conductor_that_starts_late_goes_on_from_a_snapshot_with_the_same_state(
@@ -105,8 +105,12 @@ async def test_a_conductor_that_starts_late_goes_on_from_a_snapshot_with_the_sam
         await say(bus, *CLUSTER, *[arrived(f"r{number}", 100) for number in range(20)])
         for number in (1, 2):
             last = await beats(bus, every_snapshot)
-            while [head.seq for head in await snapshots.heads(bus)] != [number * every_snapshot]:
-                await asyncio.sleep(0.05)
+            saved = [number * every_snapshot]
+
+            async def only_it(saved: list[int] = saved) -> bool:
+                return [head.seq for head in await snapshots.heads(bus)] == saved
+
+            await eventually(only_it, f"the snapshot of {saved} alone is there", every_s=0.05)
         heads = await snapshots.heads(bus)
         # Both saved both, and each is there once; the older one is gone.
         kept = 2 * every_snapshot
@@ -135,7 +139,7 @@ async def test_of_three_conductors_the_one_that_is_ill_stops_within_one_round(
         assert not ill.done()
         last = await beats(bus, EVERY)
         with pytest.raises(Diverged) as diverged:
-            await asyncio.wait_for(ill, 30)
+            await asyncio.wait_for(ill, BOUND_S)
         found = said(await log_of(bus))
         assert set(found) == {EVERY, 2 * EVERY}
         healthy, corrupt = found[2 * EVERY]["c1"], found[2 * EVERY]["c2"]
@@ -164,7 +168,7 @@ async def test_of_two_conductors_the_one_stops_that_a_fresh_reading_of_the_log_r
         await say(bus, *CLUSTER)
         await beats(bus, EVERY)
         with pytest.raises(Diverged, match=f"finds [0-9a-f]* there: {ill_id} stops deciding"):
-            await asyncio.wait_for(ill, 30)
+            await asyncio.wait_for(ill, BOUND_S)
         last = await beats(bus, EVERY)
         assert (await reach(bus, last, healthy_id)).seq >= last
         # A third one reads both voices in the log, and is not misled.

@@ -16,7 +16,6 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.events import PolicyChanged
 from halfmoon.schemas.policy import Policy
 
-pytestmark = pytest.mark.timeout(30)
 QUIET = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +39,7 @@ from halfmoon.schemas.events import (
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.view import ClusterView, Explained, ExplainRequest, ViewRequest
 from halfmoon.workers.frontend.registry import new_request_id
+from tests.eventually import BOUND_S, eventually
 
 
 class Watched:
@@ -277,7 +277,7 @@ def test_a_fault_of_the_view_does_not_stop_a_conductor(caplog: pytest.LogCapture
 
 async def ask(bus: Bus, request_id: str, conductor_id: str = "c1") -> Explained:
     return await bus.request(
-        subjects.explain(conductor_id), ExplainRequest(request_id=request_id), Explained, timeout_s=10
+        subjects.explain(conductor_id), ExplainRequest(request_id=request_id), Explained, timeout_s=BOUND_S
     )
 
 
@@ -326,8 +326,6 @@ async def test_a_conductor_answers_in_full_only_when_it_is_named(nats_url: str) 
         inbox = bus.nc.new_inbox()
         await bus.subscribe(inbox, ClusterView, found.append)
         bus.nc.send(subjects.view(subjects.CONDUCTORS), encode(ViewRequest(conductor_id="c2")), reply=inbox)
-        async with asyncio.timeout(10):
-            while len(found) < 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(found) == 2, "both answer")
         assert {view.conductor_id: view.full for view in found} == {"c1": False, "c2": True}
         assert (await status(bus)).conductor_id == "c1"

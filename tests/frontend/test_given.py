@@ -14,6 +14,7 @@ from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
+from halfmoon.workers import token_inbox
 from halfmoon.workers.frontend import registry
 from halfmoon.workers.token_inbox import GIVE_S, TokenInbox
 from tests.eventually import BOUND_S, eventually
@@ -128,7 +129,9 @@ def test_after_a_second_placement_the_first_is_given_nothing_more(run: Any) -> N
     run(scenario)
 
 
-def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(run: Any) -> None:
+def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(cluster: Any) -> None:
         bus = cluster.double.bus
         loop = asyncio.get_running_loop()
@@ -150,13 +153,15 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(r
             await give(order_id, forged, "nobody", "f8")
         await eventually(lambda: len(inbox._early) == 3, "three came early")
         assert await inbox.take("nobody", "r1", "1-0", "prefill") == early
-        taking = asyncio.create_task(inbox.take("nobody", "r2", "2-0", "prefill"))
-        await asyncio.sleep(0.05)
-        await give("2-0", forged, "f8", "f8")
+        with monkeypatch.context() as patient:
+            patient.setattr(token_inbox, "GIVE_S", BOUND_S)
+            taking = asyncio.create_task(inbox.take("nobody", "r2", "2-0", "prefill"))
+            await eventually(lambda: inbox._awaited, "it waits for what is given")
+            await give("2-0", forged, "f8", "f8")
+            await give("2-0", late, "nobody", "nobody")
+            assert await taking == late
         assert bus.invalid == 2
         bus.invalid = 0
-        await give("2-0", late, "nobody", "nobody")
-        assert await taking == late
 
         asked = TakeReply(token_ids=b"\3\0\0\0", max_tokens=3)
         await cluster.client.serve(subjects.take("f9", "p9"), object, lambda _: asked)
