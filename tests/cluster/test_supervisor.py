@@ -8,20 +8,13 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from halfmoon.cli.local.output_log import FILE_BYTES_MAX, OutputLog
 from halfmoon.cli.local.supervisor import Child, Supervisor
-
-SOON_S = 20.0
-
-
-async def until(what: object) -> None:
-    """Waits until `what()` is true."""
-    async with asyncio.timeout(SOON_S):
-        while not what():  # type: ignore[operator]
-            await asyncio.sleep(0.02)
+from tests.eventually import BOUND_S, eventually
 
 
 async def test_a_child_that_cannot_be_started_now_is_started_when_there_are_descriptors(
@@ -36,23 +29,22 @@ async def test_a_child_that_cannot_be_started_now_is_started_when_there_are_desc
     child = Child("child", ["no-such-command"], log)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     await supervisor.start(child)
-    await until(lambda: deaths)
+    await eventually(lambda: deaths, "the first end")
     lowest_free = os.dup(0)
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
     try:
-        await until(lambda: any("cannot be started now" in line for line in lines))
+        await eventually(lambda: any("cannot be started now" in line for line in lines), "a warning")
         known = len(deaths)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    await until(lambda: len(deaths) > known)
-    await supervisor.stop(["child"], within_s=5)
+    await eventually(lambda: len(deaths) > known, "it is started again, and ends again")
+    await supervisor.stop(["child"], within_s=BOUND_S)
 
 
 async def test_a_child_that_nobody_could_watch_is_ended_and_started_when_there_are_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process is there before the thread that waits for its end."""
     lines: list[str] = []
     deaths: list[int] = []
     supervisor = Supervisor(lambda _, status: deaths.append(status), lambda _, line: lines.append(line))
@@ -62,20 +54,23 @@ async def test_a_child_that_nobody_could_watch_is_ended_and_started_when_there_a
     await supervisor.start(child)
     begun: list[int] = []
 
-    def no_thread(_: object, pid: int, *__: object) -> None:
-        begun.append(pid)
+    def begin(words: list[str]) -> None:
+        begun.append(os.posix_spawn(words[0], words, os.environ))
+
+    async def nobody_watches(*command: str, **_: Any) -> asyncio.subprocess.Process:
+        """The process is there and does not end by itself, and there is no thread that would wait for its end."""
+        begin([sys.executable, "-c", "import time; time.sleep(300)", *command[3:]])
         raise RuntimeError("can't start new thread")
 
-    watcher = type(asyncio.get_child_watcher())
-    monkeypatch.setattr(watcher, "add_child_handler", no_thread)
-    await until(lambda: len(begun) > 1)
-    await until(lambda: not Path(f"/proc/{begun[0]}").exists())
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", nobody_watches)
+    await eventually(lambda: len(begun) > 1, "two processes that nobody watches")
+    await eventually(lambda: not Path(f"/proc/{begun[0]}").exists(), "the first of them is ended")
     assert lines.count("warning: cannot be started now: can't start new thread") == 1, "said once"
     known = len(deaths)
     monkeypatch.undo()
-    await until(lambda: len(deaths) > known)
-    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in begun))
-    await supervisor.stop(["child"], within_s=5)
+    await eventually(lambda: len(deaths) > known, "it is started again, and ends again")
+    await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in begun), "all are ended")
+    await supervisor.stop(["child"], within_s=BOUND_S)
 
 
 def test_words_to_a_full_disk_are_lost_and_nothing_else() -> None:
