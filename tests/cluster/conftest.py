@@ -11,7 +11,7 @@ import nats
 import pytest
 
 from halfmoon.bus.embedded import free_port
-from tests.cluster.harness import PATIENT, Cluster, running
+from tests.cluster.harness import PATIENT, Cluster
 from tests.cluster.holding import Holds, running_with_holds
 
 
@@ -26,13 +26,15 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One node of each role with the real model, a disk and metrics, started under a umask that hides nothing."""
+    """One node of each role with the real model, a disk and metrics, started under a umask that hides nothing. Its
+    workers know hold points.
+    """
     place = tmp_path_factory.mktemp("small")
     sizes = ("--prefill", "1", "--decode", "1", "--pool-mib", "192", "--log-mib-max", "64")
     disk = ("--ssd", str(place / "ssd"), "--ssd-bytes", str(64 << 20))
     before = os.umask(0)
     try:
-        with running(place, *sizes, *disk, "--metrics-port", str(free_port(count=4))) as one:
+        with running_with_holds(place, *sizes, *disk, "--metrics-port", str(free_port(count=4))) as one:
             # The processes have it by now, and other tests' files are no business of this one's.
             os.umask(before)
             yield one

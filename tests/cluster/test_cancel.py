@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +11,7 @@ import nats
 import pytest
 
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import StartDecode, StartPrefill
+from halfmoon.schemas.decisions import CancelOrder, StartDecode, StartPrefill
 from halfmoon.schemas.events import (
     DecodeStarted,
     PrefillFinished,
@@ -21,11 +19,14 @@ from halfmoon.schemas.events import (
     RequestCancelled,
     WorkerHeartbeat,
 )
+from halfmoon.workers.hold_points import DECODE_STEP, PROMPT_LAYER
 from tests.cluster.harness import Cluster
+from tests.cluster.holding import Holds
 from tests.cluster.prompts import prompt
+from tests.eventually import BOUND_S, eventually
 
-#: Not a measure of speed: a lease that only its own end would take lives a minute.
-RELEASED_S = 20.0
+#: A worker draws its next token when it is told to, from this one on.
+TOKENS_BEFORE = 4
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ class OverNats:
         await nc.publish(f"{subjects.API}.generate", body, reply=self.inbox)
 
     async def leave(self, cluster: Cluster, nc: nats.NATS, request_id: str) -> None:
-        await nc.request(f"{subjects.API}.cancel", json.dumps({"id": request_id}).encode(), timeout=5)
+        await nc.request(f"{subjects.API}.cancel", json.dumps({"id": request_id}).encode(), timeout=BOUND_S)
 
 
 class SilentOnNats(OverNats):
@@ -76,14 +77,6 @@ async def holds_nothing(cluster: Cluster) -> bool:
     )
 
 
-async def until(true: Callable[[], Awaitable[bool]], seconds: float, what: str) -> float:
-    started = time.monotonic()
-    while not await true():
-        assert time.monotonic() - started < seconds, what
-        await asyncio.sleep(0.05)
-    return time.monotonic() - started
-
-
 #: Each way and each stage once in the default suite.
 DEFAULT = [(OverHttp, "queued"), (SilentOnNats, "prefill"), (OverNats, "decode")]
 
@@ -97,37 +90,40 @@ DEFAULT = [(OverHttp, "queued"), (SilentOnNats, "prefill"), (OverNats, "decode")
     ],
 )
 async def test_who_goes_away_leaves_nothing(
-    cluster: Cluster, nc: nats.NATS, way: type[Any], stage: str
+    cluster: Cluster, nc: nats.NATS, holds: Holds, way: type[Any], stage: str
 ) -> None:
     before = (await cluster.events())[-1].seq
     salt = f"{way.__name__} {stage}"
     fields = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
+    holds.arm(DECODE_STEP, TOKENS_BEFORE) if stage == "decode" else holds.arm(PROMPT_LAYER)
     first = None
-    if stage == "queued":  # behind a prompt that computes for a second
+    if stage == "queued":  # behind a prompt that computes until it is told to go on
         first = asyncio.ensure_future(
             cluster.generate(nc, prompt=prompt(400), max_tokens=1, cache_salt=salt + "first")
         )
-        await asyncio.sleep(0.2)
+        await holds.held(PROMPT_LAYER)
     client = way()
     await client.ask(cluster, nc, {**fields, "prompt": prompt(40 if stage == "decode" else 2000)})
 
-    async def placed() -> bool:
-        mine.extend(
+    async def placed() -> list[str]:
+        return [
             s.event.request_id
             for s in await cluster.events(before)
             if isinstance(s.event, RequestArrived) and s.event.max_tokens == 200
-        )
-        return bool(mine)
+        ]
 
-    mine: list[str] = []
-    await until(placed, 30, "no RequestArrived")
-    request_id = mine[0]
+    (request_id,) = await eventually(placed, "RequestArrived")
 
     async def ordered() -> bool:
         orders = [o.decision for o in await cluster.decisions()]
         return any(isinstance(o, StartPrefill | StartDecode) and o.request_id == request_id for o in orders)
 
-    await until(ordered, 30, "no order")
+    await eventually(ordered, "an order")
+
+    async def queued() -> bool:
+        events = [stamped.event for stamped in await cluster.events(before)]
+        beats = [e for e in events if isinstance(e, WorkerHeartbeat) and e.worker_id == "prefill-0"]
+        return bool(beats) and (beats[-1].queued, beats[-1].running) == (1, 1)
 
     async def decoding() -> bool:
         """And its prefill has ended: the two halves tell it apart from each other."""
@@ -135,22 +131,31 @@ async def test_who_goes_away_leaves_nothing(
         mine = [e for e in seen if getattr(e, "request_id", "") == request_id]
         return {DecodeStarted, PrefillFinished} <= {type(e) for e in mine}
 
-    if stage == "decode":
-        await until(decoding, 30, "no DecodeStarted")
-    else:
-        await asyncio.sleep({"queued": 0.1, "prefill": 0.8}[stage])
+    match stage:
+        case "queued":
+            await eventually(queued, "it waits behind the other")
+        case "prefill":
+            await holds.held(PROMPT_LAYER)
+        case "decode":
+            await holds.held(DECODE_STEP)
+            await eventually(decoding, "DecodeStarted")
     left_at_seq = (await cluster.events())[-1].seq
     await client.leave(cluster, nc, request_id)
-    if first is not None:
-        await first
 
     async def cancelled() -> bool:
         found = [s.event for s in await cluster.events(left_at_seq) if isinstance(s.event, RequestCancelled)]
         return request_id in [event.request_id for event in found]
 
-    noticed = await until(cancelled, 30, "no RequestCancelled")
-    released = await until(lambda: holds_nothing(cluster), RELEASED_S, "something is still held")
-    print(f"{salt}: noticed after {noticed:.2f} s, released {released:.2f} s later")
+    async def told_to_stop() -> bool:
+        orders = [o.decision for o in await cluster.decisions()]
+        return any(isinstance(o, CancelOrder) and o.request_id == request_id for o in orders)
+
+    await eventually(cancelled, "RequestCancelled")
+    await eventually(told_to_stop, "CancelOrder")
+    holds.go_on()
+    if first is not None:
+        await first
+    await eventually(lambda: holds_nothing(cluster), "nothing is held")
     after = (await cluster.events())[-1].seq
 
     async def both_workers_are_idle() -> bool:
@@ -160,6 +165,6 @@ async def test_who_goes_away_leaves_nothing(
             (e.queued, e.running, e.kv_blocks_used) == (0, 0, 0) for e in beats.values()
         )
 
-    await until(both_workers_are_idle, RELEASED_S, "a worker goes on")
+    await eventually(both_workers_are_idle, "both workers are idle")
     finished = [e for e in (s.event for s in await cluster.events(before)) if isinstance(e, PrefillFinished)]
     assert (request_id in [e.request_id for e in finished]) == (stage == "decode")
