@@ -21,16 +21,18 @@ import aiohttp
 import pytest
 
 from halfmoon.bus.embedded import EmbeddedServer, free_port
-from halfmoon.cli.local.flags import DRAIN_S
 from halfmoon.cli.main import main
+from halfmoon.workers import hold_points
 from tests.cluster.harness import Cluster, children, command_of, running, start
+from tests.cluster.holding import Holds
 from tests.cluster.prompts import prompt
+from tests.eventually import BOUND_S, eventually, eventually_here
 
 #: One node of each role, nothing computed.
 SMALL = ("--prefill", "1", "--decode", "1")
 NULL = (*SMALL, "--engine", "null")
-#: The null engine gives some 15,000 tokens a second.
-LONG = 20_000
+#: Tokens of an answer whose worker holds in the middle of it.
+LONG = 20
 
 
 def said(cluster: Cluster) -> str:
@@ -49,18 +51,11 @@ def nothing_left(cluster: Cluster) -> None:
     assert not (cluster.directory / "secret").exists()
 
 
-def eventually(what: Callable[[], bool], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 async def ask(cluster: Cluster, tokens: int, **fields: Any) -> dict[str, Any]:
     """One answer over HTTP: its client loses nothing when nats-server dies."""
     body = {"prompt": "Once", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=40)) as http,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=BOUND_S)) as http,
         http.post(f"{cluster.http}/v1/completions", json=body) as response,
     ):
         answer: dict[str, Any] = await response.json()
@@ -90,16 +85,33 @@ def begun(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
             cluster.process.wait()
 
 
+@pytest.fixture
+def held(tmp_path: Path, begun: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A cluster of null engines whose decode worker will hold in the middle of the first answer."""
+    (tmp_path / "holds").mkdir()
+    monkeypatch.setenv(hold_points.VARIABLE, str(tmp_path / "holds"))
+    cluster = begun(*NULL)
+    Holds(cluster).arm(hold_points.DECODE_STEP, LONG // 2)
+    return cluster
+
+
+async def drains(cluster: Cluster) -> bool:
+    async with aiohttp.ClientSession() as http, http.get(f"{cluster.http}/ready") as response:
+        return response.status == 503
+
+
 # --- the end ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-async def test_ctrl_c_lets_an_open_request_finish_and_leaves_nothing(begun: Callable[..., Cluster]) -> None:
-    cluster = begun(*NULL)
+async def test_ctrl_c_lets_an_open_request_finish_and_leaves_nothing(held: Cluster) -> None:
+    cluster = held
     asked = asyncio.ensure_future(ask(cluster, LONG))
-    await asyncio.sleep(0.4)
-    assert under_way(asked)
+    await Holds(cluster).held(hold_points.DECODE_STEP)
     cluster.process.send_signal(signal.SIGINT)
+    await eventually(lambda: drains(cluster), "it drains")
+    assert under_way(asked)
+    Holds(cluster).go_on()
     await asked
     assert await asyncio.to_thread(cluster.stop) == 0
     nothing_left(cluster)
@@ -107,17 +119,16 @@ async def test_ctrl_c_lets_an_open_request_finish_and_leaves_nothing(begun: Call
 
 
 @pytest.mark.slow
-async def test_a_second_ctrl_c_stops_at_once(begun: Callable[..., Cluster]) -> None:
-    cluster = begun(*NULL)
-    asked = asyncio.ensure_future(ask(cluster, 6 * LONG))
-    await asyncio.sleep(0.3)
+async def test_a_second_ctrl_c_stops_at_once(held: Cluster) -> None:
+    cluster = held
+    asked = asyncio.ensure_future(ask(cluster, LONG))
+    await Holds(cluster).held(hold_points.DECODE_STEP)
     cluster.process.send_signal(signal.SIGINT)
-    await asyncio.sleep(0.5)
+    await eventually(lambda: drains(cluster), "it drains")
     assert under_way(asked)
-    assert cluster.process.poll() is None  # it drains
-    started = time.monotonic()
+    assert cluster.process.poll() is None
     assert await asyncio.to_thread(cluster.stop) == 0
-    assert time.monotonic() - started < DRAIN_S  # it does not drain
+    # At the end of a drain its client would be told so; nobody has told it anything.
     with pytest.raises(aiohttp.ClientError):
         await asked
     nothing_left(cluster)
@@ -148,7 +159,7 @@ async def test_kill_9_of_up_takes_the_children_along_and_the_next_up_removes_the
     assert len(below) == 7  # nats-server, conductor, two stores, two workers, frontend
     first.process.kill()
     first.process.wait()
-    eventually(lambda: not any(command_of(pid) not in ([], [""]) for pid in below))
+    eventually_here(lambda: not any(command_of(pid) not in ([], [""]) for pid in below), "all have ended")
     segments = [f"/dev/shm/halfmoon-{first.name}-{node}" for node in ("decode-0", "prefill-0")]
     assert sorted(first.left_behind()) == segments
     second = begun(*SMALL, "--pool-mib", "128", name=first.name)
@@ -157,7 +168,7 @@ async def test_kill_9_of_up_takes_the_children_along_and_the_next_up_removes_the
     )
     await ask(second, 3, prompt=prompt(600))
     store = second.kill("store-decode-0")  # and while it is away, the end
-    eventually(lambda: command_of(store) in ([], [""]))
+    eventually_here(lambda: command_of(store) in ([], [""]), "the store has ended")
     assert segments[0] in second.left_behind()
     assert await asyncio.to_thread(second.stop) == 0
     nothing_left(second)
@@ -168,19 +179,20 @@ async def test_kill_9_of_up_takes_the_children_along_and_the_next_up_removes_the
 
 
 @pytest.mark.slow
-async def test_nats_server_is_started_again_under_open_requests(begun: Callable[..., Cluster]) -> None:
-    cluster = begun(*NULL)
+async def test_nats_server_is_started_again_under_open_requests(held: Cluster) -> None:
+    cluster = held
     before = asyncio.ensure_future(ask(cluster, LONG))
-    await asyncio.sleep(0.4)
-    assert not before.done()
+    await Holds(cluster).held(hold_points.DECODE_STEP)
     old = cluster.server_pid()
     os.kill(old, signal.SIGKILL)
     during = asyncio.ensure_future(ask(cluster, 5))
+    assert under_way(before)
+    Holds(cluster).go_on()
     await asyncio.gather(before, during)
     await ask(cluster, 5)
     assert cluster.server_pid() != old
     nc = await cluster.connect()  # the same address
-    await cluster.generate(nc, prompt="after", max_tokens=3, timeout=10)
+    await cluster.generate(nc, prompt="after", max_tokens=3)
     await nc.close()
     assert "nats-server died (SIGKILL); it is started again" in said(cluster)
     assert await asyncio.to_thread(cluster.stop) == 0
@@ -250,7 +262,7 @@ def refusal(
 def test_a_second_cluster_of_the_same_name_is_refused(small: Cluster) -> None:
     """By a process of its own: nothing of Python's is on standard error."""
     again = [sys.executable, "-m", "halfmoon.cli.main", "up", *NULL, "--cluster", small.name]
-    second = subprocess.run(again, env=small.environment, capture_output=True, text=True, timeout=60)
+    second = subprocess.run(again, env=small.environment, capture_output=True, text=True, timeout=BOUND_S)
     line = f"halfmoon: a cluster named '{small.name}' runs already; name another with --cluster\n"
     assert (second.returncode, second.stdout, second.stderr) == (1, "", line)
     assert (small.directory / "cluster.json").exists()  # the first one's, untouched
