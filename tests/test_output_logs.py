@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from halfmoon.bus import embedded
 from halfmoon.bus.telemetry.logs import RateLimit
 from halfmoon.cli.local import output_log
 from halfmoon.cli.local.output_log import OutputLog, lines_of
+from tests.eventually import eventually_here
 
 
 def test_a_processs_output_is_two_files_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,13 +58,13 @@ def test_the_servers_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for _ in range(200):
                 client.sendall(b"CONNECT {}\r\nPUB a 1\r\nx\r\nPING\r\n")
                 client.recv(1 << 16)
-        logs = list(tmp_path.glob("nats.log*"))
-        deadline = time.monotonic() + 10
+
+        def few_logs() -> list[Path]:
+            found = list(tmp_path.glob("nats.log*"))
+            return found if 2 <= len(found) <= embedded.LOG_FILES_MAX else []
+
         # The next file is begun before the oldest one is removed.
-        while not 2 <= len(logs) <= embedded.LOG_FILES_MAX and time.monotonic() < deadline:
-            time.sleep(0.05)
-            logs = list(tmp_path.glob("nats.log*"))
-        assert 2 <= len(logs) <= embedded.LOG_FILES_MAX
+        logs = eventually_here(few_logs, "there are some files and not too many")
         assert sum(log.stat().st_size for log in logs) < 4 * 4096
     finally:
         server.stop()

@@ -19,6 +19,7 @@ from nats.errors import NoRespondersError
 from halfmoon.schemas.events import RequestArrived, RequestFinished
 from tests.api_fields import CHATS, FIELDS, NO_JSON, PROMPTS
 from tests.cluster.harness import Cluster, children, running
+from tests.eventually import BOUND_S
 
 CONTEXT = 131_072
 #: (body, status, field)
@@ -50,7 +51,7 @@ class Client:
             return response.status, orjson.loads(await response.read())
 
     async def over_nats(self, verb: str, payload: bytes) -> tuple[int, dict[str, Any]]:
-        reply = await self.nc.request(f"halfmoon.v1.{verb}", payload, timeout=20)
+        reply = await self.nc.request(f"halfmoon.v1.{verb}", payload, timeout=BOUND_S)
         return int((reply.headers or {}).get("Nats-Service-Error-Code", "200")), orjson.loads(reply.data)
 
     async def good(self) -> None:
@@ -88,7 +89,7 @@ async def send_all_that_is_wrong(client: Client) -> None:
     got, answer = await client.over_http("/v1/nonsense", b"{}")
     assert (got, answer["error"]["code"]) == (404, "unknown_url")
     with pytest.raises(NoRespondersError):
-        await client.nc.request("halfmoon.v1.nonsense", b"{}", timeout=5)
+        await client.nc.request("halfmoon.v1.nonsense", b"{}", timeout=BOUND_S)
 
 
 async def idle(cluster: Cluster) -> list[dict[str, Any]]:

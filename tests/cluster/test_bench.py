@@ -32,6 +32,7 @@ from halfmoon.schemas.events import PolicyChanged, RequestArrived
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import Policy
 from tests.cluster.harness import Cluster, running
+from tests.eventually import BOUND_S, eventually
 
 MS = 1_000_000
 VOCABULARY = 49_152
@@ -222,7 +223,7 @@ def halfmoon(*words: object) -> dict[str, Any]:
         [sys.executable, "-m", "halfmoon.cli.main", "bench", *map(str, words), "--json"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=BOUND_S,
     )
     assert (done.returncode, done.stderr) == (0, ""), done
     found: dict[str, Any] = json.loads(done.stdout)
@@ -231,11 +232,13 @@ def halfmoon(*words: object) -> dict[str, Any]:
 
 async def status(nc: nats.NATS) -> dict[str, Any]:
     """The requests of `halfmoon status`, once a conductor finds the time to answer."""
-    async with asyncio.timeout(20):
-        while "requests" not in (
-            found := json.loads((await nc.request(f"{subjects.API}.status", timeout=5)).data)
-        ):
-            await asyncio.sleep(0.3)
+
+    async def told() -> dict[str, Any] | None:
+        found: dict[str, Any] = json.loads((await nc.request(f"{subjects.API}.status", timeout=BOUND_S)).data)
+        return found if "requests" in found else None
+
+    found = await eventually(told, "a conductor answers", every_s=0.3)
+    assert found is not None
     requests: dict[str, Any] = found["requests"]
     return requests
 
@@ -258,19 +261,19 @@ async def counted(cluster: Cluster, nc: nats.NATS) -> dict[str, float]:
 
 async def grown(cluster: Cluster, nc: nats.NATS, before: dict[str, float], arrived: int) -> dict[str, float]:
     """By how much the counts grew, once every request that arrived has ended for the conductors too."""
-    async with asyncio.timeout(10):
-        while True:
-            now = await counted(cluster, nc)
-            more = {
-                name: int(value - before.get(name, 0))
-                for name, value in now.items()
-                if value != before.get(name)
-            }
-            ends = [count for name, count in more.items() if name in ("finished", "failed", "cancelled")]
-            ends += [count for name, count in more.items() if name.startswith("rejected ")]
-            if sum(ends) >= arrived:
-                return more
-            await asyncio.sleep(0.3)
+
+    async def more() -> dict[str, float] | None:
+        now = await counted(cluster, nc)
+        grew = {
+            name: int(value - before.get(name, 0)) for name, value in now.items() if value != before.get(name)
+        }
+        ends = [count for name, count in grew.items() if name in ("finished", "failed", "cancelled")]
+        ends += [count for name, count in grew.items() if name.startswith("rejected ")]
+        return grew if sum(ends) >= arrived else None
+
+    grew = await eventually(more, f"{arrived} requests have ended", every_s=0.3)
+    assert grew is not None
+    return grew
 
 
 @pytest.mark.parametrize("over", ["nats", "http"])
@@ -393,11 +396,13 @@ async def test_ctrl_c_gives_a_partial_report_and_ends_what_runs(cluster: Cluster
     running_bench = begun("bench", "--nats", cluster.nats, *load, "--json")
     try:
         before = await counted(cluster, nc)
-        async with asyncio.timeout(30):
-            while (await counted(cluster, nc))["finished"] < before["finished"] + 3:
-                await asyncio.sleep(0.2)
+
+        async def three_more() -> bool:
+            return (await counted(cluster, nc))["finished"] >= before["finished"] + 3
+
+        await eventually(three_more, "three requests are finished", every_s=0.2)
         running_bench.send_signal(signal.SIGINT)
-        out, err = await asyncio.to_thread(running_bench.communicate, timeout=20)
+        out, err = await asyncio.to_thread(running_bench.communicate, timeout=BOUND_S)
     finally:
         running_bench.kill()
     assert (running_bench.returncode, err) == (130, b"")
@@ -407,9 +412,11 @@ async def test_ctrl_c_gives_a_partial_report_and_ends_what_runs(cluster: Cluster
     assert (found["failed"], found["rejected"]) == (0, {})
     assert found["requests"] == found["completed"] + found["open"]
     assert 1 <= found["open"] <= 2
-    async with asyncio.timeout(10):
-        while (await status(nc))["in_flight"]:
-            await asyncio.sleep(0.2)
+
+    async def all_ended() -> bool:
+        return not (await status(nc))["in_flight"]
+
+    await eventually(all_ended, "nothing is in flight", every_s=0.2)
 
 
 # --- what cannot be -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.events import WorkerLeft
 from halfmoon.workers.frontend.nats_service import settled
 from tests.cluster.harness import Cluster, command_of, running
+from tests.eventually import BOUND_S, eventually
 
 NULL = ("--prefill", "1", "--decode", "1", "--engine", "null")
 
@@ -34,7 +35,9 @@ def halfmoon(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     """A command of the cluster's user, who names neither the server nor a key."""
     command = [sys.executable, "-m", "halfmoon.cli.main", *words]
     environment = {**cluster.environment, "HALFMOON_CLUSTER": cluster.name}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=BOUND_S, check=False
+    )
 
 
 async def test_who_has_no_key_gets_no_connection(cluster: Cluster) -> None:
@@ -114,7 +117,7 @@ async def test_keys_outlive_a_restart_of_the_server(cluster: Cluster) -> None:
     before = (cluster.directory / "credentials" / "operator.nk").read_bytes()
     cluster.kill_server()
     nc = None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(BOUND_S):
         while nc is None:
             try:
                 nc = await nats.connect(
@@ -122,10 +125,10 @@ async def test_keys_outlive_a_restart_of_the_server(cluster: Cluster) -> None:
                 )
             except (OSError, nats.errors.Error):
                 await asyncio.sleep(0.05)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(BOUND_S):
         while True:
             try:
-                await cluster.generate(nc, prompt="after", max_tokens=3, timeout=20)
+                await cluster.generate(nc, prompt="after", max_tokens=3)
                 break
             except nats.errors.NoRespondersError:  # the frontend is not back yet
                 await asyncio.sleep(0.05)
@@ -139,8 +142,9 @@ async def test_the_supervisor_alone_tells_of_the_deaths_of_others(cluster: Clust
     """A worker that is killed is announced by `up`, with a key of its own."""
     after = (await cluster.events())[-1].seq
     cluster.kill("prefill-0")
-    async with asyncio.timeout(20):
-        while not any(isinstance(stamped.event, WorkerLeft) for stamped in await cluster.events(after)):
-            await asyncio.sleep(0.1)
-    said = [s.event for s in await cluster.events(after) if isinstance(s.event, WorkerLeft)]
+
+    async def left() -> list[WorkerLeft]:
+        return [s.event for s in await cluster.events(after) if isinstance(s.event, WorkerLeft)]
+
+    said = await eventually(left, "WorkerLeft", every_s=0.1)
     assert [event.worker_id for event in said] == ["prefill-0"]

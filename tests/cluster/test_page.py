@@ -15,6 +15,7 @@ from halfmoon.conductor.replay.logfile import LogFile
 from halfmoon.conductor.replay.save import save
 from halfmoon.conductor.replay.verify import Replay
 from tests.cluster.harness import Cluster, running
+from tests.eventually import BOUND_S
 
 SECRET = "xylophonic marmalade"
 
@@ -23,7 +24,7 @@ async def test_a_request_is_seen_and_explained_as_replay_does_and_no_word_of_it_
     tmp_path: Path,
 ) -> None:
     with running(tmp_path / "state", "--prefill", "1", "--decode", "1", "--engine", "null") as cluster:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=BOUND_S)) as http:
             before = await complete(http, cluster)  # nobody looks
             async with http.get(f"{cluster.http}/page/stream") as stream:
                 views = [await anext_view(stream)]

@@ -31,6 +31,7 @@ from halfmoon.schemas.events import PolicyChanged, RequestArrived
 from halfmoon.schemas.policy import Policy
 from tests.cluster.harness import Cluster, running
 from tests.cluster.steering import draining
+from tests.eventually import BOUND_S
 
 CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 #: Clocks of one machine, read by several processes.
@@ -107,7 +108,7 @@ class Receiver:
             self._server.shutdown()
             self._server.server_close()
 
-    async def wait(self, done: Callable[[list[Told]], object], within_s: float = 120.0) -> None:
+    async def wait(self, done: Callable[[list[Told]], object], within_s: float = BOUND_S) -> None:
         until = time.monotonic() + within_s
         while not done(list(self.spans)):
             assert time.monotonic() < until, [(told.name, told.trace, told.error) for told in self.spans]
@@ -260,13 +261,16 @@ async def test_over_nats_with_and_without_a_trace_of_the_clients(
     body = json.dumps({"prompt": "Once", "max_tokens": 2, "ignore_eos": True}).encode()
     trace = "1" * 32
     reply = await nc.request(
-        f"{subjects.API}.generate", body, headers={"traceparent": f"00-{trace}-{CLIENT_SPAN}-01"}, timeout=20
+        f"{subjects.API}.generate",
+        body,
+        headers={"traceparent": f"00-{trace}-{CLIENT_SPAN}-01"},
+        timeout=BOUND_S,
     )
     mine = json.loads(reply.data)["id"]
     spans = await receiver.of(trace, {REQUEST, *TREE} - {"decode.steps"})
     assert spans[REQUEST].parent == CLIENT_SPAN
     assert spans[REQUEST].about["halfmoon.request_id"] == mine
-    reply = await nc.request(f"{subjects.API}.generate", body, timeout=20)
+    reply = await nc.request(f"{subjects.API}.generate", body, timeout=BOUND_S)
     other = json.loads(reply.data)["id"]
 
     def roots(found: list[Told]) -> list[Told]:
@@ -319,7 +323,7 @@ async def test_the_log_of_a_traced_cluster_replays_identically(cluster: Cluster,
     for words in (("events", "save", str(file), "--nats", cluster.nats), ("replay", str(file), "--json")):
         command = [sys.executable, "-m", "halfmoon.cli.main", *words]
         done = await asyncio.to_thread(
-            subprocess.run, command, env=cluster.environment, capture_output=True, text=True, timeout=60
+            subprocess.run, command, env=cluster.environment, capture_output=True, text=True, timeout=BOUND_S
         )
         assert done.returncode == 0, done.stderr
     assert '"traceparent"' in file.read_text()
@@ -386,7 +390,7 @@ def test_nothing_is_imported_where_it_is_off() -> None:
     )
     untraced = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=untraced, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=untraced, capture_output=True, text=True, timeout=BOUND_S
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 

@@ -37,6 +37,7 @@ from halfmoon.schemas.kv import KvReady, PrefillResult
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.sampling import SampledToken
 from tests.bus.expiry import expire
+from tests.eventually import BOUND_S
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -209,7 +210,7 @@ async def test_a_tail_shows_what_is_new(nats_url: str) -> None:
         while not (await bus.jetstream.ask(f"STREAM.INFO.{stream}"))["state"]["consumer_count"]:
             await asyncio.sleep(0.01)
     await bus.append(EVENTS[1], source_id="up")
-    line = await asyncio.wait_for(first, 10)
+    line = await asyncio.wait_for(first, BOUND_S)
     assert isinstance(line, EventLine)
     assert (line.seq, line.event) == (2, EVENTS[1])
     await tail.aclose()

@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from halfmoon.cli.main import main
+from tests.eventually import BOUND_S
 from tests.lengths import sizes
 
 KEYS = {
@@ -137,7 +138,7 @@ def test_an_interrupted_simulation_marks_its_report(trace_file: Path, tmp_path: 
     while cpu_s(process.pid) < 2:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=BOUND_S)
     assert process.returncode == 130, err
     report = json.loads(out)
     assert report["complete"] is False
@@ -170,7 +171,7 @@ def test_interrupted_experiments_keep_what_is_whole_and_mark_the_rest(
         pass
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=BOUND_S)
     assert process.returncode == 130
     assert not (tmp_path / "experiments" / "ttft.json").exists()
     page = (tmp_path / "experiments.md").read_text()
