@@ -13,10 +13,13 @@ import pytest
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CancelOrder, StartDecode, StartPrefill
 from halfmoon.schemas.events import (
+    DecodeFailed,
     DecodeStarted,
+    PrefillFailed,
     PrefillFinished,
     RequestArrived,
     RequestCancelled,
+    RequestFinished,
     WorkerHeartbeat,
 )
 from halfmoon.workers.hold_points import DECODE_STEP, PROMPT_LAYER
@@ -168,3 +171,7 @@ async def test_who_goes_away_leaves_nothing(
     await eventually(both_workers_are_idle, "both workers are idle")
     finished = [e for e in (s.event for s in await cluster.events(before)) if isinstance(e, PrefillFinished)]
     assert (request_id in [e.request_id for e in finished]) == (stage == "decode")
+    # A worker that stops because it was told to has no more to say of the request.
+    ends = PrefillFailed | DecodeFailed | RequestFinished
+    events = [s.event for s in await cluster.events(before)]
+    assert [e for e in events if isinstance(e, ends) and e.request_id == request_id] == []
