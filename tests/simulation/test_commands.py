@@ -169,7 +169,6 @@ def test_interrupted_experiments_keep_what_is_whole_and_mark_the_rest(
     assert process.stderr is not None
     while "halfmoon halfmoon" not in process.stderr.readline():  # the first simulation of ttft
         pass
-    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=BOUND_S)
     assert process.returncode == 130
