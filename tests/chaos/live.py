@@ -38,6 +38,7 @@ from tests.chaos.live_faults import Faults, small_disk
 from tests.chaos.live_load import Load
 from tests.chaos.live_watch import Watch
 from tests.cluster.harness import Cluster, children, command_of, running
+from tests.eventually import BOUND_S
 
 CONDUCTORS = 3
 FLAGS = ("--conductors", str(CONDUCTORS), "--prefill", "2", "--decode", "2", "--pool-mib", "192", "--elastic")
@@ -45,19 +46,36 @@ FLAGS = ("--conductors", str(CONDUCTORS), "--prefill", "2", "--decode", "2", "--
 PATIENCE = ("--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
 #: Processes of the cluster, nats-server with them.
 PROCESSES = CONDUCTORS + 2 * 4 + 1 + 1
-REST_S = 90.0
+#: Longer than any lease, at which nothing may be left either.
+REST_S = 3 * BOUND_S
 PROGRESS_S = 30.0
 DISK_MIB = 1024
 
 
-async def at_rest(cluster: Cluster) -> str:
-    """What is still missing or held; "" when all is well."""
+#: By place in the log: the digest of each conductor there, by name.
+Digests = dict[int, dict[str, str]]
+
+
+def agreement(digests: Digests, conductors: int) -> str:
+    """ "" when all had the same state at one place, and none another than the others anywhere; else what is missing."""
+    for seq, found in sorted(digests.items()):
+        if len(set(found.values())) > 1:
+            return f"conductors differ at {seq}: {found}"
+    if any(len(found) == conductors for found in digests.values()):
+        return ""
+    return f"conductors were not yet asked at one place: {sorted(digests.items())[-3:]}"
+
+
+async def at_rest(cluster: Cluster, digests: Digests) -> str:
+    """What is still missing or held; "" when all is well. `digests`: of the looks before too, as they stand there."""
     conductors = await cluster.conductors(CONDUCTORS)
     if len(conductors) < CONDUCTORS:
         last = {name: cluster.output(name)[-500:] for name in cluster.names("conductor-")}
         return f"{[state.conductor_id for state in conductors]} answer; conductors say {last}"
-    if len({(state.seq, state.digest) for state in conductors}) > 1:
-        return f"conductors differ: {[(state.conductor_id, state.seq, state.digest) for state in conductors]}"
+    for state in conductors:
+        digests.setdefault(state.seq, {})[state.conductor_id] = state.digest
+    if apart := agreement(digests, CONDUCTORS):
+        return apart
     state = conductors[0]
     roles = Counter[str](node.role for node in state.nodes if node.state == "ready")
     # Who changes its role keeps the other until it is killed.
@@ -90,11 +108,11 @@ def _held(status: StoreStatus) -> tuple[int, ...]:
 
 async def come_to_rest(cluster: Cluster) -> str:
     deadline, missing = time.monotonic() + REST_S, "not looked yet"
-    told: Counter[str] = Counter()
+    told, digests = Counter[str](), Digests()
     while missing and time.monotonic() < deadline:
         await asyncio.sleep(1)
         try:
-            missing = await at_rest(cluster)
+            missing = await at_rest(cluster, digests)
         except Exception as problem:  # a process that is just starting
             missing = f"{type(problem).__name__}: {problem}"
         told[missing] += 1

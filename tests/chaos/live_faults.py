@@ -132,11 +132,15 @@ class Faults:
         return self._later("nats-server", self.draw.uniform(1.0, FULL_S_MAX), lambda: ballast.unlink())
 
     def _later(self, name: str, after_s: float, undo: Callable[[], None]) -> asyncio.Task[None]:
+        hit = name.startswith(("frontend", "nats-server"))
+        self.load.lasting += hit
+
         async def wait() -> None:
             await asyncio.sleep(after_s)
             undo()
-            if name.startswith(("frontend", "nats-server")):
+            if hit:
                 self.load.frontend_hit_at = time.monotonic()
+                self.load.lasting -= 1
 
         return asyncio.create_task(wait())
 

@@ -20,6 +20,7 @@ from nats.errors import Error as NatsError
 from halfmoon.schemas import subjects
 from tests.cluster.harness import Cluster
 from tests.cluster.prompts import text_ids
+from tests.eventually import BOUND_S
 
 #: (prompt tokens, where its text begins): those that begin alike share the blocks of their prefix.
 PROMPTS = ((30, 0), (120, 500), (300, 0), (520, 0), (520, 900), (1_100, 0))
@@ -28,13 +29,15 @@ LONG = (2_400, 300)
 LONG_SHARE = 0.03
 TOKENS = 12
 CANCELLED_SHARE = 0.1
-#: A request that has not ended by then counts as one that never ends.
-SILENCE_S = 120.0
+#: A request that has not ended by then counts as one that never ends. What it was placed on may stand still twice for
+#: longer than a lease.
+SILENCE_S = 5 * BOUND_S
 WRONG = ("never ended", "wrong text", "no clear error", "lost though the frontend was well")
-#: A client whose connection is lost may have had to do with a frontend that was hit so long before.
-HIT_S = 20.0
-#: A client over NATS that hears nothing for so long, not even a sign of life, knows that its request is gone.
+#: A client over NATS that hears nothing for so long, not even a sign of life, though the frontend was disturbed, gives
+#: its request up. It may be wrong, which is no finding.
 GONE_S = 30.0
+#: Between two looks whether a frontend that was disturbed answers again.
+LOOK_S = 0.2
 LEARN_TRIES = 5
 Prompt = tuple[int, int]
 
@@ -50,6 +53,10 @@ class Load:
         self.slowest_s = 0.0
         #: The frontend, or the server between it and a NATS client, was last disturbed then.
         self.frontend_hit_at = -1e9
+        #: Such disturbances that last and have yet to be undone.
+        self.lasting = 0
+        #: The newest question that was begun while nothing lasted, and was answered: when it was begun and answered.
+        self._asked_at, self._well_at = -1e8, -1e9
         self._cluster, self._draw, self._clients = cluster, draw, clients
         self._texts: dict[Prompt, str] = {}
         self._stop = False
@@ -66,9 +73,42 @@ class Load:
                 self._texts[prompt] = text
 
     async def run(self) -> None:
-        await asyncio.gather(
-            *(self._client(not self._steady and number % 3 == 2) for number in range(self._clients))
-        )
+        looking = asyncio.create_task(self._look_after_disturbances())
+        try:
+            await asyncio.gather(
+                *(self._client(not self._steady and number % 3 == 2) for number in range(self._clients))
+            )
+        finally:
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking  # a mistake in it is not passed over
+
+    def disturbed(self, since: float) -> bool:
+        """The frontend, or the server between it and a NATS client, was not well at some time since `since`: from when
+        it was hit until a request that was begun later was answered.
+        """
+        return bool(self.lasting) or self.frontend_hit_at >= self._asked_at or since < self._well_at
+
+    async def _look_after_disturbances(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                if self.frontend_hit_at >= self._asked_at and not self.lasting:
+                    asked_at = time.monotonic()
+                    if await self._answers(session) and self.frontend_hit_at < asked_at and not self.lasting:
+                        self._asked_at, self._well_at = asked_at, time.monotonic()
+                await asyncio.sleep(LOOK_S)
+
+    async def _answers(self, session: aiohttp.ClientSession) -> bool:
+        """A short request comes to an end by each API that the clients use; a refusal is an answer too."""
+        asks = [self._over_http(session, PROMPTS[0], stream=False)]
+        if not self._steady:
+            asks.append(self._over_nats(PROMPTS[0], stream=False))
+        try:
+            async with asyncio.timeout(BOUND_S):
+                ends = await asyncio.gather(*asks)
+        except TimeoutError:
+            return False
+        return not any(how in ("connection lost", "nobody listens") for how, _ in ends)
 
     def stop(self) -> None:
         self._stop = True
@@ -110,7 +150,7 @@ class Load:
 
     def _note(self, how: str, text: str, prompt: Prompt, started: float, about: str) -> None:
         took_s = time.monotonic() - started
-        if how == "connection lost" and self.frontend_hit_at < started - HIT_S:
+        if how == "connection lost" and not self.disturbed(started):
             how = "lost though the frontend was well"
         if how == "finished":
             self.slowest_s = max(self.slowest_s, took_s)
@@ -167,7 +207,7 @@ async def _told(replies: Any, load: Load) -> tuple[str, str]:
         except nats.errors.TimeoutError:
             # While a request is open something comes every 0.4 s. Its subscription may have been away for a moment
             # with the server: then it was cancelled, and nobody can tell the client so.
-            if time.monotonic() - heard > GONE_S and load.frontend_hit_at > heard - HIT_S:
+            if time.monotonic() - heard > GONE_S and load.disturbed(heard):
                 return "connection lost", "nothing comes since the server or the frontend was disturbed"
             continue
         heard = time.monotonic()
@@ -181,7 +221,7 @@ async def _told(replies: Any, load: Load) -> tuple[str, str]:
         if not chunk.get("done"):
             chunks.append(chunk)
             continue
-        gap_allowed = load.frontend_hit_at > started - HIT_S
+        gap_allowed = load.disturbed(started)
         if chunks and (wrong := contradiction(chunks, chunk, gap_allowed=gap_allowed)):
             return "wrong text", wrong
         return "finished", chunk["text"]

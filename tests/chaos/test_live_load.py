@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.chaos import live_watch
-from tests.chaos.live_load import contradiction
+from tests.chaos.live import agreement
+from tests.chaos.live_load import Load, contradiction
 from tests.chaos.live_watch import Watch
+from tests.eventually import eventually
 
 LAST = {"token_ids": [4, 5, 6], "text": "abc"}
 
@@ -60,3 +65,47 @@ def test_a_process_that_ends_while_it_is_looked_at_leaves_no_empty_figure(
     assert "another" not in watch.figures()
     assert all(figures["rss_mib_max"] > 0 for figures in watch.figures().values())
     assert watch.figures()
+
+
+class AskedLoad(Load):
+    """Nobody asks for anything but whether the frontend answers again, which the test says."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(), random.Random(0), 0)  # type: ignore[arg-type]
+        self.well = True
+        self.asked = 0
+
+    async def _answers(self, _: Any) -> bool:
+        self.asked += 1
+        return self.well
+
+    def lost(self, started: float) -> bool:
+        """Whether a connection that is lost now, of a request that began then, is found to be wrong."""
+        self.wrong.clear()
+        self._note("connection lost", "", (30, 0), started, "")
+        return bool(self.wrong)
+
+
+async def test_a_connection_may_be_lost_until_the_frontend_has_answered_again() -> None:
+    load = AskedLoad()
+    assert load.lost(time.monotonic())
+    load.well, before = False, time.monotonic()
+    load.frontend_hit_at = time.monotonic()
+    looking = asyncio.create_task(load._look_after_disturbances())
+    await eventually(lambda: load.asked > 1, "it was asked in vain")
+    assert not load.lost(time.monotonic())
+    load.well = True
+    await eventually(lambda: not load.disturbed(time.monotonic()), "it has answered")
+    assert not load.lost(before)
+    assert load.lost(time.monotonic())
+    load.lasting += 1
+    assert not load.lost(time.monotonic())
+    load.lasting -= 1
+    looking.cancel()
+
+
+def test_conductors_agree_where_all_were_seen_at_one_place() -> None:
+    apart = {7: {"a": "x", "b": "x"}, 8: {"c": "y"}}
+    assert "not yet" in agreement(apart, 3)
+    assert agreement({**apart, 9: dict.fromkeys("abc", "z")}, 3) == ""
+    assert "differ at 8" in agreement({**apart, 8: {"c": "y", "a": "z"}, 9: dict.fromkeys("abc", "z")}, 3)
