@@ -10,6 +10,7 @@ import contextlib
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -57,6 +58,7 @@ class Load:
         self.lasting = 0
         #: The newest question that was begun while nothing lasted, and was answered: when it was begun and answered.
         self._asked_at, self._well_at = -1e8, -1e9
+        self.now: Callable[[], float] = time.monotonic
         self._cluster, self._draw, self._clients = cluster, draw, clients
         self._texts: dict[Prompt, str] = {}
         self._stop = False
@@ -93,9 +95,9 @@ class Load:
         async with aiohttp.ClientSession() as session:
             while True:
                 if self.frontend_hit_at >= self._asked_at and not self.lasting:
-                    asked_at = time.monotonic()
+                    asked_at = self.now()
                     if await self._answers(session) and self.frontend_hit_at < asked_at and not self.lasting:
-                        self._asked_at, self._well_at = asked_at, time.monotonic()
+                        self._asked_at, self._well_at = asked_at, self.now()
                 await asyncio.sleep(LOOK_S)
 
     async def _answers(self, session: aiohttp.ClientSession) -> bool:
