@@ -65,7 +65,9 @@ class Side:
         self.config = StoreConfig(**{**fields, **changes})
         self.incarnation = uuid.uuid4().hex[:16]
         self.counters: Counter[str] = Counter()
-        self.guard = PoolGuard(Pool(slots), ttl_ns=4 * BOUND_NS, grace_ns=10**9, announce=lambda changes: None)
+        self.guard = PoolGuard(
+            Pool(slots), ttl_ns=4 * BOUND_NS, grace_ns=10**9, announce=lambda changes: None
+        )
         self.segment = Segment.create(segment_name(self.config.cluster, node_id), self.config.geometry)
         self.view = self.segment.view
         self.guard.fence_by(SegmentFence(self.view))
