@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from frontend_double import MODEL, Cluster, cluster
+from frontend_double import MODEL, SCENARIO_S, Cluster, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.workers.frontend import cluster_status, redelivery
@@ -49,6 +49,6 @@ def run(server_url: str, tokenizer: Tokenizer) -> Callable[..., None]:
             async with cluster(server_url, tokenizer, **options) as made:
                 await scenario(made)
 
-        asyncio.run(main())
+        asyncio.run(asyncio.wait_for(main(), SCENARIO_S))
 
     return run_scenario

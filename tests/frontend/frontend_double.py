@@ -46,6 +46,8 @@ LAYOUT = Layout(
 )
 ANSWER = "Half moons: 🌓 and 🌗.\n\nThe naïve Zoë says “halló”; 半月が出た。 Then STOP and the rest."
 _numbers = itertools.count(1)
+#: A scenario with all that it waits for; signs of life alone would keep one going for ever.
+SCENARIO_S = 2 * BOUND_S
 TIMING = Timing(
     queue_ns=1_000_000,
     transfer_ns=2_000_000,

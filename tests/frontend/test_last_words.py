@@ -10,7 +10,7 @@ from typing import Any
 import nats
 import orjson
 import pytest
-from frontend_double import ANSWER, cluster
+from frontend_double import ANSWER, SCENARIO_S, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.events import RequestArrived
@@ -84,7 +84,7 @@ def test_an_end_that_comes_while_the_client_is_away_is_told_when_it_is_back(
             await again.close()
             await client.close()
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), SCENARIO_S))
 
 
 def test_ends_are_kept_for_a_while_and_not_without_bound() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import nats
 import orjson
 import pytest
-from frontend_double import cluster
+from frontend_double import SCENARIO_S, cluster
 
 from halfmoon.bus.credentials import key_file as key_file_of
 from halfmoon.bus.credentials import make_all
@@ -193,7 +193,7 @@ def over_nats(guarded: tuple[str, str, Path], tokenizer: Any, scenario: Any) -> 
             clients = [await stack.enter_async_context(NatsClient(name, url, keys)) for name in CLIENTS]
             await scenario(made, *clients)
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), SCENARIO_S))
 
 
 def test_no_credentials_reach_a_tenant_that_is_not_their_own(guarded: Any, tokenizer: Any) -> None:
