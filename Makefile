@@ -98,7 +98,7 @@ lint: $(DEV_STAMP)
 	exit $$status
 
 bench: $(RUN_STAMP)
-	@for program in attention_offloading canonical_split channels conductors control_plane eviction kv_reuse numerics outgrown_cache piggyback predictions remote_attention replay page simulation_live simulation_scale ssd structured_outputs transfer; do \
+	@for program in attention_offloading canonical_split channels conductor_deaths conductors control_plane eviction kv_reuse numerics outgrown_cache piggyback predictions remote_attention replay page simulation_live simulation_scale ssd structured_outputs transfer; do \
 	  echo "== $$program"; $(BIN)/python benchmarks/$$program.py --save $$program || exit 1; done
 
 test-rdma: $(DEV_STAMP)

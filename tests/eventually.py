@@ -1,7 +1,7 @@
 """Waiting for what must happen. A test that waits asks here; nothing else in tests looks at a clock.
 
-The bound is one for the whole suite and says nothing about speed: it ends what hangs. A wait that runs out raises `Late`,
-and a late test of those marked `realtime` runs once more, alone, at the end of the run (tests/reruns.py).
+The bound is one for the whole suite and says nothing about speed: it ends what hangs. A wait that runs out raises
+`Late`. A late test that is marked `realtime` runs once more, alone, at the end of the run (tests/reruns.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Late(TimeoutError):
 
 
 async def eventually(condition: Callable[[], Awaitable[T] | T], what: str, every_s: float = EVERY_S) -> T:
-    """The first value of `condition` that is true, asked every `every_s` seconds. A coroutine function is awaited at each
-    look, and may hang: it is cut off at the bound. Raises Late, with `what` was waited for and the last value.
+    """The first value of `condition` that is true, asked every `every_s` seconds. A coroutine function is awaited at
+    each look, and may hang: it is cut off at the bound. Raises Late, with `what` was waited for and the last value.
     """
     last: Any = None
     try:
