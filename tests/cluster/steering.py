@@ -8,9 +8,20 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from halfmoon.schemas.events import BlocksStored, PrefillFinished, WorkerDraining, WorkerJoined
+import msgspec
+
+from halfmoon.schemas import subjects
+from halfmoon.schemas.events import (
+    BlocksStored,
+    ClusterConfigured,
+    PolicyChanged,
+    PrefillFinished,
+    WorkerDraining,
+    WorkerJoined,
+)
+from halfmoon.schemas.numbers import SECOND_NS
 from tests.cluster.harness import Cluster
-from tests.eventually import eventually
+from tests.eventually import BOUND_S, eventually
 
 
 @contextlib.asynccontextmanager
@@ -42,6 +53,15 @@ async def prefill_of(cluster: Cluster, request_id: str) -> PrefillFinished:
         return [one for one in events if isinstance(one, PrefillFinished) and one.request_id == request_id]
 
     return (await eventually(found, f"PrefillFinished of {request_id}", every_s=0.05))[-1]
+
+
+async def patient_with_restarts(cluster: Cluster) -> None:
+    """From now on a request whose worker died, and that no other worker can take, waits longer than any restart."""
+    configured = next(s.event for s in await cluster.events() if isinstance(s.event, ClusterConfigured))
+    policy = msgspec.structs.replace(configured.policy, unplaced_ns_max=int(BOUND_S * SECOND_NS))
+    bus = await cluster.bus()
+    await bus.append(PolicyChanged(policy=policy), source_id=subjects.OPERATOR)
+    await bus.close()
 
 
 async def last_seq(cluster: Cluster) -> int:

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from halfmoon.schemas.decisions import StartDecode
-from halfmoon.schemas.events import DecodeStarted, RequestFinished
+from halfmoon.schemas.events import RequestFinished
+from halfmoon.workers.hold_points import DECODE_STEP
 from tests.cluster.harness import PATIENT, Cluster, running
+from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import prompt
+from tests.cluster.steering import patient_with_restarts
 from tests.cluster.test_same_text import Form, written_down
+from tests.eventually import BOUND_S, eventually
 from tests.lengths import by_make_test_attention
 
 #: Less than a block, a whole one, one token more.
@@ -23,9 +27,10 @@ ONE_MODEL = ("--dtype", "float32", "--prefill", "1", "--decode", "1", "--worker-
 
 
 async def ask(cluster: Cluster, nc: Any, length: int, tokens: int = TOKENS) -> list[int]:
+    request = {"prompt": prompt(length), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     answer = await cluster.generate(
-        nc, prompt=prompt(length), max_tokens=tokens, temperature=0, ignore_eos=True
-    )
+        nc, timeout=2 * BOUND_S, **request
+    )  # a worker's restart may be part of it
     found: list[int] = answer["token_ids"]
     return found
 
@@ -37,13 +42,12 @@ async def orders(cluster: Cluster) -> list[StartDecode]:
 
 async def nothing_is_held(cluster: Cluster) -> None:
     """Attention workers have given back what they held, and decode workers hold nothing."""
-    async with asyncio.timeout(20):
-        while any(
-            node.get("kv_used")
-            for node in (await cluster.status())["nodes"]
-            if node["role"] in ("attention", "decode")
-        ):
-            await asyncio.sleep(0.1)
+
+    async def none() -> bool:
+        nodes = (await cluster.status())["nodes"]
+        return not any(node.get("kv_used") for node in nodes if node["role"] in ("attention", "decode"))
+
+    await eventually(none, "nothing is held", every_s=0.1)
 
 
 async def decode_nodes(cluster: Cluster) -> list[dict[str, Any]]:
@@ -73,11 +77,12 @@ async def test_by_heads_each_of_three_attention_workers_has_a_third_of_all(tmp_p
         for order in await orders(cluster):
             heads = [(one.worker_id, one.first_kv_head, one.kv_heads) for one in order.cache]
             assert heads == [(f"attention-{n}", n, 1) for n in range(3)]
-        # Heartbeats tell in how many groups the newest step was.
-        async with asyncio.timeout(20):
-            while not (groups := [node["groups"] for node in await decode_nodes(cluster)])[0]:
-                await asyncio.sleep(0.1)
-        assert groups[0] <= 3
+
+        async def groups() -> int:
+            (node,) = await decode_nodes(cluster)
+            return int(node["groups"])
+
+        assert await eventually(groups, "heartbeats tell the newest step's groups", every_s=0.1) <= 3
         await nothing_is_held(cluster)
         await nc.close()
 
@@ -110,14 +115,15 @@ async def test_a_context_that_no_attention_worker_has_room_for_lies_at_two_by_se
 async def test_a_worker_that_dies_under_load_costs_no_text(tmp_path: Path, of: str) -> None:
     lengths, tokens = (40, 256, 257, 1100), 12
     flags = ("--attention", "2", *ONE_MODEL, "--decode", "2")
-    with running(tmp_path, *flags) as cluster:
-        nc = await cluster.connect()
+    with running_with_holds(tmp_path, *flags) as cluster:
+        nc, holds = await cluster.connect(), Holds(cluster)
+        await patient_with_restarts(cluster)
+        holds.arm(DECODE_STEP, tokens // 2)
         asked = [asyncio.create_task(ask(cluster, nc, length, tokens)) for length in lengths]
-        async with asyncio.timeout(100):
-            while not any(isinstance(one.event, DecodeStarted) for one in await cluster.events()):
-                await asyncio.sleep(0.02)
-        first = (await orders(cluster))[0]
+        order_id = await holds.held(DECODE_STEP)
+        (first,) = [order for order in await orders(cluster) if order.order_id == order_id]
         cluster.kill(first.cache[0].worker_id if of == "attention" else first.worker_id)
+        holds.go_on()
         found = dict(zip(lengths, await asyncio.gather(*asked), strict=True))
         assert found == written_down(Form(lengths, tokens))
         finished = [one.event for one in await cluster.events() if isinstance(one.event, RequestFinished)]

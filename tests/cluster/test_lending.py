@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from halfmoon.schemas.decisions import StartDecode
-from halfmoon.schemas.events import DecodeStarted, RequestFinished
+from halfmoon.schemas.events import RequestFinished
+from halfmoon.workers.hold_points import DECODE_STEP
 from tests.cluster.harness import PATIENT, Cluster, running
+from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import prompt
+from tests.cluster.steering import patient_with_restarts
 from tests.cluster.test_same_text import Form, written_down
+from tests.eventually import BOUND_S, eventually
 
 #: Blocks of 256 tokens: a worker's cache holds 1,024, which prompts outgrow.
 SIZES = ("--decode-kv-blocks", "4", "--prefill-kv-blocks", "4", "--prefill", "1", "--decode", "2")
@@ -21,9 +25,8 @@ LONG, TOKENS = 1100, 12
 
 
 async def ask(cluster: Cluster, nc: Any, **fields: Any) -> dict[str, Any]:
-    return await cluster.generate(
-        nc, prompt=prompt(LONG), max_tokens=TOKENS, temperature=0, ignore_eos=True, **fields
-    )
+    request = {"prompt": prompt(LONG), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **fields}
+    return await cluster.generate(nc, timeout=2 * BOUND_S, **request)  # a worker's restart may be part of it
 
 
 def wanted() -> list[int]:
@@ -40,11 +43,12 @@ async def loans_of(cluster: Cluster) -> list[tuple[str, str, int]]:
 
 async def nothing_is_held(cluster: Cluster) -> None:
     """Lenders have given back what they held."""
-    async with asyncio.timeout(20):
-        while any(
-            node.get("kv_used") for node in (await cluster.status())["nodes"] if node["role"] == "decode"
-        ):
-            await asyncio.sleep(0.1)
+
+    async def none() -> bool:
+        nodes = (await cluster.status())["nodes"]
+        return not any(node.get("kv_used") for node in nodes if node["role"] == "decode")
+
+    await eventually(none, "nothing is held", every_s=0.1)
 
 
 @pytest.mark.slow
@@ -63,14 +67,15 @@ async def test_a_prompt_longer_than_any_cache_has_its_text(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["lender", "borrower"])
 async def test_a_worker_that_dies_in_mid_answer_costs_no_text(tmp_path: Path, of: str) -> None:
-    with running(tmp_path, *LENDING) as cluster:
-        nc = await cluster.connect()
+    with running_with_holds(tmp_path, *LENDING) as cluster:
+        nc, holds = await cluster.connect(), Holds(cluster)
+        await patient_with_restarts(cluster)
+        holds.arm(DECODE_STEP, TOKENS // 2)
         asked = asyncio.create_task(ask(cluster, nc))
-        async with asyncio.timeout(100):
-            while not any(isinstance(one.event, DecodeStarted) for one in await cluster.events()):
-                await asyncio.sleep(0.05)
+        await holds.held(DECODE_STEP)
         ((decode, lender, _),) = await loans_of(cluster)
         cluster.kill(lender if of == "lender" else decode)
+        holds.go_on()
         answer = await asked
         assert answer["token_ids"] == wanted()
         finished = [one.event for one in await cluster.events() if isinstance(one.event, RequestFinished)]

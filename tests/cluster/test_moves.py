@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,10 +12,14 @@ import pytest
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.decisions import MoveKv, SetTimer
-from halfmoon.schemas.events import DecodeStarted, KvMoved, KvMoveRefused
+from halfmoon.schemas.events import DecodeStarted, KvMoved, KvMoveRefused, RequestArrived
+from halfmoon.workers.hold_points import MOVE
 from tests.cluster.harness import PATIENT, Cluster, running
+from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import prompt
+from tests.cluster.steering import patient_with_restarts
 from tests.cluster.test_lending import nothing_is_held
+from tests.eventually import eventually
 from tests.lengths import by_make_test_attention
 
 #: Blocks of 256 tokens, segments of four: a cache holds one long prompt with its answer, and little more.
@@ -26,7 +31,7 @@ LONG, SHORT, ANSWER = 2200, 900, 200
 #: 1,024 tokens of 30 layers with 3 heads of 64 numbers of K and of V.
 SEGMENT_BYTES = 1024 * 30 * 2 * 3 * 64 * 4
 T = TypeVar("T")
-pytestmark = [pytest.mark.slow, by_make_test_attention]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(390), by_make_test_attention]
 
 
 async def ask(cluster: Cluster, nc: Any, tokens: int, max_tokens: int) -> list[int]:
@@ -39,10 +44,14 @@ async def ask(cluster: Cluster, nc: Any, tokens: int, max_tokens: int) -> list[i
 
 async def skewed(cluster: Cluster, nc: Any) -> list[asyncio.Task[list[int]]]:
     """A long answer at decode-0, a short one to a prompt as long at decode-1, and one that waits for room."""
-    asked = []
+    asked: list[asyncio.Task[list[int]]] = []
+
+    async def all_arrived() -> bool:
+        return len(await events_of(cluster, RequestArrived)) == len(asked)
+
     for tokens, max_tokens in ((LONG, ANSWER), (LONG - 1, 8), (SHORT, 12)):
         asked.append(asyncio.create_task(ask(cluster, nc, tokens, max_tokens)))
-        await asyncio.sleep(0.3)
+        await eventually(all_arrived, "it has arrived, and is the last one", every_s=0.1)
     return asked
 
 
@@ -54,11 +63,13 @@ async def moves_of(cluster: Cluster) -> list[MoveKv]:
     return [one.decision for one in await cluster.decisions() if isinstance(one.decision, MoveKv)]
 
 
-async def until_it_moves(cluster: Cluster) -> MoveKv:
-    async with asyncio.timeout(200):
-        while not (moves := await moves_of(cluster)):
-            await asyncio.sleep(0.02)
-    return moves[0]
+async def in_mid_move(cluster: Cluster, holds: Holds) -> MoveKv:
+    """Some tokens are at the lender; the owner sends no more. MOVE is armed."""
+    lender_id = await holds.held(MOVE)
+    (ordered,) = await eventually(lambda: moves_of(cluster), "the move is stored", every_s=0.1)
+    assert ordered.lender_id == lender_id
+    assert await events_of(cluster, KvMoved) == []
+    return ordered
 
 
 async def test_kv_that_moves_lets_another_request_join_and_changes_no_text(tmp_path: Path) -> None:
@@ -82,13 +93,16 @@ async def test_kv_that_moves_lets_another_request_join_and_changes_no_text(tmp_p
 
 @pytest.mark.parametrize("of", ["lender", "owner"])
 async def test_a_worker_that_dies_in_mid_move_costs_no_text(tmp_path: Path, of: str) -> None:
-    with running(tmp_path, *MOVING) as cluster:
-        nc = await cluster.connect()
+    with running_with_holds(tmp_path, *MOVING) as cluster:
+        nc, holds = await cluster.connect(), Holds(cluster)
+        await patient_with_restarts(cluster)
+        holds.arm(MOVE, 1)
         asked = await skewed(cluster, nc)
-        ordered = await until_it_moves(cluster)
-        await asyncio.sleep(0.1)
-        assert await events_of(cluster, KvMoved) == []
-        cluster.kill(ordered.lender_id if of == "lender" else ordered.worker_id)
+        ordered = await in_mid_move(cluster, holds)
+        if of == "owner":
+            cluster.kill(ordered.worker_id)
+        else:
+            await lost_to_its_owner(cluster, holds, ordered)
         answers = await asyncio.gather(*asked)
         assert [len(answer) for answer in answers] == [ANSWER, 8, 12]
         told = [one.reason for one in await events_of(cluster, KvMoveRefused)]
@@ -99,15 +113,27 @@ async def test_a_worker_that_dies_in_mid_move_costs_no_text(tmp_path: Path, of: 
         await nc.close()
 
 
+async def lost_to_its_owner(cluster: Cluster, holds: Holds, ordered: MoveKv) -> None:
+    """The lender dies, and the owner sends on; the conductor hears of it from the owner first."""
+    cluster.process.send_signal(signal.SIGSTOP)  # it would tell
+    try:
+        cluster.kill(ordered.lender_id)
+        holds.go_on()
+        await eventually(lambda: events_of(cluster, KvMoveRefused), "the owner says so", every_s=0.1)
+    finally:
+        cluster.process.send_signal(signal.SIGCONT)
+
+
 @pytest.mark.parametrize("conductors", [1, 2])
 async def test_the_planners_conductor_dies_in_mid_move(tmp_path: Path, conductors: int) -> None:
     """The only one is started again and goes on from the log; with two, the other one goes on."""
-    with running(tmp_path, *MOVING, "--conductors", str(conductors)) as cluster:
-        nc = await cluster.connect()
+    with running_with_holds(tmp_path, *MOVING, "--conductors", str(conductors)) as cluster:
+        nc, holds = await cluster.connect(), Holds(cluster)
+        holds.arm(MOVE, 1)
         asked = await skewed(cluster, nc)
-        ordered = await until_it_moves(cluster)
+        ordered = await in_mid_move(cluster, holds)
         cluster.kill("conductor-0")
-        assert await events_of(cluster, KvMoved) == []
+        holds.go_on()
         answers = await asyncio.gather(*asked)
         assert [len(answer) for answer in answers] == [ANSWER, 8, 12]
         # It was ordered once, and done.
@@ -132,4 +158,4 @@ async def the_ledger_is_right(cluster: Cluster, conductors: int) -> None:
     check(core.state)
     assert core.state.orders == {}
     assert [worker.lent for worker in core.state.workers.values() if worker.lent] == []
-    assert len(await cluster.conductors(conductors)) == conductors
+    assert len(await cluster.all_conductors(conductors)) == conductors
