@@ -38,7 +38,13 @@ def of_cluster(name: str) -> list[str]:
     return [line for line in processes if name in line] + [str(p) for p in SHM.glob(f"halfmoon-{name}*")]
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "a process for tests"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="one process", marks=pytest.mark.slow),
+        pytest.param(("-n", "1"), id="a process for tests"),
+    ],
+)
 def test_pytest_is_killed_and_nothing_is_left_of_its_clusters(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:

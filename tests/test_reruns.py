@@ -58,7 +58,13 @@ def test_late_is_what_says_that_time_ran_out(error: Exception) -> None:
     assert ran_out_of_time(error) is (error in LATE)
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="one process", marks=pytest.mark.slow),
+        pytest.param(("-n", "2"), id="two processes"),
+    ],
+)
 def test_a_late_test_that_passes_alone_is_late_and_the_run_is_green(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:

@@ -394,6 +394,7 @@ async def test_a_frontend_is_told_what_its_page_shows(servers: ServerCluster, co
         await frontend.close()
 
 
+@pytest.mark.slow
 async def test_who_is_cut_off_from_a_server_goes_to_another(servers: ServerCluster, conductor: Bus) -> None:
     """Nothing comes from it, not even an end of the connection; over TLS its leave-taking is not waited for
     (30 s).

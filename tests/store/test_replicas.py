@@ -202,6 +202,7 @@ def test_a_copy_that_nobody_reads_goes_before_what_is_used(nats_url: str) -> Non
     tell(nats_url, story)
 
 
+@pytest.mark.slow
 def test_a_holder_that_hangs_is_passed_over_and_suspected(nats_url: str) -> None:
     async def story(here: Cluster) -> None:
         shape = msgspec.structs.replace(BIG, layers=1)

@@ -63,6 +63,7 @@ def test_greedy_tokens_equal_those_of_transformers(
         assert generate(engine, prompt, tokens) == reference_greedy(reference, prompt, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.slow  # test_same_text.py compares with what transformers said, without its import
 @pytest.mark.parametrize("those", sizes(slice(2, 5), slice(5, 8)), ids=["short", "around a block"])
 def test_logits_are_those_of_transformers(

@@ -115,6 +115,7 @@ def test_a_prompt_goes_on_whose_first_segments_are_elsewhere(engine: Engine, bor
         assert channel.received.payload_bytes(Op.PARTIAL) == partial
 
 
+@pytest.mark.slow
 def test_a_chunk_whose_states_are_more_than_a_message_is_refused(engine: Engine, borrower: Borrower) -> None:
     table = engine.allocator.allocate(13)
     prefill(engine, PROMPTS[0][: 5 * SEGMENT], table)
