@@ -79,7 +79,7 @@ test-slow: $(DEV_STAMP)
 	HALFMOON_TEST_EXAMPLES=all $(BIN)/python -m pytest -n 2 -o faulthandler_timeout=1000 -m "slow or hypothesis" $(ARGS)
 
 test-attention: $(DEV_STAMP)
-	HALFMOON_TEST_ATTENTION=1 $(BIN)/python -m pytest -m slow tests/cluster/test_attention_workers.py tests/cluster/test_moves.py tests/cluster/test_lending.py $(ARGS)
+	HALFMOON_TEST_ATTENTION=1 $(BIN)/python -m pytest -o faulthandler_timeout=1000 -m slow tests/cluster/test_attention_workers.py tests/cluster/test_moves.py tests/cluster/test_lending.py $(ARGS)
 
 test-clocks: $(DEV_STAMP)
 	HALFMOON_TEST_CLOCKS=1 $(BIN)/python -m pytest -m slow tests/cluster/test_clocks.py $(ARGS)
