@@ -49,6 +49,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+_GUARDIAN = pytest.StashKey[Any]()
+
+
 def _late_in_the_run(path: str) -> tuple[bool, bool]:
     """To sort by. The clusters' tests are the longest row of those at the end."""
     return is_realtime(path), not starts_clusters(path)
@@ -58,9 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
     reruns.pytest_configure(config)
     if not config.option.collectonly:
         config.stash[_GUARDIAN] = guardian.watch()
-
-
-_GUARDIAN = pytest.StashKey[Any]()
 
 
 # Imports and thousands of tests are there to stay: going over them at each collection took a quarter of a second.

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
@@ -62,6 +63,16 @@ async def patient_with_restarts(cluster: Cluster) -> None:
     bus = await cluster.bus()
     await bus.append(PolicyChanged(policy=policy), source_id=subjects.OPERATOR)
     await bus.close()
+
+
+@contextlib.contextmanager
+def nobody_is_started_again(cluster: Cluster) -> Iterator[None]:
+    """Who dies inside the block stays dead until its end: `halfmoon up` stands still. Nor does it tell of a death."""
+    cluster.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        cluster.process.send_signal(signal.SIGCONT)
 
 
 async def last_seq(cluster: Cluster) -> int:

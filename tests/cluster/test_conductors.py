@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import signal
 from collections import Counter
@@ -17,6 +16,7 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.schemas.decisions import Ordered, SetTimer, StartDecode, StartPrefill
 from halfmoon.schemas.events import RequestArrived, RequestFinished, Stamped, WorkerLeft
 from tests.cluster.harness import PATIENT, Cluster, children, command_of, running
+from tests.cluster.steering import nobody_is_started_again
 from tests.eventually import BOUND_S, eventually
 
 NAMES = ("conductor-0", "conductor-1", "conductor-2")
@@ -55,16 +55,6 @@ class Load:
             )
             assert body["usage"]["completion_tokens"] == 4
             self.answered += 1
-
-
-@contextlib.contextmanager
-def nobody_is_started_again(cluster: Cluster) -> Iterator[None]:
-    """Who dies inside the block stays dead until its end: `halfmoon up` stands still."""
-    cluster.process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        cluster.process.send_signal(signal.SIGCONT)
 
 
 def dead(pid: int) -> bool:

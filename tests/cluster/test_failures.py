@@ -22,6 +22,7 @@ from halfmoon.workers.hold_points import DECODE_STEP, JOINING, PROMPT_LAYER
 from tests.cluster.harness import Cluster, all_ready
 from tests.cluster.holding import Holds
 from tests.cluster.prompts import prompt
+from tests.cluster.steering import last_seq, nobody_is_started_again
 from tests.eventually import BOUND_S, eventually
 
 Order = TypeVar("Order", StartPrefill, StartDecode)
@@ -107,11 +108,6 @@ async def arrived(cluster: Cluster, after: int, count: int) -> dict[str, int]:
 
 def said(cluster: Cluster) -> str:
     return (cluster.directory.parents[1] / f"{cluster.name}.out").read_text()
-
-
-async def last_seq(cluster: Cluster) -> int:
-    events = await cluster.events()
-    return events[-1].seq
 
 
 def same(answer: dict[str, Any], undisturbed: dict[str, Any]) -> None:
@@ -313,13 +309,10 @@ async def test_a_conductor_dies_and_the_next_one_goes_on(
     holds.arm(PROMPT_LAYER, 3)
     asked = asyncio.ensure_future(cluster.generate(nc, **fields(600, 16, "conductor dies")))
     await in_mid_prompt(cluster, holds)
-    cluster.process.send_signal(signal.SIGSTOP)  # it would start the next one
-    try:
+    with nobody_is_started_again(cluster):
         cluster.kill("conductor-0")
         late = asyncio.ensure_future(cluster.generate(nc, **fields(600, 16, "asked while there is none")))
         await arrived(cluster, before, 2)
-    finally:
-        cluster.process.send_signal(signal.SIGCONT)
     holds.go_on()
     same(await asked, undisturbed)
     same(await late, undisturbed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from halfmoon.workers.hold_points import MOVE
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import prompt
-from tests.cluster.steering import patient_with_restarts
+from tests.cluster.steering import nobody_is_started_again, patient_with_restarts
 from tests.cluster.test_lending import nothing_is_held
 from tests.eventually import eventually
 from tests.lengths import by_make_test_attention
@@ -115,13 +114,10 @@ async def test_a_worker_that_dies_in_mid_move_costs_no_text(tmp_path: Path, of: 
 
 async def lost_to_its_owner(cluster: Cluster, holds: Holds, ordered: MoveKv) -> None:
     """The lender dies, and the owner sends on; the conductor hears of it from the owner first."""
-    cluster.process.send_signal(signal.SIGSTOP)  # it would tell
-    try:
+    with nobody_is_started_again(cluster):
         cluster.kill(ordered.lender_id)
         holds.go_on()
         await eventually(lambda: events_of(cluster, KvMoveRefused), "the owner says so", every_s=0.1)
-    finally:
-        cluster.process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("conductors", [1, 2])

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ from halfmoon.schemas.events import PolicyChanged, RequestArrived
 from halfmoon.schemas.policy import Policy
 from tests.cluster.harness import Cluster, running
 from tests.cluster.steering import draining
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, eventually
 
 CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 #: Clocks of one machine, read by several processes.
@@ -108,15 +107,14 @@ class Receiver:
             self._server.shutdown()
             self._server.server_close()
 
-    async def wait(self, done: Callable[[list[Told]], object], within_s: float = BOUND_S) -> None:
-        until = time.monotonic() + within_s
-        while not done(list(self.spans)):
-            assert time.monotonic() < until, [(told.name, told.trace, told.error) for told in self.spans]
-            await asyncio.sleep(0.05)
+    async def wait(self, done: Callable[[list[Told]], object], what: str) -> None:
+        await eventually(lambda: done(list(self.spans)), what, every_s=0.05)
 
     async def of(self, trace: str, names: set[str]) -> dict[str, Told]:
         """The spans of a trace by name, once those are there."""
-        await self.wait(lambda spans: names <= {told.name for told in spans if told.trace == trace})
+        await self.wait(
+            lambda spans: names <= {told.name for told in spans if told.trace == trace}, f"{names} in {trace}"
+        )
         found = [told for told in self.spans if told.trace == trace]
         assert len({told.name for told in found}) == len(found), [told.name for told in found]
         return {told.name: told for told in found}
@@ -276,7 +274,7 @@ async def test_over_nats_with_and_without_a_trace_of_the_clients(
     def roots(found: list[Told]) -> list[Told]:
         return [told for told in found[before:] if told.about.get("gen_ai.response.id") == other]
 
-    await receiver.wait(roots)
+    await receiver.wait(roots, "the root of the other request")
     root = roots(receiver.spans)[0]
     assert (root.parent, root.trace != trace) == ("", True)
     await receiver.of(root.trace, {REQUEST, "prefill", "decode", "conductor.place"})
