@@ -15,11 +15,14 @@ from halfmoon.schemas.types import Blocks, Bytes, Count, Id, Message, Ns, Text, 
 
 
 class TransferOpened(Message, frozen=True):
-    """The decode node reserved `slots[i]` of its pool for prompt block i. Those in `present` hold their bytes."""
+    """The decode node reserved `slots[i]` of its pool, in its epoch `epochs[i]`, for prompt block i. Those in `present`
+    hold their bytes.
+    """
 
     order_id: Id
     request_id: Id
     slots: list[Blocks]
+    epochs: list[int]
     present: list[Blocks] = []
 
 

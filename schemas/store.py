@@ -90,12 +90,14 @@ class OpenPut(Message, frozen=True):
 
 
 class PutOpened(Message, frozen=True):
-    """`slots[i]` is for block i. Those in `present` hold their bytes already and must not be written.
+    """`slots[i]`, in its epoch `epochs[i]`, is for block i. Those in `present` hold their bytes already and must not be
+    written.
 
     Reserved slots may be written until `lease_ttl_ns` after the last activity of the order.
     """
 
     slots: Slots
+    epochs: list[int]
     incarnation: Id
     lease_ttl_ns: Ns
     present: Slots = []
@@ -247,11 +249,14 @@ class TakeBlocks(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """`slots[i]`, with its checksum, holds the block of key `present[i]`; the other keys are not here."""
+    """`slots[i]`, with its checksum and in its epoch, holds the block of key `present[i]`; the other keys are not
+    here.
+    """
 
     incarnation: Id
     present: Slots = []
     slots: Slots = []
+    epochs: list[int] = []
     checksums: list[int] = []
 
 
@@ -361,10 +366,13 @@ class ReserveBlocks(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """The writer must not write later than `lease_ttl_ns` after it sent this request, or its last `renew`."""
+    """The writer must not write later than `lease_ttl_ns` after it sent this request, or its last `renew`. `epochs`, of
+    the slots, are for the reader.
+    """
 
     incarnation: Id
     slots: Slots
+    epochs: list[int]
     lease_ttl_ns: Ns
     present: Slots = []
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 import uuid
@@ -24,7 +25,7 @@ from halfmoon.bus.connection import Bus
 from halfmoon.schemas import store as messages
 from halfmoon.schemas import subjects
 from halfmoon.schemas.types import KEY_BYTES, Message
-from halfmoon.store.errors import AgentUnreachable, BlockMissing, NotAttached, from_code
+from halfmoon.store.errors import AgentUnreachable, BlockMissing, LeaseLost, NotAttached, from_code
 from halfmoon.store.pool.segment import Geometry, PoolView, SegmentError
 
 M = TypeVar("M")
@@ -59,6 +60,8 @@ class AgentClient:
         self._pushes: Counter[str] = Counter()
         #: Open orders, and when something was last done for each.
         self._orders: dict[str, float] = {}
+        #: What the agent said of the slots of each open order.
+        self._opened: dict[str, messages.PutOpened] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._gathering = False
         self._keeping: asyncio.Task[None] | None = None
@@ -179,6 +182,7 @@ class AgentClient:
             await self.attach(timeout_s=ASK_S)
             opened = await self.ask("open_put", request, messages.PutOpened)
         self._orders[order_id] = time.monotonic()
+        self._opened[order_id] = opened
         self._pushes[order_id] = 0
         return opened
 
@@ -226,6 +230,15 @@ class AgentClient:
     async def require_held(self, order_id: str) -> None:
         """Raises OrderUnknown where slots of the order may have been given to others."""
         await self.commit(order_id, first_block=0, blocks=0)
+
+    def require_unchanged(self, order_id: str) -> None:
+        """Ask it after reading slots of an order that was opened here, and before making use of what was read: the
+        lease may have ended while this process stood still. Raises LeaseLost.
+        """
+        opened = self._opened.get(order_id)
+        if opened is None or self._attached is None or opened.incarnation != self._attached.incarnation:
+            raise LeaseLost(f"order {order_id} has no slots in the memory of node {self._node_id} any more")
+        self.view.require_unchanged(opened.slots, opened.epochs)
 
     # --- push -----------------------------------------------------------------------------------------------
 
@@ -292,8 +305,8 @@ class AgentClient:
         return await self.ask("close_push", request, messages.Pushed, long=True)
 
     def keep(self, order_id: str) -> None:
-        """An order that was opened by another verb is kept alive too, until `release` or `KEEP_S`."""
-        self._orders[order_id] = time.monotonic()
+        """The order is kept alive until `release`, however long nothing else is done for it."""
+        self._orders[order_id] = math.inf
 
     # --- end ------------------------------------------------------------------------------------------------
 
@@ -303,6 +316,7 @@ class AgentClient:
         """
         self._pushes.pop(order_id, None)
         self._orders.pop(order_id, None)
+        self._opened.pop(order_id, None)
         request = messages.ReleaseBlocks(order_id=order_id, worker_id=self._worker_id)
         with contextlib.suppress(AgentUnreachable):
             await self.ask("release", request, messages.Done)

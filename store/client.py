@@ -8,7 +8,8 @@ caller's buffer and the node's memory, which is mapped here, or not at all (`get
 Three answers that are not a value, three errors (`halfmoon.store.errors`):
 
 - `BlockMissing`: no node that was asked has the block.
-- `TransferError` (`TransferTimeout`, `TransferRefused`, `BytesCorrupted`): it was found, but did not arrive.
+- `TransferError` (`TransferTimeout`, `TransferRefused`, `BytesCorrupted`, `LeaseLost`): it was found, but did not
+  arrive.
 - `AgentUnreachable`, `HolderUnreachable`: the holder, or a node that may be one, does not answer.
 
 A batch gives one answer a key: the error itself, not raised, where one key failed.
@@ -37,11 +38,13 @@ from halfmoon.store.errors import (
     BlockMissing,
     BytesCorrupted,
     HolderUnreachable,
+    LeaseLost,
     StoreError,
     WrongSize,
 )
 from halfmoon.store.locate import find_holders
 from halfmoon.store.pool.checksums import block_sum
+from halfmoon.store.pool.segment import PoolView, require_unchanged
 
 Array = npt.NDArray[np.uint8]
 #: Copies up to this size are made at once; longer ones in a thread (numpy lets go of the interpreter lock).
@@ -55,39 +58,63 @@ def key_of(name: str, *, tenant: str = "") -> bytes:
 
 
 class Held:
-    """Blocks in the node's memory, as they are, until `release`: `arrays` show it without a copy. Do not
-    write to it.
+    """A block in the node's memory, as it is, until `release`: `array` shows it without a copy. Do not write to it.
 
-    Use it as `async with await client.get(key) as held`. While it is held no block of it is evicted; it is
-    kept alive by the client, and ends with it.
+    Use it as `async with await client.get(key) as held`. The client renews the lease for as long as it is held. That
+    needs a process that runs: one that stood still for longer than a lease (60 s by default) may find another block's
+    bytes in the array. `check` says so, and so does the end of the `async with`; make use of nothing that was read
+    before one of them has passed.
     """
 
-    def __init__(self, client: StoreClient, order_id: str, arrays: list[Array]) -> None:
+    def __init__(self, client: StoreClient, order_id: str, view: PoolView, slot: int, epoch: int) -> None:
         self._client = client
         self._order_id = order_id
-        self.arrays = arrays
+        self._slot, self._epoch = slot, epoch
+        # The view's own tables: they keep the memory, whatever the client maps or closes later.
+        self._epochs = view.epochs
+        self._released = False
+        #: u8 `[block_bytes]`.
+        self.array: Array = view.blocks[slot].reshape(-1)
 
-    @property
-    def array(self) -> Array:
-        """u8 `[block_bytes]` of the only block."""
-        (array,) = self.arrays
-        return array
+    def check(self) -> None:
+        """Raises LeaseLost: what was read from the array so far may be another block's."""
+        require_unchanged(self._epochs, [self._slot], [self._epoch])
 
     async def release(self) -> None:
-        """The arrays are read no more. Idempotent."""
-        await self._client.let_go(self._order_id)
+        """The array is read no more. Raises as `check`, with the block given back. A second time it does nothing."""
+        if self._released:
+            return
+        self._released = True
+        try:
+            self.check()
+        finally:
+            await self._client.let_go(self._order_id)
 
     async def __aenter__(self) -> Held:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.release()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            await self.release()
+        except LeaseLost:
+            # It says more than what somebody thought of another block's bytes, but a cancellation stays one.
+            if kind is None or issubclass(kind, Exception):
+                raise
+
+
+class _Place(NamedTuple):
+    """Where a block is: its slot here, the slot's epoch, the checksum of the put, and the order that holds it."""
+
+    slot: int
+    epoch: int
+    checksum: int
+    order_id: str
 
 
 class _Found(NamedTuple):
-    """By key index: the slot that holds it here, or why there is none; the orders that hold the slots."""
+    """By key index: where it is, or why it is nowhere; the orders that hold the slots."""
 
-    slots: dict[int, tuple[int, int]]
+    places: dict[int, _Place]
     problems: dict[int, StoreError]
     orders: list[str]
 
@@ -126,7 +153,9 @@ class StoreClient:
         await self._door.attach()
 
     async def close(self) -> None:
-        """Gives back what is held. The arrays of `Held` stay readable, but other blocks may take their place."""
+        """Gives back what is held. The array of a `Held` stays readable, but another block may take its place; its
+        `check` says so.
+        """
         for order_id in list(self._held):
             await self.let_go(order_id)
         await self._door.close()
@@ -157,9 +186,12 @@ class StoreClient:
         if found.problems:
             await self._give_back(found)
             raise found.problems[0]
-        (order_id,) = found.orders
-        self._held.add(order_id)
-        return Held(self, order_id, [self._slot(found.slots[0][0])])
+        place = found.places[0]
+        self._door.keep(place.order_id)
+        self._held.add(place.order_id)
+        for other in set(found.orders) - {place.order_id}:
+            await self.let_go(other)
+        return Held(self, place.order_id, self._door.view, place.slot, place.epoch)
 
     async def get_into(self, key: bytes, into: Any, *, verify: bool = False) -> None:
         """Copies the block into a writable buffer of `block_bytes`. Raises as the module says; WrongSize."""
@@ -238,16 +270,26 @@ class StoreClient:
         try:
             found = await self._find(keys, next(iter(sizes - {self.block_bytes}), 0))
             try:
-                await self._copy([(buffers[i], self._slot(slot)) for i, (slot, _) in found.slots.items()])
+                places = found.places.items()
+                await self._copy([(buffers[i], self._slot(place.slot)) for i, place in places])
                 if not self._door.view.alive():
                     raise AgentUnreachable(f"the store agent of node {self._node_id} died")
+                # The answer with the slots, or the copy, may have taken longer than the lease.
+                for i, place in places:
+                    try:
+                        self._door.view.require_unchanged([place.slot], [place.epoch])
+                    except LeaseLost as problem:
+                        found.problems[i] = problem
             finally:
                 await self._give_back(found)
         except StoreError as problem:
             return [problem] * len(keys)
         if verify:
-            for i, (_, checksum) in found.slots.items():
-                if await asyncio.to_thread(self._sum, buffers[i]) != checksum:
+            for i, place in found.places.items():
+                if (
+                    i not in found.problems
+                    and await asyncio.to_thread(self._sum, buffers[i]) != place.checksum
+                ):
                     found.problems[i] = BytesCorrupted(f"block {keys[i].hex()} is not what was put")
         return [found.problems.get(i) for i in range(len(keys))]
 
@@ -316,9 +358,10 @@ class StoreClient:
         self._door.keep(order_id)
         try:
             taken = await self._door.ask("take", request, messages.Taken, long=True)
-            places = zip(taken.present, zip(taken.slots, taken.checksums, strict=True), strict=True)
-            found.slots.update(places)
-            missing = [i for i in range(len(keys)) if i not in found.slots]
+            told = zip(taken.present, taken.slots, taken.epochs, taken.checksums, strict=True)
+            for i, slot, epoch, checksum in told:
+                found.places[i] = _Place(slot, epoch, checksum, order_id)
+            missing = [i for i in range(len(keys)) if i not in found.places]
             if missing:
                 await self._bring(keys, missing, found)
         except BaseException:
@@ -349,8 +392,8 @@ class StoreClient:
             except StoreError as problem:
                 found.problems.update(dict.fromkeys(wanted, problem))
                 continue
-            for i, slot in zip(wanted, opened.slots, strict=True):
-                found.slots[i] = (slot, block_sum(self._door.view.sums[slot]))
+            for i, slot, epoch in zip(wanted, opened.slots, opened.epochs, strict=True):
+                found.places[i] = _Place(slot, epoch, block_sum(self._door.view.sums[slot]), order_id)
 
     async def _ask_peers(self, keys: Sequence[bytes]) -> tuple[dict[int, list[str]], list[str]]:
         if not keys or not self._peers:

@@ -14,7 +14,8 @@
     │   ├── HolderUnreachable  no answer: dead, cut off, or never joined
     │   ├── TransferRefused    the other side refused, with a reason
     │   ├── TransferTimeout    the deadline passed, or nothing moved for too long
-    │   └── BytesCorrupted     they arrived, but are not what was committed
+    │   ├── BytesCorrupted     they arrived, but are not what was committed
+    │   └── LeaseLost          they were read for so long that other blocks may have taken their place
     └── ChannelError         a channel between two workers
         ├── ChannelRefused     the ends do not fit, or one does not let the other in
         ├── ChannelFull        both ends have sent all they may, and must receive first
@@ -125,6 +126,12 @@ class BytesCorrupted(TransferError):
     code = "corrupted"
 
 
+class LeaseLost(TransferError):
+    """What was read may be another block's bytes: the lease ended in the middle, and the slot was given away."""
+
+    code = "lease_lost"
+
+
 class ChannelError(StoreError):
     """A channel between two workers. None of these travels in a `ProcessError`."""
 
@@ -177,6 +184,7 @@ _BY_CODE: dict[str, type[StoreError]] = {
         TransferRefused,
         TransferTimeout,
         BytesCorrupted,
+        LeaseLost,
     )
 }
 

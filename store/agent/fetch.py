@@ -2,8 +2,9 @@
 become readable.
 
 Layer-major, because the worker can compute over layer 0 while layer 1 is under way; in groups of layers of a
-few MiB, two under way at once, so that the link is not idle between them. A block counts as fetched only when
-its checksum is that of the source.
+few MiB, two under way at once, so that the link is not idle between them. A layer is told of only within half of the
+time for which its block is leased at the source. A block counts as fetched only when its checksum is that of the
+source: who computes over layers before that must throw away what it computed when the fetch fails (`_Retracted`).
 
 Source: Mooncake (FAST'25), section 5.2 (layer-wise loading); Mooncake's transfer engine.
 """
@@ -26,7 +27,14 @@ from halfmoon.schemas.kv import KvLoaded
 from halfmoon.schemas.store import EndLease, FetchBlocks, Fetched, Hello, LeaseBlocks, Leased
 from halfmoon.store.agent.context import AgentContext
 from halfmoon.store.agent.peers import Peers
-from halfmoon.store.errors import BytesCorrupted, OrderUnknown, StoreError, TransferRefused
+from halfmoon.store.errors import (
+    BytesCorrupted,
+    LeaseLost,
+    OrderUnknown,
+    StoreError,
+    TransferRefused,
+    TransferTimeout,
+)
 from halfmoon.store.pool.slots import Hold, Owner
 from halfmoon.store.transports.base import BlockMover, Call, Cancellation, Peer, Slice, in_thread
 
@@ -43,6 +51,10 @@ class Source:
     party: str
     slots: list[int]
     checksums: list[int]
+
+
+class _Retracted(BytesCorrupted):
+    """Layers were told of, and are not what was committed. A replica's bytes would not reach who has read them."""
 
 
 class _Slow(Exception):
@@ -80,7 +92,9 @@ async def read_layers(
     call: Call,
     loaded: Callable[[int], Awaitable[None]],
 ) -> int:
-    """Moves blocks `indices`; calls `loaded(layer)` in order. Returns the bytes moved. Raises TransferError."""
+    """Moves blocks `indices`; calls `loaded(layer)` in order, before the call's deadline. Returns the bytes moved.
+    Raises TransferError.
+    """
     geometry = source.peer.geometry
     per_layer = max(1, len(indices) * geometry.layer_block_bytes)
     step = max(1, GROUP_BYTES // per_layer)
@@ -92,6 +106,9 @@ async def read_layers(
                 items = [Slice(hold.slots[i], source.slots[i - wanted.first_block], *ahead) for i in indices]
                 reads.append(asyncio.create_task(transport.read(source.peer, items, call)))
             await reads[number]
+            if time.monotonic_ns() >= call.deadline_ns:
+                # It stood still in the middle of the last copy: the lease may have ended before that.
+                raise TransferTimeout("the deadline passed")
             await loaded(first + layers - 1)
     finally:
         for task in reads:
@@ -120,6 +137,9 @@ async def fetch_blocks(context: AgentContext, owner: Owner, request: FetchBlocks
         except _Slow:
             context.spawn(_look_after(context, node_id))
             continue
+        except _Retracted as failure:
+            context.peer_failed(node_id, failure)
+            raise
         except StoreError as failure:
             context.peer_failed(node_id, failure)
             problem = failure
@@ -153,6 +173,7 @@ async def _fetch_from(
         wanted = await copy_local(context, owner, hold, request)
         if wanted:
             asked = True
+            asked_ns = time.monotonic_ns()
             try:
                 async with asyncio.timeout(context.config.replica_after_s if more else None):
                     source = await lease_at(context.peers, node_id, request, hold, party=end.party)
@@ -161,7 +182,7 @@ async def _fetch_from(
             if isinstance(source, int):
                 asked = False
                 return source
-            moved = await _read(context, hold, request, source, wanted)
+            moved = await _read(context, hold, request, source, wanted, asked_ns)
             await context.commit(
                 owner,
                 request.first_block,
@@ -187,9 +208,15 @@ async def _look_after(context: AgentContext, node_id: str) -> None:
 
 
 async def _read(
-    context: AgentContext, hold: Hold, request: FetchBlocks, source: Source, wanted: Sequence[int]
+    context: AgentContext,
+    hold: Hold,
+    request: FetchBlocks,
+    source: Source,
+    wanted: Sequence[int],
+    asked_ns: int,
 ) -> int:
-    deadline_ns = time.monotonic_ns() + context.config.transfer_ns_max
+    """`asked_ns`: when the lease was asked for, which is before it began."""
+    deadline_ns = asked_ns + context.config.transfer_ns_max
     call = Call(request.order_id, source.party, deadline_ns, verify=context.config.verify_shm)
 
     async def loaded(layer: int) -> None:
@@ -201,8 +228,8 @@ async def _read(
 
 
 async def copy_local(context: AgentContext, owner: Owner, hold: Hold, request: FetchBlocks) -> list[int]:
-    """The blocks that must be moved. Those that another order committed here meanwhile are copied within the
-    pool.
+    """The blocks that must be moved. Those that another order committed here meanwhile are copied within the pool.
+    Raises LeaseLost.
     """
     missing = context.guard.to_commit(owner, request.first_block, request.blocks)
     here = [i for i in missing if context.guard.find(hold.keys[i]) is not None]
@@ -215,6 +242,11 @@ async def copy_local(context: AgentContext, owner: Owner, hold: Hold, request: F
                 copy = functools.partial(np.copyto, blocks[hold.slots[i]], blocks[slot])
                 call = Call(owner.order_id, owner.party, time.monotonic_ns() + context.config.transfer_ns_max)
                 await in_thread(context.executor, copy, Cancellation(call))
+                # The thread may have waited for its turn, or stood still, for longer than the lease.
+                try:
+                    context.guard.hold(lender)
+                except OrderUnknown:
+                    raise LeaseLost(f"slot {slot} was given away while it was copied") from None
         finally:
             context.guard.release(lender)
     return [i for i in missing if i not in here]
@@ -229,9 +261,9 @@ async def tell_loaded(context: AgentContext, request: FetchBlocks, layer: int) -
 
 
 def check_sums(source: Source, sums: dict[int, int], wanted: Sequence[int], request: FetchBlocks) -> None:
-    """Raises BytesCorrupted when a moved block (index to checksum) is not what the source committed."""
+    """Raises _Retracted when a moved block (index to checksum) is not what the source committed."""
     for i in wanted:
         if i in sums and source.checksums[i - request.first_block] != sums[i]:
-            raise BytesCorrupted(
+            raise _Retracted(
                 f"block {i} of order {request.order_id} from {source.peer.node_id} is not what was committed"
             )

@@ -58,7 +58,8 @@ async def open_push(context: AgentContext, owner: Owner, request: OpenPush) -> N
 
 def _require_whole(reserved: Reserved, blocks: int, node_id: str) -> None:
     """Raises TransferRefused for an answer that is none to what was asked."""
-    if len(reserved.slots) != blocks or not set(reserved.present) <= set(range(blocks)):
+    whole = len(reserved.slots) == len(reserved.epochs) == blocks
+    if not whole or not set(reserved.present) <= set(range(blocks)):
         raise TransferRefused(
             f"{node_id} reserves {len(reserved.slots)} blocks where {blocks} were asked for"
         )

@@ -87,11 +87,13 @@ class Push:
 
     async def start(self) -> None:
         """Tells the decode worker where its blocks will be, and begins to move."""
-        slots, present = self._hold.slots, self._hold.present
-        if self._reserved is not None:
-            slots, present = self._reserved.slots, self._reserved.present
+        target = self._reserved if self._reserved is not None else self._hold
         message = TransferOpened(
-            order_id=self.opened.order_id, request_id=self.opened.request_id, slots=slots, present=present
+            order_id=self.opened.order_id,
+            request_id=self.opened.request_id,
+            slots=target.slots,
+            epochs=target.epochs,
+            present=target.present,
         )
         await self._bus.publish(self._subject("TransferOpened"), message)
         self._tasks.append(asyncio.create_task(self._run()))

@@ -42,7 +42,11 @@ class ClientService:
             await promote(self._context, self._context.tier, some, deadline_ns)
         present, hold, checksums = self._guard.take(owner, keys, tenant)
         return messages.Taken(
-            incarnation=self._context.incarnation, present=present, slots=hold.slots, checksums=checksums
+            incarnation=self._context.incarnation,
+            present=present,
+            slots=hold.slots,
+            epochs=hold.epochs,
+            checksums=checksums,
         )
 
     async def remove(self, request: messages.RemoveBlocks) -> messages.Removed:

@@ -70,6 +70,7 @@ class PeerService:
         return messages.Reserved(
             incarnation=self._context.incarnation,
             slots=hold.slots,
+            epochs=hold.epochs,
             present=hold.present,
             lease_ttl_ns=self._context.config.lease_ttl_ns,
         )

@@ -55,6 +55,7 @@ class WorkerService:
         hold = self._guard.open_put(owner, keys, request.blocks, writer=WORKER, heads=heads, tenant=tenant)
         return messages.PutOpened(
             slots=hold.slots,
+            epochs=hold.epochs,
             present=hold.present,
             incarnation=self._context.incarnation,
             lease_ttl_ns=self._context.config.lease_ttl_ns,

@@ -5,11 +5,17 @@ The segment names the order of each slot that may be written (`PoolView.marks`).
 segment, reads the mark, copies, and unlocks (`PoolView.writing`). The agent clears the mark first, and gives the slot
 away only while nobody has that lock. So a copy has either begun, and the slot waits for its end or for the death of its
 process (the kernel drops the locks of a process that dies); or it does not begin.
+
+Readers are not kept out: they look afterwards. A slot's epoch grows before another order may write into it, and every
+reader was told the epoch of its slots with its lease. When it is still the same after the copy, so are the bytes
+(`PoolView.require_unchanged`); a lease that ended meanwhile did no harm. Source of the idea: sequence locks (Linux).
 """
 
 from __future__ import annotations
 
 from typing import Protocol
+
+import numpy as np
 
 from halfmoon.store.pool.segment import PoolView, order_mark
 
@@ -23,6 +29,9 @@ class Fence(Protocol):
     def withdraw(self, slot: int) -> bool:
         """From now on nobody may. False: a copy into it is under way, or stopped halfway."""
 
+    def epoch(self, slot: int) -> int:
+        """How often the slot was given to an order."""
+
 
 class NoFence:
     """A pool without memory has no writers."""
@@ -33,6 +42,9 @@ class NoFence:
     def withdraw(self, slot: int) -> bool:
         return True
 
+    def epoch(self, slot: int) -> int:
+        return 0
+
 
 class SegmentFence:
     """`view`: the agent's own, of which no writer makes use."""
@@ -41,9 +53,14 @@ class SegmentFence:
         self._view = view
 
     def admit(self, slot: int, order_id: str) -> None:
+        # The order of the two counts: no byte is written before the epoch has changed.
+        self._view.epochs[slot] += np.uint64(1)
         self._view.marks[slot] = order_mark(order_id)
 
     def withdraw(self, slot: int) -> bool:
         # The order of the two counts: who locks after the question finds the mark cleared.
         self._view.marks[slot] = 0
         return not self._view.written_by_others(slot)
+
+    def epoch(self, slot: int) -> int:
+        return int(self._view.epochs[slot])

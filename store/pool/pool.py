@@ -119,7 +119,12 @@ class Pool:
                 self.fence.admit(slot, owner.order_id)
             taken.append(slot)
         self.holds[owner] = Hold(
-            taken, [*keys, *([b""] * (blocks - len(keys)))], expires_ns, present, tenant=tenant
+            taken,
+            [*keys, *([b""] * (blocks - len(keys)))],
+            expires_ns,
+            present,
+            self._epochs(taken),
+            tenant=tenant,
         )
         return self.holds[owner]
 
@@ -131,7 +136,12 @@ class Pool:
         for slot in source.slots:
             self._hold_slot(slot)
         shared = Hold(
-            list(source.slots), list(source.keys), expires_ns, list(source.present), tenant=source.tenant
+            list(source.slots),
+            list(source.keys),
+            expires_ns,
+            list(source.present),
+            list(source.epochs),
+            tenant=source.tenant,
         )
         self.holds[to] = shared
         return shared
@@ -178,7 +188,12 @@ class Pool:
             self._hold_slot(slot)
             self.slots[slot].hits += 1
         hold = Hold(
-            slots, list(keys[first_block:]), expires_ns, list(range(len(slots))), list(keys[:first_block])
+            slots,
+            list(keys[first_block:]),
+            expires_ns,
+            list(range(len(slots))),
+            self._epochs(slots),
+            heads=list(keys[:first_block]),
         )
         self.holds[owner] = hold
         return hold
@@ -404,6 +419,9 @@ class Pool:
         assert len(self._by_key) == readable, (len(self._by_key), readable)
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _epochs(self, slots: Sequence[int]) -> list[int]:
+        return [self.fence.epoch(slot) for slot in slots]
 
     def _all_here(self, keys: Sequence[bytes]) -> list[int]:
         slots: list[int] = []

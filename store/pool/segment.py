@@ -1,6 +1,7 @@
 """The node's shared memory segment: `[slots, layers, layer_block_bytes]` bytes, behind them a table of checksums
-`[slots, layers]` (u64) and one of marks `[slots]` (u64), all mapped by the agent, by the node's workers, and by peers
-on the same host. A mark says which order may write into the slot (`halfmoon.store.pool.fence`).
+`[slots, layers]` (u64), one of marks and one of epochs `[slots]` (u64), all mapped by the agent, by the node's workers,
+and by peers on the same host. A mark says which order may write into the slot, an epoch how often it was given to one
+(`halfmoon.store.pool.fence`).
 
 It is a file in /dev/shm, `halfmoon-<cluster>-<node_id>`, mode 0600. Its creator holds a flock on it while it
 lives, so that anybody can tell a stale one: the kernel drops the lock of a process that dies, however it
@@ -23,7 +24,7 @@ import stat
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ import numpy.typing as npt
 import xxhash
 
 from halfmoon.schemas.policy import Layout
-from halfmoon.store.errors import OrderUnknown
+from halfmoon.store.errors import LeaseLost, OrderUnknown
 
 SHM = Path("/dev/shm")  # noqa: S108 (made nameless and for its owner only, opened without following links)
 PAGE_BYTES = 4096
@@ -70,15 +71,19 @@ class Geometry:
         return self.table_offset + self.slots * self.layers * 8
 
     @property
-    def file_bytes(self) -> int:
+    def epochs_offset(self) -> int:
         return self.marks_offset + self.slots * 8
+
+    @property
+    def file_bytes(self) -> int:
+        return self.epochs_offset + self.slots * 8
 
 
 class PoolView:
     """A mapping of a node's pool.
 
     `blocks`: u8 `[slots, layers, layer_block_bytes]`; `sums`: u64 `[slots, layers]`, the xxh3_64 of every layer of
-    every committed block, and `marks`: u64 `[slots]`, both written by the agent.
+    every committed block; `marks` and `epochs`: u64 `[slots]`. All three are written by the agent.
     Valid until `close`, or until the agent restarts (see `alive`); a view that was handed out keeps its memory alive,
     so that a late reader sees old bytes and never a fault.
     """
@@ -101,6 +106,9 @@ class PoolView:
         table = np.frombuffer(self._memory, np.uint64, at.slots * at.layers, at.table_offset)
         self.sums: npt.NDArray[np.uint64] = table.reshape(at.slots, at.layers)
         self.marks: npt.NDArray[np.uint64] = np.frombuffer(self._memory, np.uint64, at.slots, at.marks_offset)
+        self.epochs: npt.NDArray[np.uint64] = np.frombuffer(
+            self._memory, np.uint64, at.slots, at.epochs_offset
+        )
 
     @classmethod
     def attach(cls, name: str, geometry: Geometry) -> PoolView:
@@ -169,6 +177,12 @@ class PoolView:
                     del self._writing[slot]
                     _lock_byte(self._fd, slot, fcntl.F_UNLCK)
 
+    def require_unchanged(self, slots: Sequence[int], epochs: Sequence[int]) -> None:
+        """Ask it after reading: raises LeaseLost when one of the slots was given to another order since its epoch was
+        told, so that what was read may be another block's. However long the reader stood still, this is exact.
+        """
+        require_unchanged(self.epochs, slots, epochs)
+
     def written_by_others(self, slot: int) -> bool:
         """True: through another mapping a copy into the slot is under way (`writing`)."""
         asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
@@ -188,6 +202,7 @@ class PoolView:
         self.blocks = np.empty((0, empty.layers, empty.layer_block_bytes), np.uint8)
         self.sums = np.empty((0, empty.layers), np.uint64)
         self.marks = np.empty(0, np.uint64)
+        self.epochs = np.empty(0, np.uint64)
 
     def _drop(self) -> None:
         if self._fd >= 0:
@@ -297,6 +312,13 @@ def _open_own(path: Path) -> int:
         os.close(fd)
         raise PermissionError(errno.EPERM, "it is no plain file of this user")
     return fd
+
+
+def require_unchanged(now: npt.NDArray[np.uint64], slots: Sequence[int], epochs: Sequence[int]) -> None:
+    """As `PoolView.require_unchanged`, with the table of a view that may be closed meanwhile."""
+    for slot, epoch in zip(slots, epochs, strict=True):
+        if int(now[slot]) != epoch:
+            raise LeaseLost(f"slot {slot} was given to another order while it was read")
 
 
 def order_mark(order_id: str) -> int:

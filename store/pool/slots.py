@@ -72,6 +72,8 @@ class Hold:
     keys: list[bytes]
     expires_ns: int
     present: list[int] = field(default_factory=list)
+    #: Of each slot, since this hold has it (`halfmoon.store.pool.fence`).
+    epochs: list[int] = field(default_factory=list)
     #: Keys of the chain before the first block: used with it, though not held.
     heads: list[bytes] = field(default_factory=list)
     tenant: str = ""

@@ -234,7 +234,14 @@ class Push:
         self.expected = -1
         self._queue: list[tuple[int, int, int]] = []
         self._moving = False
-        self._tell(TransferOpened(**self.ids, slots=list(reserved.slots), present=list(reserved.present)))
+        self._tell(
+            TransferOpened(
+                **self.ids,
+                slots=list(reserved.slots),
+                epochs=list(reserved.epochs),
+                present=list(reserved.present),
+            )
+        )
         agent.later(LEASE_NS // 4, self._renew)
 
     def _tell(self, message: TransferOpened | KvReady | TransferFailed) -> None:

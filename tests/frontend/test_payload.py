@@ -62,7 +62,7 @@ def test_a_request_that_fits_fits_in_each_of_its_messages(block_tokens: int, pay
         TokensGiven(frontend_id="f" * 64, order_id="o" * 80, taken=taken),
         LeaseBlocks(order_id="o", party="p", block_keys=keys, first_block=0),
         Leased(incarnation="i", slots=slots, checksums=[2**64 - 1] * blocks),
-        PutOpened(slots=slots, present=slots, incarnation="i", lease_ttl_ns=1),
+        PutOpened(slots=slots, epochs=slots, present=slots, incarnation="i", lease_ttl_ns=1),
     ]
     assert max(len(encode(message)) for message in messages) <= payload
     assert carried_tokens(100, block_tokens) == 0

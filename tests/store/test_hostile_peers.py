@@ -73,9 +73,13 @@ def test_a_lease_of_other_blocks_than_were_asked_for(
 @pytest.mark.parametrize(
     ("reserved", "said"),
     [
-        ({"slots": [1], "lease_ttl_ns": 10**10}, "where 2 were asked for"),
-        ({"slots": [1, 2], "present": [2], "lease_ttl_ns": 10**10}, "where 2 were asked for"),
-        ({"slots": [1, 2], "lease_ttl_ns": 0}, "reserves for 0 ns"),
+        ({"slots": [1], "epochs": [1], "lease_ttl_ns": 10**10}, "where 2 were asked for"),
+        ({"slots": [1, 2], "epochs": [1], "lease_ttl_ns": 10**10}, "where 2 were asked for"),
+        (
+            {"slots": [1, 2], "epochs": [1, 1], "present": [2], "lease_ttl_ns": 10**10},
+            "where 2 were asked for",
+        ),
+        ({"slots": [1, 2], "epochs": [1, 1], "lease_ttl_ns": 0}, "reserves for 0 ns"),
     ],
 )
 def test_a_reservation_of_something_else(nats_url: str, reserved: dict[str, Any], said: str) -> None:

@@ -26,15 +26,11 @@ SLOTS = 4
 PAST_NS = 2 * LEASE_NS
 
 
-class Writer:
-    """The process of `late_writer`, which waits after each thing that it says."""
+class Process:
+    """One that waits after each thing that it says."""
 
-    def __init__(self, here: Cluster, node_id: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("late_writer.py")), here.url, node_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+    def __init__(self, here: Cluster, command: list[str]) -> None:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         here.stack.callback(self.end)
 
     async def says(self) -> str:
@@ -57,13 +53,18 @@ class Writer:
         self.process.communicate()
 
 
+def late_writer(here: Cluster, node_id: str) -> Process:
+    command = [sys.executable, str(Path(__file__).with_name("late_writer.py")), here.url, node_id]
+    return Process(here, command)
+
+
 async def test_a_worker_that_was_stopped_past_its_lease_writes_into_nobodys_slots(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = LeaseClock(monkeypatch)
     async with cluster(nats_url) as here:
         agent = await here.agent("n1", slots=SLOTS, **LEASES)
-        late = Writer(here, "n1")
+        late = late_writer(here, "n1")
         await late.until_it_says("layer 0")
         late.process.send_signal(signal.SIGSTOP)
         await clock.passes(PAST_NS, agent)
@@ -87,7 +88,7 @@ async def test_a_slot_waits_for_the_end_of_a_copy_that_was_stopped_halfway(
     async with cluster(nats_url) as here:
         agent = await here.agent("n1", slots=SLOTS, **LEASES)
         guard = agent.context.guard
-        late = Writer(here, "n1")
+        late = late_writer(here, "n1")
         await late.until_it_says("in 0")
         late.process.send_signal(signal.SIGSTOP)
         for _ in range(2):

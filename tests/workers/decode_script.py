@@ -56,7 +56,9 @@ def reply(prompt: int = 6, **fields: Any) -> TakeReply:
 
 def opened(order_id: str, *slots: int, present: tuple[int, ...] = ()) -> TransferOpened:
     """The slots of the node's pool."""
-    return TransferOpened(order_id=order_id, request_id="r", slots=list(slots), present=list(present))
+    return TransferOpened(
+        order_id=order_id, request_id="r", slots=list(slots), epochs=[1] * len(slots), present=list(present)
+    )
 
 
 def ready(order_id: str, layer: int, first_block: int = 0, blocks: int = 2) -> KvReady:

@@ -91,6 +91,12 @@ def filled(number: int = 1, blocks: int = 2, **fields: Any) -> tuple[Any, ...]:
     return opened(order_id, *slots), *(ready(order_id, layer, 0, blocks) for layer in (0, 1))
 
 
+def copy_layers(copy_id: int, copies: tuple[tuple[int, int, int], ...]) -> CopyLayers:
+    """Out of the slots that `opened` names."""
+    slots = sorted({slot for _, slot, _ in copies})
+    return CopyLayers(copy_id, copies, tuple((slot, 1) for slot in slots))
+
+
 def loaded(script: Script, number: int = 1, prompt: int = 6, **fields: Any) -> list[Action]:
     """An order with tokens, first token and all of its KV: it waits for room in the batch only."""
     taken = reply(prompt, **{name: fields.pop(name) for name in ("root_key", "block_keys") if name in fields})
@@ -106,6 +112,18 @@ def step(script: Script, *ids: int) -> list[Action]:
     """A step has ended with these tokens, and the compute thread asks for more."""
     actions = script.on(events.StepEnded, tokens=tokens(*ids), step_ns=MS)
     return actions + script.on(events.EngineIdled)
+
+
+def test_kv_that_was_copied_out_of_slots_that_were_given_away_fails_the_order() -> None:
+    script = Script()
+    script.give()
+    (copy,) = script.hear(opened("1-1", 7, 8), ready("1-1", 0))
+    said = script.on(events.LayersCopied, copy_id=copy.copy_id, problem="slot 7 was given to another order")
+    reported = [action.event for action in said if isinstance(action, Report)]
+    assert [(event.retryable, event.reason) for event in reported] == [
+        (True, "its KV: slot 7 was given to another order")
+    ]
+    assert script.state.orders.open == {}
 
 
 @pytest.mark.parametrize("step_ns", [-10_000_000 * MS, 10_000_000 * MS])
@@ -128,10 +146,10 @@ def test_a_request_from_its_order_to_its_last_token() -> None:
     assert script.on(events.DecodeOrdered, order=order()) == [TakeTokens("f1", "r1", "1-1")]
     assert script.on(machines.TokensTaken, order_id="1-1", reply=reply()) == []
     assert script.hear(opened("1-1", 7, 8)) == []
-    assert script.hear(ready("1-1", 0)) == [CopyLayers(1, ((0, 7, 0), (0, 8, 1)))]
+    assert script.hear(ready("1-1", 0)) == [copy_layers(1, ((0, 7, 0), (0, 8, 1)))]
     assert script.hear(result("1-1", 100)) == [deliver(delivered(0, 100, timing=True))]
     heard_ns = script.now_ns
-    assert script.hear(ready("1-1", 1)) == [CopyLayers(2, ((1, 7, 0), (1, 8, 1)))]
+    assert script.hear(ready("1-1", 1)) == [copy_layers(2, ((1, 7, 0), (1, 8, 1)))]
     assert script.on(events.LayersCopied, copy_id=1) == []
     one = script.sequence()
     assert script.on(events.LayersCopied, copy_id=2) == [Release("1-1"), Wake()]
@@ -265,8 +283,8 @@ def test_kv_that_comes_before_its_order_is_kept_for_it() -> None:
     assert script.hear(*filled(), result("1-1")) == []
     assert script.on(events.DecodeOrdered, order=order()) == [
         TakeTokens("f1", "r1", "1-1"),
-        CopyLayers(1, ((0, 10, 0), (0, 11, 1))),
-        CopyLayers(2, ((1, 10, 0), (1, 11, 1))),
+        copy_layers(1, ((0, 10, 0), (0, 11, 1))),
+        copy_layers(2, ((1, 10, 0), (1, 11, 1))),
     ]
     assert script.on(machines.TokensTaken, order_id="1-1", reply=reply()) == [
         deliver(delivered(0, 100, timing=True))
@@ -288,7 +306,7 @@ def test_kv_and_first_token_are_believed_of_the_orders_own_prefill_node_only(ear
         said += script.give(one)[1:]  # after the question for its tokens
     assert said == []
     script.hear(opened("1-1", 10, 11), author_id="n0")
-    assert script.hear(ready("1-1", 0), author_id="n0") == [CopyLayers(1, ((0, 10, 0), (0, 11, 1)))]
+    assert script.hear(ready("1-1", 0), author_id="n0") == [copy_layers(1, ((0, 10, 0), (0, 11, 1)))]
     assert script.hear(result("1-1"), author_id="p0") == [deliver(delivered(0, 100, timing=True))]
 
 
@@ -297,7 +315,7 @@ def test_where_the_prefill_node_is_not_named_any_store_agent_is_believed() -> No
     script = Script()
     script.give(order(prefill_node_id=""))
     script.hear(opened("1-1", 10, 11), author_id="n7")
-    assert script.hear(ready("1-1", 0), author_id="n7") == [CopyLayers(1, ((0, 10, 0), (0, 11, 1)))]
+    assert script.hear(ready("1-1", 0), author_id="n7") == [copy_layers(1, ((0, 10, 0), (0, 11, 1)))]
 
 
 def test_early_kv_of_many_orders_is_kept_and_no_more() -> None:
@@ -327,7 +345,7 @@ def test_a_prompt_that_finds_no_room_is_copied_when_another_request_has_ended() 
     assert script.hear(*filled(2)) == []
     step(script, 101)
     actions = script.on(events.StepEnded, tokens=tokens(102), step_ns=MS)
-    copies = CopyLayers(3, tuple((layer, 20 + i, i) for layer in (0, 1) for i in (0, 1)))
+    copies = copy_layers(3, tuple((layer, 20 + i, i) for layer in (0, 1) for i in (0, 1)))
     assert actions[-1] == copies
 
 
@@ -553,7 +571,7 @@ def test_a_prompt_that_waits_with_a_part_of_its_kv_gives_way_before_one_that_run
     loaded(script, 1, prompt=7, max_tokens=9)
     script.on(events.EngineIdled)
     script.give(order(2))
-    assert script.hear(*filled(2)[:2]) == [CopyLayers(3, ((0, 20, 2), (0, 21, 3)))]
+    assert script.hear(*filled(2)[:2]) == [copy_layers(3, ((0, 20, 2), (0, 21, 3)))]
     script.on(events.LayersCopied, copy_id=3)
     one = script.sequence("1-1")
     assert step(script, 101)[-1] == RunStep([one], 8)
@@ -562,7 +580,7 @@ def test_a_prompt_that_waits_with_a_part_of_its_kv_gives_way_before_one_that_run
     assert script.hear(ready("2-1", 1)) == []
     script.on(machines.OrderCancelled, order_id="1-1")
     assert script.on(events.StepEnded, tokens=tokens(102), step_ns=MS) == [
-        CopyLayers(4, ((0, 20, 0), (0, 21, 1), (1, 20, 0), (1, 21, 1)))
+        copy_layers(4, ((0, 20, 0), (0, 21, 1), (1, 20, 0), (1, 21, 1)))
     ]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from halfmoon.schemas.kv import KvReady, TransferOpened
+from halfmoon.workers.decode.actions import CopyLayers
 from halfmoon.workers.decode.cache_copies import copy_in, copy_layers, copy_out
 from halfmoon.workers.decode.kv_arrival import KvArrival
 
@@ -14,7 +15,7 @@ ORDER = {"order_id": "1-1", "request_id": "r1"}
 
 
 def opened(blocks: int) -> TransferOpened:
-    return TransferOpened(**ORDER, slots=list(range(7, 7 + blocks)), present=[])
+    return TransferOpened(**ORDER, slots=list(range(7, 7 + blocks)), epochs=[1] * blocks, present=[])
 
 
 def ready(layer: int, first_block: int = 0, blocks: int = 1) -> KvReady:
@@ -51,7 +52,7 @@ def test_a_layer_that_nobody_told_of_is_missing_however_often_others_were_told()
 
 
 def test_blocks_that_the_pool_had_already_are_readable_in_every_layer() -> None:
-    kv = arrival(TransferOpened(**ORDER, slots=[7, 8], present=[1]))
+    kv = arrival(TransferOpened(**ORDER, slots=[7, 8], epochs=[1, 1], present=[1]))
     assert kv.start() == [(layer, 1) for layer in range(LAYERS)]
 
 
@@ -89,6 +90,9 @@ class Bytes:
     def __init__(self, blocks: int) -> None:
         self.held = np.random.default_rng(blocks).integers(0, 256, (LAYERS, blocks, 4), dtype=np.uint8)
 
+    def require_unchanged(self, slots: tuple[int, ...], epochs: tuple[int, ...]) -> None:
+        assert (slots, epochs) == ((7, 8), (1, 2))
+
     def layer_block(self, slot: int, layer: int) -> np.ndarray:
         return self.held[layer, slot]
 
@@ -102,7 +106,8 @@ class Bytes:
 def test_each_copy_takes_its_layer_from_its_slot_to_its_block() -> None:
     cache, pool = Bytes(5), Bytes(9)
     before = cache.held.copy()
-    copy_layers(cache, pool, [(0, 7, 3), (2, 8, 4)])  # type: ignore[arg-type]
+    order = CopyLayers(1, ((0, 7, 3), (2, 8, 4)), ((7, 1), (8, 2)))
+    assert copy_layers(cache, pool, order) == ""  # type: ignore[arg-type]
     before[0, 3], before[2, 4] = pool.held[0, 7], pool.held[2, 8]
     assert np.array_equal(cache.held, before)
 

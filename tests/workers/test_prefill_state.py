@@ -336,6 +336,40 @@ def test_a_fetch_overlaps_with_waiting_and_computing_and_lets_layers_load_as_the
     assert (finished.cached_local_tokens, finished.cached_fetched_tokens) == (0, 2 * BLOCK_TOKENS)
 
 
+def test_the_last_layer_of_a_fetch_is_loaded_once_the_fetch_was_found_to_be_right(script: Script) -> None:
+    """So that no token is drawn, and no block shared, from bytes that nobody has compared."""
+    script.computing(fetches=[FETCH])
+    for layer in range(LAYERS):
+        assert (
+            script(LayersFetched, layer=layer)
+            == [LoadLayers(order_id="1-1", layer=layer)][: LAYERS - 1 - layer]
+        )
+    assert script(BlocksFetched, source_node_id="n3", moved_bytes=5, elapsed_ns=6) == [
+        LoadLayers(order_id="1-1", layer=LAYERS - 1)
+    ]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["it computes", "it waits for the fetch"])
+def test_a_fetch_whose_layers_were_wrong_makes_the_order_retryable(waits: bool) -> None:
+    """They were pushed already: a decode worker that has copied them would not copy the right ones."""
+    script = Script()
+    script.computing(fetches=[FETCH])
+    script(LayersFetched, layer=0)
+    if waits:
+        script(LoadFailed, reason="nothing came")
+        said = script(FetchFailed, reason="x", corrupted=True)
+    else:
+        assert script(FetchFailed, reason="x", corrupted=True) == [FailLoads(order_id="1-1", reason="x")]
+        said = script(LoadFailed, reason="x")
+    assert said[0] == failed("cached layers: x", retryable=True)
+
+
+def test_a_fetch_that_was_wrong_before_a_layer_was_told_of_is_computed_instead(script: Script) -> None:
+    script.computing(fetches=[FETCH])
+    script(FetchFailed, reason="x", corrupted=True)
+    assert script(LoadFailed, reason="x") == [prompt()]
+
+
 def test_only_what_continues_the_local_blocks_is_fetched(script: Script) -> None:
     behind = Fetch(node_id="n9", first_block=2, blocks=1)
     assert script.prepared(fetches=[behind, FETCH], present=[0])[0] == StartFetch(

@@ -55,6 +55,7 @@ async def load_hold(
                         cache.write_block(layer, block, here)
 
             await on_thread(copy)
+            store.require_unchanged(order_id)
         finally:
             await store.release(order_id)
 

@@ -56,11 +56,13 @@ class AskHold(msgspec.Struct, frozen=True):
 class CopyLayers(msgspec.Struct, frozen=True):
     """Copy single layers of blocks from the node's pool into the engine's cache; LayersCopied.
 
-    `copies` are (layer, slot of the pool, block of the cache).
+    `copies` are (layer, slot of the pool, block of the cache); `epochs` are (slot, epoch): as long as these are the
+    slots' epochs, their bytes are the order's.
     """
 
     copy_id: int
     copies: tuple[tuple[int, int, int], ...]
+    epochs: tuple[tuple[int, int], ...]
 
 
 class PushTokens(msgspec.Struct, frozen=True):

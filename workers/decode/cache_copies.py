@@ -5,18 +5,25 @@ Called on the worker's threads. A cache is `PagedCache` or its like; `layers`, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from halfmoon.store.errors import LeaseLost
 from halfmoon.store.pool.segment import PoolView
+from halfmoon.workers.decode.actions import CopyLayers
 
 
-def copy_layers(cache: Any, pool: PoolView, copies: Iterable[tuple[int, int, int]]) -> None:
-    """From the pool into the cache; each copy is (layer, slot of the pool, block of the cache)."""
-    for layer, slot, block in copies:
+def copy_layers(cache: Any, pool: PoolView, order: CopyLayers) -> str:
+    """From the pool into the cache. "": it is the order's KV; otherwise why it may be another's."""
+    for layer, slot, block in order.copies:
         cache.write_block(layer, block, pool.layer_block(slot, layer))
+    try:
+        # A lease that ended meanwhile (the process stood still) gave others the slots that were copied.
+        pool.require_unchanged(*zip(*order.epochs, strict=True))
+    except LeaseLost as lost:
+        return str(lost)
+    return ""
 
 
 def copy_out(cache: Any, table: list[int]) -> list[np.ndarray]:

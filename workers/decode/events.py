@@ -106,9 +106,10 @@ class MemoryLost(WorkerEvent, frozen=True, kw_only=True):
 
 
 class LayersCopied(WorkerEvent, frozen=True, kw_only=True):
-    """The instruction CopyLayers with this number is done."""
+    """The instruction CopyLayers with this number is done. `problem`: why what was copied is good for nothing."""
 
     copy_id: int
+    problem: str = ""
 
 
 class TokensPushed(WorkerEvent, frozen=True, kw_only=True):

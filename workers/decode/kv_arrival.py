@@ -18,8 +18,9 @@ class KvArrival:
         self._layers = layers
         self.away = away
         self.opened = False
-        #: `slots[i]` of the pool holds prompt block i.
+        #: `slots[i]` of the pool holds prompt block i, in its epoch `epochs[i]`.
         self.slots: list[int] = []
+        self.epochs: list[int] = []
         #: (layer, block) that were heard of and not started; one may stand here more than once.
         self.readable: list[tuple[int, int]] = []
         #: `started[layer * blocks + block]` is 1 from the start of its copy on, 2 where there will be none.
@@ -50,7 +51,7 @@ class KvArrival:
                 if self.opened:
                     return  # an order's KV has one place; what was copied from there stays copied
                 self.opened = True
-                self.slots = list(message.slots)
+                self.slots, self.epochs = list(message.slots), list(message.epochs)
                 self.started = bytearray(self._layers * len(message.slots))
                 for block in message.present:
                     self.readable += [(layer, block) for layer in range(self._layers)]

@@ -258,7 +258,9 @@ class Orders:
             self.copies[self._copy_id] = (sequence, len(places))
             table = sequence.table
             copies = tuple((layer, kv.slots[block], table[block]) for layer, block in places)
-            self.out.append(CopyLayers(self._copy_id, copies))
+            blocks = sorted({block for _, block in places})
+            epochs = tuple((kv.slots[block], kv.epochs[block]) for block in blocks)
+            self.out.append(CopyLayers(self._copy_id, copies, epochs))
 
     def part_held(self, order_id: str, worker_id: str, hold: int, plan_id: str) -> None:
         """A lender has a part, or room for one that moves."""
@@ -297,7 +299,7 @@ class Orders:
         for sequence in [one for one in lost if holds_under(one, worker_id, hold)] or lost:
             self._fail(sequence, f"lender {worker_id}: {reason}", retryable=True)
 
-    def copied(self, copy_id: int) -> None:
+    def copied(self, copy_id: int, problem: str) -> None:
         """A CopyLayers is done."""
         sequence, count = self.copies.pop(copy_id)
         kv = sequence.kv
@@ -305,8 +307,10 @@ class Orders:
         kv.copied += count
         if sequence.stage is Stage.ENDED:
             self._free_unless_busy(sequence)
-            return
-        self._advance(sequence)
+        elif problem:
+            self._fail(sequence, f"its KV: {problem}", retryable=True)
+        else:
+            self._advance(sequence)
 
     def lose_memory(self) -> None:
         """The pool is empty: what was on its way through it is lost; what runs is not."""

@@ -109,7 +109,7 @@ class DecodeState:
             case TokensPushed():
                 orders.pushed(event.moved_bytes, event.problem)
             case LayersCopied():
-                orders.copied(event.copy_id)
+                orders.copied(event.copy_id, event.problem)
             case DecodeOrdered():
                 orders.begin(event.order)
             case TokensTaken():

@@ -277,9 +277,9 @@ class DecodeWorker(Worker):
 
     async def _copy(self, order: CopyLayers) -> None:
         assert self._pool is not None
-        cache, pool, copies = self.engine.cache, self._pool, order.copies
-        await self._loop.run_in_executor(self._copies, copy_layers, cache, pool, copies)
-        self.hear(events.LayersCopied(copy_id=order.copy_id, **now()))
+        cache, pool = self.engine.cache, self._pool
+        problem = await self._loop.run_in_executor(self._copies, copy_layers, cache, pool, order)
+        self.hear(events.LayersCopied(copy_id=order.copy_id, problem=problem, **now()))
 
     async def _push_tail(self, tail: PushTail) -> None:
         assert self._caches is not None

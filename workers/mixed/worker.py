@@ -11,11 +11,10 @@ import asyncio
 import time
 from typing import assert_never
 
-from halfmoon.bus.errors import BusError
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import AnnounceYourself, CancelOrder, Decision, StartMixed
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
-from halfmoon.store.errors import StoreError
+from halfmoon.store.errors import LeaseLost
 from halfmoon.workers import machines
 from halfmoon.workers.decode import events as decode_events
 from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan, Measure, Wake
@@ -161,7 +160,7 @@ class MixedWorker(PromptWorker):
         started_ns = time.monotonic_ns()
         made = await self.compute(iteration.run, self.engine, self._pool, step)
         loaded = [chunk.sequence.order_id for chunk in step.chunks if chunk.loads]
-        lost = [order_id for order_id in loaded if not await self._is_held(order_id)]
+        lost = [order_id for order_id in loaded if not self._is_unchanged(order_id)]
         step_ns = time.monotonic_ns() - started_ns
         if not step.chunks:
             self.metrics.stepped(step_ns, len(step.decodes), step.context_tokens)
@@ -178,11 +177,11 @@ class MixedWorker(PromptWorker):
         if self.config.layout.layers == 0:
             await asyncio.sleep(0)  # an engine that computes nothing must not starve the loop
 
-    async def _is_held(self, order_id: str) -> bool:
+    def _is_unchanged(self, order_id: str) -> bool:
         """A lease that ended meanwhile (the process stood still) gave others the slots that were loaded from."""
         assert self.store is not None
         try:
-            await self.store.require_held(order_id)
-        except (StoreError, BusError):
+            self.store.require_unchanged(order_id)
+        except LeaseLost:
             return False
         return True

@@ -68,9 +68,10 @@ class BlocksFetched(OrderEvent, frozen=True, kw_only=True):
 
 
 class FetchFailed(OrderEvent, frozen=True, kw_only=True):
-    """Neither the source nor a replica gave the blocks."""
+    """Neither the source nor a replica gave the blocks. `corrupted`: layers that were told of may be wrong."""
 
     reason: str
+    corrupted: bool = False
 
 
 # --- computing ----------------------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ class Job:
         self.fetching = False
         self.fetch_node_id = ""
         self.fetched_layer = -1
+        #: Layers of a fetch that brought wrong bytes may have been pushed.
+        self.pushed_wrong = False
         self.fetched_bytes = 0
         self.fetch_ns = 0
         self.started_ns = 0
@@ -159,11 +161,13 @@ class Job:
             case PauseEnded():
                 self._pause_ended(out)
             case LayersFetched():
-                self._layers_fetched(event.layer, out)
+                # The last one counts only once the fetch was found to be what was committed: so nothing is computed to
+                # its end, drawn or shared before that.
+                self._layers_fetched(min(event.layer, self.rules.layout.layers - 2), out)
             case BlocksFetched():
                 self._blocks_fetched(event, out)
             case FetchFailed():
-                self._fetch_failed(event.reason, out)
+                self._fetch_failed(event, out)
             case PushOpened():
                 self._push_opened(event.at_ns, out)
             case PromptComputed():
@@ -272,16 +276,17 @@ class Job:
         if self.stage is PrefillStage.AWAITING_FETCH:
             self._compute_without_fetch(out)
 
-    def _fetch_failed(self, reason: str, out: Actions) -> None:
-        """A failed fetch costs computing from what is held here, nothing else."""
+    def _fetch_failed(self, event: FetchFailed, out: Actions) -> None:
+        """A failed fetch costs computing from what is held here, nothing else; unless wrong layers were told of."""
         if not self.fetching:
             return
         self.fetching = False
+        # Those were pushed already, and a decode worker that copied them does not copy them again.
+        self.pushed_wrong = event.corrupted and self.fetched_layer >= 0
         if self.stage is PrefillStage.COMPUTING:
-            # If all layers were loaded before, it goes on; else LoadFailed comes.
-            out.append(actions.FailLoads(order_id=self.order_id, reason=reason))
+            out.append(actions.FailLoads(order_id=self.order_id, reason=event.reason))  # LoadFailed comes
         elif self.stage is PrefillStage.AWAITING_FETCH:
-            self._compute_without_fetch(out)
+            self._compute_again(event.reason, out)
         elif self.stage in (PrefillStage.PREPARED, PrefillStage.OPENING_PUSH):
             self.fetched_blocks = 0
 
@@ -351,6 +356,12 @@ class Job:
             )
         )
 
+    def _compute_again(self, reason: str, out: Actions) -> None:
+        if self.pushed_wrong:
+            self.fail(f"cached layers: {reason}", out, retryable=True)
+        else:
+            self._compute_without_fetch(out)
+
     def _compute_without_fetch(self, out: Actions) -> None:
         # What the others have of the prefix is not good for it any more.
         self.fetched_blocks, self.stages = 0, []
@@ -415,7 +426,7 @@ class Job:
             # It still writes to slots that the computation is going to write.
             self.stage = PrefillStage.AWAITING_FETCH
         else:
-            self._compute_without_fetch(out)
+            self._compute_again(reason, out)
 
     def _computing_stopped(self, out: Actions) -> None:
         if self.stage is PrefillStage.COMPUTING and self.cancelled:

@@ -18,7 +18,7 @@ from halfmoon.bus.telemetry.tracing import OpenSpan
 from halfmoon.schemas import subjects
 from halfmoon.schemas.kv import KvLoaded
 from halfmoon.schemas.numbers import SECOND_NS
-from halfmoon.store.errors import StoreError, StoreFull
+from halfmoon.store.errors import BytesCorrupted, LeaseLost, StoreError, StoreFull
 from halfmoon.workers.machines import TakeTokens, WorkerStopped
 from halfmoon.workers.prefill.actions import (
     BeginSpan,
@@ -156,7 +156,12 @@ class PromptWorker(Worker):
             )
         except (StoreError, BusError) as problem:
             log.warning("order %s: fetch from %s failed (%s): computed instead", order_id, source, problem)
-            event = FetchFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
+            event = FetchFailed(
+                at_ns=time.monotonic_ns(),
+                order_id=order_id,
+                reason=str(problem),
+                corrupted=isinstance(problem, BytesCorrupted | LeaseLost),
+            )
         else:
             event = BlocksFetched(
                 at_ns=time.monotonic_ns(),

@@ -243,10 +243,9 @@ class PrefillWorker(PromptWorker):
         event: PromptComputed | LoadFailed | ComputingStopped | StageLost
         try:
             self._logits = await self.compute(computation.run, cache)
-            if computation.reads_pool:
-                # A lease that ended meanwhile (the process stood still) gave others the slots that were attended to.
-                assert self.store is not None
-                await self.store.require_held(order_id)
+            if self.store is not None:
+                # A lease that ended meanwhile (the process stood still) gave others the slots that were read.
+                self.store.require_unchanged(order_id)
             finished_at_ns = time.time_ns()
             event = PromptComputed(
                 at_ns=time.monotonic_ns(),

@@ -104,11 +104,13 @@ class TcpService:
         size = sum(run.layers for run in header.runs) * at.layer_block_bytes
         if size > max(wire.STREAM_BYTES, at.layer_block_bytes):
             raise RequestRefused("too_large", f"{size} bytes asked for at once")
-        if reason := self._access.begin_read(header.order_id, [run.slot for run in header.runs]):
-            raise RequestRefused("no_lease", reason)
         sums: list[int] = []
         for run in header.runs:
             sums += self._view.sums[run.slot, run.first_layer : run.first_layer + run.layers].tolist()
+        # Asked after the sums were read: they are those of the leased blocks, and bytes that change under the answer,
+        # when the lease ends while it is sent, do not fit them.
+        if reason := self._access.begin_read(header.order_id, [run.slot for run in header.runs]):
+            raise RequestRefused("no_lease", reason)
         payload = [wire.memory(self._view, run.slot, run.first_layer, run.layers) for run in header.runs]
         self.count("tcp_read_bytes", sum(map(len, payload)))
         reply([*session.seal(wire.Chunk(sums=sums)), *payload])
