@@ -102,7 +102,7 @@ class Held:
                 raise
 
 
-class _Place(NamedTuple):
+class _FoundAt(NamedTuple):
     """Where a block is: its slot here, the slot's epoch, the checksum of the put, and the order that holds it."""
 
     slot: int
@@ -114,7 +114,7 @@ class _Place(NamedTuple):
 class _Found(NamedTuple):
     """By key index: where it is, or why it is nowhere; the orders that hold the slots."""
 
-    places: dict[int, _Place]
+    places: dict[int, _FoundAt]
     problems: dict[int, StoreError]
     orders: list[str]
 
@@ -360,7 +360,7 @@ class StoreClient:
             taken = await self._door.ask("take", request, messages.Taken, long=True)
             told = zip(taken.present, taken.slots, taken.epochs, taken.checksums, strict=True)
             for i, slot, epoch, checksum in told:
-                found.places[i] = _Place(slot, epoch, checksum, order_id)
+                found.places[i] = _FoundAt(slot, epoch, checksum, order_id)
             missing = [i for i in range(len(keys)) if i not in found.places]
             if missing:
                 await self._bring(keys, missing, found)
@@ -393,7 +393,7 @@ class StoreClient:
                 found.problems.update(dict.fromkeys(wanted, problem))
                 continue
             for i, slot, epoch in zip(wanted, opened.slots, opened.epochs, strict=True):
-                found.places[i] = _Place(slot, epoch, block_sum(self._door.view.sums[slot]), order_id)
+                found.places[i] = _FoundAt(slot, epoch, block_sum(self._door.view.sums[slot]), order_id)
 
     async def _ask_peers(self, keys: Sequence[bytes]) -> tuple[dict[int, list[str]], list[str]]:
         if not keys or not self._peers:

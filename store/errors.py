@@ -127,7 +127,7 @@ class BytesCorrupted(TransferError):
 
 
 class LeaseLost(TransferError):
-    """What was read may be another block's bytes: the lease ended in the middle, and the slot was given away."""
+    """The lease ended while it was read, and the slot was given away: the bytes may be another block's."""
 
     code = "lease_lost"
 

@@ -274,7 +274,7 @@ class Job:
         self.fetch_node_id = event.source_node_id or self.fetch_node_id
         self.fetched_bytes, self.fetch_ns = event.moved_bytes, event.elapsed_ns
         if self.stage is PrefillStage.AWAITING_FETCH:
-            self._compute_without_fetch(out)
+            self._compute_without_fetch("", out)
 
     def _fetch_failed(self, event: FetchFailed, out: Actions) -> None:
         """A failed fetch costs computing from what is held here, nothing else; unless wrong layers were told of."""
@@ -286,7 +286,7 @@ class Job:
         if self.stage is PrefillStage.COMPUTING:
             out.append(actions.FailLoads(order_id=self.order_id, reason=event.reason))  # LoadFailed comes
         elif self.stage is PrefillStage.AWAITING_FETCH:
-            self._compute_again(event.reason, out)
+            self._compute_without_fetch(event.reason, out)
         elif self.stage in (PrefillStage.PREPARED, PrefillStage.OPENING_PUSH):
             self.fetched_blocks = 0
 
@@ -356,13 +356,10 @@ class Job:
             )
         )
 
-    def _compute_again(self, reason: str, out: Actions) -> None:
+    def _compute_without_fetch(self, reason: str, out: Actions) -> None:
         if self.pushed_wrong:
             self.fail(f"cached layers: {reason}", out, retryable=True)
-        else:
-            self._compute_without_fetch(out)
-
-    def _compute_without_fetch(self, out: Actions) -> None:
+            return
         # What the others have of the prefix is not good for it any more.
         self.fetched_blocks, self.stages = 0, []
         self._compute(out)
@@ -426,7 +423,7 @@ class Job:
             # It still writes to slots that the computation is going to write.
             self.stage = PrefillStage.AWAITING_FETCH
         else:
-            self._compute_again(reason, out)
+            self._compute_without_fetch(reason, out)
 
     def _computing_stopped(self, out: Actions) -> None:
         if self.stage is PrefillStage.COMPUTING and self.cancelled:
