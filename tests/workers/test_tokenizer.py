@@ -23,6 +23,7 @@ from halfmoon.workers.model.text.tokenizer import (
     Tokenizer,
 )
 from tests.lengths import examples
+from tests.workers.made_models import TOKENS, directory
 
 MODEL = "smollm2-135m-instruct"
 TEXTS = [
@@ -290,3 +291,22 @@ def test_text_that_cannot_become_a_stop_is_not_held_back() -> None:
     assert [checker.push(piece) for piece in ("abE", "N", "x", "EN", "D!")] == [
         ("ab", None), ("", None), ("ENx", None), ("", None), ("", "END"),
     ]  # fmt: skip
+
+
+def test_truncation_padding_and_dropout_of_a_file_change_no_text(tmp_path: Path) -> None:
+    made = directory()
+    made.files["tokenizer.json"]["truncation"] = {
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    made.files["tokenizer.json"]["padding"] = {
+        "strategy": {"Fixed": 32}, "direction": "Left", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<|end|>",
+    }  # fmt: skip
+    made.files["tokenizer.json"]["model"]["dropout"] = 0.9
+    tokenizer = Tokenizer.load(str(made.write(tmp_path / "made")))
+    a, b = TOKENS.index("a"), TOKENS.index("b")
+    assert tokenizer.encode("ba" * 20) == [b, *[TOKENS.index("ab")] * 19, a]
+    assert tokenizer.encode("a", parse_special=True) == [a]
+    assert tokenizer.encode_chat(chat("b")) == [1, b, 0]
+    kept = json.loads(tokenizer.serialized())
+    assert (kept["truncation"], kept["padding"], kept["model"]["dropout"]) == (None, None, None)

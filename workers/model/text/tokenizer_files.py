@@ -179,8 +179,7 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
         raise ModelNotFound(f"{folder} holds no tokenizer.json")
     text = read_text(path, TOKENIZER_BYTES_MAX)
     with in_file(path):
-        built = _built("content", lambda: tokenizers.Tokenizer.from_str(text))
-        blind = _blind(_built("content", lambda: tokenizers.Tokenizer.from_str(text)))
+        built, blind = _from_json(text), _blind(_from_json(text))
         _check_vocabulary("vocab", built, config.vocab)
         control = {token.content: i for i, token in built.get_added_tokens_decoder().items() if token.special}
         _check_control("added_tokens", control)
@@ -198,6 +197,17 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
     if eos and (number := built.token_to_id(eos)) is not None:
         eos_ids |= {number}
     return TokenizerFiles(built, blind, control, template, bos, eos, eos_ids, template_file, quick)
+
+
+def _from_json(text: str) -> tokenizers.Tokenizer:
+    """The content of a tokenizer.json as a tokenizer that gives every text whole. Raises `ModelBroken`."""
+    built = _built("content", lambda: tokenizers.Tokenizer.from_str(text))
+    # All three are left over from training; transformers resets the first two.
+    built.no_truncation()
+    built.no_padding()
+    if isinstance(built.model, models.BPE):
+        built.model.dropout = None  # with it, equal prompts get different tokens
+    return built
 
 
 def _huggingface_template(settings: dict[str, Any]) -> str | None:
