@@ -11,7 +11,7 @@ Source: Mooncake (FAST'25), section 4 (prefix-hashed block keys).
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -83,3 +83,9 @@ def unpack_tokens(packed: bytes) -> list[int]:
         return list(struct.unpack(f"<{len(packed) // 4}I", packed))
     ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
     return ids
+
+
+def unpack_last_first(packed: bytes) -> Iterator[int]:
+    """The token ids in `packed` from the last on, each unpacked when it is asked for."""
+    for at in range(len(packed) - 4, -1, -4):
+        yield int.from_bytes(packed[at : at + 4], "little")

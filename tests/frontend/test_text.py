@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ from hypothesis import strategies as st
 
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.events import RequestArrived
+from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeRequest
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece, Progress, order_rank
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.lengths import examples
+from tests.workers.made_models import speaking
 
 
 class Collected:
@@ -34,7 +38,12 @@ class Collected:
 
 
 def opened(
-    tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), include_stop: bool = False, **sampling: Any
+    tokenizer: Tokenizer,
+    *,
+    prompt: Sequence[int] = (0,),
+    stops: tuple[str, ...] = (),
+    include_stop: bool = False,
+    **sampling: Any,
 ) -> tuple[OpenRequest, Collected]:
     listener = Collected()
     ask = ApiRequest(
@@ -59,7 +68,7 @@ def opened(
     request = OpenRequest(
         ask=ask,
         arrived=arrived,
-        packed_prompt=b"\0\0\0\0",
+        packed_prompt=pack_tokens(prompt),
         root_key=b"",
         tokenizer=tokenizer,
         end_ids=frozenset(tokenizer.eos_ids),
@@ -106,6 +115,17 @@ def test_the_text_does_not_depend_on_how_deliveries_are_cut(
     assert listener.text == request.text == (plain.partition(stop)[0] if stop else plain)
     assert [piece.finish_reason for piece in listener.pieces if piece.finish_reason] == ["stop"]
     assert listener.pieces[-1].finish_reason == "stop"
+
+
+def test_an_answer_begins_with_the_space_that_its_first_token_has(tmp_path: Path) -> None:
+    text = Tokenizer.load(str(speaking("llama2", "").write(tmp_path)))
+    prompt, whole = (
+        text.encode(words, add_special=True) for words in ("The capital is", "The capital is Paris")
+    )
+    for begin, expected in ((prompt, " Paris"), (prompt[:1], "Paris")):
+        request, listener = opened(text, prompt=begin)
+        deliver(request, 0, whole[len(prompt) :], "length")
+        assert listener.text == request.text == expected
 
 
 def test_characters_of_several_tokens_are_never_split(tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ from halfmoon.schemas.keys import (
     pack_tokens,
     root_key,
     split_keys,
+    unpack_last_first,
     unpack_tokens,
 )
 
@@ -162,6 +163,7 @@ def test_lists_and_arrays_of_any_integer_type_and_byte_order_give_the_same_bytes
         assert pack_tokens(np.array(token_ids, dtype=dtype)) == expected
     assert pack_tokens(np.repeat(np.array(token_ids, dtype="<i8"), 2)[::2]) == expected
     assert unpack_tokens(expected) == token_ids
+    assert list(unpack_last_first(expected)) == token_ids[::-1]
 
 
 BAD_IDS = [[-1], [2**32], [2**63], [2**64], [1, -1], [1.5], [1.0], ["1"], [None], [True], [2**63, -1]]

@@ -11,7 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import ModelError, load_model, model_fingerprint
@@ -231,6 +233,73 @@ def directory() -> Directory:
             "model.safetensors": safetensors(*safetensors_header()),
         }
     )
+
+
+SENTENCES = [
+    "The capital of France is Paris.", "the cat sat on the mat  and looked at the moon", "Half moons, 1024 of them!",
+    "def f(x):\n    return x ** 2\n", "[INST] Say it. [/INST]", "naïve café",
+]  # fmt: skip
+STYLES = ("first", "always", "never", "llama2", "gemma", "unigram")
+
+
+def sentencepiece(style: str) -> dict[str, Any]:
+    """A tokenizer.json with "▁" for the space, trained here. `style`: the scheme of its Metaspace, or as a Llama 2's, a
+    Gemma's (byte tokens both, as those of the schemes), or a T5's (Unigram).
+    """
+    special = ["<unk>", "<s>", "</s>"]
+    built = tokenizers.Tokenizer(models.Unigram() if style == "unigram" else models.BPE(unk_token="<unk>"))
+    scheme = style if style in ("first", "always", "never") else "always"
+    built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=True)
+    if style == "unigram":
+        trainer: Any = trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+    else:
+        trainer = trainers.BpeTrainer(vocab_size=160, special_tokens=special, show_progress=False)
+    built.train_from_iterator(SENTENCES, trainer)
+    to_space: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if style == "unigram":
+        built.decoder = decoders.Metaspace(prepend_scheme="always")
+    elif style == "gemma":
+        built.normalizer = normalizers.Replace(" ", "▁")
+        built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        built.decoder = decoders.Sequence(to_space)
+    elif style == "llama2":
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        built.normalizer = normalizers.Sequence(steps)
+        built.pre_tokenizer = None
+        built.decoder = decoders.Sequence([*to_space, decoders.Strip(" ", 1, 0)])
+    else:
+        strip = [] if style == "never" else [decoders.Strip(" ", 1, 0)]
+        built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        built.decoder = decoders.Sequence([*to_space, *strip])
+    begin = [("<s>", 1)]
+    built.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=begin
+    )
+    content: dict[str, Any] = json.loads(built.to_str())
+    if style != "unigram":
+        vocab = content["model"]["vocab"]
+        content["model"]["byte_fallback"] = True
+        for byte in range(256):
+            vocab.setdefault(f"<0x{byte:02X}>", len(vocab))
+    # As Gemma has them: runs of blanks that are never cut, and no control tokens.
+    size = max(len(content["model"]["vocab"]), built.get_vocab_size())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    content["added_tokens"] += [
+        {"id": size, "content": "▁▁▁", **plain},
+        {"id": size + 1, "content": "<go>", **plain},
+    ]
+    return content
+
+
+def speaking(style: str, template: str) -> Directory:
+    """A directory with that tokenizer; its weights are too small for the vocabulary, for tests of text alone."""
+    made = directory()
+    made.files["tokenizer.json"] = sentencepiece(style)
+    made.files["tokenizer_config.json"] = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
+    made.files["config.json"] |= {"vocab_size": 600, "bos_token_id": 1, "eos_token_id": 2}
+    return made
 
 
 def sharded() -> Directory:

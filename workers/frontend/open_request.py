@@ -19,7 +19,7 @@ from halfmoon.bus.telemetry.tracing import OpenSpan
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.events import RequestArrived
-from halfmoon.schemas.keys import pack_tokens
+from halfmoon.schemas.keys import pack_tokens, unpack_last_first
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import Delivery, TakeReply, TakeRequest, Timing
 from halfmoon.workers.model.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
@@ -145,7 +145,7 @@ class OpenRequest:
         #: Redelivery in a row that the worker answered with "I have no such order".
         self.unknown_count = 0
         self.end_ids = end_ids
-        self.detokenizer = IncrementalDetokenizer(tokenizer)
+        self.detokenizer = IncrementalDetokenizer(tokenizer, unpack_last_first(packed_prompt))
         self.stop_checker = StopChecker(ask.stops) if ask.stops else None
 
     @property

@@ -89,7 +89,12 @@ def completion_logprobs(
     tokenizer: Tokenizer, samples: list[SampledToken], top: int, offset: int
 ) -> dict[str, Any]:
     """OpenAI's `logprobs` of a completion choice; `offset`: characters of the tokens before these."""
-    tokens = [tokenizer.decode([sampled.token_id]) for sampled in samples]
+
+    def written(token_id: int) -> str:
+        # Not `decode`, for which the token would be the beginning of a text.
+        return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    tokens = [written(sampled.token_id) for sampled in samples]
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -99,7 +104,7 @@ def completion_logprobs(
         "token_logprobs": [max(sampled.logprob, -9999.0) for sampled in samples],
         "top_logprobs": [
             {
-                tokenizer.decode([other]): max(logprob, -9999.0)
+                written(other): max(logprob, -9999.0)
                 # The token itself is among them, as in vLLM, however likely others were.
                 for other, logprob in ((sampled.token_id, sampled.logprob), *sampled.top_logprobs[:top])
             }

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tokenizers
 
 from halfmoon.workers.model.loading.errors import in_file
-from halfmoon.workers.model.text.chat_taint import render_pieces
+from halfmoon.workers.model.text.chat_taint import render_pieces, split_control
 from halfmoon.workers.model.text.chat_template import (
     SECONDS_MAX,
     ChatTemplate,
@@ -44,7 +44,8 @@ class Tokenizer:
         self.eos_ids = files.eos_ids
         self.control = dict(files.control)
         self.control_ids = frozenset(files.control.values())
-        self._bytes, self.strips_first_space = token_bytes(files.with_control, self.control_ids)
+        with in_file(files.tokenizer_file):
+            self._bytes, self.text_start = token_bytes(files.with_control, self.control_ids)
         self._template: ChatTemplate | None = None
         if files.chat_template is not None:
             specials = {"bos_token": files.bos_token, "eos_token": files.eos_token}
@@ -84,9 +85,11 @@ class Tokenizer:
 
         Raises `TextNotEncoded`.
         """
-        chosen: tokenizers.Tokenizer = (
-            self._files.with_control if parse_special else self._files.without_control
-        )
+        chosen = self._files.with_control if parse_special else self._files.without_control
+        return self._encode(chosen, text, add_special=add_special)
+
+    def _encode(self, chosen: tokenizers.Tokenizer, text: str, *, add_special: bool = False) -> list[int]:
+        """Raises `TextNotEncoded`."""
         # A batch of one: it lets other threads run meanwhile, and leaves out the offsets.
         try:
             ids: list[int] = chosen.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
@@ -151,9 +154,18 @@ class Tokenizer:
 
         # What users write in tools is theirs as much as what they write in messages.
         pieces = render_pieces([*plain, {"tools": tools}], control, render)
-        ids: list[int] = []
-        for piece, special in pieces:
-            ids += [self.control[piece]] if special else self.encode(piece)
+        text = "".join(piece for piece, _ in pieces)
+        if split_control(text, control) == pieces:
+            # Nobody wrote one: the tokenizer splits the text as in training, blanks around control tokens and all.
+            ids = self.encode(text, parse_special=True)
+            if [i for i in ids if i in self.control_ids] == [
+                self.control[p] for p, special in pieces if special
+            ]:
+                return ids
+        ids = []
+        for number, (piece, special) in enumerate(pieces):
+            chosen = self._files.within if number else self._files.without_control
+            ids += [self.control[piece]] if special else self._encode(chosen, piece)
         return ids
 
     def _render(

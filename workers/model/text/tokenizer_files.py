@@ -7,7 +7,9 @@ one for templates, which does, and one for what users write, which does not.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,16 +33,20 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """`with_control` recognises control tokens, `without_control` reads them as plain text."""
+    """`with_control` recognises control tokens, `without_control` reads them as plain text; `within` does, too, and
+    takes no text for the beginning of a prompt.
+    """
 
     with_control: tokenizers.Tokenizer
     without_control: tokenizers.Tokenizer
+    within: tokenizers.Tokenizer
     control: dict[str, int]
     chat_template: str | None
     bos_token: str
     eos_token: str
     eos_ids: frozenset[int]
     template_file: Path
+    tokenizer_file: Path
     quick: bool
     """Whether every step of the pre-tokenizer is one whose time is known to grow with the text alone."""
 
@@ -142,9 +148,10 @@ def _from_gguf(path: Path) -> TokenizerFiles:
     template = fields.get("tokenizer.chat_template")
     if template is not None:
         template = _bounded("tokenizer.chat_template", fields.text("tokenizer.chat_template"))
+    without_control = _blind(build())
     return TokenizerFiles(
-        with_control, _blind(build()), control, template, token("bos"), token("eos"),
-        frozenset(config.eos_token_ids), path, quick=True,
+        with_control, without_control, without_control, control, template, token("bos"), token("eos"),
+        frozenset(config.eos_token_ids), path, path, quick=True,
     )  # fmt: skip
 
 
@@ -179,10 +186,11 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
         raise ModelNotFound(f"{folder} holds no tokenizer.json")
     text = read_text(path, TOKENIZER_BYTES_MAX)
     with in_file(path):
-        built, blind = _from_json(text), _blind(_from_json(text))
+        built = _from_json(text)
         _check_vocabulary("vocab", built, config.vocab)
         control = {token.content: i for i, token in built.get_added_tokens_decoder().items() if token.special}
         _check_control("added_tokens", control)
+        blind = _blind(_from_json(_without_words(text, control)))
         quick = probe(text, built)
     settings_path = folder / "tokenizer_config.json"
     settings = read_optional_json(settings_path)
@@ -196,7 +204,9 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
     eos_ids = frozenset(config.eos_token_ids)
     if eos and (number := built.token_to_id(eos)) is not None:
         eos_ids |= {number}
-    return TokenizerFiles(built, blind, control, template, bos, eos, eos_ids, template_file, quick)
+    return TokenizerFiles(
+        built, blind, _within(blind), control, template, bos, eos, eos_ids, template_file, path, quick
+    )
 
 
 def _from_json(text: str) -> tokenizers.Tokenizer:
@@ -208,6 +218,45 @@ def _from_json(text: str) -> tokenizers.Tokenizer:
     if isinstance(built.model, models.BPE):
         built.model.dropout = None  # with it, equal prompts get different tokens
     return built
+
+
+def _without_words(text: str, control: Mapping[str, int]) -> str:
+    """The tokenizer.json, whose model cannot find a control token in a text as if it were a word.
+
+    Every model but BPE looks words up in its vocabulary, and BPE does with `ignore_merges`. The names there become ones
+    that nobody can guess.
+    """
+    content = json.loads(text)
+    model = content["model"]
+    if "merges" in model and not model.get("ignore_merges"):
+        return text
+    vocab = model["vocab"]
+    names = [pair[0] for pair in vocab] if isinstance(vocab, list) else vocab
+    unknown = model.get("unk_token")
+    hidden = {
+        name: f"{secrets.token_hex(16)} {name}" for name in names if name in control and name != unknown
+    }
+    if not hidden:
+        return text
+    if isinstance(vocab, list):
+        model["vocab"] = [[hidden.get(name, name), score] for name, score in vocab]
+    else:
+        model["vocab"] = {hidden.get(name, name): i for name, i in vocab.items()}
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in hidden]
+    return json.dumps(content)
+
+
+def _within(blind: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same for text behind other text: a Metaspace of scheme "first" marks only the beginning of a prompt."""
+    content = json.loads(blind.to_str())
+    left = [content["pre_tokenizer"]]
+    found = False
+    while left:
+        step = left.pop() or {}
+        left += step.get("pretokenizers", ())
+        if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first":
+            step["prepend_scheme"], found = "never", True
+    return _blind(_from_json(json.dumps(content))) if found else blind
 
 
 def _huggingface_template(settings: dict[str, Any]) -> str | None:
