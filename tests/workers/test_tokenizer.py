@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from halfmoon.workers.model.loading.files import find_model
+from halfmoon.workers.model.loading.files import ModelError, find_model
 from halfmoon.workers.model.loading.gguf import GgufFile
 from halfmoon.workers.model.text.chat_template import plain_messages
 from halfmoon.workers.model.text.tokenizer import (
@@ -23,7 +23,7 @@ from halfmoon.workers.model.text.tokenizer import (
     Tokenizer,
 )
 from tests.lengths import examples
-from tests.workers.made_models import TOKENS, directory
+from tests.workers.made_models import BOOL, STRING, TEMPLATE, TOKENS, directory, gguf
 
 MODEL = "smollm2-135m-instruct"
 TEXTS = [
@@ -310,3 +310,106 @@ def test_truncation_padding_and_dropout_of_a_file_change_no_text(tmp_path: Path)
     assert tokenizer.encode_chat(chat("b")) == [1, b, 0]
     kept = json.loads(tokenizer.serialized())
     assert (kept["truncation"], kept["padding"], kept["model"]["dropout"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ["b"]),
+        ({"add_bos_token": (BOOL, False)}, ["b"]),
+        ({"add_bos_token": (BOOL, True)}, ["<|go|>", "b"]),
+        ({"add_eos_token": (BOOL, True)}, ["b", "<|end|>"]),
+        ({"add_bos_token": (BOOL, True), "add_eos_token": (BOOL, True)}, ["<|go|>", "b", "<|end|>"]),
+        ({"pre": (STRING, "llama-bpe")}, ["<|go|>", "b"]),
+        ({"pre": (STRING, "llama-bpe"), "add_bos_token": (BOOL, False)}, ["b"]),
+        ({"add_space_prefix": (BOOL, True)}, ["b"]),  # is for vocabularies of SentencePiece alone
+    ],
+)
+def test_a_gguf_file_says_what_stands_around_a_text(
+    fields: dict[str, tuple[int, Any]], expected: list[str], tmp_path: Path
+) -> None:
+    made = gguf()
+    made.fields |= {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    (tmp_path / "m.gguf").write_bytes(made.encoded())
+    tokenizer = Tokenizer.load(str(tmp_path / "m.gguf"))
+    assert tokenizer.names(tokenizer.encode("b", add_special=True)) == expected
+    assert tokenizer.names(tokenizer.encode("b", add_special=True, parse_special=True)) == expected
+    assert tokenizer.names(tokenizer.encode("b")) == ["b"]
+    assert tokenizer.names(tokenizer.encode_chat(chat("b"))) == ["<|go|>", "b", "<|end|>"]
+
+
+def test_a_gguf_file_that_asks_for_a_begin_token_must_have_one(tmp_path: Path) -> None:
+    made = gguf()
+    made.fields["tokenizer.ggml.add_bos_token"] = (BOOL, True)
+    del made.fields["tokenizer.ggml.bos_token_id"]
+    (tmp_path / "m.gguf").write_bytes(made.encoded())
+    with pytest.raises(
+        ModelError, match=r"add_bos_token is true, but the file has no tokenizer\.ggml\.bos_token_id"
+    ):
+        Tokenizer.load(str(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}]
+)
+@pytest.mark.parametrize("begins", [True, False])
+def test_of_a_directory_the_post_processor_says_what_stands_around_a_text(
+    asked: dict[str, bool], begins: bool, tmp_path: Path
+) -> None:
+    """As in transformers 5, which takes `add_bos_token` only for tokenizers that have no tokenizer.json."""
+    made = directory()
+    made.files["tokenizer_config.json"] |= asked
+    if begins:
+        begin = {"SpecialToken": {"id": "<|go|>", "type_id": 0}}
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        made.files["tokenizer.json"]["post_processor"] = {
+            "type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text],
+            "special_tokens": {"<|go|>": {"id": "<|go|>", "ids": [1], "tokens": ["<|go|>"]}},
+        }  # fmt: skip
+    tokenizer = Tokenizer.load(str(made.write(tmp_path)))
+    assert tokenizer.names(tokenizer.encode("b", add_special=True)) == ["<|go|>"] * begins + ["b"]
+
+
+GO, END = "<|go|>", "<|end|>"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"bos_token": GO, "eos_token": {"content": END}}},
+        {"special_tokens_map.json": {"bos_token": {"content": GO}, "eos_token": END}, "tokenizer_config.json": {}},
+        {"tokenizer_config.json": {"bos_token": GO, "eos_token": None, "additional_special_tokens": [END]},
+         "special_tokens_map.json": {"bos_token": "a"}},
+        {"tokenizer_config.json": {"added_tokens_decoder": {
+            "1": {"content": GO, "special": True}, "0": {"content": END, "special": True}}}},
+    ],
+)  # fmt: skip
+def test_named_tokens_are_control_tokens_wherever_they_are_named(
+    files: dict[str, Any], tmp_path: Path
+) -> None:
+    made = directory()
+    made.files["tokenizer.json"]["added_tokens"] = []
+    made.files["tokenizer_config.json"] = {}
+    made.files |= files
+    made.files["chat_template.jinja"] = TEMPLATE
+    tokenizer = Tokenizer.load(str(made.write(tmp_path)))
+    assert tokenizer.control == {GO: 1, END: 0}
+    assert tokenizer.encode_chat(chat("b")) == [1, TOKENS.index("b"), 0]
+    assert not {0, 1} & set(tokenizer.encode(GO))
+
+
+def test_tokens_that_only_the_settings_have_are_added_at_their_ids(tmp_path: Path) -> None:
+    made = directory()
+    del made.files["tokenizer.json"]["model"]["vocab"]["h"]
+    made.files["tokenizer_config.json"]["added_tokens_decoder"] = {
+        "15": {"content": "<new>", "special": False}
+    }
+    tokenizer = Tokenizer.load(str(made.write(tmp_path / "made")))
+    assert tokenizer.encode("a<new>b") == [2, 15, 3]
+    assert tokenizer.decode([2, 15, 3]) == "a<new>b"
+    made.files["tokenizer_config.json"]["added_tokens_decoder"] = {
+        "14": {"content": "<new>", "special": False}
+    }
+    words = r"tokenizer_config\.json: added_tokens_decoder\.14 is '<new>', which is 15 in tokenizer\.json"
+    with pytest.raises(ModelError, match=words):
+        Tokenizer.load(str(made.write(tmp_path / "elsewhere")))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from halfmoon.workers.model.loading.config import ModelConfig, ModelError, ModelNotFound, ModelUnsupported
 from halfmoon.workers.model.loading.errors import ModelBroken, in_file, shown
@@ -129,6 +129,8 @@ def _from_gguf(path: Path) -> TokenizerFiles:
     defined = [name for name, kind in zip(names, kinds, strict=True) if kind == _USER_DEFINED]
     _check_control("tokenizer.ggml.tokens", control)
 
+    around = _gguf_around(fields, names, begins=kind.startswith("llama"))
+
     def build() -> tokenizers.Tokenizer:
         built = tokenizers.Tokenizer(
             models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.startswith("llama"))
@@ -137,6 +139,7 @@ def _from_gguf(path: Path) -> TokenizerFiles:
         built.decoder = decoders.ByteLevel()
         built.add_tokens([AddedToken(name, normalized=False) for name in defined])
         built.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])
+        built.post_processor = around
         return built
 
     def token(field: str) -> str:
@@ -153,6 +156,23 @@ def _from_gguf(path: Path) -> TokenizerFiles:
         with_control, without_control, without_control, control, template, token("bos"), token("eos"),
         frozenset(config.eos_token_ids), path, path, quick=True,
     )  # fmt: skip
+
+
+def _gguf_around(fields: Fields, names: list[str], *, begins: bool) -> processors.TemplateProcessing:
+    """Puts the tokens around every text that the file asks for. `begins`: what llama.cpp takes for `add_bos_token`
+    where the file is silent.
+    """
+    template, specials = ["$A"], []
+    for side, default in (("bos", begins), ("eos", False)):
+        ids = fields.token_ids(f"tokenizer.ggml.{side}_token_id", len(names))
+        field = f"tokenizer.ggml.add_{side}_token"
+        asked = fields.flag(field)
+        if asked and not ids:
+            raise ModelBroken(field, f"is true, but the file has no tokenizer.ggml.{side}_token_id")
+        if asked or (default and ids and fields.get(field) is None):
+            template = [side, *template] if side == "bos" else [*template, side]
+            specials.append({"id": side, "ids": [ids[0]], "tokens": [names[ids[0]]]})
+    return processors.TemplateProcessing(single=template, special_tokens=specials)
 
 
 def _token_types(fields: Fields, count: int) -> list[int]:
@@ -185,18 +205,20 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
     if not path.is_file():
         raise ModelNotFound(f"{folder} holds no tokenizer.json")
     text = read_text(path, TOKENIZER_BYTES_MAX)
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_optional_json(folder / "special_tokens_map.json") | read_optional_json(settings_path)
     with in_file(path):
         built = _from_json(text)
-        _check_vocabulary("vocab", built, config.vocab)
-        control = {token.content: i for i, token in built.get_added_tokens_decoder().items() if token.special}
-        _check_control("added_tokens", control)
-        blind = _blind(_from_json(_without_words(text, control)))
-        quick = probe(text, built)
-    settings_path = folder / "tokenizer_config.json"
-    settings = read_optional_json(settings_path)
     with in_file(settings_path):
         template = _huggingface_template(settings)
         bos, eos = _token_text(settings, "bos_token"), _token_text(settings, "eos_token")
+        added = _add_tokens(built, settings, [bos, eos])
+    with in_file(path):
+        _check_vocabulary("vocab", built, config.vocab)
+        control = {token.content: i for i, token in built.get_added_tokens_decoder().items() if token.special}
+        _check_control("added_tokens", control)
+        blind = _blind(_from_json(_without_words(built.to_str() if added else text, control)))
+        quick = probe(text, built)
     jinja = folder / "chat_template.jinja"
     template_file = settings_path
     if template is None and (jinja.is_symlink() or jinja.exists()):
@@ -218,6 +240,53 @@ def _from_json(text: str) -> tokenizers.Tokenizer:
     if isinstance(built.model, models.BPE):
         built.model.dropout = None  # with it, equal prompts get different tokens
     return built
+
+
+def _add_tokens(built: tokenizers.Tokenizer, settings: dict[str, Any], named: list[str]) -> bool:
+    """Adds what tokenizer_config.json has of added tokens and tokenizer.json has not; whether there was any.
+
+    `named`: tokens with a role (`bos_token`), control tokens wherever the vocabulary has them. Raises `ModelBroken`.
+    """
+    present = built.get_added_tokens_decoder()
+    entries = Fields(settings).inner("added_tokens_decoder")
+    changed = False
+    for number, key in sorted((_token_id(key), key) for key in settings.get("added_tokens_decoder") or {}):
+        entry = entries.inner(key)
+        name = entry.text("content")
+        special = entry.flag("special") or name in named
+        known = present.get(number)
+        if known is not None and known.content == name and (known.special or not special):
+            continue
+        token = AddedToken(
+            name, special=special, single_word=entry.flag("single_word"), lstrip=entry.flag("lstrip"),
+            rstrip=entry.flag("rstrip"), normalized=entry.get("normalized") is True,
+        )  # fmt: skip
+        built.add_special_tokens([token]) if special else built.add_tokens([token])
+        if built.token_to_id(name) != number:
+            where = f"is {shown(name)}, which is {built.token_to_id(name)} in tokenizer.json"
+            raise ModelBroken(f"added_tokens_decoder.{key}", where)
+        changed = True
+    special_names = {token.content for token in built.get_added_tokens_decoder().values() if token.special}
+    for name in named + _more_specials(settings):
+        if name and name not in special_names and built.token_to_id(name) is not None:
+            built.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+            changed = True
+    return changed
+
+
+def _token_id(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 9:
+        raise ModelBroken("added_tokens_decoder", f"has the name {shown(key)}; it must be a token id")
+    return int(key)
+
+
+def _more_specials(settings: dict[str, Any]) -> list[str]:
+    """Those of `additional_special_tokens`, each a text or an object with its content. Raises `ModelBroken`."""
+    field = "additional_special_tokens"
+    listed = settings.get(field) or []
+    if not isinstance(listed, list):
+        raise ModelBroken(field, f"is {shown(listed)}; it must be a list of tokens")
+    return [_token_text({field: item}, field) for item in listed]
 
 
 def _without_words(text: str, control: Mapping[str, int]) -> str:
