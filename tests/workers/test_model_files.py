@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.loading.errors import ModelNotComputed
 from halfmoon.workers.model.loading.files import (
     LoadedModel,
     ModelError,
@@ -27,6 +29,17 @@ from halfmoon.workers.model.loading.gguf import GgufFile, unpermute_rotary
 from halfmoon.workers.model.loading.weight_cache import cached_weights_path
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.lengths import sizes
+from tests.workers.made_models import (
+    F32,
+    STRING,
+    Directory,
+    Gguf,
+    Tensor,
+    directory,
+    safetensors,
+    safetensors_header,
+)
+from tests.workers.made_models import gguf as made_gguf
 
 MODEL = "smollm2-135m-instruct"
 
@@ -184,6 +197,143 @@ def test_a_qwen2_gguf_keeps_its_rows_and_has_biases(empty_cache: Path) -> None:
     )
     assert model.config.attention_bias
     assert not model.config.tied
+
+
+def row(size: int) -> bytes:
+    return np.arange(1, size + 1, dtype=np.float32).tobytes()
+
+
+def biased_gguf() -> Gguf:
+    made = made_gguf("llama")
+    sizes = {"attn_q": 8, "attn_k": 4, "attn_v": 4}
+    made.tensors += [Tensor(f"blk.0.{name}.bias", (size,), content=row(size)) for name, size in sizes.items()]
+    return made
+
+
+def test_biases_of_a_llama_gguf_are_computed_with(empty_cache: Path) -> None:
+    path = empty_cache / "m.gguf"
+    path.write_bytes(biased_gguf().encoded())
+    model = load_model(str(path), dtype=torch.float32)
+    assert model.config.attention_bias
+    # In the order of their rows: the converter pairs dimension 2i of a head with 2i + 1, and the engine i with i + 2.
+    query, key, value = [1, 3, 2, 4, 5, 7, 6, 8], [1, 3, 2, 4], [1, 2, 3, 4]
+    assert model.weights["layers.0.qkv_bias"].tolist() == [*query, *key, *value]
+    plain = empty_cache / "p.gguf"
+    plain.write_bytes(made_gguf("llama").encoded())
+    assert first_logits(load_model(str(plain), dtype=torch.float32)) != first_logits(model)
+
+
+def first_logits(model: LoadedModel) -> list[float]:
+    engine = Engine(model, num_blocks=2, block_tokens=16, exact=True)
+    rows = engine.prefill_chunk([2, 3], 0, engine.allocator.allocate(1), want_logits=True)
+    assert rows is not None
+    return [float(value) for value in torch.as_tensor(rows).flatten()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blk.0.attn_q_norm.weight", "blk.0.attn_output.bias", "blk.0.ffn_up.bias", "blk.1.attn_norm.weight", "output.bias",
+     "rope_factors_long.weight"],
+)  # fmt: skip
+def test_a_gguf_tensor_that_nobody_computes_with_is_refused_by_name(name: str, empty_cache: Path) -> None:
+    path = empty_cache / "m.gguf"
+    made = biased_gguf()
+    made.tensors.append(Tensor(name, (8,), content=row(8)))
+    path.write_bytes(made.encoded())
+    for use in (model_fingerprint, lambda path: load_model(path, dtype=torch.float32)):
+        with pytest.raises(ModelNotComputed, match=f"tensor '{name}' is in the file, and the engine"):
+            use(str(path))
+
+
+@pytest.mark.parametrize("missing", ["attn_q", "attn_k", "attn_v"])
+def test_a_gguf_that_has_some_of_its_biases_is_refused(missing: str, empty_cache: Path) -> None:
+    path = empty_cache / "m.gguf"
+    made = biased_gguf()
+    made.tensors = [tensor for tensor in made.tensors if tensor.name != f"blk.0.{missing}.bias"]
+    path.write_bytes(made.encoded())
+    with pytest.raises(ModelError, match=r"tensor '?blk\.0\.attn_.\.bias"):
+        load_model(str(path), dtype=torch.float32)
+
+
+def with_tensors(names: dict[str, int], **config: object) -> Directory:
+    """The directory with rows of these names and sizes more."""
+    made = directory()
+    header, contents = safetensors_header()
+    for name, size in names.items():
+        place = [len(contents), len(contents) + 4 * size]
+        header[name] = {"dtype": "F32", "shape": [size], "data_offsets": place}
+        contents += row(size)
+    made.files["model.safetensors"] = safetensors(header, contents)
+    made.files["config.json"] |= config
+    return made
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.q_proj.bias", "lm_head.bias",
+     "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.o_proj.bias",
+     "model.layers.0.self_attn.q_proj.weight_scale"],
+)  # fmt: skip
+def test_a_tensor_of_a_directory_that_nobody_computes_with_is_refused_by_name(
+    name: str, empty_cache: Path
+) -> None:
+    path = with_tensors({name: 8}).write(empty_cache / "made")
+    for use in (model_fingerprint, lambda path: load_model(path, dtype=torch.float32)):
+        with pytest.raises(ModelNotComputed, match=f"tensor '{name}' is in the file, and the engine"):
+            use(str(path))
+
+
+def test_tensors_that_say_what_the_configuration_says_are_left_out(empty_cache: Path) -> None:
+    names = {"model.layers.0.self_attn.rotary_emb.inv_freq": 2, "model.rotary_emb.inv_freq": 2}
+    path = with_tensors(names).write(empty_cache / "made")
+    plain = directory().write(empty_cache / "plain")
+    assert_same_weights(path, plain)
+    tied = directory()
+    tied.files["config.json"]["tie_word_embeddings"] = True
+    assert load_model(str(tied.write(empty_cache / "tied")), dtype=torch.float32).config.tied
+    made = made_gguf("llama")
+    made.tensors.append(Tensor("rope_freqs.weight", (2,), content=row(2)))
+    (empty_cache / "m.gguf").write_bytes(made.encoded())
+    scaling = load_config(str(empty_cache / "m.gguf")).rope_scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factors) == ("factors", (1.0, 2.0))  # which the rotary embedding divides by
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    models = [load_model(str(path), dtype=torch.float32).weights for path in (first, second)]
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(weight, models[1][name]) for name, weight in models[0].items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"scaling.factor": 4.0}, 4.0),
+        ({"scale_linear": 2.0}, 2.0),
+        ({"scaling.factor": 1.0}, None),
+        ({"scaling.type": "linear", "scaling.factor": 8.0}, 8.0),
+        ({"scaling.type": "none", "scaling.factor": 8.0}, None),
+    ],
+)
+def test_a_gguf_that_names_a_factor_alone_is_stretched_linearly(
+    fields: dict[str, float | str], expected: float | None, empty_cache: Path
+) -> None:
+    made = made_gguf("llama")
+    for name, value in fields.items():
+        made.fields[f"llama.rope.{name}"] = (STRING if isinstance(value, str) else F32, value)
+    (empty_cache / "m.gguf").write_bytes(made.encoded())
+    scaling = load_config(str(empty_cache / "m.gguf")).rope_scaling
+    assert (scaling and (scaling.kind, scaling.factor)) == (expected and ("linear", expected))
+
+
+def test_factors_beside_another_scaling_are_refused(empty_cache: Path) -> None:
+    made = made_gguf("llama")
+    made.tensors.append(Tensor("rope_freqs.weight", (2,), content=row(2)))
+    made.fields["llama.rope.scaling.type"] = (STRING, "yarn")
+    (empty_cache / "m.gguf").write_bytes(made.encoded())
+    with pytest.raises(ModelUnsupported, match=r"llama\.rope\.scaling\.type is 'yarn'"):
+        load_config(str(empty_cache / "m.gguf"))
 
 
 def test_config_and_fingerprint_need_no_torch() -> None:

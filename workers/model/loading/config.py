@@ -173,8 +173,32 @@ def from_huggingface(values: Mapping[str, Any], generation: Mapping[str, Any]) -
     )
 
 
-def from_gguf(metadata: Mapping[str, Any], *, tied: bool, rope_factors: tuple[float, ...]) -> ModelConfig:
-    """From the metadata of a GGUF file. `rope_factors` are the values of its `rope_freqs` tensor, if any.
+def _gguf_rope_scaling(fields: Fields, kind: str, factors: tuple[float, ...]) -> RopeScaling | None:
+    """Without a type a factor is linear, as llama.cpp takes it; older files have it under another name."""
+    named = fields.get(f"{kind}.rope.scaling.type")
+    field = f"{kind}.rope.scaling.factor"
+    if fields.get(field) is None and fields.get(f"{kind}.rope.scale_linear") is not None:
+        field = f"{kind}.rope.scale_linear"
+    stretched = fields.get(field) is not None and fields.number(field) != 1.0
+    scaling_kind = ("linear" if stretched else "none") if named is None else named
+    if factors and scaling_kind == "none":
+        return RopeScaling(kind="factors", factors=factors)
+    if factors:
+        raise ModelUnsupported(f"{kind}.rope.scaling.type", scaling_kind, "none, beside a rope_freqs tensor")
+    if scaling_kind == "linear":
+        return RopeScaling(kind="linear", factor=fields.number(field))
+    if scaling_kind != "none":
+        raise ModelUnsupported(
+            f"{kind}.rope.scaling.type", scaling_kind, "none, linear, or a rope_freqs tensor"
+        )
+    return None
+
+
+def from_gguf(
+    metadata: Mapping[str, Any], *, tied: bool, rope_factors: tuple[float, ...], biased: bool = False
+) -> ModelConfig:
+    """From the metadata of a GGUF file. `rope_factors` are the values of its `rope_freqs` tensor, if any; `biased`: it
+    has biases of query, key and value, which a file of any architecture may have.
 
     Raises `ModelUnsupported`, `ModelBroken`.
     """
@@ -184,16 +208,6 @@ def from_gguf(metadata: Mapping[str, Any], *, tied: bool, rope_factors: tuple[fl
         raise ModelUnsupported("general.architecture", kind, "llama, qwen2")
     if metadata.get(f"{kind}.expert_count"):
         raise ModelUnsupported(f"{kind}.expert_count", metadata[f"{kind}.expert_count"], "0")
-    scaling: RopeScaling | None = None
-    scaling_kind = metadata.get(f"{kind}.rope.scaling.type", "none")
-    if rope_factors:
-        scaling = RopeScaling(kind="factors", factors=rope_factors)
-    elif scaling_kind == "linear":
-        scaling = RopeScaling(kind="linear", factor=fields.number(f"{kind}.rope.scaling.factor"))
-    elif scaling_kind != "none":
-        raise ModelUnsupported(
-            f"{kind}.rope.scaling.type", scaling_kind, "none, linear, or a rope_freqs tensor"
-        )
     heads = fields.count(f"{kind}.attention.head_count", HEADS_MAX)
     hidden = fields.count(f"{kind}.embedding_length", HIDDEN_MAX)
     key_length = f"{kind}.attention.key_length"
@@ -220,11 +234,11 @@ def from_gguf(metadata: Mapping[str, Any], *, tied: bool, rope_factors: tuple[fl
         intermediate=fields.count(f"{kind}.feed_forward_length", INTERMEDIATE_MAX),
         vocab=vocab,
         rope_base=fields.number(f"{kind}.rope.freq_base", default=10000.0),
-        rope_scaling=scaling,
+        rope_scaling=_gguf_rope_scaling(fields, kind, rope_factors),
         rms_eps=fields.number(f"{kind}.attention.layer_norm_rms_epsilon"),
         context_tokens_max=fields.count(f"{kind}.context_length", CONTEXT_TOKENS_MAX),
         tied=tied,
-        attention_bias=kind == "qwen2",
+        attention_bias=biased or kind == "qwen2",
         bos_token_id=begins[0] if begins else None,
         eos_token_ids=tuple(dict.fromkeys(stops)),
     )

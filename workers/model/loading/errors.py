@@ -39,6 +39,10 @@ class ModelUnsupported(ModelFieldError):
         super().__init__(field, f"is {shown(found)}; supported: {supported}")
 
 
+class ModelNotComputed(ModelFieldError):
+    """The model has a part that the engine would leave out."""
+
+
 class ModelBroken(ModelFieldError):
     """A file is damaged, or contradicts itself or another file of the model."""
 

@@ -71,7 +71,8 @@ class GgufFile:
         """Raises `ModelBroken`, `ModelUnsupported`."""
         with in_file(self.path):
             tied = "output.weight" not in self.tensors
-            return from_gguf(self.metadata, tied=tied, rope_factors=self._rope_factors())
+            biased = "blk.0.attn_q.bias" in self.tensors
+            return from_gguf(self.metadata, tied=tied, rope_factors=self._rope_factors(), biased=biased)
 
     def _rope_factors(self) -> tuple[float, ...]:
         tensor = self.tensors.get(ROPE_FACTORS)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from halfmoon.workers.model.loading.cache_files import cache_folder, held_lock, replace_file
 
-_FORMAT = "1"  # raised when the names or the layout of the weights change
+_FORMAT = "2"  # raised when the names or the layout of the weights change
 
 
 def cached_weights_path(fingerprint: str, dtype: torch.dtype) -> Path:

@@ -5,13 +5,20 @@ Reads headers only, and imports no torch: a model that cannot be served is refus
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from halfmoon.workers.model.loading.config import ModelConfig
-from halfmoon.workers.model.loading.errors import ModelBroken, ModelUnsupported, in_file, shown
+from halfmoon.workers.model.loading.errors import (
+    ModelBroken,
+    ModelNotComputed,
+    ModelUnsupported,
+    in_file,
+    shown,
+)
 from halfmoon.workers.model.loading.gguf import GgufFile
 
 TENSORS_MAX = 1 << 17
@@ -25,6 +32,11 @@ _GGUF_WHOLE = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+_UNUSED = {
+    r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.(inv_freq|cos_cached|sin_cached)": "config.json says the same",
+    r"rope_freqs\.weight": "is part of the configuration",
+}
+"""Tensors that files have and the engine leaves out, and why that changes no answer. Any other would."""
 _DTYPES = ("F32", "F16", "BF16", "F64")
 
 
@@ -67,17 +79,23 @@ def gguf_name(name: str) -> str:
 
 
 def check_gguf(file: GgufFile, config: ModelConfig) -> None:
-    """Raises `ModelUnsupported` for a tensor that is missing or has another shape than the metadata says."""
+    """Raises `ModelUnsupported` for a tensor that is missing or has another shape than the metadata says,
+    `ModelNotComputed` for one that the engine does not compute with.
+    """
     with in_file(file.path):
-        for name, shape in part_shapes(config).items():
-            theirs = gguf_name(name)
-            tensor = file.tensors.get(theirs)
-            _check(theirs, None if tensor is None else tensor.shape, shape)
+        shapes = {gguf_name(name): shape for name, shape in part_shapes(config).items()}
+        for name, shape in shapes.items():
+            tensor = file.tensors.get(name)
+            _check(name, None if tensor is None else tensor.shape, shape)
+        for name in file.tensors:
+            if name not in shapes:
+                _check_unused(name)
 
 
 def check_huggingface(files: Sequence[Path], config: ModelConfig) -> None:
     """Raises `ModelUnsupported` for a tensor that is missing, or has another shape than config.json says or a dtype
-    that is no float; `ModelBroken` for a file that is no safetensors, and for a tensor that two files hold.
+    that is no float; `ModelNotComputed` for one that the engine does not compute with; `ModelBroken` for a file that is
+    no safetensors, and for a tensor that two files hold.
     """
     expected = part_shapes(config)
     places: dict[str, Path] = {}
@@ -91,6 +109,8 @@ def check_huggingface(files: Sequence[Path], config: ModelConfig) -> None:
                     raise ModelBroken(f"tensor {shown(name)}", f"is in {places[name].name} too")
                 places[name] = file
                 if name not in expected:
+                    if not (config.tied and name == "lm_head.weight"):  # tied, it is the embedding once more
+                        _check_unused(name)
                     continue
                 header = opened.get_slice(name)
                 _check(name, tuple(header.get_shape()), expected[name])
@@ -110,6 +130,13 @@ def open_safetensors(file: Path, framework: str) -> Any:
         return safe_open(file, framework=framework)
     except SafetensorError as error:
         raise ModelBroken("header", f"is no safetensors header: {str(error)[:200]}") from None
+
+
+def _check_unused(name: str) -> None:
+    """An answer without a tensor that its model was trained with is no answer of the model."""
+    if not any(re.fullmatch(pattern, name) for pattern in _UNUSED):
+        problem = "is in the file, and the engine does not compute with it"
+        raise ModelNotComputed(f"tensor {shown(name)}", problem)
 
 
 def _check(name: str, found: tuple[int, ...] | None, wanted: tuple[int, ...]) -> None:
