@@ -34,6 +34,7 @@ async def run(args: argparse.Namespace) -> int:
     from halfmoon.workers.frontend.config import FrontendConfig
     from halfmoon.workers.frontend.frontend import Frontend
     from halfmoon.workers.frontend.tenants import read_keys
+    from halfmoon.workers.model.loading.generation import sampling_defaults
     from halfmoon.workers.model.text.tokenizer import Tokenizer
 
     layout = models.layout_of(args)
@@ -62,6 +63,7 @@ async def run(args: argparse.Namespace) -> int:
         api_keys=keys,
         cluster_secret=secret(args),
         context_tokens=_context_tokens(args),
+        sampling_defaults=sampling_defaults(args.model, args.generation_config),
         open_requests_max=args.open_requests_max,
         log_directory=args.log_dir,
         log_free_bytes_min=args.log_free_mib_min << 20,

@@ -271,6 +271,13 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="prompt and answer together, at most; 0: the model's context",
     )
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="SOURCE",
+        help="temperature, top_p, top_k, min_p and repetition_penalty of requests that do not say: auto (the model's "
+        "generation_config.json), vllm (none), or a folder with such a file",
+    )
     group.add_argument("--http-connections-max", type=int, default=8192)
     group.add_argument(
         "--http-connections-per-address-max", type=int, default=4096, help="a proxy is one address"

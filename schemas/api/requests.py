@@ -70,6 +70,8 @@ class ApiRequest:
     #: None: as many as the frontend gives when nothing is said.
     max_tokens: int | None
     sampling: Sampling
+    #: Of `MODEL_DEFAULTS` those that the request does not say: the model's makers may have.
+    unsaid: frozenset[str] = frozenset()
     #: What the answer must look like; None: anything.
     structure: Structure | None = None
     bad_words: tuple[str, ...] = ()
@@ -86,6 +88,9 @@ class ApiRequest:
     priority: int
     request_id: str
 
+
+#: Fields of a request whose defaults a model's generation_config.json may change.
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 B = TypeVar("B")
 _TEMPLATE_WORD = re.compile(TEMPLATE_WORD)
@@ -298,6 +303,7 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         model=body.model or "",
         max_tokens=max_tokens,
         sampling=_sampling(body),
+        unsaid=frozenset(name for name in MODEL_DEFAULTS if getattr(body, name) is None),
         structure=_structure(body, prompt.get("tool_use")),
         bad_words=tuple(body.bad_words or ()),
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),

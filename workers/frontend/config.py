@@ -42,6 +42,8 @@ class FrontendConfig:
     cluster_secret: str = field(default="", repr=False)
     #: Prompt and answer together, of one request.
     context_tokens: int = 8192
+    #: What the model's makers draw by, for requests that do not say; by name, of `requests.MODEL_DEFAULTS`.
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     #: Of a generate request that does not say `max_tokens` (cut to the context); a chat may take all the context.
     max_tokens_default: int = 256
     #: Of an OpenAI completion that does not say; 16 is OpenAI's.

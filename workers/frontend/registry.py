@@ -80,7 +80,7 @@ class RequestRegistry:
         self.prompts = PromptReader(config, tokenizer, layout, payload_bytes_max=bus.nc.max_payload)
         #: Of the KVCache: requests share whole blocks.
         self.block_tokens = layout.block_tokens
-        self._sampling = SamplingReader(tokenizer)
+        self._sampling = SamplingReader(tokenizer, config.sampling_defaults)
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
         #: OpenTelemetry, where it is switched on.
@@ -149,6 +149,7 @@ class RequestRegistry:
             "served_model_names": [config.model, *config.model_aliases],
             "context_tokens": config.context_tokens,
             "max_model_len": self.prompts.max_model_len,
+            "sampling_defaults": dict(config.sampling_defaults),
             "layout": msgspec.to_builtins(self._layout),
             "limits": {
                 "open_requests_max": config.open_requests_max,

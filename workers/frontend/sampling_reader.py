@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from halfmoon.schemas.api.errors import ApiError
@@ -18,16 +20,23 @@ SAMPLING_BYTES_MAX = 56 << 10
 class SamplingReader:
     """`read` raises ApiError."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, defaults: Mapping[str, float]) -> None:
+        """`defaults`: of fields that a request does not say, by name."""
         self._tokenizer = tokenizer
+        self._defaults = defaults
         self._grammars = GrammarReader(tokenizer)
 
     def close(self) -> None:
         self._grammars.close()
 
     async def read(self, ask: ApiRequest) -> Sampling:
-        """The request's sampling, with its grammar and its bad words as tokens."""
+        """The request's sampling, with the model's defaults, its grammar, and its bad words as tokens."""
         sampling = ask.sampling
+        if defaults := {name: value for name, value in self._defaults.items() if name in ask.unsaid}:
+            sampling = msgspec.structs.replace(sampling, **defaults)
+            if ask.n > 1 and not sampling.temperature:
+                message = f"n: {ask.n} greedy choices would be the same one; the model's temperature is 0"
+                raise ApiError(400, message, param="n", code="contradiction")
         if sampling.allowed_token_ids and max(sampling.allowed_token_ids) >= self._tokenizer.vocab_size:
             message = f"allowed_token_ids: beyond the vocabulary of {self._tokenizer.vocab_size}"
             raise ApiError(400, message, param="allowed_token_ids", code="invalid")
