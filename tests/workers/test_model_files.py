@@ -327,6 +327,33 @@ def test_a_gguf_that_names_a_factor_alone_is_stretched_linearly(
     assert (scaling and (scaling.kind, scaling.factor)) == (expected and ("linear", expected))
 
 
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"model_type": "mistral", "sliding_window": None, "max_position_embeddings": 8192}, ""),
+        ({"model_type": "mistral", "max_position_embeddings": 4096}, ""),
+        ({"model_type": "mistral", "sliding_window": 64, "max_position_embeddings": 64}, ""),
+        ({"model_type": "mistral", "max_position_embeddings": 4097}, r"sliding_window is 'left out \(4096\)'"),
+        ({"model_type": "mistral", "sliding_window": 63}, "sliding_window is 63"),
+        ({"model_type": "mistral", "sliding_window": "4096"}, "sliding_window is '4096'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"partial_rotary_factor": 1.0}, ""),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, r"rope_parameters\.partial_rotary_factor is"),
+    ],
+)  # fmt: skip
+def test_a_part_of_attention_that_is_not_computed_is_refused(
+    config: dict[str, object], refused: str, empty_cache: Path
+) -> None:
+    made = directory()
+    made.files["config.json"] |= config
+    path = str(made.write(empty_cache / "made"))
+    if not refused:
+        assert load_config(path).layers == 1
+        return
+    with pytest.raises(ModelUnsupported, match=rf"config\.json: {refused}"):
+        load_config(path)
+
+
 def test_factors_beside_another_scaling_are_refused(empty_cache: Path) -> None:
     made = made_gguf("llama")
     made.tensors.append(Tensor("rope_freqs.weight", (2,), content=row(2)))

@@ -32,6 +32,8 @@ INTERMEDIATE_MAX = 1 << 24
 VOCAB_MAX = 1 << 22
 CONTEXT_TOKENS_MAX = 1 << 26
 
+MISTRAL_WINDOW_TOKENS = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
@@ -119,10 +121,21 @@ def _huggingface_rope_scaling(config: Fields) -> RopeScaling | None:
             raise ModelUnsupported("rope_scaling.rope_type", kind, "default, linear, llama3")
 
 
-def _refuse_huggingface_options(config: Fields, kind: str) -> None:
+def _refuse_huggingface_options(values: Mapping[str, Any], kind: str) -> None:
     """Raises `ModelUnsupported` for what would be computed wrongly."""
-    if kind == "mistral" and config.get("sliding_window") is not None:
-        raise ModelUnsupported("sliding_window", config.get("sliding_window"), "null")
+    config = Fields(values)
+    # A file that leaves it out means the window of Mistral's first model.
+    window = values.get("sliding_window", MISTRAL_WINDOW_TOKENS) if kind == "mistral" else None
+    if window is not None and not (
+        type(window) is int and window >= config.count("max_position_embeddings", CONTEXT_TOKENS_MAX)
+    ):
+        raise ModelUnsupported(
+            "sliding_window", values.get("sliding_window", "left out (4096)"), "null, or the whole context"
+        )
+    for name, fields in (("rope_parameters.", config.inner("rope_parameters")), ("", config)):
+        if fields.get("partial_rotary_factor") not in (None, 1):
+            field = f"{name}partial_rotary_factor"
+            raise ModelUnsupported(field, fields.get("partial_rotary_factor"), "1")
     if kind == "qwen2" and config.flag("use_sliding_window"):
         raise ModelUnsupported("use_sliding_window", True, "false")
     if config.text("hidden_act", default="silu") != "silu":
@@ -145,7 +158,7 @@ def from_huggingface(values: Mapping[str, Any], generation: Mapping[str, Any]) -
     kind = config.get("model_type")
     if kind not in ("llama", "mistral", "qwen2"):
         raise ModelUnsupported("model_type", kind, "llama, mistral, qwen2")
-    _refuse_huggingface_options(config, kind)
+    _refuse_huggingface_options(values, kind)
     hidden, heads = config.count("hidden_size", HIDDEN_MAX), config.count("num_attention_heads", HEADS_MAX)
     vocab = config.count("vocab_size", VOCAB_MAX)
     named_head_dim = config.count("head_dim", HEAD_DIM_MAX) if config.get("head_dim") else None

@@ -317,6 +317,8 @@ def _without_words(text: str, control: Mapping[str, int]) -> str:
 
 def _within(blind: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """The same for text behind other text: a Metaspace of scheme "first" marks only the beginning of a prompt."""
+    if blind.pre_tokenizer is None or b"Metaspace" not in blind.pre_tokenizer.__getstate__():
+        return blind  # without writing out a vocabulary of a hundred thousand words
     content = json.loads(blind.to_str())
     left = [content["pre_tokenizer"]]
     found = False
