@@ -319,9 +319,17 @@ def test_an_index_names_files_beside_it_or_is_refused(name: str, tmp_path: Path)
 
 def test_two_files_that_hold_one_tensor_are_refused(tmp_path: Path) -> None:
     made = directory()
-    made.files["another.safetensors"] = made.files[WEIGHTS]
+    made.files["another.safetensors"] = made.files["some.safetensors"] = made.files.pop(WEIGHTS)
     line = use(made.write(tmp_path / "m"))
     assert "is in another.safetensors too" in line
+
+
+def test_beside_a_whole_file_others_are_not_read(tmp_path: Path) -> None:
+    """Mistral's own form lies beside transformers' in its directories."""
+    made = directory()
+    header, contents = safetensors_header({"token_embd": "tok_embeddings"})
+    made.files["consolidated.safetensors"] = safetensors(header, contents)
+    assert use(made.write(tmp_path / "m")) == "served"
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "nothing"])

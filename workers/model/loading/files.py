@@ -111,9 +111,11 @@ def _find_in_files(path: Path) -> ModelSource:
         )
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} holds no config.json")
-    index = path / "model.safetensors.index.json"
+    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_symlink() or index.exists():
         files = tuple(path / shard for shard in _shards(index))
+    elif whole.is_symlink() or whole.exists():
+        files = (whole,)  # what lies beside it (`consolidated.safetensors`) is the same in another form
     else:
         files = tuple(sorted(path.glob("*.safetensors")))
     missing = [file.name for file in files if not file.is_file()]
