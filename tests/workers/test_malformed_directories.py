@@ -264,6 +264,41 @@ CASES: dict[str, tuple[Change, str, str]] = {
         SETTINGS,
         "bos_token is {'content': 5}",
     ),
+    "added_tokens_decoder a list": (
+        put(SETTINGS, "added_tokens_decoder", to=[1]),
+        SETTINGS,
+        "added_tokens_decoder is [1]; it must be an object",
+    ),
+    "an added token without an id": (
+        put(SETTINGS, "added_tokens_decoder", to={"x": {"content": "a"}}),
+        SETTINGS,
+        "added_tokens_decoder has the name 'x'; it must be a token id",
+    ),
+    "an added token a number": (
+        put(SETTINGS, "added_tokens_decoder", to={"2": 5}),
+        SETTINGS,
+        "added_tokens_decoder.2 is 5; it must be an object",
+    ),
+    "an added token without content": (
+        put(SETTINGS, "added_tokens_decoder", to={"2": {"special": True}}),
+        SETTINGS,
+        "added_tokens_decoder.2.content is missing",
+    ),
+    "an added token of another id": (
+        put(SETTINGS, "added_tokens_decoder", to={"2": {"content": "b"}}),
+        SETTINGS,
+        "added_tokens_decoder.2 is 'b', which is 3 in tokenizer.json",
+    ),
+    "additional_special_tokens a text": (
+        put(SETTINGS, "additional_special_tokens", to="a"),
+        SETTINGS,
+        "additional_special_tokens is 'a'; it must be a list of tokens",
+    ),
+    "mapped eos_token a number": (
+        lambda made: made.files.update({"special_tokens_map.json": {"eos_token": 5}}),
+        "special_tokens_map.json",
+        "eos_token is 5; it must be a token",
+    ),
 }
 #: What another reader might refuse, and what is served here.
 SERVED = {

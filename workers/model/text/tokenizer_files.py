@@ -206,7 +206,15 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
         raise ModelNotFound(f"{folder} holds no tokenizer.json")
     text = read_text(path, TOKENIZER_BYTES_MAX)
     settings_path = folder / "tokenizer_config.json"
-    settings = read_optional_json(folder / "special_tokens_map.json") | read_optional_json(settings_path)
+    map_path = folder / "special_tokens_map.json"
+    mapped = read_optional_json(map_path)
+    with in_file(map_path):
+        mapped = {
+            "bos_token": _token_text(mapped, "bos_token"),
+            "eos_token": _token_text(mapped, "eos_token"),
+            "additional_special_tokens": _more_specials(mapped),
+        }
+    settings = mapped | read_optional_json(settings_path)
     with in_file(path):
         built = _from_json(text)
     with in_file(settings_path):
