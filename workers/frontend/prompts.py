@@ -25,6 +25,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.status import ConductorStatus
 from halfmoon.schemas.tokens import carried_tokens
 from halfmoon.workers.frontend.config import FrontendConfig
+from halfmoon.workers.model.text.control_text import decode_all
 from halfmoon.workers.model.text.tokenizer import (
     ChatTemplateError,
     ChatTemplateSlow,
@@ -154,12 +155,12 @@ class PromptReader:
         return answer | {"token_strs": self._tokenizer.names(ids) if body.return_token_strs else None}
 
     def detokenize(self, body: DetokenizeBody) -> dict[str, str]:
-        """`{"prompt"}`. Raises ApiError."""
+        """`{"prompt"}`, with control tokens. Raises ApiError."""
         self.check_model(body.model or "")
         if body.tokens and max(body.tokens) >= self._tokenizer.vocab_size:
             message = f"tokens: {max(body.tokens)} is outside the vocabulary of {self._tokenizer.vocab_size}"
             raise ApiError(400, message, param="tokens", code="invalid")
-        return {"prompt": self._tokenizer.decode(body.tokens)}
+        return {"prompt": decode_all(self._tokenizer, body.tokens)}
 
     async def encode(
         self,

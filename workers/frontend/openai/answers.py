@@ -14,6 +14,7 @@ from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.openai.chat_parts import delta_of, message_of, parts_of
+from halfmoon.workers.frontend.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 _MS = 1_000_000
@@ -61,56 +62,6 @@ def measures(request: OpenRequest) -> dict[str, Any]:
         },
         "prefill_worker": timing.prefill_worker if timing else "",
         "decode_worker": request.decode_worker or (timing.decode_worker if timing else ""),
-    }
-
-
-# --- log probabilities --------------------------------------------------------------------------------------
-
-
-def chat_logprobs(tokenizer: Tokenizer, samples: list[SampledToken], top: int) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a chat choice."""
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
-
-    return {
-        "content": [
-            {
-                **entry(sampled.token_id, sampled.logprob),
-                "top_logprobs": [entry(*other) for other in sampled.top_logprobs[:top]],
-            }
-            for sampled in samples
-        ]
-    }
-
-
-def completion_logprobs(
-    tokenizer: Tokenizer, samples: list[SampledToken], top: int, offset: int
-) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a completion choice; `offset`: characters of the tokens before these."""
-
-    def written(token_id: int) -> str:
-        # Not `decode`, for which the token would be the beginning of a text.
-        return tokenizer.token_bytes(token_id).decode(errors="replace")
-
-    tokens = [written(sampled.token_id) for sampled in samples]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [max(sampled.logprob, -9999.0) for sampled in samples],
-        "top_logprobs": [
-            {
-                written(other): max(logprob, -9999.0)
-                # The token itself is among them, as in vLLM, however likely others were.
-                for other, logprob in ((sampled.token_id, sampled.logprob), *sampled.top_logprobs[:top])
-            }
-            for sampled in samples
-        ],
-        "text_offset": offsets,
     }
 
 
@@ -186,7 +137,7 @@ class OpenAiFormatter:
         self._chat = ask.chat
         self._top = ask.sampling.logprobs
         self._ids = ask.return_token_ids
-        self._characters = 0
+        self._offsets = TextOffsets(tokenizer)
         self._model = model
         self._created_s = created_s
         self._alone = alone
@@ -214,7 +165,7 @@ class OpenAiFormatter:
             assert parts is not None
             choice["message"] = message_of(parts.push(request.text, final=True), self._echoed)
             reason = parts.finish_reason(reason)
-        choice["logprobs"] = self._logprobs(request.samples)
+        choice["logprobs"] = self._logprobs(request.samples, TextOffsets(self._tokenizer))
         choice["finish_reason"] = reason
         choice["stop_reason"] = request.stop_reason
         if self._ids:
@@ -334,16 +285,14 @@ class OpenAiFormatter:
     # --- log probabilities ----------------------------------------------------------------------------------
 
     def _logprobs_json(self, piece: Piece) -> bytes:
-        return b"null" if self._top < 0 else orjson.dumps(self._logprobs(piece.tokens))
+        return b"null" if self._top < 0 else orjson.dumps(self._logprobs(piece.tokens, self._offsets))
 
-    def _logprobs(self, samples: list[SampledToken]) -> dict[str, Any] | None:
+    def _logprobs(self, samples: list[SampledToken], offsets: TextOffsets) -> dict[str, Any] | None:
         if self._top < 0:
             return None
         if self._chat:
             return chat_logprobs(self._tokenizer, samples, self._top)
-        entries = completion_logprobs(self._tokenizer, samples, self._top, self._characters)
-        self._characters += sum(len(token) for token in entries["tokens"])
-        return entries
+        return completion_logprobs(self._tokenizer, samples, self._top, offsets)
 
 
 def _echoed(request: OpenRequest, tokenizer: Tokenizer) -> str:
