@@ -41,6 +41,7 @@ def test_structures_become_grammars_or_are_refused(run: Any, tokenizer: Tokenize
         banned = await sampling_of(cluster, bad_words=["moon"], allowed_token_ids=[1, 2])
         assert banned.bad_words == [tokenizer.encode("moon"), tokenizer.encode(" moon")]
         assert banned.allowed_token_ids == [1, 2]
+        circle = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
         for fields, param in (
             ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
             ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
@@ -50,6 +51,10 @@ def test_structures_become_grammars_or_are_refused(run: Any, tokenizer: Tokenize
                 "response_format.json_schema",
             ),
             ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+            ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs.json"),
+            ({"guided_json": circle}, "guided_json"),
+            ({"structured_outputs": {"grammar": 'start: start "a"'}}, "structured_outputs.grammar"),
+            ({"guided_regex": r"[^\s\S]"}, "guided_regex"),
             ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json"),
             ({"structured_outputs": {"regex": "a" * 50_000}}, "structured_outputs.regex"),
             ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),

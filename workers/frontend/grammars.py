@@ -18,6 +18,7 @@ import orjson
 
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.structures import Structure
+from halfmoon.workers.frontend.productive import BY_NAME, endless_rule, satisfiable_schema
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 # Imported with the first grammar: a frontend's start does not wait for it.
@@ -31,8 +32,7 @@ BYTES_MAX = 48 << 10
 #: Longest seen for what fits: 0.2 s.
 READ_S = 5.0
 _KEPT_MAX = 256
-#: Keywords of JSON Schema under which schemas have names, and those under which no schema stands.
-_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+#: Keywords of JSON Schema under which no schema stands.
 _VALUES = frozenset(("enum", "const", "default", "examples"))
 
 
@@ -116,7 +116,25 @@ def _checked(structure: Structure, tokenizer: LLTokenizer | None) -> tuple[str, 
         if type(error).__module__.partition(".")[0] != "llguidance":
             raise
         return "", _short(str(error))
-    return grammar, _short(LLMatcher.validate_grammar(grammar, tokenizer, limits=limits()))
+    problem = LLMatcher.validate_grammar(grammar, tokenizer, limits=limits())
+    return grammar, _short(problem or _unsatisfied(structure, grammar, tokenizer))
+
+
+def _unsatisfied(structure: Structure, grammar: str, tokenizer: LLTokenizer) -> str:
+    """Why no answer can satisfy a grammar that is well written; "": one may."""
+    from llguidance import LLMatcher
+
+    from halfmoon.workers.model.grammar_masks import limits
+
+    if structure.kind == "grammar" and (rule := endless_rule(grammar)):
+        return f"nothing can satisfy it: no text comes to the end of the rule {rule}"
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    matcher.compute_logit_bias()
+    if not matcher.is_error():
+        return ""
+    # Where it allows no first token, and not the end either, the library has failed; so it has at a bound.
+    error = matcher.get_error().partition("<state>")[0]
+    return "nothing can satisfy it" if "NoExtension" in error else error
 
 
 def _grammar(structure: Structure) -> str:
@@ -148,6 +166,7 @@ def _json(structure: Structure) -> tuple[str, Any]:
         for each in _schemas(schema):
             if ("properties" in each or "patternProperties" in each) and "additionalProperties" not in each:
                 each["additionalProperties"] = False
+    schema = satisfiable_schema(schema)
     options: dict[str, Any] = {"whitespace_flexible": structure.any_whitespace}
     options["item_separator"], options["key_separator"] = structure.separators
     if structure.whitespace_pattern is not None:
@@ -160,7 +179,7 @@ def _schemas(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         yield value
         for keyword, inner in value.items():
-            if keyword in _BY_NAME and isinstance(inner, dict):
+            if keyword in BY_NAME and isinstance(inner, dict):
                 inner = list(inner.values())
             if keyword not in _VALUES:
                 yield from _schemas(inner)
