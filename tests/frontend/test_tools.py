@@ -103,6 +103,65 @@ def test_the_parts_of_a_text_do_not_depend_on_how_it_is_cut(
     assert ended == reason
 
 
+CUT = ONE[:-30]
+SECOND = ONE + '<tool_call>{"name": "time_of", "arguments": {"a"'
+LISTED = '[{"name": "weather", "parameters": {"city": "R'
+
+
+@pytest.mark.parametrize(
+    ("style", "options", "text", "calls"),
+    [
+        ("hermes", {}, "I look. " + CUT, 1),
+        ("hermes", {}, SECOND, 2),
+        ("hermes", {}, ONE + '<tool_call>{"na', 1),
+        ("hermes", {}, '<tool_call>{"name": "f", "arguments": {"a": b}}</tool_call>', 1),
+        ("hermes", {}, '<tool_call>{"name": "f", "arguments": {"a": b}}</tool_call>' + ONE, 2),
+        ("llama3", {}, CALL[:-4], 1),
+        ("llama3", {}, CALL + "; " + CALL[:8], 1),
+        ("list", {}, LISTED, 1),
+        ("hermes", {"thinking": True}, CUT, 1),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_calls_that_are_cut_or_no_json_are_content_of_a_whole_answer(
+    style: CallStyle, options: dict[str, Any], text: str, calls: int, step: int, reason: str
+) -> None:
+    before = "Hm</think>" if options else ""
+    streamed, whole = AnswerParts(style, **options), AnswerParts(style, **options)
+    message = message_of(whole.whole(before + text), "")
+    assert (message["content"], whole.finish_reason(reason)) == (text, reason)
+    assert message.get("reasoning", "") == ("Hm" if options else "")
+    assert "tool_calls" not in message
+    parts = []
+    for at in range(0, len(before + text), step):
+        parts += streamed.push((before + text)[at : at + step])
+    parts += streamed.push("", final=True)
+    assert len({part.call for part in parts if part.call >= 0}) == calls
+    assert streamed.finish_reason(reason) == reason
+
+
+@pytest.mark.parametrize(
+    ("style", "options", "text", "reason"),
+    [
+        ("hermes", {}, ONE.removesuffix("}\n</tool_call>"), "tool_calls"),
+        ("hermes", {"parallel": False}, SECOND, "tool_calls"),
+        ("llama3", {}, CALL + " and words", "tool_calls"),
+        ("arguments", {"named": "weather"}, '{"city": "R', "length"),
+    ],
+)
+def test_calls_that_are_whole_are_calls_where_the_answer_is_cut(
+    style: CallStyle, options: dict[str, Any], text: str, reason: str
+) -> None:
+    parts = AnswerParts(style, **options)
+    (call,) = message_of(parts.whole(text), "")["tool_calls"]
+    arguments = call["function"]["arguments"]
+    assert parts.finish_reason("length") == reason
+    assert json.loads(arguments) if reason == "tool_calls" else arguments == text
+
+
+#: Of `ONE`: its arguments have begun.
+CUT_TOKENS = 20
 FRAGMENTS = (
     '<tool_call> </tool_call> {"name":"f","arguments": {"type":"function", {"a":1} "parameters" "name" '
     '<think> </think> <|python_tag|> null 12 } { [ ] " \\ : , ; < é x'
@@ -182,9 +241,10 @@ def test_openais_client_calls_tools_and_parses_answers(run: Any, tokenizer: Toke
     async def answer(double: Double, seq: int, arrived: RequestArrived) -> None:
         reply = await double.place(arrived, f"{seq}-0")
         seen.append(reply)
-        ids = [*tokenizer.encode(texts.pop(0)), double.eos]
+        ids = [*tokenizer.encode(texts.pop(0)), double.eos][: arrived.max_tokens]
         for index, token in enumerate(ids):
-            reason = "stop" if index == len(ids) - 1 else ""
+            last = index == len(ids) - 1
+            reason = ("stop" if token == double.eos else "length") if last else ""
             await double.deliver(double.delivery(arrived, f"{seq}-0", index, [token], reason))
 
     async def scenario(cluster: Any) -> None:
@@ -230,6 +290,25 @@ def test_openais_client_calls_tools_and_parses_answers(run: Any, tokenizer: Toke
             ROME[1],
             "tool_calls",
         )
+
+        # Cut within a call: whole and streamed alike it is no call to carry out.
+        texts.append(ONE)
+        cut = await client.chat.completions.create(**ask, tools=[WEATHER], max_tokens=CUT_TOKENS)
+        assert cut.choices[0].finish_reason == "length"
+        assert cut.choices[0].message.tool_calls is None
+        assert cut.choices[0].message.content
+        assert ONE.startswith(cut.choices[0].message.content)
+        texts.append("Warm.")
+        turn = [*CHAT, cut.choices[0].message.model_dump(exclude_none=True), *CHAT]
+        assert (await client.chat.completions.create(model=MODEL, messages=turn, tools=[WEATHER])).choices
+        texts.append(ONE)
+        reasons, names = [], []
+        async for chunk in await client.chat.completions.create(
+            **ask, tools=[WEATHER], max_tokens=CUT_TOKENS, stream=True
+        ):
+            names += [call.function.name for call in chunk.choices[0].delta.tool_calls or [] if call.id]
+            reasons.append(chunk.choices[0].finish_reason)
+        assert (names, reasons[-1]) == (["weather"], "length")
 
         texts.append('[{"name": "weather", "parameters": {"city": "Rome"}}]')
         tool = openai.pydantic_function_tool(Weather, name="weather")

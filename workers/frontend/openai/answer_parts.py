@@ -4,6 +4,10 @@ Calls are read as the model writes them: in `<tool_call>` tags (Hermes, Qwen), a
 the grammar of `tool_choice: required` makes, or, of a named function, the arguments and nothing else. A call is passed
 on in parts: its name first, then its arguments, a piece of their JSON at a time. What looks like a call and is none is
 content. The parts do not depend on how the text was cut.
+
+A call may be cut by the length of the answer, or its arguments be no JSON. In a stream its parts are out by then, and
+the finish reason tells. In a whole answer all of the text is content then, as in vLLM: a client can carry out every
+call that it finds there.
 """
 
 from __future__ import annotations
@@ -70,16 +74,33 @@ class AnswerParts:
         self._parallel, self._named = parallel, named
         self._style = style
         self._thinks = thinks
+        self._began = thinks, thinking
         self._stage = _Stage.THINKING if thinking else _Stage.START
         self._held = ""
         #: Of the arguments that are passed on: how deep in them, and in a string of theirs, behind a backslash.
         self._depth, self._quoted, self._escaped = 0, False, False
         self.calls = 0
+        #: The arguments of the last call, and the number of the first call that is none to carry out (-1: each is one).
+        self._written: list[str] = []
+        self._broken = -1
+
+    @property
+    def broken(self) -> bool:
+        """Whether, of the calls that count, one was cut or has arguments that are no JSON. To ask at the end."""
+        return self._broken == 0 or (self._broken > 0 and self._parallel)
 
     def finish_reason(self, reason: str) -> str:
         """`reason`, or `tool_calls`; of a named function's call it stays, as vLLM and OpenAI have it."""
-        called = self.calls and self._style != "arguments"
+        called = self.calls and not self.broken and self._style != "arguments"
         return "tool_calls" if called and (self._style != "list" or reason == "stop") else reason
+
+    def whole(self, text: str) -> list[AnswerPart]:
+        """The parts of a whole answer. The arguments of a named function stay what they are, as in vLLM."""
+        parts = self.push(text, final=True)
+        if not self.broken or self._style == "arguments":
+            return parts
+        thinks, thinking = self._began
+        return AnswerParts("", thinks=thinks, thinking=thinking).push(text, final=True)
 
     def push(self, text: str, *, final: bool = False) -> list[AnswerPart]:
         self._held += text
@@ -88,6 +109,8 @@ class AnswerParts:
             before = self._stage, self._held
             parts += self._step(final)
             if (self._stage, self._held) == before:
+                if final and self._stage is _Stage.ARGUMENTS:
+                    self._check_call()
                 return parts if self._parallel else [part for part in parts if part.call <= 0]
 
     def _step(self, final: bool) -> Iterator[AnswerPart]:
@@ -163,6 +186,7 @@ class AnswerParts:
         if found is not None:
             self._held = self._held[found.end() :]
             self._stage, self._depth = _Stage.ARGUMENTS, 0
+            self._written.clear()
             yield AnswerPart(call=self.calls, call_id=_call_id(), name=found[1])
             self.calls += 1
             return
@@ -173,6 +197,9 @@ class AnswerParts:
         self._held = "" if ended < 0 else self._held[ended + len(_CLOSE) :]
         self._stage = _Stage.CONTENT
         whole = _whole_call(body)
+        cut = ended < 0 and (self._style != "llama3" or _may_be_header(body))
+        if whole is None and cut and self._broken < 0:
+            self._broken = self.calls
         if whole is not None:
             name, arguments = whole
             yield AnswerPart(call=self.calls, call_id=_call_id(), name=name, arguments=arguments)
@@ -207,14 +234,25 @@ class AnswerParts:
                 self._stage = _Stage.TAIL
                 break
         fragment, self._held = text[:end], text[end:]
+        self._written.append(fragment)
         if self._style == "arguments":
             if not self.calls:
                 self.calls = 1
                 yield AnswerPart(call=0, call_id=_call_id(), name=self._named)
             if self._stage is _Stage.TAIL:
                 self._stage = _Stage.OVER
+        if self._stage is not _Stage.ARGUMENTS:
+            self._check_call()
         if fragment:
             yield AnswerPart(call=self.calls - 1, arguments=fragment)
+
+    def _check_call(self) -> None:
+        """Note where the arguments of the last call are none."""
+        try:
+            orjson.loads("".join(self._written))
+        except orjson.JSONDecodeError:
+            if self._broken < 0:
+                self._broken = self.calls - 1
 
     def _tail(self) -> None:
         """The end of the call's own object, and of its tag."""

@@ -83,7 +83,7 @@ def generate_answer(
         **measures(request),
     }
     if (parts := parts_of(request, tokenizer)) is not None:
-        message = message_of(parts.push(request.text, final=True), "")
+        message = message_of(parts.whole(request.text), "")
         answer["finish_reason"] = parts.finish_reason(request.finish_reason)
         answer |= {name: message[name] for name in ("tool_calls", "reasoning_content") if name in message}
     sampling = request.ask.sampling
@@ -163,7 +163,7 @@ class OpenAiFormatter:
         else:
             parts = parts_of(request, self._tokenizer)
             assert parts is not None
-            choice["message"] = message_of(parts.push(request.text, final=True), self._echoed)
+            choice["message"] = message_of(parts.whole(request.text), self._echoed)
             reason = parts.finish_reason(reason)
         choice["logprobs"] = self._logprobs(request.samples, TextOffsets(self._tokenizer))
         choice["finish_reason"] = reason
