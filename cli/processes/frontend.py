@@ -55,6 +55,7 @@ async def run(args: argparse.Namespace) -> int:
         http_host=args.http_host,
         http_port=args.http_port,
         silence_ns_max=int(args.silence_s * SECOND_NS),
+        comment_ns=int(args.sse_comment_s * SECOND_NS),
         client_inboxes=tuple(args.client_inboxes.split(",")),
         http_allowed_hosts=tuple(name.strip() for name in args.http_allowed_hosts.split(",") if name.strip()),
         http_limits=_limits(args),

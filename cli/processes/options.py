@@ -294,6 +294,12 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
         help="a request that gets no token for so long fails; twice its TTFT objective, before its first one",
     )
     group.add_argument(
+        "--sse-comment-s",
+        type=float,
+        default=15.0,
+        help="a stream that has nothing to say for so long sends a comment, so that no proxy ends it; 0: never",
+    )
+    group.add_argument(
         "--log-free-mib-min", type=int, default=64, help="less disk free for the log: no new requests"
     )
     group.add_argument(

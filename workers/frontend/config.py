@@ -59,6 +59,9 @@ class FrontendConfig:
     alive_ns: int = SECOND_NS * 2 // 5
     #: A request that gets no token and no order for so long is failed, even if its worker knows it.
     silence_ns_max: int = 120 * SECOND_NS
+    #: A stream over HTTP that has nothing to say for so long says so in a comment; 0: never. Proxies end what is silent
+    #: for 30 to 60 s, and a prompt may take longer; 15 s is what the standard of server-sent events advises.
+    comment_ns: int = 15 * SECOND_NS
     #: A fact that is not stored for so long: the log takes nothing, and new requests are refused until it does.
     unstored_ns_max: int = 10 * SECOND_NS
     #: Where nats-server keeps the log, when that is on this machine: less free there than `log_free_bytes_min`, and
@@ -73,6 +76,8 @@ class FrontendConfig:
             raise ValueError("context_tokens must be at least 2: one of prompt, one of answer")
         if self.silence_ns_max <= 2 * self.resend_after_ns:
             raise ValueError("silence_ns_max must be more than twice resend_after_ns")
+        if self.comment_ns < 0:
+            raise ValueError("comment_ns must be at least 0")
         if self.unstored_ns_max < SECOND_NS or self.log_free_bytes_min < 0:
             raise ValueError("unstored_ns_max must be at least a second, log_free_bytes_min at least 0")
         if self.open_requests_max < 1:

@@ -7,6 +7,7 @@ blocks are in a pool.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import dataclasses
 import time
@@ -20,6 +21,8 @@ from halfmoon.workers.frontend.registry import RequestRegistry
 
 #: What may wait in memory for a client that does not read its stream.
 UNREAD_BYTES_MAX = 1 << 20
+#: A comment of server-sent events: clients pass over it, and proxies see that the connection lives.
+COMMENT = b": still here\n\n"
 
 
 def prompts_of(ask: ApiRequest) -> Iterator[ApiRequest]:
@@ -38,7 +41,7 @@ def choice_of(ask: ApiRequest, number: int) -> ApiRequest:
     return dataclasses.replace(ask, sampling=sampling, request_id="")
 
 
-class UnreadEvents:
+class UnreadEvents(abc.ABC):
     """Events for one client, from the registry's callbacks to the handler that writes them: `wait`, then `drain`, until
     it has `ended`. A client that reads too little loses its connection.
     """
@@ -46,7 +49,7 @@ class UnreadEvents:
     def __init__(self, transport: asyncio.Transport | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport = transport
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
         self._waiting_bytes = 0
         self.events: list[bytes] = []
         self.ended = False
@@ -58,11 +61,35 @@ class UnreadEvents:
         self._waiting_bytes = 0
         return events
 
-    async def wait(self) -> None:
-        """Until there is something to write, or the end."""
-        if not self.events and not self.ended:
-            self._waiter = self._loop.create_future()
-            await self._waiter
+    async def wait(self, pause_s: float = 0.0) -> bool:
+        """Until there is something to write, or the end; False: `pause_s` (0: any time) went by without."""
+        if self.events or self.ended:
+            return True
+        waiter: asyncio.Future[bool] = self._loop.create_future()
+        self._waiter = waiter
+        if not pause_s:
+            return await waiter
+        timer = self._loop.call_later(pause_s, _resolve, waiter, False)
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
+
+    async def wait_to_begin(self, pause_s: float) -> bool:
+        """As `wait`, for the first time: a pause counts only once a worker has the request.
+
+        The first thing said takes the status with it. While a request waits for a worker (`--worker-wait-s`) it may
+        still be refused, which is a status that clients try again at.
+        """
+        while not await self.wait(pause_s):
+            if self.placed:
+                return False
+        return True
+
+    @property
+    @abc.abstractmethod
+    def placed(self) -> bool:
+        """Whether a worker has it."""
 
     def _send(self, event: bytes) -> None:
         if event:
@@ -72,8 +99,13 @@ class UnreadEvents:
                 self._transport.abort()  # which cancels the handler, and so the request
 
     def _wake(self) -> None:
-        if (self.events or self.ended) and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if (self.events or self.ended) and self._waiter is not None:
+            _resolve(self._waiter, True)
+
+
+def _resolve(waiter: asyncio.Future[bool], heard: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(heard)
 
 
 class HttpAnswer(UnreadEvents):
@@ -95,6 +127,10 @@ class HttpAnswer(UnreadEvents):
     @property
     def request_id(self) -> str:
         return self._forms[0].request.request_id
+
+    @property
+    def placed(self) -> bool:
+        return any(form.request.order_id for form in self._forms.values())
 
     async def open(self, ask: ApiRequest, *, traceparent: str, max_tokens_default: int | None) -> None:
         """Raises ApiError; then nothing is open."""

@@ -40,7 +40,7 @@ from halfmoon.workers.frontend.dialects.exchange import Dialect, Exchanges
 from halfmoon.workers.frontend.dialects.messages import MessagesForm
 from halfmoon.workers.frontend.dialects.responses import ResponsesForm
 from halfmoon.workers.frontend.http_access import Origins, check_json
-from halfmoon.workers.frontend.http_answer import HttpAnswer
+from halfmoon.workers.frontend.http_answer import COMMENT, HttpAnswer
 from halfmoon.workers.frontend.page.assets import Assets
 from halfmoon.workers.frontend.page.feed import PageFeed
 from halfmoon.workers.frontend.registry import RequestRegistry
@@ -164,14 +164,14 @@ class HttpEdge:
     async def _stream(
         self, request: web.BaseRequest, answer: HttpAnswer, headers: dict[str, str]
     ) -> web.StreamResponse:
-        await answer.wait()
+        pause_s = self._config.comment_ns / SECOND_NS
+        heard = await answer.wait_to_begin(pause_s)
         if answer.error is not None and not answer.events:
             return refusal(answer.error, headers)
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await response.prepare(request)
-        written = b""
         while True:
-            written += answer.drain()
+            written = answer.drain() or (b"" if heard else COMMENT)
             if answer.error is not None:
                 written += b"data: " + answer.error.body() + b"\n\n"
             if answer.ended:
@@ -180,8 +180,7 @@ class HttpEdge:
                 return response
             if written:
                 await response.write(written)
-                written = b""
-            await answer.wait()
+            heard = await answer.wait(pause_s)
 
     def _authorize(self, request: web.BaseRequest) -> str:
         """The tenant of the key. Raises ApiError 401."""

@@ -16,8 +16,9 @@ from halfmoon.bus.telemetry.http_server import JSON, Handler, client_request_id,
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
+from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.http_access import check_json
-from halfmoon.workers.frontend.http_answer import UnreadEvents
+from halfmoon.workers.frontend.http_answer import COMMENT, UnreadEvents
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
@@ -83,16 +84,17 @@ class Exchanges:
         except ApiError as error:
             self._registry.refused(error, began_ns, chat=True, traceparent=traceparent)
             self._registry.metrics.failed(error.status)
-            return _refusal(dialect, error, headers)
+            return _refusal(dialect.form, error, headers)
+        listener.request = opened
         listener.form = form = dialect.form(opened, self._registry.config.model, payload)
         headers["x-request-id"] = named or opened.request_id
         try:
+            if ask.stream:
+                return await self._stream(request, listener, form, headers)
             await listener.wait()
-            if listener.error is not None and not listener.events:
-                return _refusal(dialect, listener.error, headers)
-            if not ask.stream:
-                return web.Response(body=form.body(), content_type=JSON, headers=headers)
-            return await self._stream(request, listener, form, headers)
+            if listener.error is not None:
+                return _refusal(form, listener.error, headers)
+            return web.Response(body=form.body(), content_type=JSON, headers=headers)
         except (asyncio.CancelledError, ConnectionError):
             self._registry.cancel(opened)
             raise
@@ -100,11 +102,21 @@ class Exchanges:
     async def _stream(
         self, request: web.BaseRequest, listener: _Listener, form: Form, headers: dict[str, str]
     ) -> web.StreamResponse:
+        pause_s = self._registry.config.comment_ns / SECOND_NS
+        heard = await listener.wait_to_begin(pause_s)
+        if listener.error is not None and not listener.events:
+            return _refusal(form, listener.error, headers)
         response = web.StreamResponse(headers={**self._stream_headers, **headers})
         await response.prepare(request)
-        written = form.first_event()
+        begun = False
         while True:
+            written = b""
+            if listener.events and not begun:
+                begun = True
+                written = form.first_event()
             written += listener.drain()
+            if not (heard or written):
+                written = COMMENT
             if listener.error is not None:
                 written += form.error_event(listener.error)
             if written:
@@ -112,21 +124,23 @@ class Exchanges:
             if listener.ended:
                 await response.write_eof()
                 return response
-            written = b""
-            await listener.wait()
+            heard = await listener.wait(pause_s)
 
 
-def _refusal(dialect: Dialect, error: ApiError, headers: dict[str, str]) -> web.Response:
+def _refusal(form: Form | type[Form], error: ApiError, headers: dict[str, str]) -> web.Response:
     headers = {**headers, **error.retry_headers()}
-    return web.Response(
-        status=error.status, body=dialect.form.error(error), content_type=JSON, headers=headers
-    )
+    return web.Response(status=error.status, body=form.error(error), content_type=JSON, headers=headers)
 
 
 class _Listener(UnreadEvents):
     """The listener of one request, in its form."""
 
     form: Form | None = None
+    request: OpenRequest | None = None
+
+    @property
+    def placed(self) -> bool:
+        return self.request is not None and bool(self.request.order_id)
 
     def on_piece(self, request: OpenRequest, piece: Piece) -> None:
         assert self.form is not None
