@@ -67,7 +67,7 @@ OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
     "prompt_logprobs": ([0, 5], [None]),
     "bad_words": (["a", [""], [5], ["a"] * 257], [["a"], [], None]),
     "allowed_token_ids": ([[], [-1], 5, [1] * 4097], [[1], None]),
-    "skip_special_tokens": ([False, 1], [True, None]),
+    "skip_special_tokens": ([1], [True, False, None]),
     "use_beam_search": ([True], [False, None]),
     "length_penalty": ([1.5], [1.0, None]),
     "include_stop_str_in_output": ([1], [True, False, None]),

@@ -122,6 +122,7 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Id | None = None
     logits_digest: bool | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -142,7 +143,6 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     functions: Any = None
     function_call: Any = None
     prompt_logprobs: Any = None
-    skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
 

@@ -77,6 +77,8 @@ class ApiRequest:
     bad_words: tuple[str, ...] = ()
     stops: tuple[str, ...]
     include_stop: bool
+    #: Control tokens are no text of the answer.
+    skip_special_tokens: bool = True
     stream: bool
     include_usage: bool
     usage_so_far: bool = False
@@ -257,7 +259,6 @@ NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
     "functions": bool,
     "function_call": _not_none,
     "prompt_logprobs": _always,
-    "skip_special_tokens": lambda skipped: not skipped,
     "use_beam_search": bool,
     "length_penalty": lambda penalty: penalty != 1.0,
     # Of chats only.
@@ -308,6 +309,7 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         bad_words=tuple(body.bad_words or ()),
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
         stream=bool(body.stream),
         return_token_ids=bool(body.return_token_ids),
         add_special_tokens=body.add_special_tokens is not False,

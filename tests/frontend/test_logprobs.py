@@ -64,10 +64,41 @@ def test_offsets_are_places_in_the_text(tokenizer: Tokenizer) -> None:
 def test_a_chats_tokens_join_to_its_text(tokenizer: Tokenizer) -> None:
     end = min(tokenizer.eos_ids)
     samples = [sampled(token, []) for token in [*tokenizer.encode(MOONS), end]]
-    content = chat_logprobs(tokenizer, samples, 0)["content"]
+    content = chat_logprobs(tokenizer, samples, 0, tokenizer)["content"]
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == MOONS
     assert content[-1]["token"] == tokenizer.names([end])[0] != ""
     assert "\ufffd" in content[1]["token"]
+
+
+def test_control_tokens_that_are_text_count_as_such(run: Any, tokenizer: Tokenizer) -> None:
+    name, token = next(iter(tokenizer.control.items()))
+
+    async def between(double: Double, seq: int, arrived: RequestArrived) -> None:
+        await double.place(arrived, f"{seq}-0")
+        ids = [*tokenizer.encode("One"), token, *tokenizer.encode(" two")]
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, ids, "length"))
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = between
+        for skips, text, offset in ((True, "One two", 3), (False, f"One{name} two", 3 + len(name))):
+            fields = {"max_tokens": 50, "logprobs": 1, "skip_special_tokens": skips}
+            _, _, whole = await cluster.post("/v1/completions", {"prompt": "x", **fields})
+            (choice,) = whole["choices"]
+            assert choice["text"] == text
+            told = choice["logprobs"]
+            assert told["tokens"] == ["One", name, " two"]
+            assert told["text_offset"] == [0, 3, offset]
+            chat = {"messages": [{"role": "user", "content": "x"}], **fields, "logprobs": True}
+            _, _, whole = await cluster.post("/v1/chat/completions", chat)
+            content = whole["choices"][0]["logprobs"]["content"]
+            assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
+            _, whole = await cluster.ask("generate", {"prompt": "x", **fields})
+            assert whole["text"] == text
+            echoed = {"prompt": [token, *tokenizer.encode("One")], "echo": True, "skip_special_tokens": skips}
+            _, _, whole = await cluster.post("/v1/completions", echoed)
+            assert whole["choices"][0]["text"] == ("One" if skips else f"{name}One") + text
+
+    run(scenario)
 
 
 class TwiceA:

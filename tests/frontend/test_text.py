@@ -43,6 +43,7 @@ def opened(
     prompt: Sequence[int] = (0,),
     stops: tuple[str, ...] = (),
     include_stop: bool = False,
+    skip_special_tokens: bool = True,
     **sampling: Any,
 ) -> tuple[OpenRequest, Collected]:
     listener = Collected()
@@ -54,6 +55,7 @@ def opened(
         sampling=Sampling(**sampling),
         stops=stops,
         include_stop=include_stop,
+        skip_special_tokens=skip_special_tokens,
         stream=True,
         include_usage=False,
         return_token_ids=False,
@@ -126,6 +128,24 @@ def test_an_answer_begins_with_the_space_that_its_first_token_has(tmp_path: Path
         request, listener = opened(text, prompt=begin)
         deliver(request, 0, whole[len(prompt) :], "length")
         assert listener.text == request.text == expected
+
+
+def test_control_tokens_are_text_where_that_is_asked_for(tokenizer: Tokenizer) -> None:
+    """But for the one that ends the answer, as with vLLM; that one too with `include_stop_str_in_output`."""
+    end = min(tokenizer.eos_ids)
+    name = next(name for name, token in tokenizer.control.items() if token == end)
+    ids = [*tokenizer.encode("One"), end, *tokenizer.encode(" two"), end]
+    for skips, includes, text in (
+        (True, False, "One two"),
+        (False, False, f"One{name} two"),
+        (False, True, f"One{name} two{name}"),
+    ):
+        request, listener = opened(tokenizer, skip_special_tokens=skips, include_stop=includes)
+        deliver(request, 0, ids, "stop")
+        assert listener.text == text
+    request, listener = opened(tokenizer, skip_special_tokens=False, stops=(name[:4],))
+    deliver(request, 0, ids, "stop")
+    assert listener.text == "One"  # a stop string may be in its name
 
 
 def test_characters_of_several_tokens_are_never_split(tokenizer: Tokenizer) -> None:

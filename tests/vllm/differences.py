@@ -159,14 +159,6 @@ DIFFERENCES = [
         "status",
     ),
     Difference(
-        "`skip_special_tokens: false`",
-        "control tokens are text",
-        "400 `unsupported`",
-        "not built; the ids come with `return_token_ids`",
-        "(chat|completion) skip_special_tokens 0",
-        "status",
-    ),
-    Difference(
         "`best_of`",
         "ignored",
         "400 `unsupported`",

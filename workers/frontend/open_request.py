@@ -22,6 +22,8 @@ from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import pack_tokens, unpack_last_first
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.tokens import Delivery, TakeReply, TakeRequest, Timing
+from halfmoon.workers.model.text.control_text import ControlAsText
+from halfmoon.workers.model.text.detokenizer import TokenBytes
 from halfmoon.workers.model.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 
 
@@ -89,6 +91,7 @@ class OpenRequest:
         "stop_checker",
         "stop_text",
         "text_parts",
+        "text_tokens",
         "timing",
         "traceparent",
         "unknown_count",
@@ -145,7 +148,9 @@ class OpenRequest:
         #: Redelivery in a row that the worker answered with "I have no such order".
         self.unknown_count = 0
         self.end_ids = end_ids
-        self.detokenizer = IncrementalDetokenizer(tokenizer, unpack_last_first(packed_prompt))
+        #: The bytes that each token adds to the text.
+        self.text_tokens: TokenBytes = tokenizer if ask.skip_special_tokens else ControlAsText(tokenizer)
+        self.detokenizer = IncrementalDetokenizer(self.text_tokens, unpack_last_first(packed_prompt))
         self.stop_checker = StopChecker(ask.stops) if ask.stops else None
 
     @property

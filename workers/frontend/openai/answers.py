@@ -15,6 +15,7 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.openai.chat_parts import delta_of, message_of, parts_of
 from halfmoon.workers.frontend.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from halfmoon.workers.model.text.control_text import decode_all
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 _MS = 1_000_000
@@ -88,7 +89,9 @@ def generate_answer(
         answer |= {name: message[name] for name in ("tool_calls", "reasoning_content") if name in message}
     sampling = request.ask.sampling
     if sampling.logprobs >= 0 and with_logprobs:
-        answer["logprobs"] = chat_logprobs(tokenizer, request.samples, sampling.logprobs)["content"]
+        answer["logprobs"] = chat_logprobs(
+            tokenizer, request.samples, sampling.logprobs, request.text_tokens
+        )["content"]
     if sampling.logits_digest:
         answer["logits_digests"] = [sampled.logits_digest for sampled in request.samples]
     return orjson.dumps(answer)
@@ -106,7 +109,9 @@ def generate_chunk(request: OpenRequest, piece: Piece | None, tokenizer: Tokeniz
     }
     sampling = request.ask.sampling
     if sampling.logprobs >= 0:
-        chunk["logprobs"] = chat_logprobs(tokenizer, piece.tokens, sampling.logprobs)["content"]
+        chunk["logprobs"] = chat_logprobs(tokenizer, piece.tokens, sampling.logprobs, request.text_tokens)[
+            "content"
+        ]
     return orjson.dumps(chunk)
 
 
@@ -137,7 +142,7 @@ class OpenAiFormatter:
         self._chat = ask.chat
         self._top = ask.sampling.logprobs
         self._ids = ask.return_token_ids
-        self._offsets = TextOffsets(tokenizer)
+        self._offsets = TextOffsets(request.text_tokens)
         self._model = model
         self._created_s = created_s
         self._alone = alone
@@ -165,7 +170,7 @@ class OpenAiFormatter:
             assert parts is not None
             choice["message"] = message_of(parts.whole(request.text), self._echoed)
             reason = parts.finish_reason(reason)
-        choice["logprobs"] = self._logprobs(request.samples, TextOffsets(self._tokenizer))
+        choice["logprobs"] = self._logprobs(request.samples, TextOffsets(request.text_tokens))
         choice["finish_reason"] = reason
         choice["stop_reason"] = request.stop_reason
         if self._ids:
@@ -291,7 +296,7 @@ class OpenAiFormatter:
         if self._top < 0:
             return None
         if self._chat:
-            return chat_logprobs(self._tokenizer, samples, self._top)
+            return chat_logprobs(self._tokenizer, samples, self._top, self.request.text_tokens)
         return completion_logprobs(self._tokenizer, samples, self._top, offsets)
 
 
@@ -303,4 +308,5 @@ def _echoed(request: OpenRequest, tokenizer: Tokenizer) -> str:
         return ask.messages[-1]["content"] if ask.rendering.continue_final else ""
     if ask.text is not None and ask.truncate_prompt_tokens is None:
         return ask.text
-    return tokenizer.decode(unpack_tokens(request.packed_prompt))
+    ids = unpack_tokens(request.packed_prompt)
+    return tokenizer.decode(ids) if ask.skip_special_tokens else decode_all(tokenizer, ids)

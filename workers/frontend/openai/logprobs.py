@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from halfmoon.schemas.sampling import SampledToken
+from halfmoon.workers.model.text.detokenizer import TokenBytes
 from halfmoon.workers.model.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 #: Stands for what is smaller, which JSON may not be able to write.
@@ -21,8 +22,8 @@ class TextOffsets:
     A token that goes on with a character begins where the character does.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(self, text_tokens: TokenBytes) -> None:
+        self._detokenizer = IncrementalDetokenizer(text_tokens)
         self._characters = 0
 
     def of_next(self, token_id: int) -> int:
@@ -31,11 +32,13 @@ class TextOffsets:
         return begin
 
 
-def chat_logprobs(tokenizer: Tokenizer, samples: list[SampledToken], top: int) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a chat choice. The `bytes` of all its tokens, joined, are those of its text."""
+def chat_logprobs(
+    tokenizer: Tokenizer, samples: list[SampledToken], top: int, text_tokens: TokenBytes
+) -> dict[str, Any]:
+    """OpenAI's `logprobs` of a chat choice. The `bytes` are what its tokens add to its text."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token_id)
+        raw = text_tokens.token_bytes(token_id)
         token = raw.decode(errors="replace") or _name(tokenizer, token_id)
         return {"token": token, "logprob": max(logprob, _LEAST), "bytes": list(raw)}
 

@@ -12,7 +12,7 @@ class ControlAsText:
     """The bytes of a tokenizer's tokens, of a control token those of its name. For an `IncrementalDetokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.strips_first_space = tokenizer.strips_first_space
+        self.text_start = tokenizer.text_start
         self._bytes_of = tokenizer.token_bytes
         self._names = {token_id: name.encode() for name, token_id in tokenizer.control.items()}
 
