@@ -120,6 +120,9 @@ def test_what_may_be_left_out_is_left_out_where_nothing_satisfies_it(reader: Gra
         ('start: "b" (a "c")*\n// a: "x"\na: ("x" | a "y") a', "a"),
         ('start: "a" b\nb: %json {"$ref": "#"}\n', "start"),
         ('root ::= "x" a\na ::= "y" a | "z" a', "start"),
+        ('start: "q" A\nA: "x" & "y"', "start"),
+        ('start: "q" A?\nB: /[a-c]+/\n%ignore " "\nA: B & /d+/ // as B\n', "A"),
+        (r'start: "q" /a[^\s\S]/', "start"),
     ],
 )
 def test_a_rule_without_an_end_is_refused_by_name(reader: GrammarReader, grammar: str, rule: str) -> None:
@@ -139,6 +142,8 @@ def test_a_rule_without_an_end_is_refused_by_name(reader: GrammarReader, grammar
         'start: a~0..2 "b"\na: "c" a ~0..1',
         'start: b\nb[capture]: /a\\/b:/ b2 // c: c\n  | "q"\nb2: b\n%ignore / /',
         'start: A B\nA: /[^a]/ & /[b:]/\nB: "a".."c" | "unused"',
+        'start: "q" (A | /[^b]/)\nA: "x" & ~"y"',
+        r'start: "q" ("b" | /[^\s\S]/)',
         'start: "a" %json {"type": "object", "properties": {"x": {"type": "null"}}}\n  | start',
         'root ::= "a" root | [a-z]+ "b"?',
         "start: ",
@@ -149,7 +154,7 @@ def test_a_grammar_with_an_end_is_taken(reader: GrammarReader, grammar: str) -> 
     # What the library itself does not take says nothing here.
     assert error is None, error
     if "::=" not in grammar:
-        assert endless_rule(grammar) == ""
+        assert endless_rule(grammar, lambda _: False) == ""
 
 
 @pytest.mark.parametrize("expression", [r"[^\s\S]", r"a[^\s\S]", "a^b", "(?=a)b"])
@@ -157,6 +162,34 @@ def test_an_expression_that_matches_nothing_is_refused(reader: GrammarReader, ex
     error = refusal(reader, "regex", expression)
     assert error is not None
     assert (error.status, error.param) == (400, "the_field")
+
+
+def test_a_text_that_the_model_has_no_tokens_for_is_refused(
+    reader: GrammarReader, tokenizer: Tokenizer
+) -> None:
+    """An answer that had begun with it would find no end."""
+    control, rare = "a\x04", "a\U00040000"
+    for text in (control, rare):
+        assert tokenizer.decode(tokenizer.encode(text)) != text, "or the test shows nothing"
+    for kind, asked in (
+        ("choice", ["b", control]),
+        ("choice", ["b", rare]),
+        ("json", {"enum": ["b", rare]}),
+        ("json", {"type": "object", "properties": {"a": {"const": {"b": rare}}}}),
+    ):
+        error = refusal(reader, kind, asked)
+        assert error is not None, asked
+        assert (error.status, error.param) == (400, "the_field")
+        assert "has no tokens" in str(error)
+    assert refusal(reader, "json", {"const": control}) is None, "JSON writes it as an escape"
+    assert refusal(reader, "choice", ["naïve 🌑", "<|im_end|>"]) is None
+
+
+def test_a_schema_that_is_nested_beyond_reading_is_refused(reader: GrammarReader) -> None:
+    for deep in ('{"x": ' + "[" * 1000 + "]" * 1000 + "}", '{"not": ' * 1000 + "{}" + "}" * 1000):
+        error = refusal(reader, "json", deep)
+        assert error is not None
+        assert (error.status, error.param) == (400, "the_field")
 
 
 def test_the_empty_text_satisfies_something(reader: GrammarReader) -> None:
@@ -185,8 +218,8 @@ def test_drawn_grammars_have_the_rules_that_are_found_step_by_step() -> None:
 def test_a_long_chain_is_read_in_little_time(reader: GrammarReader) -> None:
     pairs = [(f"r{i}", f"r{(i + 1) % 2000}") for i in range(2000)]
     lark = "start: r0\n" + "\n".join(f'{one}: "a" {other}' for one, other in pairs)
-    assert endless_rule(lark) == "start"
-    assert endless_rule(lark + '\nr1: "b"') == ""
+    assert endless_rule(lark, lambda _: False) == "start"
+    assert endless_rule(lark + '\nr1: "b"', lambda _: False) == ""
     chain = {one: {"$ref": f"#/$defs/{other}"} for one, other in pairs}
     with pytest.raises(ValueError, match="nothing can satisfy it"):
         satisfiable_schema({"$ref": "#/$defs/r0", "$defs": chain})

@@ -32,6 +32,7 @@ BYTES_MAX = 48 << 10
 #: Longest seen for what fits: 0.2 s.
 READ_S = 5.0
 _KEPT_MAX = 256
+_NOTHING = "nothing can satisfy it"
 #: Keywords of JSON Schema under which no schema stands.
 _VALUES = frozenset(("enum", "const", "default", "examples"))
 
@@ -109,6 +110,9 @@ def _checked(structure: Structure, tokenizer: LLTokenizer | None) -> tuple[str, 
         return "", "not supported with this model's tokenizer"
     try:
         grammar = _grammar(structure)
+        for text in _literals(structure):
+            if tokenizer.decode_bytes(tokenizer.tokenize_str(text)) != text.encode():
+                return "", f"the model has no tokens to write {text[:40]!r} with"
     # Whatever the library, and its reader of other dialects, raise for what a client wrote.
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, AssertionError) as error:
         return "", _short(str(error))
@@ -126,15 +130,33 @@ def _unsatisfied(structure: Structure, grammar: str, tokenizer: LLTokenizer) -> 
 
     from halfmoon.workers.model.grammar_masks import limits
 
-    if structure.kind == "grammar" and (rule := endless_rule(grammar)):
-        return f"nothing can satisfy it: no text comes to the end of the rule {rule}"
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-    matcher.compute_logit_bias()
-    if not matcher.is_error():
-        return ""
-    # Where it allows no first token, and not the end either, the library has failed; so it has at a bound.
-    error = matcher.get_error().partition("<state>")[0]
-    return "nothing can satisfy it" if "NoExtension" in error else error
+    def failure(lark: str) -> str:
+        """Where it allows no first token, and not the end either, the library has failed; so it has at a bound."""
+        matcher = LLMatcher(tokenizer, lark, log_level=0, limits=limits())
+        if not matcher.is_error():
+            matcher.compute_logit_bias()
+        error = matcher.get_error().partition("<state>")[0] if matcher.is_error() else ""
+        return _NOTHING if "NoExtension" in error else error
+
+    if structure.kind == "grammar" and (
+        rule := endless_rule(grammar, lambda part: failure(part) == _NOTHING)
+    ):
+        return f"{_NOTHING}: no text comes to the end of the rule {rule}"
+    return failure(grammar)
+
+
+def _literals(structure: Structure) -> Iterator[str]:
+    """Texts of which an answer must have one as it is. A vocabulary may lack bytes, and an answer would stand there."""
+    asked = structure.asked
+    if structure.kind == "choice":
+        yield from asked
+    elif structure.kind == "json":
+        for schema in _schemas(orjson.loads(asked) if isinstance(asked, str) else asked):
+            values = schema.get("enum", [])
+            for value in (
+                [schema["const"]] if "const" in schema else values if isinstance(values, list) else []
+            ):
+                yield orjson.dumps(value).decode()
 
 
 def _grammar(structure: Structure) -> str:

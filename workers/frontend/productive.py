@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
@@ -170,6 +171,8 @@ _ATTRIBUTES = re.compile(r"(?:\s*\[[^\]\n]*\])?(?:\.-?\d+)?\s*:")
 _DIGITS = re.compile(r"\d+")
 
 
+#: Expressions and terminals of one grammar that are looked at one by one, a millisecond each.
+_ASKED_MAX = 64
 #: Stands for what no text satisfies.
 _NEVER = "(never"
 
@@ -183,10 +186,13 @@ class _Token(NamedTuple):
     text: str
 
 
-def endless_rule(lark: str) -> str:
-    """A rule that may be used, and that no text satisfies; "": none that is found."""
+def endless_rule(lark: str, matches_nothing: Callable[[str], bool]) -> str:
+    """A rule that may be used, and that no text satisfies; "": none that is found.
+
+    `matches_nothing`: of a grammar that is one expression or terminal, which the library can tell.
+    """
     try:
-        read = _LarkRules(lark)
+        read = _LarkRules(lark, matches_nothing)
     except (_NotUnderstood, RecursionError):
         return ""
     dead = unproductive(read.rules)
@@ -204,13 +210,16 @@ class _LarkRules:
     A group is a rule of its own, whose name begins with a parenthesis.
     """
 
-    def __init__(self, lark: str) -> None:
+    def __init__(self, lark: str, matches_nothing: Callable[[str], bool]) -> None:
         """Raises _NotUnderstood."""
+        self._matches_nothing = matches_nothing
+        self._asked = 0
         self.rules: dict[str, list[frozenset[str]]] = {_NEVER: []}
         self.mentions: dict[str, set[str]] = {}
         self._tokens: list[_Token] = []
         #: Where each rule begins: its name, and the place of its first token.
         begins: list[tuple[str, int]] = []
+        written_at: list[int] = []
         at, line_begins = 0, True
         while at < len(lark):
             found = _LARK.match(lark, at)
@@ -219,13 +228,16 @@ class _LarkRules:
             kind, text, at = found.lastgroup or "", found[0], found.end()
             if kind == "name" and line_begins and (colon := _ATTRIBUTES.match(lark, at)):
                 begins.append((text, len(self._tokens)))
+                written_at.append(found.start())
                 at = colon.end()
             elif kind == "directive":
                 if text in ("%ignore", "%import", "%llguidance"):  # behind a rule, not within
                     begins.append(("", len(self._tokens)))
+                    written_at.append(found.start())
                 at = self._directive(lark, text, at)
             elif kind not in ("space", "line") and not (line_begins and text in "?!"):
-                self._tokens.append(_Token(kind, text))
+                never = kind == "text" and "[^" in text and self._is_empty(f"start: {text}")
+                self._tokens.append(_Token("name", _NEVER) if never else _Token(kind, text))
             # Before a rule's name a mark may say how its tree is written, which is not done here.
             line_begins = kind == "line" or (line_begins and (kind == "space" or text in "?!"))
         ends = [place for _, place in begins[1:]] + [len(self._tokens)]
@@ -235,6 +247,20 @@ class _LarkRules:
                 self.rules.setdefault(name, []).extend(self._alternatives())
                 if self._at != self._end:
                     raise _NotUnderstood
+        sources = [lark[one:other] for one, other in pairwise([*written_at, len(lark)])]
+        terminals = {
+            name: source for (name, _), source in zip(begins, sources, strict=True) if name[:1].isupper()
+        }
+        for name, source in terminals.items():
+            # Only an intersection or a complement may leave nothing of what is something.
+            if ("&" in source or "~" in source) and self._is_empty(
+                f"start: {name}\n" + "\n".join(terminals.values())
+            ):
+                self.rules[name] = []
+
+    def _is_empty(self, grammar: str) -> bool:
+        self._asked += 1
+        return self._asked <= _ASKED_MAX and self._matches_nothing(grammar)
 
     def _directive(self, lark: str, name: str, at: int) -> int:
         """Read past it: a text of which nothing is known, but that there may be none."""
