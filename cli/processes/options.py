@@ -278,6 +278,11 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
         help="temperature, top_p, top_k, min_p and repetition_penalty of requests that do not say: auto (the model's "
         "generation_config.json), vllm (none), or a folder with such a file",
     )
+    _add_frontend_bounds(group)
+
+
+def _add_frontend_bounds(group: argparse._ArgumentGroup) -> None:
+    """What clients may take of it, in number and in time."""
     group.add_argument("--http-connections-max", type=int, default=8192)
     group.add_argument(
         "--http-connections-per-address-max", type=int, default=4096, help="a proxy is one address"

@@ -10,6 +10,7 @@ from frontend_double import Double
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.frontend.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from halfmoon.workers.model.text.detokenizer import IncrementalDetokenizer, TextStart
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 MOONS = "a🌑🌒 🌓é"
@@ -39,7 +40,7 @@ def test_every_alternative_is_there_and_the_drawn_tokens_is_its_own(tokenizer: T
     ids = [*tokenizer.encode(MOONS), end]
     assert sum("\ufffd" in tokenizer.decode([token]) for token in ids) > 4  # or the test shows nothing
     samples = [sampled(token, [each for each in others if each != token]) for token in ids]
-    told = completion_logprobs(tokenizer, samples, 5, TextOffsets(tokenizer))
+    told = completion_logprobs(tokenizer, samples, 5, TextOffsets(IncrementalDetokenizer(tokenizer)))
     for token, logprob, alternatives, sample in zip(
         told["tokens"], told["token_logprobs"], told["top_logprobs"], samples, strict=True
     ):
@@ -52,7 +53,7 @@ def test_every_alternative_is_there_and_the_drawn_tokens_is_its_own(tokenizer: T
 
 def test_offsets_are_places_in_the_text(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode(MOONS), min(tokenizer.eos_ids)]
-    offsets = TextOffsets(tokenizer)
+    offsets = TextOffsets(IncrementalDetokenizer(tokenizer))
     found = [offsets.of_next(token) for token in ids]
     written = b""
     for token, offset in zip(ids, found, strict=True):
@@ -104,7 +105,7 @@ def test_control_tokens_that_are_text_count_as_such(run: Any, tokenizer: Tokeniz
 class TwiceA:
     """A vocabulary in which A stands twice, as SentencePiece's do, and a word begins with a space."""
 
-    strips_first_space = True
+    text_start = TextStart(dropped=b" ")
     _bytes = (b"A", b"A", b" A", b" moon")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -117,7 +118,10 @@ class TwiceA:
 def test_one_text_of_two_tokens_is_two_entries() -> None:
     tokenizer: Any = TwiceA()
     told = completion_logprobs(
-        tokenizer, [sampled(3, [0, 1, 2]), sampled(1, [0, 1])], 5, TextOffsets(tokenizer)
+        tokenizer,
+        [sampled(3, [0, 1, 2]), sampled(1, [0, 1])],
+        5,
+        TextOffsets(IncrementalDetokenizer(tokenizer)),
     )
     assert told["top_logprobs"] == [
         {" moon": -9.25, "A": -0.5, "token_id:1": -1.5, " A": -2.5},

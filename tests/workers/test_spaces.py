@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.schemas.sampling import SampledToken
-from halfmoon.workers.frontend.openai.answers import completion_logprobs
+from halfmoon.workers.frontend.openai.logprobs import TextOffsets, completion_logprobs
 from halfmoon.workers.model.loading.errors import ModelUnsupported
 from halfmoon.workers.model.text.chat_template import plain_messages
 from halfmoon.workers.model.text.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -122,8 +123,9 @@ def test_log_probabilities_name_tokens_as_the_text_has_them(style: str) -> None:
     text = tokenizer(style)
     prompt, whole = (text.encode(words) for words in (PROMPT, PROMPT + " the cat"))
     sampled = [SampledToken(token_id=i, logprob=-1.0, top_logprobs=[(i, -1.0)]) for i in whole[len(prompt) :]]
-    entries = completion_logprobs(text, sampled, 1, 0)
+    entries = completion_logprobs(text, sampled, 1, TextOffsets(IncrementalDetokenizer(text, prompt)))
     assert "".join(entries["tokens"]) == " the cat"
+    assert entries["text_offset"] == [0, *itertools.accumulate(map(len, entries["tokens"][:-1]))]
     assert [list(top) for top in entries["top_logprobs"]] == [[token] for token in entries["tokens"]]
 
 

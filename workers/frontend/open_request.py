@@ -150,8 +150,12 @@ class OpenRequest:
         self.end_ids = end_ids
         #: The bytes that each token adds to the text.
         self.text_tokens: TokenBytes = tokenizer if ask.skip_special_tokens else ControlAsText(tokenizer)
-        self.detokenizer = IncrementalDetokenizer(self.text_tokens, unpack_last_first(packed_prompt))
+        self.detokenizer = self.new_detokenizer()
         self.stop_checker = StopChecker(ask.stops) if ask.stops else None
+
+    def new_detokenizer(self) -> IncrementalDetokenizer:
+        """Makes text of the answer's tokens from the first one on."""
+        return IncrementalDetokenizer(self.text_tokens, unpack_last_first(self.packed_prompt))
 
     @property
     def request_id(self) -> str:

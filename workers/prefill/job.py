@@ -83,7 +83,7 @@ class Job:
         self.fetching = False
         self.fetch_node_id = ""
         self.fetched_layer = -1
-        #: Layers of a fetch that brought wrong bytes may have been pushed.
+        #: Layers of a wrong fetch may have been pushed, and a decode worker does not copy a layer twice.
         self.pushed_wrong = False
         self.fetched_bytes = 0
         self.fetch_ns = 0
@@ -161,8 +161,7 @@ class Job:
             case PauseEnded():
                 self._pause_ended(out)
             case LayersFetched():
-                # The last one counts only once the fetch was found to be what was committed: so nothing is computed to
-                # its end, drawn or shared before that.
+                # The last one counts only once the fetch was found right: nothing is drawn or shared before that.
                 self._layers_fetched(min(event.layer, self.rules.layout.layers - 2), out)
             case BlocksFetched():
                 self._blocks_fetched(event, out)
@@ -245,8 +244,7 @@ class Job:
     def _fetch(self, usable: int, out: Actions) -> None:
         """Order the first fetch that continues what is here; blocks that are here already are not fetched."""
         for ordered in self.order.fetches:
-            fetch = ordered.clipped(self.cached_blocks, usable)
-            if fetch is not None:
+            if (fetch := ordered.clipped(self.cached_blocks, usable)) is not None:
                 self.fetching, self.fetched_blocks, self.fetch_node_id = True, fetch.blocks, fetch.node_id
                 out.append(
                     actions.StartFetch(
@@ -281,7 +279,6 @@ class Job:
         if not self.fetching:
             return
         self.fetching = False
-        # Those were pushed already, and a decode worker that copied them does not copy them again.
         self.pushed_wrong = event.corrupted and self.fetched_layer >= 0
         if self.stage is PrefillStage.COMPUTING:
             out.append(actions.FailLoads(order_id=self.order_id, reason=event.reason))  # LoadFailed comes

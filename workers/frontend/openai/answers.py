@@ -142,7 +142,7 @@ class OpenAiFormatter:
         self._chat = ask.chat
         self._top = ask.sampling.logprobs
         self._ids = ask.return_token_ids
-        self._offsets = TextOffsets(request.text_tokens)
+        self._offsets = TextOffsets(request.new_detokenizer())
         self._model = model
         self._created_s = created_s
         self._alone = alone
@@ -170,7 +170,7 @@ class OpenAiFormatter:
             assert parts is not None
             choice["message"] = message_of(parts.whole(request.text), self._echoed)
             reason = parts.finish_reason(reason)
-        choice["logprobs"] = self._logprobs(request.samples, TextOffsets(request.text_tokens))
+        choice["logprobs"] = self._logprobs(request.samples, TextOffsets(request.new_detokenizer()))
         choice["finish_reason"] = reason
         choice["stop_reason"] = request.stop_reason
         if self._ids:

@@ -22,8 +22,9 @@ class TextOffsets:
     A token that goes on with a character begins where the character does.
     """
 
-    def __init__(self, text_tokens: TokenBytes) -> None:
-        self._detokenizer = IncrementalDetokenizer(text_tokens)
+    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
+        """`detokenizer`: of this answer, and of nobody else."""
+        self._detokenizer = detokenizer
         self._characters = 0
 
     def of_next(self, token_id: int) -> int:
