@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +21,18 @@ from halfmoon.workers.model.loading.fields import Fields, read_optional_json, re
 from halfmoon.workers.model.loading.files import find_model, load_config
 from halfmoon.workers.model.loading.gguf import GgufFile
 from halfmoon.workers.model.text.pre_tokenizer_probe import LLAMA3, QWEN2, probe, quiet_panics
+from halfmoon.workers.model.text.template_files import (
+    DEFAULT,
+    TOOL_USE,
+    TemplateSource,
+    check_length,
+    read_templates,
+    template_tokens,
+)
 
 T = TypeVar("T")
 
 TOKENIZER_BYTES_MAX = 256 << 20
-TEMPLATE_BYTES_MAX = 128 << 10
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -43,6 +50,10 @@ class TokenizerFiles:
     template_file: Path
     quick: bool
     """Whether every step of the pre-tokenizer is one whose time is known to grow with the text alone."""
+    tool_template: TemplateSource | None = None
+    """In place of `chat_template` for a chat with tools."""
+    template_tokens: dict[str, str] = field(default_factory=dict)
+    """Special tokens by the names that templates have for them."""
 
 
 def read_tokenizer(name_or_path: str) -> TokenizerFiles:
@@ -139,13 +150,22 @@ def _from_gguf(path: Path) -> TokenizerFiles:
 
     with_control = _built("tokenizer.ggml.merges", build)
     _check_vocabulary("tokenizer.ggml.tokens", with_control, config.vocab)
-    template = fields.get("tokenizer.chat_template")
-    if template is not None:
-        template = _bounded("tokenizer.chat_template", fields.text("tokenizer.chat_template"))
+    template = _gguf_template(fields, "tokenizer.chat_template")
+    tool_template = _gguf_template(fields, f"tokenizer.chat_template.{TOOL_USE}")
+    bos, eos = token("bos"), token("eos")
     return TokenizerFiles(
-        with_control, _blind(build()), control, template, token("bos"), token("eos"),
-        frozenset(config.eos_token_ids), path, quick=True,
+        with_control, _blind(build()), control, template, bos, eos, frozenset(config.eos_token_ids), path, quick=True,
+        tool_template=None if tool_template is None else TemplateSource(tool_template, path),
+        template_tokens={"unk_token": token("unknown"), "pad_token": token("padding")},
     )  # fmt: skip
+
+
+def _gguf_template(fields: Fields, name: str) -> str | None:
+    if fields.get(name) is None:
+        return None
+    template = fields.text(name)
+    check_length(name, template)
+    return template
 
 
 def _token_types(fields: Fields, count: int) -> list[int]:
@@ -167,12 +187,6 @@ def _merge(number: int, merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _bounded(field: str, template: str) -> str:
-    if len(template) > TEMPLATE_BYTES_MAX:
-        raise ModelBroken(field, f"has {len(template)} characters; at most {TEMPLATE_BYTES_MAX}")
-    return template
-
-
 def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -188,27 +202,16 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
     settings_path = folder / "tokenizer_config.json"
     settings = read_optional_json(settings_path)
     with in_file(settings_path):
-        template = _huggingface_template(settings)
         bos, eos = _token_text(settings, "bos_token"), _token_text(settings, "eos_token")
-    jinja = folder / "chat_template.jinja"
-    template_file = settings_path
-    if template is None and (jinja.is_symlink() or jinja.exists()):
-        template, template_file = read_text(jinja, TEMPLATE_BYTES_MAX), jinja
+    templates = read_templates(folder, settings)
+    template, template_file = templates.get(DEFAULT, (None, settings_path))
     eos_ids = frozenset(config.eos_token_ids)
     if eos and (number := built.token_to_id(eos)) is not None:
         eos_ids |= {number}
-    return TokenizerFiles(built, blind, control, template, bos, eos, eos_ids, template_file, quick)
-
-
-def _huggingface_template(settings: dict[str, Any]) -> str | None:
-    """The template, or of several the one named default. Raises `ModelBroken`."""
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if template is not None and not isinstance(template, str):
-        raise ModelBroken("chat_template", f"is {shown(template)}; it must be a text")
-    return None if template is None else _bounded("chat_template", template)
+    return TokenizerFiles(
+        built, blind, control, template, bos, eos, eos_ids, template_file, quick,
+        tool_template=templates.get(TOOL_USE), template_tokens=template_tokens(settings),
+    )  # fmt: skip
 
 
 def _token_text(settings: dict[str, Any], name: str) -> str:
