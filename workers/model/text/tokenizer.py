@@ -63,6 +63,9 @@ class Tokenizer:
         self.control = dict(files.control)
         self.control_ids = frozenset(files.control.values())
         self._bytes, self.strips_first_space = token_bytes(files.with_control, self.control_ids)
+        added = [token for token in files.with_control.get_added_tokens_decoder().values() if token.special]
+        self._take_space_before = {token.content for token in added if token.lstrip}
+        self._take_space_behind = {token.content for token in added if token.rstrip}
         self._template = self._tool_template = _NO_TEMPLATE
         if files.chat_template is not None:
             default = _compiled(files, TemplateSource(files.chat_template, files.template_file))
@@ -174,8 +177,16 @@ class Tokenizer:
         # What users write in tools is theirs as much as what they write in messages.
         pieces = render_pieces([*plain, {"tools": tools}], control, render)
         ids: list[int] = []
-        for piece, special in pieces:
-            ids += [self.control[piece]] if special else self.encode(piece)
+        before = ""
+        for i, (piece, special) in enumerate(pieces):
+            if special:
+                ids.append(self.control[piece])
+            else:
+                behind = pieces[i + 1][0] if i + 1 < len(pieces) else ""
+                piece = piece.lstrip() if before in self._take_space_behind else piece
+                piece = piece.rstrip() if behind in self._take_space_before else piece
+                ids += self.encode(piece)
+            before = piece if special else ""
         return ids
 
     def _render(
@@ -201,9 +212,8 @@ class Tokenizer:
 
 
 def _compiled(files: TokenizerFiles, source: TemplateSource) -> _Prompt:
-    specials = {**files.template_tokens, "bos_token": files.bos_token, "eos_token": files.eos_token}
     with in_file(source.file):
-        template = ChatTemplate(source.text, specials)
+        template = ChatTemplate(source.text, files.template_tokens)
     return _Prompt(template, abilities_of(template))
 
 

@@ -28,6 +28,7 @@ from halfmoon.workers.model.text.template_files import (
     check_length,
     read_templates,
     template_tokens,
+    with_token_map,
 )
 
 T = TypeVar("T")
@@ -156,7 +157,9 @@ def _from_gguf(path: Path) -> TokenizerFiles:
     return TokenizerFiles(
         with_control, _blind(build()), control, template, bos, eos, frozenset(config.eos_token_ids), path, quick=True,
         tool_template=None if tool_template is None else TemplateSource(tool_template, path),
-        template_tokens={"unk_token": token("unknown"), "pad_token": token("padding")},
+        template_tokens={
+            "bos_token": bos, "eos_token": eos, "unk_token": token("unknown"), "pad_token": token("padding"),
+        },
     )  # fmt: skip
 
 
@@ -200,7 +203,7 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
         _check_control("added_tokens", control)
         quick = probe(text, built)
     settings_path = folder / "tokenizer_config.json"
-    settings = read_optional_json(settings_path)
+    settings = with_token_map(folder, read_optional_json(settings_path))
     with in_file(settings_path):
         bos, eos = _token_text(settings, "bos_token"), _token_text(settings, "eos_token")
     templates = read_templates(folder, settings)
