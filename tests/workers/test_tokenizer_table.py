@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,20 @@ from tests.workers.record_tokenizers import RECORDING
 from tests.workers.tokenizer_families import FAMILIES, Family
 from tests.workers.tokenizer_table import TEXT, chats, vocabulary_digest, write
 
-#: What is wrong in tokenization itself, by family and chat ("": all), with its reason.
-FAILING: dict[tuple[str, str], str] = {}
+#: What is wrong in tokenization itself, by family and by text, or chats (all of them), with its reason.
+FAILING = {
+    ("a tokenizer that was saved with truncation and padding", "text"): "truncation and padding are in force",
+    (
+        "a tokenizer that was saved with truncation and padding",
+        "chats",
+    ): "truncation and padding are in force",
+    (
+        "pieces whose first alone has a space before it",
+        "chats",
+    ): "each piece between two tokens is taken as a first",
+    ("a begin token by the settings alone", "text"): "add_bos_token is not read",
+    ("no begin token by the settings", "text"): "add_bos_token is not read",
+}
 
 
 @functools.cache
@@ -30,12 +43,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write(name, folder / str(number)) for number, name in enumerate(FAMILIES)}
 
 
+@pytest.fixture(scope="module")
+def load(folders: dict[str, Path]) -> Callable[[str], Tokenizer]:
+    """The tokenizer of a family, read once."""
+    return functools.cache(lambda name: Tokenizer.load(str(folders[name])))
+
+
 def asked(family: Family) -> list[str]:
     return list(chats(family, recorded=False))
 
 
 def marked(name: str, chat: str) -> Any:
-    reason = FAILING.get((name, chat)) or FAILING.get((name, ""))
+    reason = FAILING.get((name, "text" if chat == "text" else "chats"))
     marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
     return pytest.param(name, chat, marks=marks, id=f"{name}: {chat}")
 
@@ -64,18 +83,20 @@ def test_the_table_is_the_one_that_was_recorded(folders: dict[str, Path]) -> Non
 
 @pytest.mark.parametrize(("name", "chat"), [marked(name, "text") for name in FAMILIES])
 def test_a_text_has_the_token_ids_that_transformers_gives(
-    name: str, chat: str, folders: dict[str, Path]
+    name: str, chat: str, load: Callable[[str], Tokenizer]
 ) -> None:
-    tokenizer = Tokenizer.load(str(folders[name]))
+    tokenizer = load(name)
     assert tokenizer.encode(TEXT, add_special=True, parse_special=True) == recorded()[name][chat]
 
 
 @pytest.mark.parametrize(
     ("name", "chat"), [marked(name, chat) for name, family in FAMILIES.items() for chat in asked(family)]
 )
-def test_a_chat_is_what_transformers_makes_of_it(name: str, chat: str, folders: dict[str, Path]) -> None:
+def test_a_chat_is_what_transformers_makes_of_it(
+    name: str, chat: str, load: Callable[[str], Tokenizer]
+) -> None:
     wanted = recorded()[name][chat]
-    tokenizer = Tokenizer.load(str(folders[name]))
+    tokenizer = load(name)
     if "error" in wanted:
         with pytest.raises(ChatTemplateError) as caught:
             made(tokenizer, FAMILIES[name], chat)

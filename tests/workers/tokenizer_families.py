@@ -29,6 +29,8 @@ class Family:
     #: Of the special tokens: they take the space around them.
     rstrip: bool = False
     lstrip: bool = False
+    #: Set in tokenizer.json.
+    tokenizer: dict[str, Any] = field(default_factory=dict)
 
 
 _SPM: dict[str, Any] = {"special": ("<unk>", "<s>", "</s>"), "bos": "<s>", "eos": "</s>", "spaces": "pieces"}
@@ -470,5 +472,28 @@ FAMILIES: dict[str, Family] = {
         "{% for m in messages %}{% if not loop.first %}{{ '\n' }}{% endif %}{{ m['role'].capitalize() + ': ' + "
         "m['content'].strip().replace('\r\n', '\n').replace('\n\n', '\n') }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '\n' + 'Assistant:' }}{% endif %}", special=("<|endoftext|>",),
+    ),
+    "a tokenizer that was saved with truncation and padding": Family(
+        _CHATML + _ASK_IM, **_IM,
+        tokenizer={
+            "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+            "padding": {"strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                        "pad_type_id": 0, "pad_token": "<|endoftext|>"},
+        },
+    ),
+    "pieces whose first alone has a space before it": Family(
+        "{{ bos_token }}{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' }}{{ m.content + eos_token }}"
+        "{% endfor %}", special=("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), bos="<s>", eos="</s>", spaces="pieces",
+        tokenizer={"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": "▁",
+                                                          "prepend_scheme": "first", "split": False}},
+    ),
+    "a begin token by the settings alone": Family(
+        "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", **_SPM,
+        settings={"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "add_eos_token": False},
+        tokenizer={"post_processor": None},
+    ),
+    "no begin token by the settings": Family(
+        "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", **_SPM,
+        settings={"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False, "add_eos_token": False},
     ),
 }  # fmt: skip

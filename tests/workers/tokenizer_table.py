@@ -77,7 +77,8 @@ def write(name: str, folder: Path) -> Path:
         ]
     )
     built.add_tokens([AddedToken(each, normalized=False) for each in family.plain])
-    built.save(str(folder / "tokenizer.json"))
+    told = json.loads(built.to_str()) | family.tokenizer
+    (folder / "tokenizer.json").write_text(json.dumps(told, ensure_ascii=False))
     sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8,
              "vocab_size": 1000, "rms_norm_eps": 1e-5, "max_position_embeddings": 64}  # fmt: skip
     settings: dict[str, Any] = {
