@@ -309,6 +309,22 @@ def test_a_chat_template_that_is_none_is_refused_before_anything_is_started(
     )
 
 
+@pytest.mark.parametrize("command", [["frontend"], ["prefill", "--node", "n"], ["decode", "--node", "n"]])
+def test_a_process_alone_reads_its_template_before_its_weights(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights are broken too, and its server is nowhere."""
+    made = directory()
+    made.files["tokenizer_config.json"]["chat_template"] = "{% if %}"
+    made.files["model.safetensors"] = b"none"
+    folder = made.write(tmp_path / "m")
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--model", str(folder), "--nats", "nats://127.0.0.1:1"])
+    line = capsys.readouterr().err
+    assert (end.value.code, line.count("\n")) == (os.EX_CONFIG, 1)
+    assert f"{folder / 'tokenizer_config.json'}: chat_template is no template" in line
+
+
 def test_what_a_process_refuses_ends_the_start_in_its_words_and_without_another_try(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("acme secret-key-0123456789\n")
