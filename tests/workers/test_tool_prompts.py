@@ -236,6 +236,17 @@ def test_arguments_that_are_no_json_are_the_text_that_they_are(
     assert f'{{"name": "f", "arguments": {decoded}}}' in rendered(Tokenizer(FILES), chat)
 
 
+def test_a_template_without_end_for_calls_has_them_told_in_text() -> None:
+    """It serves what has no calls."""
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}" + endless + "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=source))
+    assert rendered(tokenizer, PLAIN) == "ab"
+    assert "<tool_call>" in rendered(tokenizer, CHAT)
+
+
 def test_a_template_that_takes_no_system_message_has_tools_in_the_users_first() -> None:
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     for template in (refusing, "{% set x = 1 %}"):
