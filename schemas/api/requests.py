@@ -217,6 +217,8 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             read["name"] = message.name
         if message.tool_call_id is not None:
             read["tool_call_id"] = message.tool_call_id
+        if (thoughts := message.reasoning or message.reasoning_content) is not None:
+            read["reasoning"] = read["reasoning_content"] = thoughts
         if message.tool_calls:
             read["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
         plain.append(read)
