@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import os
 import sys
 import types
 from collections.abc import Coroutine, Sequence
@@ -21,6 +22,7 @@ from halfmoon.bus.errors import BusError
 from halfmoon.cli.commands import COMMANDS
 from halfmoon.cli.options import OptionInvalid, parse
 from halfmoon.cli.output import set_logging
+from halfmoon.schemas.roles import ROLES
 from halfmoon.workers.model.loading.errors import ModelError
 
 #: What a package is missing for, by the name that is imported: an extra of this distribution.
@@ -72,6 +74,7 @@ def _main(argv: Sequence[str] | None) -> None:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands = {each.name: subparsers.add_parser(each.name, help=each.help) for each in COMMANDS}
     modules = {each.name: each.module for each in COMMANDS}
+    refused_status = 1
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # asyncio says it once for every TLS connection that a server or we close, and it means nothing.
     logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())
@@ -86,6 +89,8 @@ def _main(argv: Sequence[str] | None) -> None:
             lambda name: importlib.import_module(modules[name]).add(commands[name]),
         )
         set_logging(args)
+        if args.command in ROLES:  # who starts it again and again is to know that this mends nothing
+            refused_status = os.EX_CONFIG
         sys.exit(_run(importlib.import_module(modules[args.command]).run(args)))
     except ModuleNotFoundError as problem:
         extra = EXTRAS.get((problem.name or "").partition(".")[0])
@@ -100,7 +105,7 @@ def _main(argv: Sequence[str] | None) -> None:
         sys.exit(0)
     except (OptionInvalid, ModelError, BusError, OSError, ValueError) as problem:
         print(f"halfmoon: {problem}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(refused_status if isinstance(problem, OptionInvalid | ModelError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 NULL_CONTEXT_TOKENS = 131_072
 
 
+def check_texts(model: str) -> None:
+    """Reads the model's config, tokenizer and chat template (below a second): they are to be refused before weights are
+    read and hashed, or anything is started. Raises ModelError.
+    """
+    from halfmoon.workers.model.text.tokenizer import Tokenizer
+
+    Tokenizer.load(model)
+
+
 def layout_of(args: argparse.Namespace) -> Layout:
     """The KV layout by the model's configuration (cheap: weights stay on disk)."""
     if args.layout_file:
@@ -247,6 +256,7 @@ __all__ = [
     "ModelConfig",
     "build_attention",
     "build_engine",
+    "check_texts",
     "context_tokens_max",
     "device_of",
     "exact_numerics",

@@ -58,7 +58,7 @@ def test_a_bad_file_is_one_line_of_an_option(
     path = place(kind, tmp_path)
     with pytest.raises(SystemExit) as ended:
         main([*OPTIONS[option], option, str(path)])
-    assert ended.value.code == 1
+    assert ended.value.code == (os.EX_CONFIG if OPTIONS[option] == STORE else 1)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     assert option in lines[0]

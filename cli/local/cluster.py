@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import secrets
 import shutil
 import signal
@@ -66,6 +67,9 @@ class LocalCluster:
         self.http_port = 0
         self.targets = Targets(args.metrics_port)
         self.joined: set[str] = set()
+        #: Processes that refused their options or the model, with the words of each: a restart mends neither.
+        self.refusals: dict[str, str] = {}
+        self._last_lines: dict[str, str] = {}
         self.ready = False
         self.started_at = time.monotonic()
 
@@ -75,11 +79,15 @@ class LocalCluster:
         say(f"[{time.monotonic() - self.started_at:5.1f}s] {text}")
 
     def _on_line(self, child: Child, line: str) -> None:
+        self._last_lines[child.name] = line
         if not self.ready or "error" in line.lower() or "warning" in line.lower():
             self.say(line if child.name in line else f"{child.name}: {line}")
 
     def _on_death(self, child: Child, status: int) -> None:
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        if status == os.EX_CONFIG and not self.ready:
+            self.refusals[child.name] = self._last_lines.get(child.name, "").removeprefix("halfmoon: ")
+            return
         self.say(f"{child.name} died ({how}); it is started again. Its output: {child.log}")
         self.joined.discard(child.name)
         if self.bus is None or child.role == "conductor":  # conductors neither join nor leave
@@ -90,6 +98,7 @@ class LocalCluster:
 
     async def start(self) -> None:
         args = self.args
+        await asyncio.to_thread(models.check_texts, args.model)
         layout = models.layout_of(args)
         check_attention(args, layout)
         self.http_port = wanted_port("--port", args.port, args.http_host)
@@ -129,6 +138,8 @@ class LocalCluster:
                 await asyncio.sleep(0.02)
                 if watcher.done():
                     watcher.result()
+                for name, words in self.refusals.items():
+                    raise OptionInvalid(f"{name}: {words or 'it refuses its options'}")
                 for child in self.supervisor.children.values():
                     if child.restarts > START_DEATHS_MAX:
                         raise OptionInvalid(f"{child.name} dies again and again; see {child.log}")

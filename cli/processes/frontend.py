@@ -37,8 +37,8 @@ async def run(args: argparse.Namespace) -> int:
     from halfmoon.workers.model.loading.generation import sampling_defaults
     from halfmoon.workers.model.text.tokenizer import Tokenizer
 
+    tokenizer = Tokenizer.load(args.model)  # before the weights are hashed: it may be refused
     layout = models.layout_of(args)
-    tokenizer = Tokenizer.load(args.model)
     keys = {}
     if args.api_keys_file:
         try:

@@ -282,7 +282,7 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_frontend_bounds(group: argparse._ArgumentGroup) -> None:
-    """What clients may take of it, in number and in time."""
+    """How much clients may take of it, in number and in time."""
     group.add_argument("--http-connections-max", type=int, default=8192)
     group.add_argument(
         "--http-connections-per-address-max", type=int, default=4096, help="a proxy is one address"

@@ -63,6 +63,8 @@ async def run(args: argparse.Namespace) -> int:
     role: WorkerRole | None = args.command
     assert role is not None
     worker_id = args.id or args.node
+    if not args.layout_file:  # else `halfmoon up` has done it
+        models.check_texts(args.model)
     layout = models.layout_of(args)
     elsewhere = role == "decode" and decode_attention(args) == "remote"
     may_become = roles_of(args, role, elsewhere=elsewhere)

@@ -224,24 +224,21 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             read["name"] = message.name
         if message.tool_call_id is not None:
             read["tool_call_id"] = message.tool_call_id
+        if (thoughts := message.reasoning or message.reasoning_content) is not None:
+            read["reasoning"] = read["reasoning_content"] = thoughts
         if message.tool_calls:
-            read["tool_calls"] = [_plain_call(call, position) for call in message.tool_calls]
+            read["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
         plain.append(read)
     return plain
 
 
-def _plain_call(call: ToolCall, position: int) -> dict[str, Any]:
-    """Its arguments decoded, as templates write them. Raises ApiError."""
+def _plain_call(call: ToolCall) -> dict[str, Any]:
+    """Its arguments are the text that the model wrote, JSON or not: each template is given them as it takes them."""
     function = call.function
-    try:
-        arguments = msgspec.json.decode(function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        reason = f"messages[{position}].tool_calls: the arguments of {function.name} are no JSON object"
-        raise ApiError(400, reason, param="messages", code="invalid") from None
     return {
         "id": call.id,
         "type": "function",
-        "function": {"name": function.name, "arguments": arguments},
+        "function": {"name": function.name, "arguments": function.arguments},
     }
 
 

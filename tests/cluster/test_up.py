@@ -27,6 +27,7 @@ from tests.cluster.harness import Cluster, children, command_of, running, start
 from tests.cluster.holding import Holds
 from tests.cluster.prompts import prompt
 from tests.eventually import BOUND_S, eventually, eventually_here
+from tests.workers.made_models import directory
 
 #: One node of each role, nothing computed.
 SMALL = ("--prefill", "1", "--decode", "1")
@@ -293,6 +294,49 @@ def test_options_that_mean_nothing_are_one_line_that_names_them(
     monkeypatch.setenv("HALFMOON_PREFILL", "many")
     monkeypatch.delenv("HALFMOON_ENGINE")
     assert "environment: --prefill: invalid" in refusal()
+
+
+def test_a_chat_template_that_is_none_is_refused_before_anything_is_started(
+    refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    """Nothing is said beside the refusal: there was no server, and no process."""
+    made = directory()
+    made.files["tokenizer_config.json"]["chat_template"] = "{% trans %}{{ messages }}{% endtrans %}"
+    folder = made.write(tmp_path / "m")
+    line = refusal("--model", str(folder))
+    assert (
+        f"{folder / 'tokenizer_config.json'}: chat_template is no template: Encountered unknown tag" in line
+    )
+
+
+@pytest.mark.parametrize("command", [["frontend"], ["prefill", "--node", "n"], ["decode", "--node", "n"]])
+def test_a_process_alone_reads_its_template_before_its_weights(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights are broken too, and its server is nowhere."""
+    made = directory()
+    made.files["tokenizer_config.json"]["chat_template"] = "{% if %}"
+    made.files["model.safetensors"] = b"none"
+    folder = made.write(tmp_path / "m")
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--model", str(folder), "--nats", "nats://127.0.0.1:1"])
+    line = capsys.readouterr().err
+    assert (end.value.code, line.count("\n")) == (os.EX_CONFIG, 1)
+    assert f"{folder / 'tokenizer_config.json'}: chat_template is no template" in line
+
+
+def test_what_a_process_refuses_ends_the_start_in_its_words_and_without_another_try(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("acme secret-key-0123456789\n")
+    keys.chmod(0o644)
+    command = [sys.executable, "-m", "halfmoon.cli.main", "up", *NULL, "--api-keys-file", str(keys)]
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND_S)
+    words = (
+        f"halfmoon: frontend-0: --api-keys-file: {keys}: mode 0644: not for others to read or write (0600)"
+    )
+    assert (done.returncode, done.stderr.count(words)) == (1, 1), done.stderr
+    assert "started again" not in done.stderr
 
 
 def test_a_port_that_is_taken_is_named(refusal: Callable[..., str]) -> None:

@@ -114,6 +114,6 @@ async def test_a_key_file_that_others_may_read_ends_the_start_in_one_line(
 ) -> None:
     output, keys = tmp_path / "output", key_file(tmp_path, 0o644)
     async with frontend(nats_url, output, "--api-keys-file", str(keys)) as process:
-        assert await asyncio.wait_for(process.wait(), BOUND_S) == 1
+        assert await asyncio.wait_for(process.wait(), BOUND_S) == os.EX_CONFIG
     (line,) = written(output).splitlines()
     assert line == f"halfmoon: --api-keys-file: {keys}: mode 0644: not for others to read or write (0600)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from typing import Any
@@ -210,17 +211,33 @@ def test_what_is_no_tool_or_no_choice_is_refused_by_name() -> None:
         ({"tools": [WEATHER], "tool_choice": named}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}
-                ]
-            },
-            "messages",
-        ),
     ):
         error = refused(**fields)
         assert (error.status, (error.param or "").partition(".")[0]) == (400, param), fields
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1", "Rome", "[" * 9999, ""])
+def test_an_earlier_call_whose_arguments_are_no_json_does_not_end_the_chat(
+    arguments: str, tokenizer: Tokenizer
+) -> None:
+    """What a model wrote comes back with every later turn."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    history = [*CHAT, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Bad JSON."}]
+    ask = parse_chat(json.dumps({"messages": history}).encode())
+    assert ask.messages is not None
+    assert json.dumps(arguments or {}) in tokenizer.decode(tokenizer.encode_chat(ask.messages))
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_thoughts_of_an_earlier_answer_reach_the_template(name: str, tokenizer: Tokenizer) -> None:
+    history = [*CHAT, {"role": "assistant", "content": "Sunny.", name: "Rome is <|im_end|> hot."}]
+    ask = parse_chat(json.dumps({"messages": history}).encode())
+    assert ask.messages is not None
+    source = "{% for m in messages %}{{ m.reasoning_content }}{{ m.reasoning }}<|im_end|>{% endfor %}"
+    thinking = Tokenizer(dataclasses.replace(tokenizer._files, chat_template=source))
+    ids = thinking.encode_chat(ask.messages)
+    assert thinking.decode(ids) == "Rome is <|im_end|> hot." * 2
+    assert ids.count(thinking.control["<|im_end|>"]) == 2  # the template's own, of two messages
 
 
 class Weather(pydantic.BaseModel):
@@ -272,7 +289,9 @@ def test_openais_client_calls_tools_and_parses_answers(run: Any, tokenizer: Toke
         assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("Warm.", "stop")
         ids = unpack_tokens(seen[-1].token_ids)
         assert "<tool_response>\n30 <|im_end|>\n</tool_response>" in tokenizer.decode(ids)
-        assert ids.count(tokenizer.control["<|im_end|>"]) == 5  # system, user, assistant, two results
+        assert (
+            ids.count(tokenizer.control["<|im_end|>"]) == 4
+        )  # system, user, assistant, both results in one turn
 
         texts.append("I look. " + ONE)
         content, pieces, names = "", "", []

@@ -499,7 +499,7 @@ def test_an_agent_that_cannot_start_says_why_in_a_line(nats_url: str) -> None:
         ]
         for process, why in zip(started, tries.values(), strict=True):
             _, said = process.communicate(timeout=BOUND_S)
-            assert process.returncode == 1
+            assert process.returncode in (1, 78)  # 78: a restart does not mend it
             assert said.startswith("halfmoon: ")
             assert said.count("\n") == 1, said
             assert why in said

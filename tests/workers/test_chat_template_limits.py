@@ -152,6 +152,7 @@ UNFIT = [
     "{{ {[]: 1} }}",
     "{{ 'a' < 1 }}",
     "{{ messages|tojson(separators=('x' * 99, 'y')) }}",
+    "{{ messages|tojson(indent='x' * 9999) }}",
     "{{ '%d' % 'a' }}",
     "{{ '{x}'.format() }}",
     "{{ ''.join([1]) }}",
@@ -256,7 +257,11 @@ TEMPLATES = [
     "{% macro say(who, what='') -%}{{ who|upper }}: {{ what }}{%- endmacro %}"
     "{% for m in messages if m.role != 'system' %}"
     "{{ say(m.role, m.content) }}{% if loop.nextitem is defined %}|{% endif %}{% else %}none{% endfor %}",
-    "{{ messages|tojson }}{{ messages|tojson(indent=2) }}{{ messages[0]|tojson(ensure_ascii=true) }}",
+    "{{ messages|tojson }}{{ messages|tojson(indent=2) }}{{ messages[0]|tojson(ensure_ascii=true) }}"
+    "{{ messages|tojson(indent='\t', sort_keys=true, separators=(',', ':')) }}",
+    "{% macro each(sep) %}{% for m in messages %}{{ caller(m) }}{{ sep }}{% endfor %}{% endmacro %}"
+    "{% call(m) each('|') %}{{ m.role }}{% endcall %}{% for m in messages %}{{ loop.previtem.role if loop.previtem }}"
+    "{{ loop.changed(m.role) }}{{ loop.revindex }}{{ loop.cycle('a', 'b') }}{% endfor %}",
     "{{ messages|map(attribute='role')|join(', ') }}{{ messages|selectattr('role', 'eq', 'user')|list|length }}"
     "{{ messages|rejectattr('role', 'equalto', 'user')|map(attribute='content')|map('trim')|list }}{{ messages|last }}",
     "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}"
@@ -295,6 +300,29 @@ def alone(source: str, messages: list[dict[str, Any]]) -> str:
 def test_a_usual_template_renders_as_jinja_alone_does(source: str) -> None:
     for chat in (CHAT, CHAT[1:], CHAT[:1], CHAT * 20):
         assert ChatTemplate(source, SPECIALS).render(chat, add_generation_prompt=True) == alone(source, chat)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}", "userassistant"),
+        ("{% for m in messages %}\n {%- generation -%}\n {{ m.content }}\n {%- endgeneration %}\n{% endfor %}", "ab"),
+        ("{% for m in messages %}{% generation %}{{ loop.index }}{% endgeneration %}{% endfor %}", "12"),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+        ("{% set n = namespace(x=1) %}{% generation %}{% set n.x = 2 %}{% endgeneration %}{{ n.x }}", "2"),
+        ("{% macro m() %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endmacro %}{{ m() }}", "a"),
+    ],
+)  # fmt: skip
+def test_what_a_template_marks_for_training_is_rendered(source: str, text: str) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert ChatTemplate(source, SPECIALS).render(chat, add_generation_prompt=True) == text
+
+
+def test_what_is_marked_for_training_is_metered_as_all_else() -> None:
+    with pytest.raises(ModelBroken, match="than"):
+        ChatTemplate("{% generation %}" + BOMBS["nested ranges"][0] + "{% endgeneration %}", SPECIALS)
+    with pytest.raises(ModelBroken, match="include is not offered"):
+        ChatTemplate("{% generation %}{% include 'x' %}{% endgeneration %}", SPECIALS)
 
 
 def test_the_bounds_grow_with_the_chat() -> None:

@@ -378,8 +378,8 @@ GO, END = "<|go|>", "<|end|>"
     [
         {"tokenizer_config.json": {"bos_token": GO, "eos_token": {"content": END}}},
         {"special_tokens_map.json": {"bos_token": {"content": GO}, "eos_token": END}, "tokenizer_config.json": {}},
-        {"tokenizer_config.json": {"bos_token": GO, "eos_token": None, "additional_special_tokens": [END]},
-         "special_tokens_map.json": {"bos_token": "a"}},
+        {"tokenizer_config.json": {"bos_token": "a", "eos_token": None, "additional_special_tokens": [END]},
+         "special_tokens_map.json": {"bos_token": GO}},
         {"tokenizer_config.json": {"added_tokens_decoder": {
             "1": {"content": GO, "special": True}, "0": {"content": END, "special": True}}}},
     ],

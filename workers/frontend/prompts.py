@@ -183,7 +183,9 @@ class PromptReader:
                 message = f"prompt: token id {max(token_ids)} is outside the vocabulary of {self._tokenizer.vocab_size}"
                 raise ApiError(400, message, param="prompt", code="invalid")
         elif messages is not None:
-            characters = sum(len(message["content"]) for message in messages)
+            characters = sum(
+                len(message["content"]) + len(message.get("reasoning", "")) for message in messages
+            )
             characters += sum(len(str(message.get("tool_calls", ""))) for message in messages)
             characters += len(str(tools)) if tools else 0
             token_ids = await self._encode_chat(messages, tools, rendering, characters)

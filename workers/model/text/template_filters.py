@@ -77,16 +77,17 @@ def charge_method(text: str, name: str, arguments: tuple[Any, ...]) -> None:
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """As transformers' `tojson`: no HTML escapes."""
     meter = current_meter()
-    if isinstance(indent, str) or (separators is not None and sum(map(len, separators)) > 8):
-        raise TypeError("tojson: indent must be a number, and separators short")
+    margin = len(indent) if isinstance(indent, str) else width_of(indent or 0)
+    if margin > _WIDTH_MAX or (separators is not None and sum(map(len, separators)) > 8):
+        raise TypeError("tojson: indent and separators must be short")
     # An item takes a line of its own, indented by its depth; a character six where it is escaped.
-    meter.charge(meter.size(value) * (6 + width_of(indent or 0)))
+    meter.charge(meter.size(value) * (6 + margin))
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

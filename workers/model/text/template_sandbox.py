@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -92,6 +93,19 @@ def _charged_join(pieces: Iterable[str]) -> str:
     return "".join(found)
 
 
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}`: what the model wrote, marked for those who train. It renders its body.
+
+    As in transformers, what is set inside is not set behind it.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+
+
 _PICKS = {"copy", "get", "partition", "rpartition", "rsplit", "split", "splitlines"}
 """Methods of dicts, lists and texts whose result holds nothing more often than they do."""
 
@@ -103,7 +117,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(_charged_join)
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         self.filters = metered_filters(self.filters) | {
             "halfmoon_counted": _counted,
             "halfmoon_made": _made,

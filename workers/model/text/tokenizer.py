@@ -5,7 +5,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tokenizers
 
@@ -19,8 +19,10 @@ from halfmoon.workers.model.text.chat_template import (
     plain_messages,
 )
 from halfmoon.workers.model.text.detokenizer import IncrementalDetokenizer, StopChecker, token_bytes
+from halfmoon.workers.model.text.template_abilities import Abilities, abilities_of
+from halfmoon.workers.model.text.template_files import TemplateSource
 from halfmoon.workers.model.text.tokenizer_files import TokenizerFiles, read_tokenizer
-from halfmoon.workers.model.text.tool_prompts import told_in_messages
+from halfmoon.workers.model.text.tool_prompts import fitted
 
 __all__ = [
     "ChatTemplateError",
@@ -32,8 +34,24 @@ __all__ = [
 ]
 
 
+#: Behind the content that is to be continued: the last character of Unicode that is anybody's own.
+_MARK = "\U0010fffd"
+
+
 class TextNotEncoded(Exception):
     """The tokenizer of this model fails on this text."""
+
+
+class _Prompt(NamedTuple):
+    template: ChatTemplate | None
+    abilities: Abilities
+
+    @property
+    def source(self) -> str:
+        return "" if self.template is None else self.template.source
+
+
+_NO_TEMPLATE = _Prompt(None, Abilities())
 
 
 class Tokenizer:
@@ -46,11 +64,15 @@ class Tokenizer:
         self.control_ids = frozenset(files.control.values())
         with in_file(files.tokenizer_file):
             self._bytes, self.text_start = token_bytes(files.with_control, self.control_ids)
-        self._template: ChatTemplate | None = None
+        added = [token for token in files.with_control.get_added_tokens_decoder().values() if token.special]
+        self._take_space_before = {token.content for token in added if token.lstrip}
+        self._take_space_behind = {token.content for token in added if token.rstrip}
+        self._template = self._tool_template = _NO_TEMPLATE
         if files.chat_template is not None:
-            specials = {"bos_token": files.bos_token, "eos_token": files.eos_token}
-            with in_file(files.template_file):
-                self._template = ChatTemplate(files.chat_template, specials)
+            default = _compiled(files, TemplateSource(files.chat_template, files.template_file))
+            self._template = self._tool_template = default
+        if files.tool_template is not None:
+            self._tool_template = _compiled(files, files.tool_template)
 
     @classmethod
     def load(cls, name_or_path: str) -> Tokenizer:
@@ -69,14 +91,14 @@ class Tokenizer:
     @property
     def call_style(self) -> Literal["hermes", "llama3"]:
         """How the model writes calls of tools, by the words of its template."""
-        source = self._template.source if self._template is not None else ""
+        source = self._tool_template.source
         llama = '"parameters": ' in source and "<tool_call>" not in source
         return "llama3" if llama else "hermes"
 
     @property
     def thinks(self) -> bool:
         """Whether its answers may begin with thoughts."""
-        return self._template is not None and "</think>" in self._template.source
+        return any("</think>" in each.source for each in (self._template, self._tool_template))
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """`add_special` adds what the model puts around every text (a begin token, for some).
@@ -132,8 +154,8 @@ class Tokenizer:
         """The chat as token ids, in which every control token is the template's own.
 
         `continue_final`: it ends where the last message's content does. `switches`: of the template; no strings that
-        users wrote, which would be read as the template's. `tools`: for the template, or in the system message where it
-        knows none.
+        users wrote, which would be read as the template's. `tools`: for the template that the model has for them, or
+        in a message where it knows none.
 
         Raises `ChatTemplateError`; `ChatTemplateSlow` when the template takes more than `seconds_max` of CPU;
         `TextNotEncoded`.
@@ -144,13 +166,16 @@ class Tokenizer:
             if first & set(message["role"]):
                 raise ChatTemplateError(f"messages[{i}].role is {message['role']!r}")
         control = list(self.control)
-        if self._template is not None and not self._template.knows_tools:
-            plain, tools = told_in_messages(plain, tools or []), None
+        prompt = self._tool_template if tools else self._template
+        plain, tools = fitted(plain, tools, prompt.abilities)
 
         def render(changed: list[dict[str, Any]]) -> str:
             *told, given = changed
-            text = self._render(told, add_generation_prompt, switches, seconds_max, given["tools"])
-            return _cut_behind(text, told[-1]["content"]) if continue_final else text
+            told = _marked(told) if continue_final else told
+            text = self._render(
+                told, add_generation_prompt, switches, seconds_max, given["tools"], prompt=prompt
+            )
+            return _cut_at_mark(text, told[-1]["content"]) if continue_final else text
 
         # What users write in tools is theirs as much as what they write in messages.
         pieces = render_pieces([*plain, {"tools": tools}], control, render)
@@ -163,9 +188,16 @@ class Tokenizer:
             ]:
                 return ids
         ids = []
-        for number, (piece, special) in enumerate(pieces):
-            chosen = self._files.within if number else self._files.without_control
-            ids += [self.control[piece]] if special else self._encode(chosen, piece)
+        before = ""
+        for i, (piece, special) in enumerate(pieces):
+            if special:
+                ids.append(self.control[piece])
+            else:
+                behind = pieces[i + 1][0] if i + 1 < len(pieces) else ""
+                piece = piece.lstrip() if before in self._take_space_behind else piece
+                piece = piece.rstrip() if behind in self._take_space_before else piece
+                ids += self._encode(self._files.within if i else self._files.without_control, piece)
+            before = piece if special else ""
         return ids
 
     def _render(
@@ -175,10 +207,13 @@ class Tokenizer:
         switches: Mapping[str, Any] | None = None,
         seconds_max: float = SECONDS_MAX,
         tools: list[dict[str, Any]] | None = None,
+        *,
+        prompt: _Prompt | None = None,
     ) -> str:
-        if self._template is None:
+        template = (prompt or self._template).template
+        if template is None:
             raise ChatTemplateError("the model has no chat template")
-        return self._template.render(
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             switches=switches,
@@ -187,10 +222,23 @@ class Tokenizer:
         )
 
 
-def _cut_behind(text: str, content: str) -> str:
+def _compiled(files: TokenizerFiles, source: TemplateSource) -> _Prompt:
+    with in_file(source.file):
+        template = ChatTemplate(source.text, files.template_tokens)
+    return _Prompt(template, abilities_of(template))
+
+
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last content with a mark behind it, whose space shows whether the template keeps spaces there."""
+    *before, last = messages
+    return [*before, {**last, "content": f"{last['content'] or ''}{_MARK} "}]
+
+
+def _cut_at_mark(text: str, marked: str) -> str:
     """`text` up to the end of the last message's content, which templates may have trimmed."""
-    for ending in (content, content.strip()):
-        at = text.rfind(ending) if ending else -1
-        if at >= 0:
-            return text[: at + len(ending)]
-    raise ChatTemplateError("continue_final_message: the template does not write the last message as it is")
+    at = text.rfind(_MARK)
+    if at < 0 or marked[: -len(_MARK) - 1].strip() not in text:
+        raise ChatTemplateError(
+            "continue_final_message: the template does not write the last message as it is"
+        )
+    return text[:at] if text[at + len(_MARK) :].startswith(" ") else text[:at].rstrip()

@@ -10,7 +10,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +23,19 @@ from halfmoon.workers.model.loading.fields import Fields, read_optional_json, re
 from halfmoon.workers.model.loading.files import find_model, load_config
 from halfmoon.workers.model.loading.gguf import GgufFile
 from halfmoon.workers.model.text.pre_tokenizer_probe import LLAMA3, QWEN2, probe, quiet_panics
+from halfmoon.workers.model.text.template_files import (
+    DEFAULT,
+    TOOL_USE,
+    TemplateSource,
+    check_length,
+    read_templates,
+    template_tokens,
+    with_token_map,
+)
 
 T = TypeVar("T")
 
 TOKENIZER_BYTES_MAX = 256 << 20
-TEMPLATE_BYTES_MAX = 128 << 10
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -49,6 +57,10 @@ class TokenizerFiles:
     tokenizer_file: Path
     quick: bool
     """Whether every step of the pre-tokenizer is one whose time is known to grow with the text alone."""
+    tool_template: TemplateSource | None = None
+    """In place of `chat_template` for a chat with tools."""
+    template_tokens: dict[str, str] = field(default_factory=dict)
+    """Special tokens by the names that templates have for them."""
 
 
 def read_tokenizer(name_or_path: str) -> TokenizerFiles:
@@ -148,14 +160,26 @@ def _from_gguf(path: Path) -> TokenizerFiles:
 
     with_control = _built("tokenizer.ggml.merges", build)
     _check_vocabulary("tokenizer.ggml.tokens", with_control, config.vocab)
-    template = fields.get("tokenizer.chat_template")
-    if template is not None:
-        template = _bounded("tokenizer.chat_template", fields.text("tokenizer.chat_template"))
+    template = _gguf_template(fields, "tokenizer.chat_template")
+    tool_template = _gguf_template(fields, f"tokenizer.chat_template.{TOOL_USE}")
+    bos, eos = token("bos"), token("eos")
     without_control = _blind(build())
     return TokenizerFiles(
-        with_control, without_control, without_control, control, template, token("bos"), token("eos"),
-        frozenset(config.eos_token_ids), path, path, quick=True,
+        with_control, without_control, without_control, control, template, bos, eos, frozenset(config.eos_token_ids),
+        path, path, quick=True,
+        tool_template=None if tool_template is None else TemplateSource(tool_template, path),
+        template_tokens={
+            "bos_token": bos, "eos_token": eos, "unk_token": token("unknown"), "pad_token": token("padding"),
+        },
     )  # fmt: skip
+
+
+def _gguf_template(fields: Fields, name: str) -> str | None:
+    if fields.get(name) is None:
+        return None
+    template = fields.text(name)
+    check_length(name, template)
+    return template
 
 
 def _gguf_around(fields: Fields, names: list[str], *, begins: bool) -> processors.TemplateProcessing:
@@ -194,12 +218,6 @@ def _merge(number: int, merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _bounded(field: str, template: str) -> str:
-    if len(template) > TEMPLATE_BYTES_MAX:
-        raise ModelBroken(field, f"has {len(template)} characters; at most {TEMPLATE_BYTES_MAX}")
-    return template
-
-
 def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -209,16 +227,13 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
     map_path = folder / "special_tokens_map.json"
     mapped = read_optional_json(map_path)
     with in_file(map_path):
-        mapped = {
-            "bos_token": _token_text(mapped, "bos_token"),
-            "eos_token": _token_text(mapped, "eos_token"),
-            "additional_special_tokens": _more_specials(mapped),
-        }
-    settings = mapped | read_optional_json(settings_path)
+        for role in ("bos_token", "eos_token"):
+            _token_text(mapped, role)
+        more = _more_specials(mapped)
+    settings = {"additional_special_tokens": more} | with_token_map(folder, read_optional_json(settings_path))
     with in_file(path):
         built = _from_json(text)
     with in_file(settings_path):
-        template = _huggingface_template(settings)
         bos, eos = _token_text(settings, "bos_token"), _token_text(settings, "eos_token")
         added = _add_tokens(built, settings, [bos, eos])
     with in_file(path):
@@ -227,16 +242,15 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
         _check_control("added_tokens", control)
         blind = _blind(_from_json(_without_words(built.to_str() if added else text, control)))
         quick = probe(text, built)
-    jinja = folder / "chat_template.jinja"
-    template_file = settings_path
-    if template is None and (jinja.is_symlink() or jinja.exists()):
-        template, template_file = read_text(jinja, TEMPLATE_BYTES_MAX), jinja
+    templates = read_templates(folder, settings)
+    template, template_file = templates.get(DEFAULT, (None, settings_path))
     eos_ids = frozenset(config.eos_token_ids)
     if eos and (number := built.token_to_id(eos)) is not None:
         eos_ids |= {number}
     return TokenizerFiles(
-        built, blind, _within(blind), control, template, bos, eos, eos_ids, template_file, path, quick
-    )
+        built, blind, _within(blind), control, template, bos, eos, eos_ids, template_file, path, quick,
+        tool_template=templates.get(TOOL_USE), template_tokens=template_tokens(settings),
+    )  # fmt: skip
 
 
 def _from_json(text: str) -> tokenizers.Tokenizer:
@@ -336,17 +350,6 @@ def _within(blind: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
         if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first":
             step["prepend_scheme"], found = "never", True
     return _blind(_from_json(json.dumps(content))) if found else blind
-
-
-def _huggingface_template(settings: dict[str, Any]) -> str | None:
-    """The template, or of several the one named default. Raises `ModelBroken`."""
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if template is not None and not isinstance(template, str):
-        raise ModelBroken("chat_template", f"is {shown(template)}; it must be a text")
-    return None if template is None else _bounded("chat_template", template)
 
 
 def _token_text(settings: dict[str, Any], name: str) -> str:
