@@ -65,10 +65,10 @@ def test_anthropics_client_is_answered(run: Any, tokenizer: Tokenizer) -> None:
                 await client.messages.create(**{**ASK, "model": "none"})
             with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
                 await client.messages.create(**{**ASK, "max_tokens": 0})
-            with pytest.raises(anthropic.BadRequestError, match="thinking is not supported"):
-                await client.messages.create(**ASK, thinking={"type": "enabled", "budget_tokens": 1024})
+            with pytest.raises(anthropic.BadRequestError, match="mcp_servers is not supported"):
+                await client.messages.create(**ASK, extra_body={"mcp_servers": [{"url": "http://x"}]})
             image = [{"type": "image", "source": {"type": "url", "url": "http://x"}}]
-            with pytest.raises(anthropic.BadRequestError, match="only blocks of type text"):
+            with pytest.raises(anthropic.BadRequestError, match="a block of type image"):
                 await client.messages.create(**{**ASK, "messages": [{"role": "user", "content": image}]})
         status, _, body = await cluster.post("/v1/messages", {**ASK, "max_tokens": 0})
         assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")

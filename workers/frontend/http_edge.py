@@ -220,7 +220,10 @@ class HttpEdge:
         self._others.authorize(request)
         ask = parse_count_tokens(await self._body(request))
         self._registry.prompts.check_model(ask.model)
-        ids = await self._registry.prompts.encode(text=None, messages=ask.messages, rendering=ask.rendering)
+        tools = ask.tool_use.tools if ask.tool_use is not None else None
+        ids = await self._registry.prompts.encode(
+            text=None, messages=ask.messages, tools=tools, rendering=ask.rendering
+        )
         counted = {"input_tokens": len(ids), "context_management": {"original_input_tokens": len(ids)}}
         return _json(counted)
 

@@ -21,12 +21,13 @@ from halfmoon.workers.frontend.http_answer import UnreadEvents
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 
 class Form(Protocol):
     """How one request is answered."""
 
-    def __init__(self, request: OpenRequest, model: str, payload: bytes) -> None: ...
+    def __init__(self, request: OpenRequest, tokenizer: Tokenizer, model: str, payload: bytes) -> None: ...
 
     @staticmethod
     def error(error: ApiError) -> bytes: ...
@@ -84,7 +85,8 @@ class Exchanges:
             self._registry.refused(error, began_ns, chat=True, traceparent=traceparent)
             self._registry.metrics.failed(error.status)
             return _refusal(dialect, error, headers)
-        listener.form = form = dialect.form(opened, self._registry.config.model, payload)
+        tokenizer, model = self._registry.tokenizer, self._registry.config.model
+        listener.form = form = dialect.form(opened, tokenizer, model, payload)
         headers["x-request-id"] = named or opened.request_id
         try:
             await listener.wait()

@@ -1,0 +1,317 @@
+"""Tools and thoughts in Anthropic's messages and OpenAI's responses, by their own clients."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from frontend_double import MODEL, Double
+
+from halfmoon.schemas.api.errors import ApiError
+from halfmoon.schemas.api.messages import parse_messages
+from halfmoon.schemas.api.requests import ApiRequest, parse_chat
+from halfmoon.schemas.api.responses import parse_responses
+from halfmoon.schemas.events import RequestArrived
+from halfmoon.workers.model.text.tokenizer import Tokenizer
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ASK = "Weather in Rome?"
+ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "R\\"}o{me"}}\n</tool_call>'
+TWO = ONE + '\n<tool_call>{"name": "time_of", "arguments": {}}</tool_call>'
+ROME = {"city": 'R"}o{me'}
+ANTHROPIC_TOOLS: list[Any] = [
+    {"name": "weather", "description": "The weather", "input_schema": SCHEMA},
+    {"name": "time_of", "input_schema": {"type": "object"}},
+]
+OPENAI_TOOLS: list[Any] = [
+    {"type": "function", "name": "weather", "description": "The weather", "parameters": SCHEMA},
+    {"type": "function", "name": "time_of", "parameters": {"type": "object"}},
+]
+
+
+class Says:
+    """The double's script: answers with the next of `texts`, a token at a time. `reason`: how they end."""
+
+    def __init__(self, tokenizer: Tokenizer, reason: str = "stop") -> None:
+        self._tokenizer = tokenizer
+        self.texts: list[str] = []
+        self.reason = reason
+
+    async def __call__(self, double: Double, seq: int, arrived: RequestArrived) -> None:
+        await double.place(arrived, f"{seq}-0")
+        ids = self._tokenizer.encode(self.texts.pop(0)) + ([double.eos] if self.reason == "stop" else [])
+        for index, token in enumerate(ids):
+            reason = self.reason if index == len(ids) - 1 else ""
+            await double.deliver(double.delivery(arrived, f"{seq}-0", index, [token], reason))
+
+
+def test_anthropics_client_calls_tools(run: Any, tokenizer: Tokenizer) -> None:
+    says = Says(tokenizer)
+    ask: Any = {
+        "model": MODEL,
+        "max_tokens": 300,
+        "messages": [{"role": "user", "content": ASK}],
+        "tools": ANTHROPIC_TOOLS,
+    }
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = says
+        async with anthropic.AsyncAnthropic(base_url=cluster.url, api_key="k", max_retries=0) as client:
+            says.texts = ["I look. " + TWO]
+            answer = await client.messages.create(**ask)
+            assert answer.stop_reason == "tool_use"
+            text, *calls = answer.content
+            assert text.text == "I look. "
+            assert [(call.name, call.input) for call in calls] == [("weather", ROME), ("time_of", {})]
+            turns = [*ask["messages"], {"role": "assistant", "content": answer.model_dump()["content"]}]
+            results = [
+                {"type": "tool_result", "tool_use_id": call.id, "content": f"{number}"}
+                for number, call in enumerate(calls)
+            ]
+            turns.append({"role": "user", "content": [*results, {"type": "text", "text": "Well?"}]})
+            says.texts = ["Warm."]
+            answer = await client.messages.create(**{**ask, "messages": turns})
+            assert (answer.content[0].text, answer.stop_reason) == ("Warm.", "end_turn")
+            says.texts = ["I look. " + TWO]
+            async with client.messages.stream(**ask) as stream:
+                kinds = [event.type async for event in stream]
+                last = await stream.get_final_message()
+            assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+            assert (last.stop_reason, [block.type for block in last.content]) == (
+                "tool_use",
+                ["text", "tool_use", "tool_use"],
+            )
+            assert (last.content[1].input, last.content[2].input) == (ROME, {})
+            # Of a named tool the model writes the arguments alone.
+            says.texts = ['{"city": "Rome"}']
+            answer = await client.messages.create(**ask, tool_choice={"type": "tool", "name": "weather"})
+            assert (answer.stop_reason, answer.content[0].input) == ("tool_use", {"city": "Rome"})
+            with pytest.raises(anthropic.BadRequestError, match="is no function with an input_schema"):
+                await client.messages.create(
+                    **{**ask, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+                )
+
+    run(scenario)
+
+
+def test_openais_client_calls_tools_by_responses(run: Any, tokenizer: Tokenizer) -> None:
+    says = Says(tokenizer)
+    ask: Any = {"model": MODEL, "input": ASK, "tools": OPENAI_TOOLS}
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = says
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="k", max_retries=0) as client:
+            says.texts = ["I look. " + TWO]
+            answer = await client.responses.create(**ask)
+            said, *calls = answer.output
+            assert (answer.output_text, answer.status) == ("I look. ", "completed")
+            assert [(call.name, json.loads(call.arguments)) for call in calls] == [
+                ("weather", ROME),
+                ("time_of", {}),
+            ]
+            assert len({said.id, *(call.id for call in calls)}) == 3
+            turns: list[Any] = [{"role": "user", "content": ASK}]
+            turns += [item.model_dump(exclude_none=True) for item in answer.output]
+            turns += [
+                {"type": "function_call_output", "call_id": call.call_id, "output": "30"} for call in calls
+            ]
+            says.texts = ["Warm."]
+            answer = await client.responses.create(**{**ask, "input": turns})
+            assert answer.output_text == "Warm."
+            says.texts = ["I look. " + TWO]
+            async with client.responses.stream(**ask) as stream:
+                kinds = [event.type async for event in stream]
+                last = await stream.get_final_response()
+            assert [item.type for item in last.output] == ["message", "function_call", "function_call"]
+            assert json.loads(last.output[1].arguments) == ROME
+            assert kinds.count("response.function_call_arguments.done") == 2
+            assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+            says.texts = ['{"city": "Rome"}']
+            named: Any = {"type": "function", "name": "weather"}
+            answer = await client.responses.create(**ask, tool_choice=named)
+            assert answer.output[0].arguments == '{"city": "Rome"}'
+            with pytest.raises(openai.BadRequestError, match="only functions with a name"):
+                await client.responses.create(**{**ask, "tools": [{"type": "web_search"}]})
+
+    run(scenario)
+
+
+def test_thoughts_have_blocks_of_their_own(
+    run: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = Says(tokenizer)
+    asked: Any = {"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": ASK}]}
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    text = "<think>Rome...</think>Warm."
+
+    async def by_messages(cluster: Any) -> None:
+        async with anthropic.AsyncAnthropic(base_url=cluster.url, api_key="k", max_retries=0) as client:
+            says.texts = [text] * 2
+            answer = await client.messages.create(**asked, thinking=thinking)
+            thought, said = answer.content
+            assert (thought.thinking, said.text, answer.stop_reason) == ("Rome...", "Warm.", "end_turn")
+            async with client.messages.stream(**asked, thinking=thinking) as stream:
+                thoughts = [event.thinking async for event in stream if event.type == "thinking"]
+                last = await stream.get_final_message()
+            assert "".join(thoughts) == last.content[0].thinking == "Rome..."
+            assert last.content[1].text == "Warm."
+
+    async def by_responses(cluster: Any) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="k", max_retries=0) as client:
+            says.texts = [text] * 2
+            answer = await client.responses.create(model=MODEL, input=ASK)
+            thought, _ = answer.output
+            assert (thought.type, thought.content[0].text) == ("reasoning", "Rome...")
+            assert answer.output_text == "Warm."
+            assert answer.usage is not None
+            assert answer.usage.output_tokens_details.reasoning_tokens == len(tokenizer.encode("Rome..."))
+            stream = await client.responses.create(model=MODEL, input=ASK, stream=True)
+            events = [event async for event in stream]
+            deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+            assert "".join(deltas) == "Rome..."
+            assert [item.type for item in events[-1].response.output] == ["reasoning", "message"]
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = says
+        monkeypatch.setattr(Tokenizer, "thinks", property(lambda _: True))
+        await by_messages(cluster)
+        await by_responses(cluster)
+
+    run(scenario)
+
+
+def test_a_call_that_was_cut_is_told_as_far_as_it_came(run: Any, tokenizer: Tokenizer) -> None:
+    says = Says(tokenizer, "length")
+    text = 'I look. <tool_call>{"name": "weather", "arguments": {"city": "Ro'
+    turns = [{"role": "user", "content": ASK}]
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = says
+        says.texts = [text] * 3
+        ask = {"model": MODEL, "messages": turns, "max_tokens": 300, "tools": ANTHROPIC_TOOLS}
+        _, _, message = await cluster.post("/v1/messages", ask)
+        assert message["stop_reason"] == "max_tokens"
+        assert message["content"][1]["input"] == {"": '{"city": "Ro'}
+        ask = {"model": MODEL, "input": turns, "tools": OPENAI_TOOLS}
+        _, _, response = await cluster.post("/v1/responses", ask)
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="k", max_retries=0) as client:
+            events = [event async for event in await client.responses.create(**ask, stream=True)]
+        items = [event.item for event in events if event.type == "response.output_item.done"]
+        # Only the last item was cut.
+        for said, call in (response["output"], [item.to_dict() for item in items]):
+            assert (said["status"], call["status"], call["arguments"]) == (
+                "completed", "incomplete", '{"city": "Ro',
+            )  # fmt: skip
+
+    run(scenario)
+
+
+def test_tools_are_among_the_tokens_that_are_counted(run: Any, tokenizer: Tokenizer) -> None:
+    turns = [{"role": "user", "content": ASK}]
+    tool = ANTHROPIC_TOOLS[0]
+    function = {"name": tool["name"], "description": tool["description"], "parameters": SCHEMA}
+
+    async def scenario(cluster: Any) -> None:
+        ask = {"model": MODEL, "messages": turns, "tools": [tool]}
+        _, _, counted = await cluster.post("/v1/messages/count_tokens", ask)
+        whole = tokenizer.encode_chat(turns, tools=[{"type": "function", "function": function}])
+        assert counted["input_tokens"] == len(whole)
+
+    run(scenario)
+
+
+def chat_of(ask: ApiRequest) -> Any:
+    return ask.messages, ask.tool_use, ask.structure
+
+
+CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+TURNS = [
+    {"role": "user", "content": ASK},
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "c1", "content": "30"},
+    {"role": "user", "content": "Well?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("choice", "anthropics", "openais", "parallel"),
+    [
+        (None, None, None, None),
+        ("required", {"type": "any"}, "required", None),
+        ("required", {"type": "any", "disable_parallel_tool_use": True}, "required", False),
+        (
+            {"type": "function", "function": {"name": "weather"}},
+            {"type": "tool", "name": "weather"},
+            {"type": "function", "name": "weather"},
+            None,
+        ),
+        ("none", {"type": "none"}, "none", None),
+    ],
+)
+def test_all_three_mean_the_same_chat(choice: Any, anthropics: Any, openais: Any, parallel: Any) -> None:
+    functions = [
+        {
+            "type": "function",
+            "function": {"name": "weather", "description": "The weather", "parameters": SCHEMA},
+        },
+        {"type": "function", "function": {"name": "time_of", "parameters": {"type": "object"}}},
+    ]
+    chat = {
+        "messages": TURNS,
+        "tools": functions,
+        "tool_choice": choice,
+        "parallel_tool_calls": parallel,
+    }
+    blocks = [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "30"}]}
+    messages = {
+        "model": MODEL,
+        "max_tokens": 3,
+        "messages": [
+            {"role": "user", "content": ASK},
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+        ],
+        "tools": ANTHROPIC_TOOLS,
+        "tool_choice": anthropics,
+    }
+    responses = {
+        "input": [
+            {"role": "user", "content": ASK},
+            {"type": "reasoning", "summary": []},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city":"Rome"}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "30"},
+            {"role": "user", "content": "Well?"},
+        ],
+        "tools": OPENAI_TOOLS,
+        "tool_choice": openais,
+        "parallel_tool_calls": parallel,
+    }
+    expected = chat_of(parse_chat(json.dumps(chat).encode()))
+    assert chat_of(parse_messages(json.dumps(messages).encode())) == expected
+    assert chat_of(parse_responses(json.dumps(responses).encode())) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "x"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
+    ],
+)
+def test_what_is_no_use_of_tools_is_refused_by_name(fields: Any, param: str) -> None:
+    ask = {"model": MODEL, "max_tokens": 3, "messages": [{"role": "user", "content": ASK}], **fields}
+    with pytest.raises(ApiError) as caught:
+        parse_messages(json.dumps(ask).encode())
+    assert (caught.value.status, caught.value.param) == (400, param)
