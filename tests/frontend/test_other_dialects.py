@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from frontend_double import ANSWER, MODEL
+from frontend_double import ANSWER, MODEL, Double
 
 from halfmoon.schemas.api.messages import parse_messages
 from halfmoon.schemas.api.requests import parse_chat
 from halfmoon.schemas.api.responses import parse_responses
+from halfmoon.schemas.decisions import FailRequest
+from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
@@ -129,6 +132,64 @@ def test_openais_client_has_responses(run: Any, tokenizer: Tokenizer) -> None:
     async def scenario(cluster: Any) -> None:
         for part in (whole, streamed, refused):
             await part(cluster)
+
+    run(scenario)
+
+
+class FailsLater:
+    """The double's script: one token, and a failure when `seen` is set."""
+
+    def __init__(self) -> None:
+        self.seen = asyncio.Event()
+
+    async def __call__(self, double: Double, seq: int, arrived: RequestArrived) -> None:
+        await double.place(arrived, f"{seq}-0")
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:1]))
+        await self.seen.wait()
+        failed = FailRequest(
+            request_id=arrived.request_id, frontend_id=arrived.frontend_id, message="placed 3 times"
+        )
+        await double.order(failed, seq)
+
+
+def test_the_events_of_a_response_are_numbered_as_they_come(run: Any) -> None:
+    async def numbers(cluster: Any) -> list[tuple[str, int]]:
+        async with of_openai(cluster) as client:
+            stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
+            found = []
+            async for event in stream:
+                found.append((event.type, event.sequence_number))
+                if event.type == "response.output_text.delta" and isinstance(
+                    cluster.double.script, FailsLater
+                ):
+                    cluster.double.script.seen.set()
+        return found
+
+    async def scenario(cluster: Any) -> None:
+        for last, script in (
+            ("response.completed", cluster.double.script),
+            ("response.failed", FailsLater()),
+        ):
+            cluster.double.script = script
+            found = await numbers(cluster)
+            assert [number for _, number in found] == list(range(len(found)))
+            kinds = [kind for kind, _ in found]
+            assert (kinds[:2], kinds[-1]) == (["response.created", "response.in_progress"], last)
+
+    run(scenario)
+
+
+def test_a_message_that_fails_later_ends_with_an_error_of_anthropics(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script = FailsLater()
+        client = of_anthropic(cluster)
+        async with client, client.messages.stream(**{**ASK, "max_tokens": 9}) as stream:
+            assert await anext(stream.text_stream) == "Half"
+            script.seen.set()
+            with pytest.raises(anthropic.APIStatusError, match="placed 3 times") as failed:
+                await anext(stream.text_stream)
+        body: Any = failed.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "api_error")
 
     run(scenario)
 

@@ -25,7 +25,7 @@ from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 
 class Form(Protocol):
-    """How one request is answered."""
+    """How one request is answered: by `body`, or by `first_event`, `event` a piece, and `error_event` if it fails."""
 
     def __init__(self, request: OpenRequest, tokenizer: Tokenizer, model: str, payload: bytes) -> None: ...
 
@@ -104,7 +104,7 @@ class Exchanges:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={**self._stream_headers, **headers})
         await response.prepare(request)
-        written = form.first_event()
+        written = b""
         while True:
             written += listener.drain()
             if listener.error is not None:
@@ -129,10 +129,15 @@ class _Listener(UnreadEvents):
     """The listener of one request, in its form."""
 
     form: Form | None = None
+    _begun = False
 
     def on_piece(self, request: OpenRequest, piece: Piece) -> None:
         assert self.form is not None
         if request.ask.stream:
+            # A form numbers its events: they are made in the order in which they are sent.
+            if not self._begun:
+                self._begun = True
+                self._send(self.form.first_event())
             self._send(self.form.event(piece))
         self.ended = bool(piece.finish_reason)
         self._wake()
