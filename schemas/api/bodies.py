@@ -43,6 +43,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: Name | None = None
     tool_call_id: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=256)] | None = None
+    #: Thoughts before an earlier answer; the second is the older name, which counts where the first is absent.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     # Refused unless empty.
     function_call: Any = None
 

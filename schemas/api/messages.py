@@ -25,12 +25,13 @@ class ResultBlock(msgspec.Struct, frozen=True):
 
 
 class MessageBlock(msgspec.Struct, frozen=True):
-    """One block of a message's content: `text`, `tool_use` of the assistant, `tool_result`; `thinking` is left out, as
-    templates leave earlier thoughts out. Others are refused.
+    """One block of a message's content: `text`; the assistant's `thinking` and `tool_use`; the user's `tool_result`.
+    `redacted_thinking` is taken and left out: nobody here can read it. Others are refused.
     """
 
     type: str
     text: str | None = None
+    thinking: str | None = None
     id: Name | None = None
     name: Name | None = None
     input: dict[str, Any] | None = None
@@ -191,10 +192,11 @@ def _choice(choice: MessagesChoice) -> Any:
 
 
 def _turn(where: str, turn: MessageTurn) -> list[ChatMessage]:
-    """A chat's turns: of results one each, then what else the user says; of an assistant its text and its calls."""
+    """A chat's turns: of results one each, then what else the user says; an assistant's is one."""
     if isinstance(turn.content, str):
         return [ChatMessage(turn.role, turn.content)]
     texts: list[MessageBlock] = []
+    thoughts: list[str] = []
     calls: list[ToolCall] = []
     results: list[ChatMessage] = []
     for block in turn.content:
@@ -206,14 +208,17 @@ def _turn(where: str, turn: MessageTurn) -> list[ChatMessage]:
                 results.append(
                     ChatMessage("tool", _text(where, block.content or ""), tool_call_id=block.tool_use_id)
                 )
-            case (("thinking" | "redacted_thinking"), "assistant"):
+            case "thinking", "assistant":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking", "assistant":
                 pass
             case _:
                 texts.append(block)
     text = _text(where, texts)
     if results and not texts:
         return results
-    return [*results, ChatMessage(turn.role, text, tool_calls=calls or None)]
+    told = ChatMessage(turn.role, text, tool_calls=calls or None, reasoning="\n".join(thoughts) or None)
+    return [*results, told]
 
 
 def _text(where: str, content: str | Sequence[MessageBlock] | Sequence[ResultBlock]) -> str:

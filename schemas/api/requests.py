@@ -219,6 +219,10 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             read["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
             read["tool_calls"] = [_plain_call(call, position) for call in message.tool_calls]
+        thoughts = message.reasoning if message.reasoning is not None else message.reasoning_content
+        if thoughts and message.role == "assistant":
+            # Templates read them by either name, and most leave those of earlier turns out.
+            read["reasoning"] = read["reasoning_content"] = thoughts
         plain.append(read)
     return plain
 

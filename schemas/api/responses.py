@@ -12,7 +12,8 @@ from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
 from halfmoon.schemas.api.tool_bodies import FunctionName, NamedChoice, Tool, ToolCall
 
-_TEXTS = ("input_text", "output_text", "text")
+_LOGPROBS = "message.output_text.logprobs"
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class InputPart(msgspec.Struct, frozen=True):
@@ -26,17 +27,19 @@ Parts = Annotated[list[InputPart], Meta(max_length=1024)]
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """One turn: an item of type `message`, which may leave its type out; a `function_call`, its
-    `function_call_output`; or `reasoning`, which is left out, as templates leave earlier thoughts out.
+    """One item: a `message`, which may leave its type out; a `function_call`, its `function_call_output`; `reasoning`,
+    whose `encrypted_content` nobody here can read. `status`: whether it is whole.
     """
 
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Parts | None = None
     type: str = "message"
+    status: str | None = None
     call_id: Name | None = None
     name: Name | None = None
     arguments: str | None = None
     output: str | Parts | None = None
+    summary: Parts | None = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -107,7 +110,8 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    include: list[str] | None = None
+    #: But for log probabilities these are of items that no answer here has, and of thoughts, which are always told.
+    include: Annotated[list[Name], Meta(max_length=64)] | None = None
     top_logprobs: int | None = None
 
 
@@ -123,7 +127,7 @@ def read_responses(body: ResponsesBody) -> ApiRequest:
         ("conversation", body.conversation is not None),
         ("prompt", body.prompt is not None),
         ("background", bool(body.background)),
-        ("include", bool(body.include)),
+        ("include", _LOGPROBS in (body.include or [])),
         ("top_logprobs", bool(body.top_logprobs)),
     ):
         if asks:
@@ -169,30 +173,50 @@ def _choice(choice: Literal["none", "auto", "required"] | FunctionChoice | None)
 
 
 def _messages(items: list[InputItem]) -> list[ChatMessage]:
-    """A chat's turns: calls that follow one another are one turn, with the text before them."""
+    """A chat's turns. Thoughts, text and calls that follow one another are one turn of the assistant."""
     messages: list[ChatMessage] = []
     for place, item in enumerate(items):
         match item.type:
             case "message" if item.role is not None:
-                messages.append(ChatMessage(item.role, _text(f"input[{place}].content", item.content)))
-            case "function_call" if item.name is not None:
-                call = ToolCall.of(item.name, item.arguments or "", item.call_id or "")
+                text = _text(f"input[{place}].content", item.content)
                 last = messages[-1] if messages else None
-                if last is None or last.role != "assistant":
-                    messages.append(ChatMessage("assistant", tool_calls=[call]))
+                if last is not None and last.role == item.role == "assistant" and last.content is None:
+                    messages[-1] = msgspec.structs.replace(last, content=text)
                 else:
-                    calls = [*(last.tool_calls or []), call]
-                    messages[-1] = msgspec.structs.replace(last, tool_calls=calls)
+                    messages.append(ChatMessage(item.role, text))
+            case "function_call" if item.name is not None:
+                call = ToolCall.of(item.name, _arguments(place, item), item.call_id or "")
+                last = messages[-1] if messages else None
+                if last is not None and last.role == "assistant":
+                    messages[-1] = msgspec.structs.replace(last, tool_calls=[*(last.tool_calls or []), call])
+                else:
+                    messages.append(ChatMessage("assistant", tool_calls=[call]))
             case "function_call_output" if item.output is not None:
                 text = _text(f"input[{place}].output", item.output)
                 messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
             case "reasoning":
-                pass
+                thoughts = _text(f"input[{place}]", item.content or item.summary)
+                if thoughts:
+                    messages.append(ChatMessage("assistant", reasoning=thoughts))
             case _:
-                known = "messages with a role, function calls with a name, and outputs of calls"
+                known = "messages with a role, function calls with a name, outputs of calls and reasoning"
                 message = f"input[{place}]: only {known} are understood"
                 raise ApiError(400, message, param="input", code="unsupported")
     return messages
+
+
+def _arguments(place: int, item: InputItem) -> str:
+    """A call's, as JSON of an object. Raises ApiError."""
+    arguments = item.arguments or "{}"
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        if item.status != "incomplete":
+            message = f"input[{place}].arguments: no JSON object"
+            raise ApiError(400, message, param="input", code="invalid") from None
+        # As `/v1/messages` tells a call that was cut.
+        return msgspec.json.encode({"": arguments}).decode()
+    return arguments
 
 
 def _text(where: str, content: str | list[InputPart] | None) -> str | None:

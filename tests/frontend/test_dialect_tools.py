@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import anthropic
@@ -227,6 +228,125 @@ def chat_of(ask: ApiRequest) -> Any:
     return ask.messages, ask.tool_use, ask.structure
 
 
+def messages_of(parse: Any, body: Any) -> Any:
+    """The chat that a body means, with its calls by number: their ids are drawn."""
+    found = json.dumps(parse(json.dumps(body).encode()).messages)
+    for place, name in enumerate(dict.fromkeys(re.findall(r"chatcmpl-tool-\w+", found))):
+        found = found.replace(name, f"call {place}")
+    return json.loads(found)
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>Rome...</think>I look. " + TWO, "<think>Rome...</think>Warm.", "Warm.", TWO]
+)
+def test_an_answer_is_taken_back_and_means_the_chat_that_it_was(
+    run: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(Tokenizer, "thinks", property(lambda _: True))
+    says = Says(tokenizer)
+    asked: list[Any] = [{"role": "user", "content": ASK}]
+    well: Any = {"role": "user", "content": "Well?"}
+    functions = [{"type": "function", "function": tool} for tool in OPENAI_TOOLS]
+
+    async def answer(cluster: Any, path: str, body: Any) -> Any:
+        says.texts = [text]
+        status, _, found = await cluster.post(path, {"model": MODEL, **body})
+        assert status == 200, found
+        return found
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = says
+        chat: dict[str, Any] = {"messages": [*asked], "tools": functions}
+        said = (await answer(cluster, "/v1/chat/completions", chat))["choices"][0]["message"]
+        outputs = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "30"}
+            for call in said.get("tool_calls", [])
+        ]
+        chat["messages"] += [said, *outputs, well]
+
+        messages: dict[str, Any] = {"messages": [*asked], "tools": ANTHROPIC_TOOLS, "max_tokens": 300}
+        content = (await answer(cluster, "/v1/messages", messages))["content"]
+        results = [
+            {
+                "type": "tool_result",
+                "tool_use_id": block["id"],
+                "content": [{"type": "text", "text": "30", "cache_control": {"type": "ephemeral"}}],
+            }
+            for block in content
+            if block["type"] == "tool_use"
+        ]
+        turn = {"role": "user", "content": [*results, {"type": "text", "text": "Well?"}]}
+        messages["messages"] += [{"role": "assistant", "content": content}, turn]
+
+        responses: dict[str, Any] = {
+            "input": [*asked],
+            "tools": OPENAI_TOOLS,
+            "store": False,
+            "include": ["reasoning.encrypted_content"],
+        }
+        output = (await answer(cluster, "/v1/responses", responses))["output"]
+        responses["input"] += output
+        responses["input"] += [
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "30"}
+            for item in output
+            if item["type"] == "function_call"
+        ]
+        responses["input"].append(well)
+
+        expected = messages_of(parse_chat, chat)
+        assert ("reasoning" in expected[1]) == text.startswith("<think>")
+        assert messages_of(parse_messages, {"model": MODEL, **messages}) == expected
+        assert messages_of(parse_responses, responses) == expected
+        await answer(cluster, "/v1/messages", messages)
+        await answer(cluster, "/v1/responses", responses)
+
+    run(scenario)
+
+
+def test_reasoning_is_never_an_error() -> None:
+    """Summaries stand in for thoughts that are not there; encrypted ones are another server's."""
+
+    def read(*items: Any) -> Any:
+        return messages_of(parse_responses, {"input": [*items, {"role": "user", "content": "Hi"}]})[:-1]
+
+    encrypted = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "encrypted_content": "gAAA",
+        "content": None,
+    }
+    assert read(encrypted) == []
+    summary = {**encrypted, "summary": [{"type": "summary_text", "text": "Short."}]}
+    thoughts = {"reasoning": "Short.", "reasoning_content": "Short."}
+    assert read(summary) == [{"role": "assistant", "content": "", **thoughts}]
+    text = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Long."}]}
+    message = {"type": "message", "role": "assistant", "content": "Yes."}
+    thoughts = {"reasoning": "Long.", "reasoning_content": "Long."}
+    assert read(text, message) == [{"role": "assistant", "content": "Yes.", **thoughts}]
+    # Each answer is a turn of its own.
+    assert [turn["content"] for turn in read(message, text, message)] == ["Yes.", "Yes."]
+    old = {"role": "assistant", "content": "Yes.", "reasoning_content": "Long."}
+    chat = {"messages": [old, {"role": "user", "content": "Hi"}]}
+    assert messages_of(parse_chat, chat)[:-1] == read(text, message)
+
+
+def test_a_call_that_was_cut_is_taken_back() -> None:
+    cut = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Ro'}
+    (read,) = messages_of(parse_responses, {"input": [{**cut, "status": "incomplete"}]})
+    assert read["tool_calls"][0]["function"]["arguments"] == {"": '{"city": "Ro'}
+    with pytest.raises(ApiError, match=r"input\[0\].arguments") as caught:
+        parse_responses(json.dumps({"input": [cut]}).encode())
+    assert caught.value.param == "input"
+
+
+def test_what_is_to_be_included_is_refused_where_it_is_missed() -> None:
+    ask: dict[str, Any] = {"input": "Hi", "include": ["message.output_text.logprobs"]}
+    with pytest.raises(ApiError) as caught:
+        parse_responses(json.dumps(ask).encode())
+    assert (caught.value.status, caught.value.param) == (400, "include")
+
+
 CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
 TURNS = [
     {"role": "user", "content": ASK},
@@ -266,7 +386,7 @@ def test_all_three_mean_the_same_chat(choice: Any, anthropics: Any, openais: Any
         "parallel_tool_calls": parallel,
     }
     blocks = [
-        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "redacted_thinking", "data": "gAAA"},
         {"type": "text", "text": "I look."},
         {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}},
     ]
