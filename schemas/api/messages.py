@@ -12,9 +12,14 @@ from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, ResponseFor
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
 from halfmoon.schemas.api.tool_bodies import NamedChoice, Tool, ToolCall
+from halfmoon.schemas.api.turns import is_begun
 
 #: Anthropic's are longer than OpenAI's.
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$(?!\n)")]
+
+
+#: A line of a system prompt that begins so is no instruction.
+BILLING = "x-anthropic-billing-header:"
 
 
 class ResultBlock(msgspec.Struct, frozen=True):
@@ -146,10 +151,14 @@ def parse_count_tokens(payload: bytes) -> ApiRequest:
 
 def _chat_of(body: CountTokensBody) -> ChatBody:
     messages = []
-    if body.system is not None:
-        messages.append(ChatMessage("system", _text("system", body.system)))
+    system = _text("system", _without_billing(body.system or ""))
+    if system:
+        messages.append(ChatMessage("system", system))
     for place, turn in enumerate(body.messages):
         messages += _turn(f"messages[{place}].content", turn)
+    if messages[-1] == ChatMessage("assistant", "") and len(messages) > 1:
+        messages.pop()  # an answer that has not begun
+    begun = is_begun(messages)
     wanted = body.output_config or OutputConfig()
     schema = None
     if wanted.format is not None:
@@ -161,6 +170,8 @@ def _chat_of(body: CountTokensBody) -> ChatBody:
     return ChatBody(
         model=body.model,
         messages=messages,
+        add_generation_prompt=not begun,
+        continue_final_message=begun,
         response_format=msgspec.convert(schema, ResponseFormat | None),
         reasoning_effort=wanted.effort,
         chat_template_kwargs=switches or None,
@@ -168,6 +179,24 @@ def _chat_of(body: CountTokensBody) -> ChatBody:
         tool_choice=_choice(choice) if choice is not None and (body.tools or choice.type != "auto") else None,
         parallel_tool_calls=not choice.disable_parallel_tool_use if choice is not None else None,
     )
+
+
+def _without_billing(system: str | list[MessageBlock]) -> str | list[MessageBlock]:
+    """Without what Anthropic's own client writes at the begin for its vendor. It changes with every request, and no KV
+    behind it would be found.
+    """
+    if isinstance(system, str):
+        return system.partition("\n")[2] if system.startswith(BILLING) else system
+    kept = []
+    for block in system:
+        text = block.text or ""
+        if text.startswith(BILLING):
+            text = text.partition("\n")[2]
+            if not text:
+                continue
+            block = msgspec.structs.replace(block, text=text)
+        kept.append(block)
+    return kept
 
 
 def _tool(tool: MessagesTool) -> Tool:

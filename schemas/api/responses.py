@@ -11,6 +11,7 @@ from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, ResponseFor
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
 from halfmoon.schemas.api.tool_bodies import FunctionName, NamedChoice, Tool, ToolCall
+from halfmoon.schemas.api.turns import is_begun
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -135,10 +136,14 @@ def read_responses(body: ResponsesBody) -> ApiRequest:
     messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
     items = [InputItem("user", body.input)] if isinstance(body.input, str) else body.input
     messages += _messages(items)
+    # As vLLM: an answer that was cut goes on where it is the last item.
+    begun = items[-1].status in ("in_progress", "incomplete") and is_begun(messages)
     return read_chat(
         ChatBody(
             model=body.model,
             messages=messages,
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
             max_tokens=body.max_output_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
