@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
-from halfmoon.bus.telemetry.http_server import JSON, Handler, client_request_id, read_body
+from halfmoon.bus.telemetry.http_server import JSON, Handler, client_request_id, read_body, refusal
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
@@ -49,7 +49,7 @@ class Dialect(NamedTuple):
 
 
 class Exchanges:
-    """`generate` answers one request. It raises no ApiError: a refusal has the dialect's own form."""
+    """`generate` answers one request. It raises ApiError for what is refused before the request is open."""
 
     def __init__(self, registry: RequestRegistry, keys: ApiKeys, stream_headers: dict[str, str]) -> None:
         self._registry = registry
@@ -73,7 +73,6 @@ class Exchanges:
         traceparent = checked_traceparent(request.headers.get("traceparent", ""))
         named = client_request_id(request)
         listener = _Listener(request.transport)
-        headers = {"x-request-id": named} if named else {}
         try:
             tenant = self.authorize(request)
             self._registry.admit()
@@ -83,15 +82,16 @@ class Exchanges:
             opened = await self._registry.open(ask, listener, traceparent=traceparent)
         except ApiError as error:
             self._registry.refused(error, began_ns, chat=True, traceparent=traceparent)
-            self._registry.metrics.failed(error.status)
-            return _refusal(dialect, error, headers)
+            raise
         tokenizer, model = self._registry.tokenizer, self._registry.config.model
         listener.form = form = dialect.form(opened, tokenizer, model, payload)
-        headers["x-request-id"] = named or opened.request_id
+        headers = {"x-request-id": named or opened.request_id}
+        if traceparent:
+            headers["traceparent"] = traceparent
         try:
             await listener.wait()
             if listener.error is not None and not listener.events:
-                return _refusal(dialect, listener.error, headers)
+                return refusal(listener.error, headers, dialect.form.error(listener.error))
             if not ask.stream:
                 return web.Response(body=form.body(), content_type=JSON, headers=headers)
             return await self._stream(request, listener, form, headers)
@@ -116,13 +116,6 @@ class Exchanges:
                 return response
             written = b""
             await listener.wait()
-
-
-def _refusal(dialect: Dialect, error: ApiError, headers: dict[str, str]) -> web.Response:
-    headers = {**headers, **error.retry_headers()}
-    return web.Response(
-        status=error.status, body=dialect.form.error(error), content_type=JSON, headers=headers
-    )
 
 
 class _Listener(UnreadEvents):

@@ -43,7 +43,7 @@ class MessagesForm:
     def error(error: ApiError) -> bytes:
         kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         told = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
-        return orjson.dumps({"type": "error", "error": told})
+        return orjson.dumps({"type": "error", "error": told | error.extra})
 
     def error_event(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + self.error(error) + b"\n\n"
