@@ -8,6 +8,7 @@ from typing import Any
 
 import anthropic
 import openai
+import pydantic
 import pytest
 from frontend_double import MODEL, Double
 
@@ -180,6 +181,37 @@ def test_thoughts_have_blocks_of_their_own(
         monkeypatch.setattr(Tokenizer, "thinks", property(lambda _: True))
         await by_messages(cluster)
         await by_responses(cluster)
+
+    run(scenario)
+
+
+class Moon(pydantic.BaseModel):
+    """What an answer is to be."""
+
+    phase: str
+
+
+def test_openais_client_parses_responses(run: Any, tokenizer: Tokenizer) -> None:
+    says = Says(tokenizer)
+    ask: Any = {"model": MODEL, "input": "Which moon?", "text_format": Moon}
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = says
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="k", max_retries=0) as client:
+            says.texts = ['{"phase": "half"}'] * 2
+            assert (await client.responses.parse(**ask)).output_parsed == Moon(phase="half")
+            async with client.responses.stream(**ask) as stream:
+                assert (await stream.get_final_response()).output_parsed == Moon(phase="half")
+            tool: Any = openai.pydantic_function_tool(Moon)
+            says.texts = ['[{"name": "Moon", "parameters": {"phase": "full"}}]']
+            called = await client.responses.parse(
+                model=MODEL,
+                input="Hi",
+                tools=[{"type": "function", **tool["function"]}],
+                tool_choice="required",
+            )
+            (call,) = called.output
+            assert call.parsed_arguments == {"phase": "full"}
 
     run(scenario)
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from frontend_double import ANSWER, MODEL, Double
+from frontend_double import ANSWER, MODEL, Double, FailsLater
 
 from halfmoon.schemas.api.messages import parse_messages
 from halfmoon.schemas.api.requests import parse_chat
 from halfmoon.schemas.api.responses import parse_responses
-from halfmoon.schemas.decisions import FailRequest
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
@@ -233,22 +231,6 @@ def test_openais_client_has_responses(run: Any, tokenizer: Tokenizer) -> None:
             await part(cluster)
 
     run(scenario)
-
-
-class FailsLater:
-    """The double's script: one token, and a failure when `seen` is set."""
-
-    def __init__(self) -> None:
-        self.seen = asyncio.Event()
-
-    async def __call__(self, double: Double, seq: int, arrived: RequestArrived) -> None:
-        await double.place(arrived, f"{seq}-0")
-        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:1]))
-        await self.seen.wait()
-        failed = FailRequest(
-            request_id=arrived.request_id, frontend_id=arrived.frontend_id, message="placed 3 times"
-        )
-        await double.order(failed, seq)
 
 
 def test_the_events_of_a_response_are_numbered_as_they_come(run: Any) -> None:
