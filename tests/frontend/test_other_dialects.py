@@ -199,7 +199,11 @@ def test_openais_client_has_responses(run: Any, tokenizer: Tokenizer) -> None:
             assert answer.incomplete_details is not None
             assert answer.incomplete_details.reason == "max_output_tokens"
             turns = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
-            answer = await client.responses.create(model=MODEL, input=turns, instructions="Be short.")
+            answer = await client.responses.create(
+                model=MODEL, input=turns, instructions="Be short.", reasoning={"effort": "low"}
+            )
+            assert answer.reasoning is not None
+            assert answer.reasoning.effort == "low"
             assert (answer.output_text, answer.status, answer.store) == (ANSWER, "completed", False)
             assert answer.usage is not None
             whole = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]

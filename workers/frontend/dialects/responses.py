@@ -131,14 +131,26 @@ class ResponsesForm:
         request = self._request
         prompt, answer = request.arrived.prompt_tokens, len(request.output_ids)
         cached = request.timing.cached_tokens if request.timing else 0
-        thought = len(self._tokenizer.encode(thoughts)) if thoughts else 0
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": answer,
-            "output_tokens_details": {"reasoning_tokens": thought},
+            "output_tokens_details": {"reasoning_tokens": self._tokens_of(thoughts)},
             "total_tokens": prompt + answer,
         }
+
+    def _tokens_of(self, thoughts: str) -> int:
+        """Tokens that begin within them, by their bytes: a long text is not tokenized again on the event loop."""
+        at = self._request.text.find(thoughts)
+        if not thoughts or at < 0:
+            return 0
+        begin = len(self._request.text[:at].encode())
+        end = begin + len(thoughts.encode())
+        place = count = 0
+        for token_id in self._request.output_ids:
+            count += begin <= place < end
+            place += len(self._tokenizer.token_bytes(token_id))
+        return count
 
     def _response(
         self,
@@ -168,7 +180,7 @@ class ResponsesForm:
             "metadata": asked.metadata,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": None,
+            "reasoning": asked.reasoning and {"effort": asked.reasoning.effort, "summary": None},
             "service_tier": "auto",
             "store": False,
             "temperature": sampling.temperature,
