@@ -86,7 +86,7 @@ class HttpLimits:
 
 
 class HttpServer:
-    """`start` listens, `stop` closes. `handler` answers; what it raises as ApiError is sent in the API's form.
+    """`start` listens, `stop` closes. `handler` answers; what it raises as ApiError is sent as `error_body` writes it.
 
     `urgent`: paths that are answered in the reserved room too. `on_refusal` is told the status of what is refused here.
     """
@@ -99,10 +99,12 @@ class HttpServer:
         urgent: frozenset[str],
         on_refusal: Callable[[int], None] = lambda _: None,
         headers_for: Callable[[web.BaseRequest], dict[str, str]] = lambda _: {},
+        error_body: Callable[[web.BaseRequest, ApiError], bytes] = lambda _, error: error.body(),
     ) -> None:
         self._handler = handler
         self._urgent = urgent
         self._on_refusal = on_refusal
+        self._error_body = error_body
         self.headers_for = headers_for
         self._runner: web.ServerRunner | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -151,7 +153,8 @@ class HttpServer:
         except ApiError as error:
             self._on_refusal(error.status)
             named = client_request_id(request)
-            response = refusal(error, {"x-request-id": named} if named else None)
+            headers = {"x-request-id": named} if named else {}
+            response = refusal(error, headers, self._error_body(request, error))
             if connection.reserved or error.code in ("bad_body", "timeout"):
                 response.force_close()
             return response
@@ -162,7 +165,8 @@ class HttpServer:
         ):  # whatever it is, it is ours and is logged: the client hears 500 and nothing of its words
             log.exception("a request could not be answered")
             self._on_refusal(500)
-            return refusal(ApiError(500, "internal error", code="internal"))
+            internal = ApiError(500, "internal error", code="internal")
+            return refusal(internal, body=self._error_body(request, internal))
         finally:
             connection.served()
 
@@ -220,12 +224,14 @@ def _first_line(problem: BaseException | str) -> str:
     return re.sub(r"[^\x20-\x7e]", "?", str(problem).strip().partition("\n")[0])[:200]
 
 
-def refusal(error: ApiError, headers: dict[str, str] | None = None) -> web.Response:
-    """`error` as an answer."""
+def refusal(
+    error: ApiError, headers: dict[str, str] | None = None, body: bytes | None = None
+) -> web.Response:
+    """`error` as an answer. `body`: in another form than the API's own."""
     headers = {**(headers or {}), **error.retry_headers()}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return web.Response(status=error.status, body=error.body(), content_type=JSON, headers=headers)
+    return web.Response(status=error.status, body=body or error.body(), content_type=JSON, headers=headers)
 
 
 class _Server(web.Server):

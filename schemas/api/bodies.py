@@ -43,7 +43,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: Name | None = None
     tool_call_id: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=256)] | None = None
-    # Thoughts of an earlier answer, by either name: as answers have them.
+    #: Thoughts before an earlier answer; the second is the older name, which counts where the first is absent.
     reasoning: str | None = None
     reasoning_content: str | None = None
     # Refused unless empty.

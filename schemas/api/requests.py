@@ -224,10 +224,12 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             read["name"] = message.name
         if message.tool_call_id is not None:
             read["tool_call_id"] = message.tool_call_id
-        if (thoughts := message.reasoning or message.reasoning_content) is not None:
-            read["reasoning"] = read["reasoning_content"] = thoughts
         if message.tool_calls:
             read["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+        thoughts = message.reasoning if message.reasoning is not None else message.reasoning_content
+        if thoughts and message.role == "assistant":
+            # Templates read them by either name, and most leave those of earlier turns out.
+            read["reasoning"] = read["reasoning_content"] = thoughts
         plain.append(read)
     return plain
 

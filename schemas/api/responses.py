@@ -10,8 +10,11 @@ from msgspec import Meta
 from halfmoon.schemas.api.bodies import ChatBody, ChatMessage, Name, ResponseFormat, Slo, TokenCount
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, decode_body, read_chat
+from halfmoon.schemas.api.tool_bodies import FunctionName, NamedChoice, Tool, ToolCall
+from halfmoon.schemas.api.turns import is_begun
 
-_TEXTS = ("input_text", "output_text", "text")
+_LOGPROBS = "message.output_text.logprobs"
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class InputPart(msgspec.Struct, frozen=True):
@@ -21,12 +24,40 @@ class InputPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+Parts = Annotated[list[InputPart], Meta(max_length=1024)]
+
+
 class InputItem(msgspec.Struct, frozen=True):
-    """One turn: an item of type `message`, which may leave its type out."""
+    """One item: a `message`, which may leave its type out; a `function_call`, its `function_call_output`; `reasoning`,
+    whose `encrypted_content` nobody here can read. `status`: whether it is whole.
+    """
 
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Annotated[list[InputPart], Meta(max_length=1024)] | None = None
+    content: str | Parts | None = None
     type: str = "message"
+    status: str | None = None
+    call_id: Name | None = None
+    name: Name | None = None
+    arguments: str | None = None
+    output: str | Parts | None = None
+    summary: Parts | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call; tools of other types are refused."""
+
+    type: str
+    name: FunctionName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(msgspec.Struct, frozen=True):
+    """This function is to be called."""
+
+    type: Literal["function"]
+    name: FunctionName
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -73,14 +104,15 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo | None = None
     truncation: Literal["auto", "disabled"] | None = None
     parallel_tool_calls: bool | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     # Refused where they ask for something.
     previous_response_id: str | None = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    include: list[str] | None = None
+    #: But for log probabilities these are of items that no answer here has, and of thoughts, which are always told.
+    include: Annotated[list[Name], Meta(max_length=64)] | None = None
     top_logprobs: int | None = None
 
 
@@ -96,20 +128,22 @@ def read_responses(body: ResponsesBody) -> ApiRequest:
         ("conversation", body.conversation is not None),
         ("prompt", body.prompt is not None),
         ("background", bool(body.background)),
-        ("tools", bool(body.tools)),
-        ("tool_choice", body.tool_choice not in (None, "auto", "none")),
-        ("include", bool(body.include)),
+        ("include", _LOGPROBS in (body.include or [])),
         ("top_logprobs", bool(body.top_logprobs)),
     ):
         if asks:
             raise ApiError(400, f"{name} is not supported here", param=name, code="unsupported")
     messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
     items = [InputItem("user", body.input)] if isinstance(body.input, str) else body.input
-    messages += [_message(place, item) for place, item in enumerate(items)]
+    messages += _messages(items)
+    # As vLLM: an answer that was cut goes on where it is the last item.
+    begun = items[-1].status in ("in_progress", "incomplete") and is_begun(messages)
     return read_chat(
         ChatBody(
             model=body.model,
             messages=messages,
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
             max_tokens=body.max_output_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
@@ -118,6 +152,9 @@ def read_responses(body: ResponsesBody) -> ApiRequest:
             stream=body.stream,
             response_format=msgspec.convert(_format(body.text), ResponseFormat | None),
             reasoning_effort=body.reasoning.effort if body.reasoning else None,
+            tools=[_tool(tool) for tool in body.tools or []] or None,
+            tool_choice=_choice(body.tool_choice) if body.tools or body.tool_choice != "auto" else None,
+            parallel_tool_calls=body.parallel_tool_calls,
             priority=body.priority,
             cache_salt=body.cache_salt,
             tenant=body.tenant,
@@ -128,25 +165,57 @@ def read_responses(body: ResponsesBody) -> ApiRequest:
     )
 
 
-def _message(place: int, item: InputItem) -> ChatMessage:
-    if item.type != "message" or item.role is None:
-        raise ApiError(
-            400,
-            f"input[{place}]: only messages with a role are understood",
-            param="input",
-            code="unsupported",
-        )
-    content = item.content
-    if isinstance(content, list):
-        if any(part.type not in _TEXTS or part.text is None for part in content):
-            raise ApiError(
-                400,
-                f"input[{place}].content: only texts are understood",
-                param="input",
-                code="unsupported",
-            )
-        content = "\n".join(part.text or "" for part in content)
-    return ChatMessage(item.role, content)
+def _tool(tool: FunctionTool) -> Tool:
+    if tool.type != "function" or tool.name is None:
+        raise ApiError(400, "tools: only functions with a name", param="tools", code="unsupported")
+    return Tool.of(tool.name, tool.description, tool.parameters)
+
+
+def _choice(choice: Literal["none", "auto", "required"] | FunctionChoice | None) -> Any:
+    if isinstance(choice, FunctionChoice):
+        return NamedChoice.of(choice.name)
+    return choice
+
+
+def _messages(items: list[InputItem]) -> list[ChatMessage]:
+    """A chat's turns. Thoughts, text and calls that follow one another are one turn of the assistant."""
+    messages: list[ChatMessage] = []
+    for place, item in enumerate(items):
+        match item.type:
+            case "message" if item.role is not None:
+                text = _text(f"input[{place}].content", item.content)
+                last = messages[-1] if messages else None
+                if last is not None and last.role == item.role == "assistant" and last.content is None:
+                    messages[-1] = msgspec.structs.replace(last, content=text)
+                else:
+                    messages.append(ChatMessage(item.role, text))
+            case "function_call" if item.name is not None:
+                call = ToolCall.of(item.name, item.arguments or "{}", item.call_id or "")
+                last = messages[-1] if messages else None
+                if last is not None and last.role == "assistant":
+                    messages[-1] = msgspec.structs.replace(last, tool_calls=[*(last.tool_calls or []), call])
+                else:
+                    messages.append(ChatMessage("assistant", tool_calls=[call]))
+            case "function_call_output" if item.output is not None:
+                text = _text(f"input[{place}].output", item.output)
+                messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
+            case "reasoning":
+                thoughts = _text(f"input[{place}]", item.content or item.summary)
+                if thoughts:
+                    messages.append(ChatMessage("assistant", reasoning=thoughts))
+            case _:
+                known = "messages with a role, function calls with a name, outputs of calls and reasoning"
+                message = f"input[{place}]: only {known} are understood"
+                raise ApiError(400, message, param="input", code="unsupported")
+    return messages
+
+
+def _text(where: str, content: str | list[InputPart] | None) -> str | None:
+    if not isinstance(content, list):
+        return content
+    if any(part.type not in _TEXTS or part.text is None for part in content):
+        raise ApiError(400, f"{where}: only texts are understood", param="input", code="unsupported")
+    return "\n".join(part.text or "" for part in content)
 
 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:

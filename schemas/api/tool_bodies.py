@@ -24,6 +24,10 @@ class Tool(msgspec.Struct, frozen=True):
     type: Literal["function"]
     function: FunctionDefinition
 
+    @classmethod
+    def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
+        return cls("function", FunctionDefinition(name, description, parameters))
+
 
 class ChosenFunction(msgspec.Struct, frozen=True):
     """By its name."""
@@ -36,6 +40,10 @@ class NamedChoice(msgspec.Struct, frozen=True):
 
     type: Literal["function"]
     function: ChosenFunction
+
+    @classmethod
+    def of(cls, name: str) -> NamedChoice:
+        return cls("function", ChosenFunction(name))
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -51,3 +59,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     function: CalledFunction
     id: Annotated[str, Meta(max_length=256)] = ""
     type: Literal["function"] = "function"
+
+    @classmethod
+    def of(cls, name: str, arguments: str, call_id: str) -> ToolCall:
+        return cls(CalledFunction(name, arguments), call_id)

@@ -19,7 +19,7 @@ import orjson
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
 from halfmoon.schemas import subjects
-from halfmoon.schemas.decisions import Decision, Ordered, RejectRequest, StartPrefill
+from halfmoon.schemas.decisions import Decision, FailRequest, Ordered, RejectRequest, StartPrefill
 from halfmoon.schemas.events import Event, RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.policy import Layout, Policy
@@ -220,6 +220,27 @@ async def whole_answer(double: Double, seq: int, arrived: RequestArrived) -> Non
     for index in range(len(reply.output_ids) // 4, len(ids)):
         last = index == len(ids) - 1
         await double.deliver(double.delivery(arrived, order_id, index, [ids[index]], reason if last else ""))
+
+
+async def fail(double: Double, seq: int, arrived: RequestArrived) -> None:
+    """Accepted, and given up."""
+    failed = FailRequest(
+        request_id=arrived.request_id, frontend_id=arrived.frontend_id, message="placed 3 times"
+    )
+    await double.order(failed, seq)
+
+
+class FailsLater:
+    """The double's script: one token, and a failure when `seen` is set."""
+
+    def __init__(self) -> None:
+        self.seen = asyncio.Event()
+
+    async def __call__(self, double: Double, seq: int, arrived: RequestArrived) -> None:
+        await double.place(arrived, f"{seq}-0")
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:1]))
+        await self.seen.wait()
+        await fail(double, seq, arrived)
 
 
 @dataclasses.dataclass

@@ -6,12 +6,20 @@ import asyncio
 from typing import Any
 
 import openai
+import pydantic
 import pytest
-from frontend_double import ANSWER, MODEL, whole_answer
+from frontend_double import ANSWER, MODEL, FailsLater, fail, whole_answer
 
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
 
 STREAMS = 50
+ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
+
+
+class Moon(pydantic.BaseModel):
+    """What an answer is to be."""
+
+    phase: str
 
 
 def client_of(cluster: Any, *, retries: int = 0, key: str = "k") -> openai.AsyncOpenAI:
@@ -28,7 +36,7 @@ async def said(stream: Any) -> str:
 
 def test_every_refusal_is_an_error_of_its_own(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
-        ask: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
+        ask = ASK
         async with client_of(cluster) as client, client_of(cluster, key="no") as stranger:
             with pytest.raises(openai.AuthenticationError):
                 await stranger.completions.create(**ask)
@@ -49,8 +57,75 @@ def test_every_refusal_is_an_error_of_its_own(run: Any) -> None:
             with pytest.raises(openai.APITimeoutError):
                 await client.with_options(timeout=0.2).completions.create(**ask)
             first.cancel()
+            # No class has this status for its own.
+            with pytest.raises(openai.APIStatusError) as large:
+                await client.completions.create(**{**ask, "prompt": "x" * (3 << 20)})
+            assert (large.value.status_code, large.value.code) == (413, "body_too_large")
 
     run(scenario, api_keys={"k": "mine"})
+
+
+def test_what_is_not_the_clients_fault_has_errors_too(run: Any) -> None:
+    """No request is ever in conflict with another (409): one whose name is taken is 422, as above."""
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = fail
+        async with client_of(cluster) as client:
+            with pytest.raises(openai.InternalServerError) as failed:
+                await client.completions.create(**ASK)
+            assert (failed.value.status_code, failed.value.code) == (500, "failed")
+            with pytest.raises(openai.InternalServerError) as failed:
+                await client.responses.create(model=MODEL, input="Hi")
+            assert (failed.value.status_code, failed.value.code) == (500, "failed")
+            cluster.frontend.registry.draining = True
+            with pytest.raises(openai.InternalServerError) as stopping:
+                await client.completions.create(**ASK)
+            assert (stopping.value.status_code, stopping.value.code) == (503, "stopping")
+            cluster.frontend.registry.draining = False
+        async with openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="k", max_retries=0) as nobody:
+            with pytest.raises(openai.APIConnectionError):
+                await nobody.completions.create(**ASK)
+
+    run(scenario)
+
+
+def test_what_fails_in_mid_stream_is_an_error_of_the_stream(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        async with client_of(cluster, retries=2) as client:
+            cluster.double.script = script = FailsLater()
+            stream = await client.completions.create(**{**ASK, "max_tokens": 9}, stream=True)
+            assert (await anext(stream)).choices[0].text == "Half"
+            script.seen.set()
+            with pytest.raises(openai.APIError, match="placed 3 times") as failed:
+                await anext(stream)
+            assert failed.value.code == "failed"
+            # A response's failure is an event, and the answer's status.
+            cluster.double.script = script = FailsLater()
+            async for event in await client.responses.create(model=MODEL, input="Hi", stream=True):
+                if event.type == "response.output_text.delta":
+                    script.seen.set()
+            assert (event.type, event.response.status) == ("response.failed", "failed")
+            assert event.response.error is not None
+            assert "placed 3 times" in event.response.error.message
+        assert len(await cluster.double.wait_for(RequestArrived, 2)) == 2, "a stream is not begun twice"
+
+    run(scenario)
+
+
+def test_an_answer_that_was_cut_is_no_object(run: Any) -> None:
+    """OpenAI's helper says that the length ended it, and not that its JSON is broken."""
+
+    async def scenario(cluster: Any) -> None:
+        async with client_of(cluster) as client:
+            with pytest.raises(openai.LengthFinishReasonError):
+                await client.chat.completions.parse(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": "Hi"}],
+                    max_tokens=2,
+                    response_format=Moon,
+                )
+
+    run(scenario)
 
 
 @pytest.mark.parametrize(("retry_after_ns", "tries"), [(1_000_000, 3), (0, 1)])

@@ -8,11 +8,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from frontend_double import ANSWER, MODEL
+from frontend_double import ANSWER, MODEL, Double, FailsLater
 
 from halfmoon.schemas.api.messages import parse_messages
 from halfmoon.schemas.api.requests import parse_chat
 from halfmoon.schemas.api.responses import parse_responses
+from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
@@ -65,10 +66,10 @@ def test_anthropics_client_is_answered(run: Any, tokenizer: Tokenizer) -> None:
                 await client.messages.create(**{**ASK, "model": "none"})
             with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
                 await client.messages.create(**{**ASK, "max_tokens": 0})
-            with pytest.raises(anthropic.BadRequestError, match="thinking is not supported"):
-                await client.messages.create(**ASK, thinking={"type": "enabled", "budget_tokens": 1024})
+            with pytest.raises(anthropic.BadRequestError, match="mcp_servers is not supported"):
+                await client.messages.create(**ASK, extra_body={"mcp_servers": [{"url": "http://x"}]})
             image = [{"type": "image", "source": {"type": "url", "url": "http://x"}}]
-            with pytest.raises(anthropic.BadRequestError, match="only blocks of type text"):
+            with pytest.raises(anthropic.BadRequestError, match="a block of type image"):
                 await client.messages.create(**{**ASK, "messages": [{"role": "user", "content": image}]})
         status, _, body = await cluster.post("/v1/messages", {**ASK, "max_tokens": 0})
         assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
@@ -84,11 +85,110 @@ def test_anthropics_client_shows_its_key_in_its_own_header(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         async with of_anthropic(cluster) as client:
             assert (await client.messages.create(**ASK)).stop_reason == "max_tokens"
+            assert [model.id async for model in client.models.list()] == [MODEL]
+        for path in ("/v1/models", f"/v1/models/{MODEL}"):
+            for key, status in (("k", 200), ("no", 401)):
+                assert (await cluster.http_get(path, headers={"x-api-key": key}))[0] == status
         async with anthropic.AsyncAnthropic(base_url=cluster.url, api_key="no", max_retries=0) as client:
             with pytest.raises(anthropic.AuthenticationError):
                 await client.messages.create(**ASK)
 
     run(scenario, api_keys={"k": ""})
+
+
+def test_whatever_is_refused_of_messages_has_anthropics_form(run: Any) -> None:
+    counted = "/v1/messages/count_tokens"
+
+    async def scenario(cluster: Any) -> None:
+        async def refusal(path: str, body: Any, **headers: str) -> Any:
+            status, _, found = await cluster.post(path, body, headers={"x-api-key": "k", **headers})
+            assert found["type"] == "error"
+            assert found["error"]["message"]
+            return status, found["error"]["type"], found["error"]["param"]
+
+        for path in ("/v1/messages", counted):
+            assert await refusal(path, {**ASK, "model": "none"}) == (404, "not_found_error", "model")
+            assert await refusal(path, {**ASK, "messages": []}) == (400, "invalid_request_error", "messages")
+            assert await refusal(path, b"{") == (400, "invalid_request_error", None)
+            assert await refusal(path, ASK, **{"x-api-key": "no"}) == (401, "authentication_error", None)
+            assert await refusal(path, ASK, origin="http://x") == (403, "permission_error", None)
+            typed = {"content-type": "text/plain"}
+            assert await refusal(path, ASK, **typed) == (415, "invalid_request_error", None)
+        assert await refusal("/v1/messages/batches", {}) == (404, "not_found_error", None)
+        status, _, content = await cluster.http_get("/v1/messages")
+        assert (status, json.loads(content)["type"]) == (405, "error")
+        # Of other paths nothing changes.
+        _, _, found = await cluster.post("/v1/responses", {"input": "Hi"})
+        assert found["error"]["type"] == "authentication_error"
+        assert "type" not in found
+
+    run(scenario, api_keys={"k": ""})
+
+
+def test_a_message_that_is_refused_by_the_cluster_has_anthropics_form(run: Any) -> None:
+    async def refuse(double: Double, seq: int, arrived: RequestArrived) -> None:
+        await double.reject(arrived, seq, reason="ttft_slo", message="not in time", retry_after_ns=1_000_000)
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = refuse
+        for stream in (False, True):
+            status, headers, found = await cluster.post("/v1/messages", {**ASK, "stream": stream})
+            assert (status, headers["x-should-retry"]) == (429, "true")
+            assert (found["type"], found["error"]["type"]) == ("error", "rate_limit_error")
+
+    run(scenario)
+
+
+def test_fields_that_change_nothing_are_taken(run: Any) -> None:
+    mark: Any = {"cache_control": {"type": "ephemeral"}}
+    text: Any = {"type": "text", "text": "Hi", **mark}
+
+    async def scenario(cluster: Any) -> None:
+        async with of_anthropic(cluster) as client:
+            answer = await client.beta.messages.create(
+                model=MODEL,
+                max_tokens=3,
+                system=[text],
+                messages=[{"role": "user", "content": [text]}],
+                tools=[{"name": "f", "input_schema": {"type": "object"}, **mark}],
+                thinking={"type": "enabled", "budget_tokens": 1024},
+                metadata={"user_id": "u"},
+                service_tier="auto",
+                betas=["interleaved-thinking-2025-05-14"],
+            )
+        assert answer.stop_reason == "max_tokens"
+
+    run(scenario)
+
+
+def test_a_messages_events_come_in_their_order(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        trace = f"00-{'a' * 32}-{'b' * 16}-01"
+        ask = {**ASK, "stream": True, "stop_sequences": [":"], "max_tokens": 300}
+        async with cluster.http.post(
+            f"{cluster.url}/v1/messages", json=ask, headers={"traceparent": trace}
+        ) as response:
+            lines = (await response.text()).split("\n\n")
+            assert response.headers["traceparent"] == trace
+        assert lines.pop() == ""
+        pairs = [line.removeprefix("event: ").split("\ndata: ") for line in lines]
+        events = [json.loads(told) for _, told in pairs]
+        assert [name for name, _ in pairs] == [event["type"] for event in events]
+        start, begun, *deltas, ended, last, stop = events
+        assert (start["type"], begun["type"], ended["type"], last["type"], stop["type"]) == (
+            "message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop",
+        )  # fmt: skip
+        assert start["message"]["content"] == []
+        assert begun["content_block"] == {"type": "text", "text": ""}
+        assert "".join(delta["delta"]["text"] for delta in deltas) == "Half moons"
+        assert {event["index"] for event in (begun, *deltas, ended)} == {0}
+        assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": ":"}
+        # What was read from the cache is counted apart: 16 tokens, as the double's workers say.
+        usage = last["usage"]
+        assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (16, 3)
+        assert {**usage, "output_tokens": 0} == start["message"]["usage"]
+
+    run(scenario)
 
 
 def test_openais_client_has_responses(run: Any, tokenizer: Tokenizer) -> None:
@@ -99,7 +199,11 @@ def test_openais_client_has_responses(run: Any, tokenizer: Tokenizer) -> None:
             assert answer.incomplete_details is not None
             assert answer.incomplete_details.reason == "max_output_tokens"
             turns = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
-            answer = await client.responses.create(model=MODEL, input=turns, instructions="Be short.")
+            answer = await client.responses.create(
+                model=MODEL, input=turns, instructions="Be short.", reasoning={"effort": "low"}
+            )
+            assert answer.reasoning is not None
+            assert answer.reasoning.effort == "low"
             assert (answer.output_text, answer.status, answer.store) == (ANSWER, "completed", False)
             assert answer.usage is not None
             whole = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
@@ -129,6 +233,48 @@ def test_openais_client_has_responses(run: Any, tokenizer: Tokenizer) -> None:
     async def scenario(cluster: Any) -> None:
         for part in (whole, streamed, refused):
             await part(cluster)
+
+    run(scenario)
+
+
+def test_the_events_of_a_response_are_numbered_as_they_come(run: Any) -> None:
+    async def numbers(cluster: Any) -> list[tuple[str, int]]:
+        async with of_openai(cluster) as client:
+            stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
+            found = []
+            async for event in stream:
+                found.append((event.type, event.sequence_number))
+                if event.type == "response.output_text.delta" and isinstance(
+                    cluster.double.script, FailsLater
+                ):
+                    cluster.double.script.seen.set()
+        return found
+
+    async def scenario(cluster: Any) -> None:
+        for last, script in (
+            ("response.completed", cluster.double.script),
+            ("response.failed", FailsLater()),
+        ):
+            cluster.double.script = script
+            found = await numbers(cluster)
+            assert [number for _, number in found] == list(range(len(found)))
+            kinds = [kind for kind, _ in found]
+            assert (kinds[:2], kinds[-1]) == (["response.created", "response.in_progress"], last)
+
+    run(scenario)
+
+
+def test_a_message_that_fails_later_ends_with_an_error_of_anthropics(run: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.double.script = script = FailsLater()
+        client = of_anthropic(cluster)
+        async with client, client.messages.stream(**{**ASK, "max_tokens": 9}) as stream:
+            assert await anext(stream.text_stream) == "Half"
+            script.seen.set()
+            with pytest.raises(anthropic.APIStatusError, match="placed 3 times") as failed:
+                await anext(stream.text_stream)
+        body: Any = failed.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "api_error")
 
     run(scenario)
 

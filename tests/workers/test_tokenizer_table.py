@@ -15,9 +15,12 @@ from tests.workers.record_tokenizers import RECORDING
 from tests.workers.tokenizer_families import FAMILIES, Family
 from tests.workers.tokenizer_table import TEXT, chats, vocabulary_digest, write
 
-#: What is wrong in tokenization itself, by family and by text, or chats (all of them), with its reason.
 _SETTINGS_ALONE = "transformers 5, as ours, reads add_bos_token only where there is no tokenizer.json"
+_WRITTEN_TWICE = "the template writes a message twice, and transformers leaves its mark in the first"
+#: By family and chat: where ours differs from what was recorded, and why.
 FAILING = {
+    ("pieces whose first alone has a space before it", "continued"): _WRITTEN_TWICE,
+    ("pieces whose first alone has a space before it", "continued a letter"): _WRITTEN_TWICE,
     ("a begin token by the settings alone", "text"): _SETTINGS_ALONE,
     ("no begin token by the settings", "text"): _SETTINGS_ALONE,
 }
@@ -46,7 +49,7 @@ def asked(family: Family) -> list[str]:
 
 
 def marked(name: str, chat: str) -> Any:
-    reason = FAILING.get((name, "text" if chat == "text" else "chats"))
+    reason = FAILING.get((name, chat))
     marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
     return pytest.param(name, chat, marks=marks, id=f"{name}: {chat}")
 

@@ -50,6 +50,7 @@ from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
 URGENT = frozenset(("/health", "/ready", "/metrics", "/version"))
 #: What follows is a model's name, which may have slashes.
 _MODEL = "/v1/models/"
+_MESSAGES = "/v1/messages"
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -70,6 +71,7 @@ class HttpEdge:
             urgent=URGENT,
             on_refusal=registry.metrics.failed,
             headers_for=self._origins.cors_headers,
+            error_body=_error_body,
         )
         self._others = others = Exchanges(registry, self._keys, _STREAM_HEADERS)
         #: Where it listens, once started.
@@ -194,12 +196,12 @@ class HttpEdge:
     # --- the rest -------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._authorize(request)
+        self._others.authorize(request)  # clients of all dialects ask
         await self._status.read()  # what the cluster can hold now
         return _json(self._registry.prompts.models(self._registry.started_at_s))
 
     async def _model(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._authorize(request)
+        self._others.authorize(request)
         name = request.path.removeprefix(_MODEL)
         await self._status.read()
         return _json(self._registry.prompts.model(name, self._registry.started_at_s))
@@ -219,7 +221,10 @@ class HttpEdge:
         self._others.authorize(request)
         ask = parse_count_tokens(await self._body(request))
         self._registry.prompts.check_model(ask.model)
-        ids = await self._registry.prompts.encode(text=None, messages=ask.messages, rendering=ask.rendering)
+        tools = ask.tool_use.tools if ask.tool_use is not None else None
+        ids = await self._registry.prompts.encode(
+            text=None, messages=ask.messages, tools=tools, rendering=ask.rendering
+        )
         counted = {"input_tokens": len(ids), "context_management": {"original_input_tokens": len(ids)}}
         return _json(counted)
 
@@ -284,6 +289,12 @@ class HttpEdge:
     def _authorize_all(self, request: web.BaseRequest) -> None:
         """The page shows requests of every tenant. Raises ApiError 401, 403."""
         self._keys.check_sees_all(request.headers.get("authorization", ""))
+
+
+def _error_body(request: web.BaseRequest, error: ApiError) -> bytes:
+    """In the form of the dialect that the path is of."""
+    anthropics = request.path == _MESSAGES or request.path.startswith(_MESSAGES + "/")
+    return MessagesForm.error(error) if anthropics else error.body()
 
 
 def _json(content: Any) -> web.Response:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
-from halfmoon.bus.telemetry.http_server import JSON, Handler, client_request_id, read_body
+from halfmoon.bus.telemetry.http_server import JSON, Handler, client_request_id, read_body, refusal
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
@@ -22,12 +22,13 @@ from halfmoon.workers.frontend.http_answer import COMMENT, UnreadEvents
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 
 class Form(Protocol):
-    """How one request is answered."""
+    """How one request is answered: by `body`, or by `first_event`, `event` a piece, and `error_event` if it fails."""
 
-    def __init__(self, request: OpenRequest, model: str, payload: bytes) -> None: ...
+    def __init__(self, request: OpenRequest, tokenizer: Tokenizer, model: str, payload: bytes) -> None: ...
 
     @staticmethod
     def error(error: ApiError) -> bytes: ...
@@ -49,7 +50,7 @@ class Dialect(NamedTuple):
 
 
 class Exchanges:
-    """`generate` answers one request. It raises no ApiError: a refusal has the dialect's own form."""
+    """`generate` answers one request. It raises ApiError for what is refused before the request is open."""
 
     def __init__(self, registry: RequestRegistry, keys: ApiKeys, stream_headers: dict[str, str]) -> None:
         self._registry = registry
@@ -73,7 +74,6 @@ class Exchanges:
         traceparent = checked_traceparent(request.headers.get("traceparent", ""))
         named = client_request_id(request)
         listener = _Listener(request.transport)
-        headers = {"x-request-id": named} if named else {}
         try:
             tenant = self.authorize(request)
             self._registry.admit()
@@ -83,17 +83,19 @@ class Exchanges:
             opened = await self._registry.open(ask, listener, traceparent=traceparent)
         except ApiError as error:
             self._registry.refused(error, began_ns, chat=True, traceparent=traceparent)
-            self._registry.metrics.failed(error.status)
-            return _refusal(dialect.form, error, headers)
+            raise
         listener.request = opened
-        listener.form = form = dialect.form(opened, self._registry.config.model, payload)
-        headers["x-request-id"] = named or opened.request_id
+        tokenizer, model = self._registry.tokenizer, self._registry.config.model
+        listener.form = form = dialect.form(opened, tokenizer, model, payload)
+        headers = {"x-request-id": named or opened.request_id}
+        if traceparent:
+            headers["traceparent"] = traceparent
         try:
             if ask.stream:
                 return await self._stream(request, listener, form, headers)
             await listener.wait()
             if listener.error is not None:
-                return _refusal(form, listener.error, headers)
+                return refusal(listener.error, headers, form.error(listener.error))
             return web.Response(body=form.body(), content_type=JSON, headers=headers)
         except (asyncio.CancelledError, ConnectionError):
             self._registry.cancel(opened)
@@ -105,16 +107,11 @@ class Exchanges:
         pause_s = self._registry.config.comment_ns / SECOND_NS
         heard = await listener.wait_to_begin(pause_s)
         if listener.error is not None and not listener.events:
-            return _refusal(form, listener.error, headers)
+            return refusal(listener.error, headers, form.error(listener.error))
         response = web.StreamResponse(headers={**self._stream_headers, **headers})
         await response.prepare(request)
-        begun = False
         while True:
-            written = b""
-            if listener.events and not begun:
-                begun = True
-                written = form.first_event()
-            written += listener.drain()
+            written = listener.drain()
             if not (heard or written):
                 written = COMMENT
             if listener.error is not None:
@@ -127,16 +124,12 @@ class Exchanges:
             heard = await listener.wait(pause_s)
 
 
-def _refusal(form: Form | type[Form], error: ApiError, headers: dict[str, str]) -> web.Response:
-    headers = {**headers, **error.retry_headers()}
-    return web.Response(status=error.status, body=form.error(error), content_type=JSON, headers=headers)
-
-
 class _Listener(UnreadEvents):
     """The listener of one request, in its form."""
 
     form: Form | None = None
     request: OpenRequest | None = None
+    _begun = False
 
     @property
     def placed(self) -> bool:
@@ -145,6 +138,10 @@ class _Listener(UnreadEvents):
     def on_piece(self, request: OpenRequest, piece: Piece) -> None:
         assert self.form is not None
         if request.ask.stream:
+            # A form numbers its events: they are made in the order in which they are sent.
+            if not self._begun:
+                self._begun = True
+                self._send(self.form.first_event())
             self._send(self.form.event(piece))
         self.ended = bool(piece.finish_reason)
         self._wake()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 import orjson
@@ -11,14 +11,22 @@ import orjson
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import decode_body
 from halfmoon.schemas.api.responses import ResponsesBody
+from halfmoon.workers.frontend.dialects.blocks import AnswerBlock, AnswerBlocks, BlockChange
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
+from halfmoon.workers.model.text.tokenizer import Tokenizer
+
+#: By the kind of a block: the name of its events.
+_EVENTS = {"text": "output_text", "thinking": "reasoning_text", "call": "function_call_arguments"}
+#: Of an item's id.
+_PREFIXES = {"text": "msg", "thinking": "rs", "call": "fc"}
 
 
 class ResponsesForm:
     """One request's answer. `model`: its name."""
 
-    def __init__(self, request: OpenRequest, model: str, payload: bytes) -> None:
-        self._request, self._model = request, model
+    def __init__(self, request: OpenRequest, tokenizer: Tokenizer, model: str, payload: bytes) -> None:
+        self._request, self._tokenizer, self._model = request, tokenizer, model
+        self._blocks = AnswerBlocks(request, tokenizer)
         self._asked = decode_body(payload, ResponsesBody)
         self._created_s = int(time.time())
         self._numbers = 0
@@ -32,54 +40,94 @@ class ResponsesForm:
         return self._event("response.failed", response=self._response("failed", [], error=failed))
 
     def body(self) -> bytes:
-        status = self._status()
-        return orjson.dumps(self._response(status, [self._item(status)], usage=self._usage()))
+        self._blocks.push(self._request.text, final=True)
+        return orjson.dumps(self._ended())
 
     def first_event(self) -> bytes:
         begun = self._response("in_progress", [])
-        item = {**self._item("in_progress"), "content": []}
-        return (
-            self._event("response.created", response=begun)
-            + self._event("response.in_progress", response=begun)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", **self._place(), part=_text_part(""))
-        )
+        created = self._event("response.created", response=begun)
+        return created + self._event("response.in_progress", response=begun)
 
     def event(self, piece: Piece) -> bytes:
-        events = b""
-        if piece.text:
-            events = self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=[])
-        if piece.finish_reason:
-            text, status = self._request.text, self._status()
-            item = self._item(status)
-            response = self._response(status, [item], usage=self._usage())
-            events += self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
-            events += self._event("response.content_part.done", **self._place(), part=_text_part(text))
-            events += self._event("response.output_item.done", output_index=0, item=item)
-            events += self._event(f"response.{status}", response=response)
+        final = bool(piece.finish_reason)
+        events = b"".join(map(self._change, self._blocks.push(piece.text, final=final)))
+        if final:
+            response = self._ended()
+            events += self._event(f"response.{response['status']}", response=response)
         return events
+
+    def _change(self, change: BlockChange) -> bytes:
+        block = change.block
+        item = {"output_index": change.place}
+        # Calls have no parts.
+        part = {"item_id": self._item_id(block, change.place), **item}
+        part |= {"content_index": 0} if block.kind != "call" else {}
+        name = _EVENTS[block.kind]
+        match change.change:
+            case "begins":
+                begun = self._item(block.emptied(), change.place, "in_progress")
+                if block.kind == "call":
+                    return self._event("response.output_item.added", **item, item=begun)
+                added = self._event("response.output_item.added", **item, item={**begun, "content": []})
+                return added + self._event("response.content_part.added", **part, part=_part(block.emptied()))
+            case "grows":
+                logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+                return self._event(f"response.{name}.delta", **part, delta=change.text, **logprobs)
+            case "ends":
+                done = self._item(block, change.place, self._status_of(change.place))
+                return self._whole(block, part) + self._event("response.output_item.done", **item, item=done)
+            case _:
+                assert_never(change.change)
+
+    def _whole(self, block: AnswerBlock, part: dict[str, Any]) -> bytes:
+        """The events with all that a block's deltas had."""
+        name = f"response.{_EVENTS[block.kind]}.done"
+        match block.kind:
+            case "text":
+                events = self._event(name, **part, text=block.text, logprobs=[])
+            case "thinking":
+                events = self._event(name, **part, text=block.text)
+            case "call":
+                return self._event(name, **part, name=block.name, arguments=block.text)
+            case _:
+                assert_never(block.kind)
+        return events + self._event("response.content_part.done", **part, part=_part(block))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         told = {"type": kind, "sequence_number": self._numbers, **fields}
         self._numbers += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(told))
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": f"msg_{self._request.request_id}", "output_index": 0, "content_index": 0}
-
     def _status(self) -> str:
         return "incomplete" if self._request.finish_reason == "length" else "completed"
 
-    def _item(self, status: str) -> dict[str, Any]:
-        return {
-            "id": f"msg_{self._request.request_id}",
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [_text_part(self._request.text)],
-        }
+    def _status_of(self, place: int) -> str:
+        """An answer is cut in its last item."""
+        return self._status() if place == len(self._blocks.blocks) - 1 else "completed"
 
-    def _usage(self) -> dict[str, Any]:
+    def _item_id(self, block: AnswerBlock, place: int) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._request.request_id}" + (f"_{place}" if place else "")
+
+    def _item(self, block: AnswerBlock, place: int, status: str) -> dict[str, Any]:
+        item = {"id": self._item_id(block, place), "status": status}
+        match block.kind:
+            case "text":
+                return {**item, "type": "message", "role": "assistant", "content": [_part(block)]}
+            case "thinking":
+                return {**item, "type": "reasoning", "summary": [], "content": [_part(block)]}
+            case "call":
+                called = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+                return {**item, "type": "function_call", **called}
+            case _:
+                assert_never(block.kind)
+
+    def _ended(self) -> dict[str, Any]:
+        blocks = self._blocks.blocks
+        items = [self._item(block, place, self._status_of(place)) for place, block in enumerate(blocks)]
+        thoughts = "".join(block.text for block in blocks if block.kind == "thinking")
+        return self._response(self._status(), items, usage=self._usage(thoughts))
+
+    def _usage(self, thoughts: str) -> dict[str, Any]:
         request = self._request
         prompt, answer = request.arrived.prompt_tokens, len(request.output_ids)
         cached = request.timing.cached_tokens if request.timing else 0
@@ -87,9 +135,22 @@ class ResponsesForm:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": answer,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._tokens_of(thoughts)},
             "total_tokens": prompt + answer,
         }
+
+    def _tokens_of(self, thoughts: str) -> int:
+        """Tokens that begin within them, by their bytes: a long text is not tokenized again on the event loop."""
+        at = self._request.text.find(thoughts)
+        if not thoughts or at < 0:
+            return 0
+        begin = len(self._request.text[:at].encode())
+        end = begin + len(thoughts.encode())
+        place = count = 0
+        for token_id in self._request.output_ids:
+            count += begin <= place < end
+            place += len(self._tokenizer.token_bytes(token_id))
+        return count
 
     def _response(
         self,
@@ -117,20 +178,23 @@ class ResponsesForm:
             "instructions": asked.instructions,
             "max_output_tokens": self._request.arrived.max_tokens,
             "metadata": asked.metadata,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": None,
+            "reasoning": asked.reasoning and {"effort": asked.reasoning.effort, "summary": None},
             "service_tier": "auto",
             "store": False,
             "temperature": sampling.temperature,
             "text": text or {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": msgspec.to_builtins(asked.tool_choice) or "auto",
+            "tools": [msgspec.to_builtins(tool) for tool in asked.tools or []],
             "top_p": sampling.top_p,
             "truncation": asked.truncation or "disabled",
             "user": asked.user,
         }
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(block: AnswerBlock) -> dict[str, Any]:
+    """The one part of an item's content."""
+    if block.kind == "thinking":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

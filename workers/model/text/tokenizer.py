@@ -241,4 +241,7 @@ def _cut_at_mark(text: str, marked: str) -> str:
         raise ChatTemplateError(
             "continue_final_message: the template does not write the last message as it is"
         )
-    return text[:at] if text[at + len(_MARK) :].startswith(" ") else text[:at].rstrip()
+    begin = text[:at] if text[at + len(_MARK) :].startswith(" ") else text[:at].rstrip()
+    # Some templates write a message twice.
+    content = marked[: -len(_MARK) - 1]
+    return begin.replace(marked, content).replace(marked[:-1], content)
