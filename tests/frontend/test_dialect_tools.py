@@ -391,7 +391,7 @@ def test_what_is_to_be_included_is_refused_where_it_is_missed() -> None:
     assert (caught.value.status, caught.value.param) == (400, "include")
 
 
-CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 TURNS = [
     {"role": "user", "content": ASK},
     {"role": "assistant", "content": "I look.", "tool_calls": [CALLED]},
@@ -451,7 +451,7 @@ def test_all_three_mean_the_same_chat(choice: Any, anthropics: Any, openais: Any
             {"role": "user", "content": ASK},
             {"type": "reasoning", "summary": []},
             {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city":"Rome"}'},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
             {"type": "function_call_output", "call_id": "c1", "output": "30"},
             {"role": "user", "content": "Well?"},
         ],
