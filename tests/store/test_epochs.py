@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,3 +89,25 @@ async def test_a_worker_looks_at_the_slots_that_it_was_told(
         await one.release("o2")
         with pytest.raises(LeaseLost, match="has no slots"):
             one.require_unchanged("o2")
+
+
+async def test_a_copy_within_the_pool_that_outlasted_its_lease_is_thrown_away(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two orders wanted a block; one has committed it, and the other takes it from there."""
+    clock = LeaseClock(monkeypatch)
+    async with cluster(nats_url) as here:
+        agent = await here.agent("n1", slots=4, **LEASES)
+        await here.agent("n2", slots=4, **LEASES)
+        one, two = await here.client("n1", "w1"), await here.client("n1", "w2")
+        await one.open_put("o1", keys(1), blocks=1)
+        await stored(two, "o2", keys(1), seed=3)
+
+        async def slow(executor: Any, copy: Callable[[], None], cancellation: Any) -> None:
+            copy()
+            await clock.passes(2 * LEASE_NS, agent, renewed=[Owner("o1", "w1")])
+
+        monkeypatch.setattr("halfmoon.store.agent.fetch.in_thread", slow)
+        with pytest.raises(LeaseLost, match="while it was copied"):
+            await one.fetch("o1", "n2", first_block=0, blocks=1)
+        await one.release("o1")
