@@ -187,7 +187,6 @@ class PromptReader:
                 len(message["content"]) + len(message.get("reasoning", "")) for message in messages
             )
             characters += sum(len(str(message.get("tool_calls", ""))) for message in messages)
-            characters += sum(len(message.get("reasoning", "")) for message in messages)
             characters += len(str(tools)) if tools else 0
             token_ids = await self._encode_chat(messages, tools, rendering, characters)
         else:
