@@ -24,6 +24,8 @@ from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import PrefillResult, TransferOpened
 from halfmoon.schemas.sampling import Sampling
 from halfmoon.schemas.tokens import TakeReply, TokensGiven
+from halfmoon.store.pool.guard import WORKER
+from halfmoon.store.pool.slots import Owner
 from halfmoon.workers import token_inbox
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel, load_model
@@ -183,25 +185,33 @@ def test_a_prompt_longer_than_the_cache_computed_cached_and_fetched(
     play(nats_url, model, story)
 
 
-def test_slots_that_were_given_away_while_it_computed_are_noticed(nats_url: str, model: LoadedModel) -> None:
+@pytest.mark.parametrize("cached", [False, True], ids=["it attended to them", "it loaded them"])
+def test_slots_that_were_given_away_while_it_computed_are_noticed(
+    nats_url: str, model: LoadedModel, cached: bool
+) -> None:
     """A lease may end under a process that stands still; a token drawn from others' bytes would be wrong."""
 
     async def story(nodes: Nodes) -> None:
         worker, loop = nodes.workers["p1"], asyncio.get_running_loop()
-        assert worker.store is not None
-        store, compute = worker.store, worker.engine.prefill_chunk
+        guard, compute = nodes.here.agents["n1"].context.guard, worker.engine.prefill_chunk
+        if cached:
+            assert isinstance(await nodes.order("p1", "1-0"), PrefillFinished)
+
+        async def give_away() -> None:
+            guard.release(Owner("1-1", "p1"), writers=[WORKER])
+            guard.open_put(Owner("other", "w"), [], guard.counts().slots, writer="w")
 
         def interrupted(*args: Any, want_logits: bool, **named: Any) -> Any:
             logits = compute(*args, want_logits=want_logits, **named)
             if want_logits:
-                asyncio.run_coroutine_threadsafe(store.release("1-1"), loop).result()
+                asyncio.run_coroutine_threadsafe(give_away(), loop).result()
             return logits
 
         worker.engine.prefill_chunk = interrupted
         failed = await nodes.order("p1", "1-1")
         assert isinstance(failed, PrefillFailed), failed
         assert failed.retryable
-        assert "holds nothing here" in failed.reason
+        assert "was given to another order" in failed.reason
         assert nodes.result("1-1") is None
 
     play(nats_url, model, story)
