@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,15 @@ class Readers:
         self.stop = self.client.stop = stop
 
 
+@asynccontextmanager
+async def opened(nats_url: str, clock: LeaseClock, kind: str = "shm") -> AsyncIterator[Readers]:
+    """Readers whose nodes reach each other over `kind`."""
+    async with cluster(nats_url) as here:
+        readers = Readers(here, clock)
+        await readers.open(kind)
+        yield readers
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> LeaseClock:
     clock = LeaseClock(monkeypatch)
@@ -148,9 +158,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> LeaseClock:
 async def test_a_copy_that_outlasted_its_lease_is_an_error(
     nats_url: str, clock: LeaseClock, place: str
 ) -> None:
-    async with cluster(nats_url) as here:
-        readers = Readers(here, clock)
-        await readers.open("shm")
+    async with opened(nats_url, clock) as readers:
         await readers.writers[0].put(key_of("a"), value("a"))
         into = np.zeros(BLOCK, np.uint8)
         readers.stop_at(place)
@@ -163,9 +171,7 @@ async def test_a_copy_that_outlasted_its_lease_is_an_error(
 
 async def test_one_key_of_a_batch_may_fail_alone(nats_url: str, clock: LeaseClock) -> None:
     """The pool was not filled: what was not given away is still there."""
-    async with cluster(nats_url) as here:
-        readers = Readers(here, clock)
-        await readers.open("shm")
+    async with opened(nats_url, clock) as readers:
         names = ["a", "b"]
         await readers.writers[0].batch_put({key_of(name): value(name) for name in names})
 
@@ -186,9 +192,7 @@ async def test_one_key_of_a_batch_may_fail_alone(nats_url: str, clock: LeaseCloc
 
 
 async def test_what_is_shown_in_place_says_when_it_is_another_block(nats_url: str, clock: LeaseClock) -> None:
-    async with cluster(nats_url) as here:
-        readers = Readers(here, clock)
-        await readers.open("shm")
+    async with opened(nats_url, clock) as readers:
         await readers.writers[0].put(key_of("a"), value("a"))
         held = await readers.client.get(key_of("a"))
         held.check()
@@ -206,9 +210,7 @@ async def test_what_is_shown_in_place_says_when_it_is_another_block(nats_url: st
 async def test_the_error_of_who_read_another_block_gives_way_to_the_reason(
     nats_url: str, clock: LeaseClock
 ) -> None:
-    async with cluster(nats_url) as here:
-        readers = Readers(here, clock)
-        await readers.open("shm")
+    async with opened(nats_url, clock) as readers:
         await readers.writers[0].put(key_of("a"), value("a"))
 
         async def read() -> None:
@@ -226,9 +228,7 @@ async def test_what_is_held_is_kept_for_as_long_as_the_process_runs(
     nats_url: str, clock: LeaseClock, holder: str
 ) -> None:
     """An hour, in a store that others want to fill; in the node's own pool or brought there from another."""
-    async with cluster(nats_url) as here:
-        readers = Readers(here, clock)
-        await readers.open("shm")
+    async with opened(nats_url, clock) as readers:
         await readers.writers[holder == "n2"].put(key_of("a"), value("a"))
         async with await readers.client.get(key_of("a")) as held:
             (owner,) = readers.one.context.guard._pool.holds
@@ -250,9 +250,7 @@ async def test_a_node_that_read_past_its_lease_at_another_throws_it_away(
     nats_url: str, clock: LeaseClock, kind: str
 ) -> None:
     """Also when all of it had arrived: it cannot know."""
-    async with cluster(nats_url) as here:
-        readers = Readers(here, clock)
-        await readers.open(kind)
+    async with opened(nats_url, clock, kind) as readers:
         for place in ("leased", "read"):
             await readers.writers[1].put(key_of(place), value(place))
             into = np.zeros(BLOCK, np.uint8)
@@ -270,9 +268,7 @@ async def test_a_reader_that_stops_anywhere_never_gets_other_bytes(
 ) -> None:
     drawn = random.Random(seed)
     places = ["told", "half", "copied", "leased", "read", "held"]
-    async with cluster(nats_url) as here:
-        readers = Readers(here, clock)
-        await readers.open(kind)
+    async with opened(nats_url, clock, kind) as readers:
         answers: list[str] = []
         for number in range(12):
             name = f"{seed}-{number}"

@@ -42,8 +42,8 @@ def choice_of(ask: ApiRequest, number: int) -> ApiRequest:
 
 
 class UnreadEvents(abc.ABC):
-    """Events for one client, from the registry's callbacks to the handler that writes them: `wait`, then `drain`, until
-    it has `ended`. A client that reads too little loses its connection.
+    """Events for one client, from the registry's callbacks to the handler that writes them: `wait_to_begin` or `wait`,
+    then `drain`, until it has `ended`. A client that reads too little loses its connection.
     """
 
     def __init__(self, transport: asyncio.Transport | None) -> None:
@@ -55,11 +55,12 @@ class UnreadEvents(abc.ABC):
         self.ended = False
         self.error: ApiError | None = None
 
-    def drain(self) -> bytes:
+    def drain(self, *, heard: bool) -> bytes:
+        """The events that are to be written, or a comment where the wait was for nothing (not `heard`)."""
         events = b"".join(self.events)
         self.events.clear()
         self._waiting_bytes = 0
-        return events
+        return events or (b"" if heard else COMMENT)
 
     async def wait(self, pause_s: float = 0.0) -> bool:
         """Until there is something to write, or the end; False: `pause_s` (0: any time) went by without."""

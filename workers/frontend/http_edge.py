@@ -40,7 +40,7 @@ from halfmoon.workers.frontend.dialects.exchange import Dialect, Exchanges
 from halfmoon.workers.frontend.dialects.messages import MessagesForm
 from halfmoon.workers.frontend.dialects.responses import ResponsesForm
 from halfmoon.workers.frontend.http_access import Origins, check_json
-from halfmoon.workers.frontend.http_answer import COMMENT, HttpAnswer
+from halfmoon.workers.frontend.http_answer import HttpAnswer
 from halfmoon.workers.frontend.page.assets import Assets
 from halfmoon.workers.frontend.page.feed import PageFeed
 from halfmoon.workers.frontend.registry import RequestRegistry
@@ -173,7 +173,7 @@ class HttpEdge:
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await response.prepare(request)
         while True:
-            written = answer.drain() or (b"" if heard else COMMENT)
+            written = answer.drain(heard=heard)
             if answer.error is not None:
                 written += b"data: " + answer.error.body() + b"\n\n"
             if answer.ended:

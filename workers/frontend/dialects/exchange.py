@@ -18,7 +18,7 @@ from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.frontend.http_access import check_json
-from halfmoon.workers.frontend.http_answer import COMMENT, UnreadEvents
+from halfmoon.workers.frontend.http_answer import UnreadEvents
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.registry import RequestRegistry
 from halfmoon.workers.frontend.tenants import ApiKeys, in_the_name_of
@@ -111,9 +111,7 @@ class Exchanges:
         response = web.StreamResponse(headers={**self._stream_headers, **headers})
         await response.prepare(request)
         while True:
-            written = listener.drain()
-            if not (heard or written):
-                written = COMMENT
+            written = listener.drain(heard=heard)
             if listener.error is not None:
                 written += form.error_event(listener.error)
             if written:

@@ -142,7 +142,8 @@ class OpenAiFormatter:
         self._chat = ask.chat
         self._top = ask.sampling.logprobs
         self._ids = ask.return_token_ids
-        self._offsets = TextOffsets(request.new_detokenizer())
+        #: Made for the first tokens whose offsets are asked for.
+        self._offsets: TextOffsets | None = None
         self._model = model
         self._created_s = created_s
         self._alone = alone
@@ -170,7 +171,7 @@ class OpenAiFormatter:
             assert parts is not None
             choice["message"] = message_of(parts.whole(request.text), self._echoed)
             reason = parts.finish_reason(reason)
-        choice["logprobs"] = self._logprobs(request.samples, TextOffsets(request.new_detokenizer()))
+        choice["logprobs"] = self._logprobs(request.samples)
         choice["finish_reason"] = reason
         choice["stop_reason"] = request.stop_reason
         if self._ids:
@@ -290,14 +291,16 @@ class OpenAiFormatter:
     # --- log probabilities ----------------------------------------------------------------------------------
 
     def _logprobs_json(self, piece: Piece) -> bytes:
-        return b"null" if self._top < 0 else orjson.dumps(self._logprobs(piece.tokens, self._offsets))
+        return b"null" if self._top < 0 else orjson.dumps(self._logprobs(piece.tokens))
 
-    def _logprobs(self, samples: list[SampledToken], offsets: TextOffsets) -> dict[str, Any] | None:
+    def _logprobs(self, samples: list[SampledToken]) -> dict[str, Any] | None:
         if self._top < 0:
             return None
         if self._chat:
             return chat_logprobs(self._tokenizer, samples, self._top, self.request.text_tokens)
-        return completion_logprobs(self._tokenizer, samples, self._top, offsets)
+        if self._offsets is None:
+            self._offsets = TextOffsets(self.request.new_detokenizer())
+        return completion_logprobs(self._tokenizer, samples, self._top, self._offsets)
 
 
 def _echoed(request: OpenRequest, tokenizer: Tokenizer) -> str:

@@ -69,11 +69,11 @@ def check_length(field: str, template: str) -> None:
         raise ModelBroken(field, f"has {len(template)} characters; at most {TEMPLATE_BYTES_MAX}")
 
 
-def with_token_map(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the special tokens that older models name in a file of their own. Raises `ModelError`."""
+def with_token_map(settings: Mapping[str, Any], mapped: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the special tokens that older models name in a file of their own: `mapped`."""
     if "added_tokens_decoder" in settings:
         return dict(settings)
-    return {**settings, **template_tokens(read_optional_json(folder / "special_tokens_map.json"))}
+    return {**settings, **template_tokens(mapped)}
 
 
 def template_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

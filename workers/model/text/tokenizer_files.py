@@ -230,7 +230,7 @@ def _from_huggingface(folder: Path, config: ModelConfig) -> TokenizerFiles:
         for role in ("bos_token", "eos_token"):
             _token_text(mapped, role)
         more = _more_specials(mapped)
-    settings = {"additional_special_tokens": more} | with_token_map(folder, read_optional_json(settings_path))
+    settings = {"additional_special_tokens": more} | with_token_map(read_optional_json(settings_path), mapped)
     with in_file(path):
         built = _from_json(text)
     with in_file(settings_path):
