@@ -38,7 +38,7 @@
 #                           what they found; ARGS="NAME ..." for some of its stages (.ci/nightly)
 #   make lock               the hashes in requirements*.lock anew, from the index that pip uses
 #   make audit              known vulnerabilities of all that the locks name, by pip-audit; needs the JSON service of Python's index
-#   make docs               environment, then docs/asyncapi.json anew from the message classes
+#   make docs               environment, then docs/asyncapi.json anew from the message classes; README's figures from results/
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
 #
 # PYTHON=... chooses the interpreter of the environment (3.11 or newer).
@@ -129,7 +129,7 @@ exhaustion: $(DEV_STAMP)
 	$(BIN)/python tests/chaos/exhaustion.py $(if $(OUT),--out $(OUT)) $(ARGS)
 
 experiments: $(RUN_STAMP)
-	$(BIN)/halfmoon experiments $(ARGS)
+	$(BIN)/python benchmarks/experiments.py $(ARGS)
 
 # Where a change of the core is meant to change them: `make experiments ARGS="hits reuse ttft"`.
 CHECKED := hits reuse ttft
@@ -148,6 +148,7 @@ test-observability: $(DEV_STAMP)
 
 docs: $(RUN_STAMP)
 	$(BIN)/python -m halfmoon.schemas.asyncapi docs/asyncapi.json
+	$(BIN)/python benchmarks/figures.py
 
 AUDIT := build/audit/bin
 build/audit/.stamp: requirements-audit.lock | $(BIN)/python

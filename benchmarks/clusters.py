@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,7 +20,14 @@ from typing import Any
 
 from halfmoon.bus.config import BusConfig
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measured import RESULTS, ROOT, SERVING, beside, keep
+
+__all__ = ["ROOT", "bus_config", "cluster", "finish", "parser", "spread"]
+
+#: What ran in other processes than this.
+_ran: set[str] = set()
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -36,6 +41,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 def cluster(*flags: str) -> Iterator[dict[str, Any]]:
     """A cluster by `halfmoon up`; its addresses ("nats", "http", "directory")."""
     name = f"bench-{uuid.uuid4().hex[:6]}"
+    _ran.update(SERVING)
     with tempfile.TemporaryDirectory() as state:
         process = subprocess.Popen(
             [sys.executable, "-m", "halfmoon.cli.main", "up", "--cluster", name, *flags],
@@ -78,31 +84,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def beside() -> dict[str, Any]:
-    """The machine, the day, and what else ran."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cores": os.cpu_count(),
-        "cpu": _cpu(),
-        "python": platform.python_version(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
-    }
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def finish(args: argparse.Namespace, result: dict[str, Any], lines: Sequence[str]) -> None:
     """Print for a person or a program; save when asked."""
-    result = {**result, "beside": beside()}
+    result = {**result, "beside": beside(*_ran)}
     if args.save:
-        (ROOT / "results").mkdir(exist_ok=True)
-        (ROOT / "results" / f"{args.save}.json").write_text(json.dumps(result, indent=1) + "\n")
+        keep(RESULTS / f"{args.save}.json", result)
     print(json.dumps(result) if args.json else "\n".join(lines))

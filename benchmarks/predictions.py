@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from typing import Any
 
 import msgspec
 import uvloop
-from clusters import beside, bus_config, cluster, finish, parser, spread
+from clusters import bus_config, cluster, finish, parser, spread
 from simulation_live import read_log
 
 from halfmoon.bus.config import BusConfig
@@ -90,7 +91,7 @@ class Round:
 
     def __init__(self, capacity: float, ttft_slo_ms: float, runs: list[Run]) -> None:
         self.capacity, self.ttft_slo_ms, self.runs = capacity, ttft_slo_ms, runs
-        self.load_average = beside()["load_average"]
+        self.load_average = [round(load, 2) for load in os.getloadavg()]
 
 
 async def set_ttft_slo(config: BusConfig, ttft_slo_ms: float) -> None:

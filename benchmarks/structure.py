@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import json
 import statistics
 import tokenize
 from collections import defaultdict
@@ -157,7 +156,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--against", metavar="DIR", type=Path, help="another checkout, shown first")
-    parser.add_argument("--save", metavar="NAME", default="", help="also write results/NAME.json")
     parser.add_argument("--detail", action="store_true", help="also list circles and shared class names")
     args = parser.parse_args(argv)
     columns = {"before": figures(args.against)} if args.against else {}
@@ -171,8 +169,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("circle:", " ".join(ring))
         for name, owners in shared_class_names(modules).items():
             print("class:", name, *owners)
-    if args.save:
-        (ROOT / "results" / f"{args.save}.json").write_text(json.dumps(columns, indent=1) + "\n")
 
 
 if __name__ == "__main__":

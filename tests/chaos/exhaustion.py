@@ -14,7 +14,6 @@ import asyncio
 import json
 import logging
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import aiohttp
 
-from halfmoon.conductor.code_version import code_version
+from benchmarks.measured import SERVING, beside, keep
 from tests.chaos.exhaustion_clients import pending_bytes, too_large
 from tests.chaos.exhaustion_machine import Left, Machine
 from tests.chaos.live_load import Load
@@ -257,16 +256,14 @@ def main() -> int:
     }
     wrong = {name: case["wrong"] for name, case in found.items() if case["wrong"]}
     figures = {
-        "code_version": code_version(),
-        "python": platform.python_version(),
-        "load_average": os.getloadavg(),
         "service_s_max": SERVICE_S_MAX,
         "slower": slow,
         "wrong": wrong,
         "cases": found,
+        "beside": beside(*SERVING),
     }
     if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+        keep(args.out, figures)
     print(f"{len(found)} cases; slower than {SERVICE_S_MAX:.0f} s: {slow}; wrong: {wrong}")
     return 1 if slow or wrong else 0
 

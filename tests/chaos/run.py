@@ -25,8 +25,8 @@ import orjson
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.measured import beside, keep
 from tests.chaos.world import World
-from tests.kept_results import keep, versions_of
 
 #: Seeds that one process plays before it tells.
 PART = 20
@@ -108,13 +108,16 @@ class Result:
 
     def __init__(self, path: Path | None, first: int) -> None:
         self.path, self.first, self.played, self.elapsed_s = path, max(0, first), Played(), 0.0
-        self.versions = versions_of(PLAYED)
+        self.beside = beside(*PLAYED)
         if path is not None and path.exists() and first < 0:
             self._go_on(orjson.loads(path.read_bytes()))
 
     def _go_on(self, before: dict[str, Any]) -> None:
-        if before["versions"] != self.versions:
-            raise SystemExit(f"{self.path} is of other code, {before['versions']}: begin anew with --first 0")
+        earlier = before["beside"]
+        if any(earlier[name] != self.beside[name] for name in ("modules", "python")):
+            raise SystemExit(
+                f"{self.path} is of other code, that of {earlier['commit']}: begin anew with --first 0"
+            )
         self.first, self.elapsed_s = before["first"], before["elapsed_s"]
         self.played = Played(
             before["seeds"],
@@ -134,7 +137,6 @@ class Result:
         played = self.played
         causes = Counter(failure.cause for failure in played.failures)
         body = {
-            "versions": self.versions,
             "first": self.first,
             "seeds": played.seeds,
             "events": played.events,
@@ -143,6 +145,7 @@ class Result:
             "failures_by_cause": dict(causes),
             "failures": played.failures,
             "counts": dict(sorted(played.counts.items())),
+            "beside": self.beside,
         }
         keep(self.path, body)
 

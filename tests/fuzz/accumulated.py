@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.measured import beside, digest_of_all, keep
 from tests.fuzz.frame import Target
 from tests.fuzz.parts import Turn
-from tests.kept_results import keep, versions_of
 
 #: What the inputs are played against, and what they are made by.
 PLAYED = ("bus", "cli", "conductor", "schemas", "store", "workers", "tests/fuzz")
@@ -54,8 +54,6 @@ class Figures(msgspec.Struct):
 
 class _Kept(msgspec.Struct):
     targets: dict[str, Figures] = {}
-    #: By the digest of the code.
-    codes: dict[str, dict[str, str]] = {}
 
 
 class Accumulated:
@@ -63,7 +61,7 @@ class Accumulated:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._versions = versions_of(PLAYED)
+        self._beside = beside(*PLAYED)
         self._kept = msgspec.json.decode(path.read_bytes(), type=_Kept) if path.exists() else _Kept()
 
     def of(self, target: Target) -> Figures:
@@ -82,9 +80,7 @@ class Accumulated:
 
     def add(self, target: Target, turn: Turn) -> None:
         """Counts the turn, and writes the file."""
-        code = self._versions["played"]
-        self._kept.codes[code] = self._versions
-        self.of(target).add(turn, code)
+        self.of(target).add(turn, digest_of_all(self._beside["modules"]))
         self.save()
 
     def save(self) -> None:
@@ -96,7 +92,7 @@ class Accumulated:
             "inputs_meant": sum(figures.inputs_meant for _, figures in every),
             "cpu_s": round(sum(figures.cpu_s for _, figures in every), 1),
             "found": sum(len(figures.found) for _, figures in every),
-            "codes": self._kept.codes,
             "targets": {name: msgspec.to_builtins(figures) for name, figures in every},
+            "beside": self._beside,
         }
         keep(self._path, body)

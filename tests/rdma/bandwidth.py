@@ -9,7 +9,6 @@ by the receiver before the write returns. MiB/s; medians of the rounds.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import statistics
@@ -22,13 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from clusters import beside
 from store_harness import Cluster, cluster, keys
 from test_agent import stored
 from test_two_hosts import DEVICES, FAR, FIELDS, LAYERS, NEAR, SHAPE, node
 
+from benchmarks.measured import beside, keep
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.store import ReserveBlocks, Reserved
 from halfmoon.store.pool.guard import peer_writer
@@ -146,7 +144,7 @@ def main() -> None:
         "guest": {"kernel": os.uname().release, "devices": DEVICES},
         "beside": beside(),
     }
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    keep(out, result)
     for kind in ("read", "write"):
         print(
             f"{kind}: {medians[kind]} MiB/s, ib_{kind}_bw {medians[f'ib_{kind}_bw']} MiB/s,"

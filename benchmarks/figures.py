@@ -1,0 +1,256 @@
+"""`python benchmarks/figures.py`: README's table of figures and the list of kept results, from `results/`; and "older"
+wherever a page cites a result whose modules changed since it was measured. `make docs` runs it; a test compares.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measured import RESULTS, ROOT, changed
+
+README = ROOT / "README.md"
+LIST = RESULTS / "README.md"
+#: Pages in which kept results are cited: `results/NAME.json`.
+PAGES = (README, ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md")))
+BEGIN, END = "<!-- figures: `make docs` -->", "<!-- end of figures -->"
+#: "into `results/NAME.json`" names a place and no figure.
+CITED = re.compile(r"(?<!into )(`results/([a-z0-9_/-]+\.(?:json|md))`)(, older\b)?")
+#: What one program simulates has its records in one file.
+EXPERIMENTS = "experiments/measured.json"
+
+Result = Mapping[str, Any]
+
+
+class Row(NamedTuple):
+    """One line of README's table."""
+
+    about: str
+    result: str
+    figure: Callable[[Result], str]
+
+
+@cache
+def read(name: str) -> Any:
+    """`results/NAME`."""
+    return orjson.loads((RESULTS / name).read_bytes())
+
+
+def record_of(name: str) -> Result:
+    """What `beside` said when `results/NAME` was measured."""
+    if not name.startswith("experiments/"):
+        record: Result = read(name)["beside"]
+        return record
+    stem = Path(name).stem
+    (record,) = (each["beside"] for each in read(EXPERIMENTS) if stem in each["names"])
+    return record
+
+
+@cache
+def older(name: str) -> tuple[str, ...]:
+    """The modules that changed since `results/NAME` was measured; none: it is of this code. A page stands for all that
+    is on it.
+    """
+    if name == "experiments.md":
+        return tuple(
+            {module: None for one in names() if one.startswith("experiments/") for module in older(one)}
+        )
+    return tuple(changed(record_of(name)["modules"]))
+
+
+def names() -> Iterator[str]:
+    """Every kept result, by its path below `results/`."""
+    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("experiments/*.json")]):
+        if path != RESULTS / EXPERIMENTS:
+            yield path.relative_to(RESULTS).as_posix()
+
+
+def _times(value: Mapping[str, float], digits: int = 2) -> str:
+    return f"{value['p50']:.{digits}f} ({value['min']:.{digits}f} to {value['max']:.{digits}f} in {value['n']} runs)"
+
+
+def _reuse(result: Result) -> str:
+    reuse = result["reuse"]
+    cold, fetched = reuse["cold_ttft_ms"]["p50"], reuse["fetched_ttft_ms"]["p50"]
+    return f"{_times(reuse['ratio'])}: {fetched:,.0f} ms against {cold:,.0f} ms"
+
+
+def _wait(result: Result) -> str:
+    wait = result["wait_for_kv_ms"]
+    return f"{wait['streamed']['p50']:.1f} ms against {wait['all_at_the_end']['p50']:.0f} ms"
+
+
+def _control_plane(over: str, prompt_tokens: int) -> Callable[[Result], str]:
+    def figure(result: Result) -> str:
+        (row,) = (
+            row
+            for row in result["rows"]
+            if (row["over"], row["prompt_tokens"], row["max_tokens"]) == (over, prompt_tokens, 1)
+        )
+        rates = row["requests_per_s_at_32_all"]
+        return (
+            f"{row['first_token_p50_ms_at_1']:.1f} ms; {row['requests_per_s_at_32']:,.0f}/s "
+            f"({min(rates):,.0f} to {max(rates):,.0f})"
+        )
+
+    return figure
+
+
+def _transfer(of: str, against: str, kind: str = "speed") -> Callable[[Result], str]:
+    def figure(result: Result) -> str:
+        for line in result["lines"]:
+            if (line["of"], line["against"], line["figure"]) == (of, against, kind):
+                return f"{line['ratio']:.2f}"
+        return "not measured: its package was not there"
+
+    return figure
+
+
+def _numerics(result: Result) -> str:
+    ratios = {row["what"]: row["ratio"]["p50"] for row in result["rows"] if row["dtype"] == "float32"}
+    return "; ".join(f"{what}: {100 * (ratio - 1):+.0f} %" for what, ratio in ratios.items())
+
+
+def _live(result: Result) -> str:
+    return ", ".join(f"{100 * run['mean_ttft_ms']['off']:+.0f} %" for run in result["runs"])
+
+
+def _replay(result: Result) -> str:
+    return f"{result['events_per_cpu_s_median']:,.0f} events a second of CPU ({result['events']:,} events)"
+
+
+def _better(result: Result) -> str:
+    gains = [float(row[4].rstrip("%")) for row in result["rows"]]
+    theirs, ours = ([float(row[column]) for row in result["rows"]] for column in (5, 6))
+    return f"{min(gains):+.0f} to {max(gains):+.0f} %; {max(ours):.0f} s against {max(theirs):.0f} s"
+
+
+def _tokens_reused(result: Result) -> str:
+    by_policy = {row[0]: row[2] for row in result["rows"]}
+    bound = next(share for name, share in by_policy.items() if name.startswith("one pool"))
+    return f"{by_policy['halfmoon']} (one ideal pool: {bound})"
+
+
+def _worlds(result: Result) -> str:
+    return f"{result['seeds']:,} worlds, {result['events']:,} events; {len(result['failures'])} failed"
+
+
+def _fuzz(result: Result) -> str:
+    return f"{result['inputs']:,} inputs for {len(result['targets'])} targets; {result['found']} open"
+
+
+ROWS = (
+    Row(
+        "first token of 2,000 tokens, 1,900 of them cached on another node, to cold", "kv_reuse.json", _reuse
+    ),
+    Row("wait for KV after prefill: pushed layer by layer; all at the end", "kv_reuse.json", _wait),
+    Row(
+        "control plane alone, NATS, 8-token prompt: first token; requests at 32 at a time",
+        "control_plane.json",
+        _control_plane("nats", 8),
+    ),
+    Row("the same, HTTP, 128-token prompt", "control_plane.json", _control_plane("http", 128)),
+    Row(
+        "the same, HTTP, 12,288 tokens, of which tokenizing is most",
+        "control_plane.json",
+        _control_plane("http", 12_288),
+    ),
+    Row(
+        "64 MiB of blocks over TCP: speed to a plain socket", "transfer.json", _transfer("tcp_get", "socket")
+    ),
+    Row("speed to Mooncake's store over TCP", "transfer.json", _transfer("tcp_get", "mooncake_get")),
+    Row(
+        "CPU seconds to Mooncake's store over TCP",
+        "transfer.json",
+        _transfer("tcp_get", "mooncake_get", "cpu"),
+    ),
+    Row(
+        "RDMA READ of 1 MiB slices, soft-RoCE, to `ib_read_bw`",
+        "rdma.json",
+        lambda result: f"{result['ratio']['read against ib_read_bw']:.2f}",
+    ),
+    Row("simulated against live, mean TTFT of a slice of the trace, each run", "simulation_live.json", _live),
+    Row("replay of a log, one core", "replay.json", _replay),
+    Row("what exact numerics cost, f32", "numerics.json", _numerics),
+    Row(
+        "simulated: capacity against the papers' own rule, two sizes of cluster; p90 TTFT at that rule's limit",
+        "experiments/better.json",
+        _better,
+    ),
+    Row(
+        "simulated: share of tokens reused, 8 workers × 3,000 blocks",
+        "experiments/reuse.json",
+        _tokens_reused,
+    ),
+    Row("chaos: whole clusters of make-believe with faults", "chaos_10k.json", _worlds),
+    Row("fuzz: inputs drawn against all that reads what others write", "fuzz.json", _fuzz),
+)
+
+
+def table() -> str:
+    """README's rows."""
+    lines = [f"| {row.about} | {row.figure(read(row.result))} | {_age(row.result)} |" for row in ROWS]
+    return "\n".join(["| what | figure | measured |", "| --- | --- | --- |", *lines])
+
+
+def _age(name: str) -> str:
+    record = record_of(name)
+    return f"{record['date'][:10]}, {record['commit']}" + (", older" if older(name) else "")
+
+
+def listing() -> str:
+    """`results/README.md`: each result, on what it was measured, and what changed since."""
+    lines = [
+        "# Kept results",
+        "",
+        "Written by `make docs`. Each file says under `beside` on what it was measured: the day, the commit,",
+        "the processor, the load average, and the modules, with digests of their code. Where one of these",
+        "changed since, the result is **older**: it is true of the commit that it names.",
+        "`python benchmarks/NAME.py --save NAME` measures NAME.json anew; `experiments/` is by",
+        "`make experiments`, `chaos.json`, `chaos_live.json`, `exhaustion.json` and `fuzz.json` are by the",
+        "targets of these names, `rdma.json` is by `make test-rdma`.",
+        "",
+        "| result | day | commit | processor | load | older: changed since |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in names():
+        record = record_of(name)
+        since = older(name)
+        shown = ", ".join(since[:4]) + (f" and {len(since) - 4} more" if len(since) > 4 else "")
+        lines.append(
+            f"| [{name}]({name}) | {record['date'][:10]} | {record['commit']} | {record['cores']} × {record['cpu']} "
+            f"| {record['load_average'][0]:.1f} | {shown or '–'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def written() -> dict[Path, str]:
+    """The text that each page has today: README's table, the list, and "older" where a page cites what is."""
+    texts = {page: CITED.sub(_marked, page.read_text()) for page in PAGES}
+    before, _, rest = texts[README].partition(BEGIN)
+    _, _, after = rest.partition(END)
+    texts[README] = f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    return {**texts, LIST: listing()}
+
+
+def _marked(cited: re.Match[str]) -> str:
+    return cited[1] + (", older" if older(cited[2]) else "")
+
+
+def main() -> None:
+    for page, text in written().items():
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+            print(f"wrote {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
