@@ -21,7 +21,8 @@ README = ROOT / "README.md"
 LIST = RESULTS / "README.md"
 #: Pages in which kept results are cited: `results/NAME.json`.
 PAGES = (README, ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md")))
-BEGIN, END = "<!-- figures: `make docs` -->", "<!-- end of figures -->"
+#: A table that is made from results, by its name in `TABLES`.
+TABLE = re.compile(r"(<!-- table of (\w+), by make docs -->\n).*?(<!-- end of table -->)", re.DOTALL)
 #: "into `results/NAME.json`" names a place and no figure.
 CITED = re.compile(r"(?<!into )(`results/([a-z0-9_/-]+\.(?:json|md))`)(, older\b)?")
 #: What one program simulates has its records in one file.
@@ -195,10 +196,38 @@ ROWS = (
 )
 
 
-def table() -> str:
-    """README's rows."""
-    lines = [f"| {row.about} | {row.figure(read(row.result))} | {_age(row.result)} |" for row in ROWS]
+def _rows(rows: tuple[Row, ...]) -> str:
+    lines = [f"| {row.about} | {row.figure(read(row.result))} | {_age(row.result)} |" for row in rows]
     return "\n".join(["| what | figure | measured |", "| --- | --- | --- |", *lines])
+
+
+def _transfers() -> str:
+    lines = read("transfer.json")["lines"]
+    rows = [
+        f"| {line['of']} to {line['against']} | {line['figure']} | {line['ratio']:.2f} |" for line in lines
+    ]
+    return "\n".join(["| what | of | ratio |", "| --- | --- | --- |", *rows])
+
+
+def _page() -> str:
+    def cells(row: Result) -> str:
+        ratios = (row[f"{name}_ratio"] for name in ("cpu", "first_token", "requests_per_s"))
+        return " | ".join(f"{each['p50']:.2f} ({each['min']:.2f} to {each['max']:.2f})" for each in ratios)
+
+    rows = [
+        f"| {row['over'].upper()}, prompt of {row['prompt_tokens']} tokens, answer of {row['max_tokens']} "
+        f"| {cells(row)} |"
+        for row in read("page.json")["rows"]
+    ]
+    head = "| open to closed | CPU a request | first token at one | requests/s at 32 |"
+    return "\n".join([head, "| --- | --- | --- | --- |", *rows])
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "figures": lambda: _rows(ROWS),
+    "transfers": _transfers,
+    "page": _page,
+}
 
 
 def _age(name: str) -> str:
@@ -233,12 +262,13 @@ def listing() -> str:
 
 
 def written() -> dict[Path, str]:
-    """The text that each page has today: README's table, the list, and "older" where a page cites what is."""
-    texts = {page: CITED.sub(_marked, page.read_text()) for page in PAGES}
-    before, _, rest = texts[README].partition(BEGIN)
-    _, _, after = rest.partition(END)
-    texts[README] = f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    """The text that each page has today: its tables of results, and "older" where it cites what is."""
+    texts = {page: CITED.sub(_marked, TABLE.sub(_made, page.read_text())) for page in PAGES}
     return {**texts, LIST: listing()}
+
+
+def _made(found: re.Match[str]) -> str:
+    return f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}"
 
 
 def _marked(cited: re.Match[str]) -> str:

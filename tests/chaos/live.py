@@ -170,7 +170,7 @@ async def play(
     load.stop()
     await loading
     seconds = time.monotonic() - started
-    wrong += [traceback.format_exception(task.exception())[-1] for task in watching if task.done()]
+    wrong += ["".join(traceback.format_exception(task.exception())) for task in watching if task.done()]
     for task in watching:
         task.cancel()
     wrong += [*load.wrong, *watch.grown()]
