@@ -90,6 +90,10 @@ def describe(status: dict[str, Any]) -> str:
     ]
     if divided:
         lines += ["", f"KV at attention workers: {'; '.join(divided)}"]
+    nowhere = [node for node in status["nodes"] if node.get("no_attention")]
+    if nowhere:
+        names = ", ".join(node["id"] for node in nowhere)
+        lines += ["", f"decodes nothing new: {names} ({nowhere[0]['no_attention']})"]
     slow = [
         f"{node['id']} ({node['slow_wait_ms']} ms of a step, where {node['slow_expected_ms']} were measured)"
         for node in status["nodes"]

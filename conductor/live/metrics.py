@@ -19,6 +19,7 @@ from halfmoon.bus.errors import BusError, StreamRefused
 from halfmoon.bus.tasks import within
 from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge, histogram
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.placement.cache_places import nowhere_to_hold
 from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import splits_of
@@ -140,6 +141,14 @@ class ConductorMetrics(Collector):
         groups: Values = {(it.worker_id,): it.groups for it in apart}
         yield gauge(
             "halfmoon_decode_groups", "Groups of a step that wait for attention in turn.", ("worker",), groups
+        )
+        decodes = [it for it in state.workers.values() if it.role == "decode"]
+        nowhere: Values = {(it.worker_id,): bool(nowhere_to_hold(state, it)) for it in decodes}
+        yield gauge(
+            "halfmoon_no_attention",
+            "1 while attention workers can hold no KV for a decode worker that keeps none.",
+            ("worker",),
+            nowhere,
         )
         splits = splits_of(state.orders.values()) if apart else {}
         yield gauge(
