@@ -19,11 +19,11 @@ from halfmoon.bus.errors import BusError, StreamRefused
 from halfmoon.bus.tasks import within
 from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge, histogram
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.placement.cache_places import nowhere_to_hold
 from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
+from halfmoon.conductor.view.status import without_attention
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CacheSplit, Decision, RejectReason
 from halfmoon.schemas.events import EVENT_TYPES
@@ -142,8 +142,7 @@ class ConductorMetrics(Collector):
         yield gauge(
             "halfmoon_decode_groups", "Groups of a step that wait for attention in turn.", ("worker",), groups
         )
-        decodes = [it for it in state.workers.values() if it.role == "decode"]
-        nowhere: Values = {(it.worker_id,): bool(nowhere_to_hold(state, it)) for it in decodes}
+        nowhere: Values = {(worker_id,): bool(why) for worker_id, why in without_attention(state).items()}
         yield gauge(
             "halfmoon_no_attention",
             "1 while attention workers can hold no KV for a decode worker that keeps none.",

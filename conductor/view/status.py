@@ -74,6 +74,12 @@ def ssd_counts(state: State) -> dict[str, int]:
     return {node: blocks for node, blocks in sorted(found.items()) if blocks}
 
 
+def without_attention(state: State) -> dict[str, str]:
+    """Of each decode worker: why attention workers can hold no KV for it; "": they can, or it keeps its own."""
+    decodes = [worker for worker in state.workers.values() if worker.role == "decode"]
+    return {worker.worker_id: nowhere_to_hold(state, worker) for worker in decodes}
+
+
 def node_statuses(state: State) -> list[NodeStatus]:
     """Workers, store agents, frontends, each by id."""
     nodes = []
