@@ -58,6 +58,15 @@ def _roles(roles: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _nowhere(nodes: list[dict[str, Any]]) -> list[str]:
+    """Decode workers whose KV attention workers should hold, and cannot."""
+    found = [node for node in nodes if node.get("no_attention")]
+    if not found:
+        return []
+    names = ", ".join(node["id"] for node in found)
+    return ["", f"decodes nothing new: {names} ({found[0]['no_attention']})"]
+
+
 def describe(status: dict[str, Any]) -> str:
     """For people."""
     lines = [
@@ -90,6 +99,7 @@ def describe(status: dict[str, Any]) -> str:
     ]
     if divided:
         lines += ["", f"KV at attention workers: {'; '.join(divided)}"]
+    lines += _nowhere(status["nodes"])
     slow = [
         f"{node['id']} ({node['slow_wait_ms']} ms of a step, where {node['slow_expected_ms']} were measured)"
         for node in status["nodes"]

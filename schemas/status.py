@@ -50,6 +50,9 @@ class NodeStatus(Part, frozen=True):
     #: how many of its orders have their KV split so.
     groups: Count = 0
     splits: dict[CacheSplit, Count] = {}
+    #: Decode workers whose KV lies at attention workers: why these can hold none now, so that it decodes nothing new;
+    #: "": they can.
+    no_attention: Text = ""
 
 
 class PoolWanted(Part, frozen=True):
@@ -125,6 +128,21 @@ class ConductorStatus(Message, frozen=True):
     @property
     def ready(self) -> bool:
         """Requests can be placed: a frontend is there, and a prefill and a decode worker or a mixed one."""
-        roles = {node.role for node in self.nodes if node.state == "ready"}
-        pair = {"prefill", "decode"} <= roles
-        return self.caught_up and "frontend" in roles and (pair or "mixed" in roles)
+        return not self.lacks
+
+    @property
+    def lacks(self) -> str:
+        """Why no request can be placed; "": one can."""
+        if not self.caught_up:
+            return "the conductor is still reading the log"
+        roles = {node.role for node in self.nodes if node.state == "ready" and not node.no_attention}
+        if "frontend" not in roles:
+            return "no frontend is ready"
+        pair = [] if "mixed" in roles else [role for role in ("prefill", "decode") if role not in roles]
+        if not pair:
+            return ""
+        if pair == ["decode"] and (
+            no_attention := [node.no_attention for node in self.nodes if node.no_attention]
+        ):
+            return no_attention[0]
+        return f"no {pair[0]} worker is ready"

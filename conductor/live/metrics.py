@@ -23,6 +23,7 @@ from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
+from halfmoon.conductor.view.status import without_attention
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CacheSplit, Decision, RejectReason
 from halfmoon.schemas.events import EVENT_TYPES
@@ -140,6 +141,13 @@ class ConductorMetrics(Collector):
         groups: Values = {(it.worker_id,): it.groups for it in apart}
         yield gauge(
             "halfmoon_decode_groups", "Groups of a step that wait for attention in turn.", ("worker",), groups
+        )
+        nowhere: Values = {(worker_id,): bool(why) for worker_id, why in without_attention(state).items()}
+        yield gauge(
+            "halfmoon_no_attention",
+            "1 while attention workers can hold no KV for a decode worker that keeps none.",
+            ("worker",),
+            nowhere,
         )
         splits = splits_of(state.orders.values()) if apart else {}
         yield gauge(

@@ -221,7 +221,9 @@ def happened(event: Event, at_ns: int, roles: Mapping[str, str], core: Core) -> 
         case TimerFired() if event.key.startswith("lost:") and event.key.count(":") == 3:
             _, role, name, _ = event.key.split(":")
             state = core.state
-            if event.key in state.timers or name in (*state.workers, *state.stores, *state.frontends):
+            # A worker may have the name of its node, whose store agent may live on.
+            members = {"store": {*state.stores}, "frontend": {*state.frontends}}
+            if event.key in state.timers or name in members.get(role, {*state.workers}):
                 return []  # it lives: the timer was set anew, or it is of an earlier incarnation
             lane = name if name in roles else _at_node(name, core) if role == "store" else ""
             return [Happening(at_ns, "lost", lane, f"{role} {name} was not heard of any more")]

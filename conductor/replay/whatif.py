@@ -4,13 +4,14 @@ another one.
 The simulated cluster is as the recorded one was: as many workers, their KV, pools and block sizes, and the
 costs that the conductor had learned by the end of the log. The recorded policy is simulated too: where that
 differs from the record, so much does the simulation err. What it leaves out: processes that die, and what was
-cached before the log begins. An answer that was not recorded to its end is taken to be as long as the mean of
-its class.
+cached before the log begins. A run with attention or mixed workers, or with KV that was lent, is refused. An
+answer that was not recorded to its end is taken to be as long as the mean of its class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -28,16 +29,20 @@ from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.cost_profile import CostProfile
+from halfmoon.schemas.decisions import Decision, MoveKv, StartDecode
 from halfmoon.schemas.events import StoreJoined, WorkerJoined
 from halfmoon.schemas.policy import Policy
+from halfmoon.schemas.roles import WorkerRole
 
 #: From the pool into a worker's cache; no event tells, and it is never the bottleneck on a machine with
 #: shared memory.
 LOAD_BYTES_S = 10_000_000_000
+#: Simulated clusters have prefill and decode workers alone.
+SIMULATED: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 
 class NothingToSimulate(ValueError):
-    """The log holds no request, or no worker with a KVCache; the text says which."""
+    """The log holds no request, no worker with a KVCache, or what is not simulated; the text says which."""
 
 
 class Recorded(msgspec.Struct, kw_only=True):
@@ -88,8 +93,10 @@ def recorded(replay: Replay) -> Recorded:
     costs_seen: dict[str, CostProfile] = {}
     policy: Policy | None = None
     changed = 0
+    lent: set[str] = set()
     for line, decisions in replay:
         histories.see(line, decisions, replay.core)
+        lent.update(_borrowers(decisions))
         if isinstance(line, EventLine):
             state = replay.core.state
             if policy is not None and state.policy != policy:
@@ -112,6 +119,7 @@ def recorded(replay: Replay) -> Recorded:
     layouts = [worker.layout for worker in workers.values()]
     if not layouts or not layouts[0].block_bytes:
         raise NothingToSimulate("the workers of this log have no KVCache (null engine, or none joined)")
+    _check_simulated(list(workers.values()), len(lent))
     caveats = []
     if again := sum(len(history.attempts) - 1 for history in found if history.attempts):
         caveats.append(f"{again} placements were lost and made again; simulated processes never die")
@@ -126,6 +134,27 @@ def recorded(replay: Replay) -> Recorded:
         duration_ns=max([history.end_ns for history in found]) - found[0].arrived_ns,
         caveats=caveats,
     )
+
+
+def _borrowers(decisions: Iterable[Decision]) -> Iterator[str]:
+    """Requests of which another decode worker is to hold a part."""
+    for decision in decisions:
+        if isinstance(decision, MoveKv) or (isinstance(decision, StartDecode) and decision.loans):
+            yield decision.request_id
+
+
+def _check_simulated(workers: Sequence[WorkerJoined], lent: int) -> None:
+    """Raises NothingToSimulate where a kind of worker, or lending of KV, had a part in the run."""
+    roles = Counter(worker.role for worker in workers)
+    for role, count in roles.items():
+        if role not in SIMULATED:
+            which = f"{role} worker, which is" if count == 1 else f"{role} workers, which are"
+            raise NothingToSimulate(f"the run has {count} {which} not simulated here")
+    if lent:
+        whose = "1 request" if lent == 1 else f"{lent} requests"
+        raise NothingToSimulate(
+            f"decode workers lent KV of {whose} to each other, which is not simulated here"
+        )
 
 
 def _arrivals(histories: Sequence[RequestHistory], core: Core) -> list[Arrival]:
@@ -163,8 +192,6 @@ def _cluster(workers: Sequence[WorkerJoined], stores: dict[str, StoreJoined]) ->
         ]
         return max(held, default=0)
 
-    if any(worker.role == "mixed" for worker in workers):
-        raise NothingToSimulate("mixed workers had a part in it, which are not simulated here")
     return ClusterShape(
         prefill=sum(worker.role == "prefill" for worker in workers),
         decode=sum(worker.role == "decode" for worker in workers),

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.placement.cache_places import nowhere_to_hold
 from halfmoon.conductor.core.placement.candidates import capacity
 from halfmoon.conductor.core.pool_needs import pool_needs
 from halfmoon.conductor.core.role_rules import waiting_ns
@@ -73,6 +74,12 @@ def ssd_counts(state: State) -> dict[str, int]:
     return {node: blocks for node, blocks in sorted(found.items()) if blocks}
 
 
+def without_attention(state: State) -> dict[str, str]:
+    """Of each decode worker: why attention workers can hold no KV for it; "": they can, or it keeps its own."""
+    decodes = [worker for worker in state.workers.values() if worker.role == "decode"]
+    return {worker.worker_id: nowhere_to_hold(state, worker) for worker in decodes}
+
+
 def node_statuses(state: State) -> list[NodeStatus]:
     """Workers, store agents, frontends, each by id."""
     nodes = []
@@ -98,6 +105,7 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 slow_wait_ns=slow.waited_ns if slow is not None else 0,
                 slow_expected_ns=slow.expected_ns if slow is not None else 0,
                 groups=worker.groups,
+                no_attention=nowhere_to_hold(state, worker),
                 splits=splits_of(state.orders[order_id] for order_id in worker.orders),
             )
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from halfmoon.cli.status import describe
 from halfmoon.schemas.decisions import StartDecode
 from halfmoon.schemas.events import RequestFinished
 from halfmoon.workers.hold_points import DECODE_STEP
@@ -107,6 +110,37 @@ async def test_a_context_that_no_attention_worker_has_room_for_lies_at_two_by_se
         assert len(short.cache) == 1
         await nothing_is_held(cluster)
         await nc.close()
+
+
+@pytest.mark.slow
+async def test_while_every_attention_worker_is_away_the_cluster_is_not_ready_and_says_why(
+    tmp_path: Path,
+) -> None:
+    why = "decode workers keep no KV, and no attention worker is ready"
+
+    async def ready() -> tuple[int, str]:
+        async with http.get(f"{cluster.http}/ready") as response:
+            body = await response.json()
+            return response.status, body["error"]["message"] if response.status != 200 else ""
+
+    async def until(found: tuple[int, str]) -> None:
+        async def there() -> bool:
+            return await ready() == found
+
+        await eventually(there, f"/ready answers {found}", every_s=0.1)
+
+    with running(tmp_path, "--attention", "2", *ONE_MODEL) as cluster:
+        async with aiohttp.ClientSession() as http:
+            assert await ready() == (200, "")
+            cluster.kill("attention-0", signal.SIGSTOP)
+            cluster.kill("attention-1", signal.SIGSTOP)
+            await until((503, why))
+            async with http.get(f"{cluster.http}/status") as response:
+                status = await response.json()
+            assert f"not ready ({why})" in describe(status)
+            cluster.kill("attention-1", signal.SIGCONT)
+            await until((200, ""))
+            cluster.kill("attention-0", signal.SIGCONT)
 
 
 @pytest.mark.slow

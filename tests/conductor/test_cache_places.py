@@ -18,7 +18,7 @@ from halfmoon.conductor.replay.explain import decode_rows, remarks
 from halfmoon.conductor.replay.histories import RequestHistories
 from halfmoon.conductor.replay.logfile import EventLine
 from halfmoon.conductor.replay.state_text import described
-from halfmoon.conductor.view.status import node_statuses
+from halfmoon.conductor.view.status import conductor_status, node_statuses
 from halfmoon.schemas.codec import decode as decode_message
 from halfmoon.schemas.codec import encode
 from halfmoon.schemas.decisions import (
@@ -457,3 +457,33 @@ def test_groups_and_splits_are_in_the_status_and_in_metrics() -> None:
     by_heads = cluster(attention(0, 20, 0, 2), attention(1, 30, 2, 2))
     by_heads(arrived(tokens=1_000))
     assert splits_of(by_heads.core.state.orders.values()) == {"heads": 1}
+
+
+def test_without_who_can_hold_kv_the_cluster_is_not_ready_and_says_why() -> None:
+    script = cluster(attention(0, 30, 0, 2), attention(1, 30, 2, 2), attention(2, 30, 2, 2), models=2)
+    registry = CollectorRegistry()
+    registry.register(ConductorMetrics(None, script.core, Tally()))  # type: ignore[arg-type]
+
+    def found() -> tuple[str, set[str]]:
+        """What keeps the cluster from serving, and the decode workers that have nowhere to keep KV."""
+        status = conductor_status(script.core, conductor_id="c", caught_up=True)
+        assert status.ready == (not status.lacks)
+        without = {one.id for one in status.nodes if one.no_attention}
+        metrics = {
+            n for n in ("d0", "d1", "d9") if registry.get_sample_value("halfmoon_no_attention", {"worker": n})
+        }
+        assert metrics == without
+        return status.lacks, without
+
+    assert found() == ("", set())
+    script(WorkerLeft(worker_id="a2"))
+    assert found() == ("", set()), "each KV head has somebody still"
+    script(WorkerDraining(worker_id="a1", incarnation="i1"))
+    some = "decode workers keep no KV, and the attention workers that are ready have not all KV heads"
+    assert found() == (some, {"d0", "d1"})
+    script(WorkerLeft(worker_id="a0"))
+    assert found() == ("decode workers keep no KV, and no attention worker is ready", {"d0", "d1"})
+    script(model(9, cache_elsewhere=False))
+    assert found() == ("", {"d0", "d1"}), "one that keeps its own decodes"
+    script(WorkerLeft(worker_id="p0"))
+    assert found() == ("no prefill worker is ready", {"d0", "d1"})

@@ -6,8 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from conductor_scripts import MS, S, decode, keys, prefill, store, stored
+from conductor_scripts import MS, S, decode, keys, prefill, store, stored, worker
 from live_conductors import CLUSTER, POLICY, client, conductor, log_of, reach, say, status
+from msgspec.structs import replace
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import PeerError
@@ -33,6 +34,7 @@ from halfmoon.schemas.events import (
     Stamped,
     StoreHeartbeat,
     StoreSuspected,
+    TimerFired,
     WorkerHeartbeat,
     WorkerLeft,
 )
@@ -196,6 +198,23 @@ def test_rejections_come_with_reason_and_prediction_and_losses_with_words() -> N
         ("lost", "worker p1 left: it was killed"),
     ]
     assert {node.id: node.state for node in view.nodes if node.role == "store"}["n-p0"] == "suspected"
+
+
+def test_a_worker_that_is_silent_is_told_as_lost_though_the_store_of_its_node_has_its_name_and_lives() -> (
+    None
+):
+    cluster = Watched()
+    cluster.see(worker("a0", "attention", node_id="a0"), replace(store("a0"), node_id="a0"))
+    beat = StoreHeartbeat(node_id="a0", incarnation="i1")
+    key = "lost:attention:a0:i1"
+    while "a0" in cluster.core.state.workers:
+        cluster.see(beat, after_ns=S)
+        due_ns = cluster.core.state.timers[key]
+        if cluster.at_ns >= due_ns:
+            cluster.see(TimerFired(key=key, at_ns=due_ns))
+    assert "a0" in cluster.core.state.stores
+    told = [one.words for one in cluster.view().happened if one.kind == "lost"]
+    assert told == ["attention a0 was not heard of any more"]
 
 
 def test_tiers_are_counted_node_by_node() -> None:

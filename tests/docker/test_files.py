@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from halfmoon.schemas.roles import ROLES, WORKER_ROLES, WorkerRole
 from tests.lengths import sizes
 
 ROOT = Path(__file__).parents[2]
-MANIFESTS = sorted((ROOT / "docker" / "kubernetes").glob("*.yaml"))
+KUBERNETES = ROOT / "docker" / "kubernetes"
+MANIFESTS = sorted(KUBERNETES.glob("*.yaml"))
+PROCESS_SOURCES = sorted((ROOT / "cli" / "processes").glob("*.py"))
 COMPOSE = ROOT / "docker" / "compose.yaml"
 
 
@@ -87,24 +90,35 @@ def test_every_variable_of_the_compose_files_is_explained() -> None:
         assert missing == set(), path.name
 
 
-def test_compose_and_kubernetes_run_the_same_processes() -> None:
-    """Same image, same settings by name, every setting one that the process knows."""
-    compose = yaml.safe_load(COMPOSE.read_text())["services"]
-    found: dict[str, set[str]] = {}
+def workloads() -> dict[str, dict[str, Any]]:
+    """Kubernetes' StatefulSets and Deployments by name: each its pod's spec."""
+    found = {}
     for path in MANIFESTS:
         for document in documents(path):
-            if document["kind"] == "StatefulSet":
-                for container in document["spec"]["template"]["spec"]["containers"]:
-                    assert container["image"] == "halfmoon:0.1.0"
-                    found[container["name"]] = {each["name"] for each in container["env"]}
-    assert set(found) == {"nats", "conductor", "store", "prefill", "decode", "frontend"}
-    sources = ("options.py", "processes/options.py", "processes/mixed.py", "metrics.py", "container.py")
-    options = "".join((ROOT / "cli" / name).read_text() for name in sources)
+            if "template" in document.get("spec", {}):
+                found[document["metadata"]["name"]] = document["spec"]["template"]["spec"]
+    return found
+
+
+def test_compose_and_kubernetes_run_the_same_processes() -> None:
+    """Every role that there is; same image, same settings by name, every setting one that the process knows."""
+    compose = yaml.safe_load(COMPOSE.read_text())["services"]
+    commands = {tuple(service["command"]) for service in compose.values() if "command" in service}
+    # A node's container has its store agent.
+    assert {words[-1] for words in commands if words[:2] == ("halfmoon", "container")} == {*ROLES} - {"store"}
+    found: dict[str, set[str]] = {}
+    for pod in workloads().values():
+        for container in pod["containers"]:
+            assert container["image"] == "halfmoon:0.1.0"
+            found[container["name"]] = {each["name"] for each in container["env"]}
+    assert set(found) == {"nats", *ROLES}
+    sources = ("options", "metrics", "container", *(f"processes/{each.stem}" for each in PROCESS_SOURCES))
+    options = "".join((ROOT / "cli" / f"{name}.py").read_text() for name in sources)
     known = {
         f"HALFMOON_{flag.replace('-', '_').upper()}"
         for flag in re.findall(r'add_argument\(\s*"--([a-z-]+)"', options)
     }
-    known.add("HALFMOON_MIXED")  # of `halfmoon secrets`, by the table of roles
+    of_secrets = {"HALFMOON_ATTENTION", "HALFMOON_MIXED"}  # by the table of roles
     ours = [service for service in compose.values() if "profiles" not in service]
     settings = {name for service in ours for name in service.get("environment") or {}}
     used = {
@@ -112,8 +126,8 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
         for name in {*settings, *(name for names in found.values() for name in names)}
         if "HALFMOON" in name
     }
-    assert used - known == set()
-    assert settings - set().union(*found.values()) <= {
+    assert used - known == of_secrets
+    assert settings - set().union(*found.values()) <= of_secrets | {
         "GOMEMLIMIT",
         "GOMAXPROCS",
         "HALFMOON_DTYPE",
@@ -123,10 +137,59 @@ def test_compose_and_kubernetes_run_the_same_processes() -> None:
         "HALFMOON_ADMISSION",
         "HALFMOON_LOG_MIB_MAX",
         "HALFMOON_METRICS_PORT",
-        "HALFMOON_MIXED",
-        "HALFMOON_TOKEN_BUDGET",
-        "HALFMOON_ITERATION_MS",
     }
+
+
+@pytest.mark.parametrize("role", WORKER_ROLES)
+def test_every_kind_of_node_has_its_keys_its_ports_and_its_pool(role: WorkerRole) -> None:
+    """In the compose file, in the image that its volumes begin as, and in Kubernetes."""
+    text = yaml.safe_load(COMPOSE.read_text())
+    service, secrets = text["services"][role], text["services"]["secrets"]
+    assert f"secrets-{role}:/secrets/{role}" in secrets["volumes"]
+    assert f"secrets-{role}:/run/secrets:ro" in service["volumes"]
+    assert {f"secrets-{role}", f"cache-{role}"} <= {*text["volumes"]}
+    if not ROLES[role].nodes:  # none where nobody asks for it, and then with credentials
+        assert service["scale"] == secrets["environment"][f"HALFMOON_{role.upper()}"]
+    (made,) = re.findall(
+        r"for d in ([a-z0-9 -]+); do mkdir -p /secrets", (ROOT / "docker" / "Dockerfile").read_text()
+    )
+    assert {volume.rpartition("/")[2] for volume in secrets["volumes"]} == {*made.split()}
+
+    pod, peer = workloads()[role], workloads()["decode"]
+    assert {each["name"]: each for each in pod["volumes"]}["secrets"]["secret"][
+        "secretName"
+    ] == f"halfmoon-{role}"
+    assert pod["securityContext"] == peer["securityContext"]
+    for container, its in zip(pod["containers"], peer["containers"], strict=True):
+        for part in ("startupProbe", "readinessProbe", "livenessProbe", "securityContext", "volumeMounts"):
+            assert container[part] == its[part], (container["name"], part)
+    (sets,) = [each for path in MANIFESTS for each in documents(path) if _is(each, "StatefulSet", role)]
+    assert sets["spec"]["replicas"] == ROLES[role].nodes
+    listens = {
+        port["containerPort"] for container in pod["containers"] for port in container.get("ports", [])
+    }
+    (headless,) = [each for path in MANIFESTS for each in documents(path) if _is(each, "Service", role)]
+    assert {port["port"] for port in headless["spec"]["ports"]} == listens
+    policies = [each["spec"] for each in documents(KUBERNETES / "network.yaml")]
+    reached = {
+        port["port"]
+        for spec in policies
+        if _selects(spec, role)
+        for rule in spec["ingress"]
+        for port in rule["ports"]
+    }
+    assert reached == listens
+
+
+def _is(document: dict[str, Any], kind: str, name: str) -> bool:
+    return bool(document["kind"] == kind and document["metadata"]["name"] == name)
+
+
+def _selects(spec: dict[str, Any], app: str) -> bool:
+    """Whether a network policy names these pods."""
+    selector = spec["podSelector"]
+    listed = [each["values"] for each in selector.get("matchExpressions", []) if each["key"] == "app"]
+    return selector.get("matchLabels", {}).get("app") == app or any(app in values for values in listed)
 
 
 def test_every_service_is_bounded_checked_and_without_rights() -> None:

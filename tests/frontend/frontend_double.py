@@ -72,6 +72,7 @@ class Double:
         self.resend: Callable[[ResendRequest], ResendReply] = lambda _: ResendReply(known=False)
         self.resend_requests: list[ResendRequest] = []
         self.ready = True
+        self.no_attention = ""
         self.exact_numerics: ExactNumerics = ""
         self.request_tokens_max = 0
         self.failures: list[BaseException] = []
@@ -120,6 +121,7 @@ class Double:
                 node_id="n2",
                 running=2,
                 exact_numerics=self.exact_numerics,
+                no_attention=self.no_attention,
             ),
             NodeStatus(id=self.frontend_id, role="frontend", state="ready"),
         ]

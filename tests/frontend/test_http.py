@@ -161,6 +161,24 @@ def test_what_operators_look_at(run: Any) -> None:
     run(scenario)
 
 
+def test_decode_workers_without_attention_are_told_as_not_ready_and_why(run: Any) -> None:
+    why = "decode workers keep no KV, and no attention worker is ready"
+
+    async def scenario(cluster: Any) -> None:
+        cluster.double.no_attention = why
+        code, headers, body = await cluster.http_get("/ready")
+        error = json.loads(body)["error"]
+        assert (code, headers["retry-after"]) == (503, "1")
+        assert (error["code"], error["message"]) == ("not_ready", why)
+        status = json.loads((await cluster.http_get("/status"))[2])
+        assert (status["ready"], status["problem"]) == (False, why)
+        lines = describe(status).splitlines()
+        assert f"not ready ({why})" in lines[0]
+        assert f"decodes nothing new: d1 ({why})" in lines
+
+    run(scenario)
+
+
 def test_unknown_paths_and_methods_get_errors_of_the_same_form(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         for method, path, status in (

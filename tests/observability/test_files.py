@@ -12,6 +12,7 @@ import yaml
 
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.live.metrics import ConductorMetrics, Tally
+from halfmoon.schemas.roles import WORKER_ROLES
 from tests.observability.parts import FILES, NAME, ROOT, families, panels, processes, rules, samples, shown
 
 RECORDED = {rule["record"] for rule in rules("rules.yml")}
@@ -112,12 +113,11 @@ def test_prometheus_finds_every_process_of_the_compose_file_and_grafana_finds_pr
     port = int(services["conductor"]["environment"]["HALFMOON_METRICS_PORT"])
     assert named == {
         "conductor": {("conductor", port)},
-        "prefill": {("prefill", port)},
-        "decode": {("decode", port)},
-        "store": {("prefill", port + 1), ("decode", port + 1)},
+        **{role: {(role, port)} for role in WORKER_ROLES},
+        "store": {(role, port + 1) for role in WORKER_ROLES},
         "frontend": {("frontend-0", 8000), ("frontend-1", 8000)},
     }
-    for name in ("prefill", "decode"):
+    for name in WORKER_ROLES:
         assert services[name]["environment"]["HALFMOON_METRICS_PORT"] == str(port)
     for name in ("prometheus", "grafana"):
         service = services[name]

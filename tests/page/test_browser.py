@@ -290,3 +290,27 @@ async def test_a_request_moves_through_its_stages_on_a_real_model(
             story = "document.querySelector('#story-body').textContent"
             assert "over the limit" in await browser.wait(story, lambda text: "refused" in text)
             assert [error for error in browser.errors if "401" not in error] == []
+
+
+async def test_without_attention_workers_the_verdict_is_that_nothing_is_served(tmp_path: Path) -> None:
+    verdict = (
+        "document.querySelector('#verdict').className + ': ' + document.querySelector('#verdict').textContent"
+    )
+    flags = ("--port", "0", "--attention", "2", "--prefill", "1", "--decode", "1")
+    with running(tmp_path / "state", *flags) as cluster:
+        async with browsing(tmp_path, cluster.http) as browser:
+            await browser.wait(LIVE)
+            ready = "1 prefill, 1 decode and 2 attention workers ready"
+            await browser.wait(verdict, lambda text: text.startswith("good: ") and ready in text)
+            cluster.kill("attention-0", signal.SIGSTOP)
+            await browser.wait(verdict, lambda text: text.startswith("warn: ") and "attention-0" in text)
+            cluster.kill("attention-1", signal.SIGSTOP)
+            told = "bad: Not serving: decode workers keep no KV, and no attention worker is ready"
+            await browser.wait(verdict, lambda text: text.startswith(told))
+            card = "document.querySelector('.node[data-node=decode-0]')"
+            assert await browser.value(f"{card}.dataset.state") == "no attention"
+            for name in ("attention-0", "attention-1"):
+                cluster.kill(name, signal.SIGCONT)
+            await browser.wait(verdict, lambda text: not text.startswith("bad: "))
+            assert await browser.value(f"{card}.dataset.state") == "ready"
+        assert [error for error in browser.errors if "net::ERR" not in error] == []

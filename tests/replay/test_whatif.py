@@ -11,13 +11,15 @@ import pytest
 from recorded import HEADER, saved
 
 from halfmoon.cli.main import main
-from halfmoon.conductor.replay.logfile import Line, LogFile, lines_of_step
+from halfmoon.conductor.replay.logfile import DecisionLine, EventLine, Line, LogFile, lines_of_step
 from halfmoon.conductor.replay.verify import Replay, verify
 from halfmoon.conductor.replay.whatif import NothingToSimulate, Recorded, compare, described, recorded
 from halfmoon.conductor.simulation.profiles import load_profile
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.conductor.simulation.world import ClusterShape, World
+from halfmoon.schemas.decisions import MoveKv, StartDecode
+from halfmoon.schemas.events import WorkerJoined
 from halfmoon.schemas.policy import Policy
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -110,6 +112,51 @@ def test_a_real_run_is_compared_and_its_losses_are_named() -> None:
 def test_a_run_without_kv_cannot_be_simulated() -> None:
     with pytest.raises(NothingToSimulate, match="no KVCache"):
         recorded(Replay(LogFile(GOLDEN / "null.jsonl.zst")))
+
+
+NOT_SIMULATED = {
+    "attention": "the run has 2 attention workers, which are not simulated here",
+    "lending": "decode workers lent KV of {lent} requests to each other, which is not simulated here",
+    "mixed": "the run has 1 mixed worker, which is not simulated here",
+}
+
+
+def borrowers(path: Path) -> set[str]:
+    """Requests of which a log's decode workers held parts for each other."""
+    decisions = [line.decision for line in LogFile(path).lines() if isinstance(line, DecisionLine)]
+    placed = {each.request_id for each in decisions if isinstance(each, StartDecode) and each.loans}
+    return placed | {each.request_id for each in decisions if isinstance(each, MoveKv)}
+
+
+@pytest.mark.parametrize("kind", NOT_SIMULATED)
+@pytest.mark.parametrize("command", ["what-if", "size"])
+def test_what_is_not_simulated_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], log: LogFile, kind: str, command: str
+) -> None:
+    file = tmp_path / "mixed.jsonl.zst" if kind == "mixed" else GOLDEN / f"{kind}.jsonl.zst"
+    if kind == "mixed":
+        saved(file, with_a_mixed_worker(log), HEADER)
+    policy = tmp_path / "policy.toml"
+    policy.write_text('name = "random"\n')
+    words = {
+        "what-if": ("replay", str(file), "--what-if", str(policy)),
+        "size": ("size", "--from-log", str(file)),
+    }
+    assert status_of(*words[command]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"halfmoon: {NOT_SIMULATED[kind].format(lent=len(borrowers(file)))}\n")
+
+
+def with_a_mixed_worker(log: LogFile) -> list[Line]:
+    """The lines of a log, and one more worker, which joins last."""
+    lines = [*log.lines()]
+    events = [line for line in lines if isinstance(line, EventLine)]
+    joined = next(line.event for line in events if isinstance(line.event, WorkerJoined))
+    mixed = msgspec.structs.replace(
+        joined, worker_id="mixed-0", role="mixed", token_budget=joined.layout.block_tokens
+    )
+    last = events[-1]
+    return [*lines, msgspec.structs.replace(last, seq=last.seq + 1, event=mixed)]
 
 
 @pytest.mark.parametrize(

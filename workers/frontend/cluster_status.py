@@ -112,6 +112,8 @@ class ClusterStatus:
             return status
         newest = max(conductors, key=lambda conductor: conductor.seq)
         self._learn(newest)
+        if not status["ready"]:
+            status["problem"] = newest.lacks
         status["request_tokens_max"] = newest.request_tokens_max
         status["nodes"] = [
             {
@@ -125,6 +127,7 @@ class ClusterStatus:
                 "kv_lent": node.kv_lent,
                 "groups": node.groups,
                 "splits": node.splits,
+                "no_attention": node.no_attention,
                 "slow_wait_ms": round(node.slow_wait_ns / 1e6, 1),
                 "slow_expected_ms": round(node.slow_expected_ns / 1e6, 1),
                 "exact_numerics": node.exact_numerics,

@@ -250,9 +250,8 @@ class HttpEdge:
             raise refusal
         status = await self._status.read()
         if not status["ready"]:
-            raise ApiError(
-                503, "no worker yet in one of the pools", code="not_ready", retry_after_ns=SECOND_NS
-            )
+            why = status["problem"] or "no conductor answers"
+            raise ApiError(503, why, code="not_ready", retry_after_ns=SECOND_NS)
         return _json({"status": "ready"})
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:

@@ -155,6 +155,15 @@ def longest_elsewhere(state: State, worker: WorkerRecord) -> int:
     return max(unsplit, whole + over) * worker.block_tokens
 
 
+def nowhere_to_hold(state: State, worker: WorkerRecord) -> str:
+    """Why attention workers can hold no KV for the decode worker, however little; "": they can, or it keeps its own."""
+    if not worker.cache_elsewhere or longest_elsewhere(state, worker):
+        return ""
+    if not state.loads.attention.workers:
+        return "decode workers keep no KV, and no attention worker is ready"
+    return "decode workers keep no KV, and the attention workers that are ready have not all KV heads"
+
+
 def place_blocks(layout: Layout, place: CachePlace, blocks: int) -> int:
     """Those of a place, where all of the request has so many."""
     each = layout.segment_tokens // layout.block_tokens

@@ -41,6 +41,7 @@ function state(node) {
   if (node.workers.some((worker) => worker.state === "draining")) return "draining";
   if (node.store && node.store.state === "suspected") return "suspected";
   if (!node.workers.length) return "no worker";
+  if (node.workers.some((worker) => worker.no_attention)) return "no attention";
   return "ready";
 }
 

@@ -6,11 +6,15 @@ const LOST_S = 60;
 export function verdict(view) {
   const found = [], nodes = view.nodes || [], recent = view.recent || {}, arrived = recent.arrived || 0;
   const bad = (text) => found.push([2, text]), warn = (text) => found.push([1, text]);
-  const ready = (role) => nodes.filter((node) => node.role === role && node.state === "ready").length;
+  const ready = (role) => nodes.filter((node) => node.role === role && node.state === "ready" && !node.no_attention).length;
+  const nowhere = nodes.filter((node) => node.no_attention);
   if (view.problem) bad("New requests are refused: " + view.problem);
   if (!view.caught_up) bad("The conductor is still reading the log");
   const mixed = ready("mixed"), known = nodes.some((node) => node.role === "mixed");
-  if (!mixed) for (const role of ["prefill", "decode"]) if (!ready(role)) bad("Not serving: no " + role + (known ? " and no mixed" : "") + " worker is ready");
+  if (!mixed) for (const role of ["prefill", "decode"]) if (!ready(role)) {
+    bad("Not serving: " + (role === "decode" && nowhere.length ? nowhere[0].no_attention : "no " + role + (known ? " and no mixed" : "") + " worker is ready"));
+  }
+  if (mixed || ready("decode")) for (const node of nowhere) warn(node.id + " decodes nothing new: " + node.no_attention);
   const rejected = Object.values(recent.rejected || {}).reduce((sum, n) => sum + n, 0);
   if (rejected) {
     const [reason] = Object.entries(recent.rejected).sort((a, b) => b[1] - a[1])[0];
@@ -32,7 +36,8 @@ export function verdict(view) {
   const waiting = view.stages?.waiting || 0;
   if (waiting) warn(count(waiting) + (waiting === 1 ? " request waits" : " requests wait") + " for a worker");
   found.sort((a, b) => b[0] - a[0]);
-  const pair = count(ready("prefill")) + " prefill and " + count(ready("decode")) + " decode workers";
+  const pools = ["prefill", "decode", "attention"].filter((role) => role !== "attention" || ready(role));
+  const pair = pools.map((role) => count(ready(role)) + " " + role).join(", ").replace(/, ([^,]*)$/, " and $1") + " workers";
   const workers = (mixed ? count(mixed) + " mixed" + (ready("prefill") + ready("decode") ? ", " + pair : " workers") : pair) + " ready";
   if (found.length) {
     const rest = found.slice(1, 4).map(([, text]) => text);
