@@ -36,6 +36,14 @@ OF_TEXT = (".stop_reason", ".stop_sequence", ".incomplete_details.reason")
 #: Fields whose values are part of the place, and are compared with recorded answers too: no model makes them.
 NAMED_VALUES = (".error.code", ".error.type", ".error.param")
 
+#: A call's pieces are not those of its tokens: what is in each of them counts once.
+OF_EVERY_CHUNK = (
+    ".events[].object",
+    ".events[].model",
+    ".events[].choices[].index",
+    ".events[].choices[].delta.tool_calls[].index",
+)
+
 
 def differences(vllm: dict[str, Any], ours: dict[str, Any], *, values: bool) -> list[str]:
     """Places. `values`: not only which fields there are."""
@@ -46,7 +54,7 @@ def differences(vllm: dict[str, Any], ours: dict[str, Any], *, values: bool) -> 
     found = [_of_one("-", path, theirs) for path in sorted(their_paths - my_paths)]
     found += [_of_one("+", path, mine) for path in sorted(my_paths - their_paths)]
     for path in sorted(their_paths & my_paths):
-        one, other = (_at(path, leaves) for leaves in (theirs, mine))
+        one, other = (_told(path, _at(path, leaves)) for leaves in (theirs, mine))
         if one != other and path.endswith(NAMED_VALUES):
             found.append(f"= {path} {one[0]} -> {other[0]}")
         elif one != other and values:
@@ -56,6 +64,15 @@ def differences(vllm: dict[str, Any], ours: dict[str, Any], *, values: bool) -> 
 
 def _at(path: str, leaves: list[tuple[str, Any]]) -> list[Any]:
     return [value for where, value in leaves if where == path]
+
+
+def _told(path: str, values: list[Any]) -> list[Any]:
+    """`values` of one path, whatever the pieces in which a stream passes calls on."""
+    if path.endswith(".delta.tool_calls[].function.arguments"):
+        return ["".join(values)]
+    if path in OF_EVERY_CHUNK:
+        return [value for place, value in enumerate(values) if not place or value != values[place - 1]]
+    return values
 
 
 def _of_one(sign: str, path: str, leaves: list[tuple[str, Any]]) -> str:

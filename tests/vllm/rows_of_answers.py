@@ -9,6 +9,12 @@ ASKED_CALLS = (
     "(streamed )?(tools (required|named)( and cut)?|message of tools (any|named)|response of tools (required|named))"
 )  # fmt: skip
 
+#: Requests with structures, or calls that one has the model write.
+STRUCTURED = (
+    "(streamed )?(completion|chat) (of .*|structured_outputs [01]|response_format 1)|response of text format"
+    "|(streamed )?tools (.* calls?.*|(required|named).*)|(streamed )?(message|response) of tools (any|required|named)"
+)
+
 OF_ANSWERS = [
     Difference(
         "measures",
@@ -205,7 +211,13 @@ OF_ANSWERS = [
         r"[+-] \.body\.choices\[\]\.message\.(content|tool_calls\[\]\.(type|function\.(name|arguments)))"
         r"|[+-] \.body\.content\[\]\.(text|name|input\.city)"
         r"|[+-] \.body\.output\[\]\.(arguments|name|role|content\[\]\.(text|type|annotations\[\]))"
-        r"|\+ \.events\[\]\.choices\[\]\.delta\.tool_calls\[\]\.(index|type|function\.(name|arguments))",
+        r"|\+ \.events\[\]\.choices\[\]\.delta\.tool_calls\[\]\.(index|type|function\.(name|arguments))"
+        r"|\+ \.body\.content\[\]\.input\.[a-z_]+"
+        r"|= \.body\.(content\[\]\.type|output\[\]\.type|stop_reason|status|usage\.(output|total)_tokens)"
+        r"|= \.events\[\]\.(type|index|delta\.(type|stop_reason|partial_json)|usage\.output_tokens)"
+        r"|- \.(body|events\[\]\.response)\.incomplete_details\.reason"
+        r"|= \.events\[\]\.((item\.|response\.output\[\]\.)?arguments|delta|output_index|sequence_number)"
+        r"|= \.events\[\]\.response\.(status|usage\.(output|total)_tokens)",
     ),
     Difference(
         "`content` beside calls that were asked for",
@@ -222,5 +234,33 @@ OF_ANSWERS = [
         "no text is lost",
         "streamed tools one call that is cut",
         r"= \.events\[\]\.choices\[\]\.delta\.content",
+    ),
+    Difference(
+        "tokens of what a structure leaves no choice of",
+        "any that spell it, as the model draws them",
+        "the tokenizer's own",
+        "fewer steps for the same text; what is drawn behind them may differ, whitespace of JSON above all",
+        STRUCTURED,
+        r"= \.body\.usage\.(completion|output|total)_tokens"
+        r"|= \.(body|events\[\])\.choices\[\]\.(text|finish_reason|(message|delta)\.content)"
+        r"|= \.(body|events\[\])\.choices\[\]\.(message|delta)\.tool_calls\[\]\.function\.arguments"
+        r"|= \.body\.(output\[\]\.content\[\]\.text|output\[\]\.arguments|content\[\]\.input\.city)",
+    ),
+    Difference(
+        "a function without a description or parameters, in the prompt",
+        "both are null",
+        "absent, as they were sent",
+        "transformers renders what was sent",
+        "(streamed )?tools .*|earlier .*|tokenize chat with tools",
+        r"= \.body\.(usage\.(prompt|total)_tokens|tokens\[\]|count)",
+    ),
+    Difference(
+        "an earlier call whose arguments are no JSON object",
+        "`{}`",
+        "the text that they are",
+        "what was said is not changed",
+        "earlier a call (without arguments|whose arguments are (a list|no JSON))"
+        "|response of tools used with broken arguments",
+        r"= \.body\.(usage\.(prompt|input|total)_tokens|choices\[\]\.message\.content|output\[\]\.content\[\]\.text)",
     ),
 ]
