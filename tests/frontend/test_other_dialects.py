@@ -333,3 +333,31 @@ def test_the_edge_says_what_it_is(run: Any) -> None:
         assert set(document["paths"]) == known - pages
 
     run(scenario, model_aliases=("other",))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 5000}, "max_output_tokens"),
+        ("/v1/responses", {"input": "Hi " * 3000}, "input"),
+        (
+            "/v1/responses",
+            {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#"}}}},
+            "text.format",
+        ),
+        (
+            "/v1/messages",
+            {**ASK, "output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}},
+            "output_config.format",
+        ),
+    ],
+)
+def test_a_refused_field_has_the_name_that_it_was_sent_by(
+    run: Any, path: str, body: dict[str, Any], param: str
+) -> None:
+    async def scenario(cluster: Any) -> None:
+        status, _, answer = await cluster.post(path, {"model": MODEL, **body})
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert answer["error"]["message"].startswith(f"{param}: ")
+
+    run(scenario)

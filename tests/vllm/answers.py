@@ -7,12 +7,13 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from tests.vllm.asked import Asked
+from tests.vllm.request import Asked
 
 #: They differ from one run to the next.
-VARIES = frozenset(
-    ("id", "created", "created_at", "system_fingerprint", "root", "permission", "owned_by", "item_id")
-)
+VARIES = frozenset((
+    "id", "created", "created_at", "completed_at", "system_fingerprint", "root", "permission", "owned_by", "item_id",
+    "call_id",
+))  # fmt: skip
 
 
 def ask(base: str, asked: Asked) -> dict[str, Any]:

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-MODEL = "smollm2"
-HI = [{"role": "user", "content": "Say hello."}]
-PROMPT = "Once upon a time"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-class Asked(NamedTuple):
-    """`body` None: a GET. A body of bytes is sent as it is."""
-
-    name: str
-    path: str
-    body: Any = None
-
-
-def _completion(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **fields}
-
-
-def _chat(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": HI, "max_tokens": 6, "temperature": 0, **fields}
-
+from tests.vllm.asked_dialects import of_dialects
+from tests.vllm.asked_structures import of_structures
+from tests.vllm.asked_tools import of_tools
+from tests.vllm.request import CHAT, COMPLETIONS, HI, MODEL, PROMPT, Asked, chat, completion
 
 #: Fields of both, with values that are taken and values that may not be.
 BOTH: dict[str, list[Any]] = {
@@ -111,26 +94,26 @@ def requests() -> list[Asked]:
         Asked("no object", COMPLETIONS, b"[]"),
         Asked("no prompt", COMPLETIONS, {"model": MODEL}),
         Asked("no messages", CHAT, {"model": MODEL}),
-        Asked("plain completion", COMPLETIONS, _completion()),
-        Asked("plain chat", CHAT, _chat()),
-        Asked("streamed completion", COMPLETIONS, _completion(stream=True)),
-        Asked("streamed chat", CHAT, _chat(stream=True)),
-        Asked("chat to its end", CHAT, _chat(max_tokens=60)),
-        Asked("streamed chat to its end", CHAT, _chat(max_tokens=60, stream=True)),
-        Asked("too long", COMPLETIONS, _completion(prompt=[28] * 1024)),
-        Asked("as long as possible", COMPLETIONS, _completion(prompt=[28] * 1022, max_tokens=2)),
-        Asked("top_logprobs with logprobs", CHAT, _chat(logprobs=True, top_logprobs=2)),
-        Asked("streamed logprobs of a completion", COMPLETIONS, _completion(logprobs=1, stream=True)),
-        Asked("streamed logprobs of a chat", CHAT, _chat(logprobs=True, top_logprobs=1, stream=True)),
-        Asked("streamed usage", CHAT, _chat(stream=True, stream_options={"include_usage": True})),
-        Asked("streamed usage so far", COMPLETIONS, _completion(
+        Asked("plain completion", COMPLETIONS, completion()),
+        Asked("plain chat", CHAT, chat()),
+        Asked("streamed completion", COMPLETIONS, completion(stream=True)),
+        Asked("streamed chat", CHAT, chat(stream=True)),
+        Asked("chat to its end", CHAT, chat(max_tokens=60)),
+        Asked("streamed chat to its end", CHAT, chat(max_tokens=60, stream=True)),
+        Asked("too long", COMPLETIONS, completion(prompt=[28] * 1024)),
+        Asked("as long as possible", COMPLETIONS, completion(prompt=[28] * 1022, max_tokens=2)),
+        Asked("top_logprobs with logprobs", CHAT, chat(logprobs=True, top_logprobs=2)),
+        Asked("streamed logprobs of a completion", COMPLETIONS, completion(logprobs=1, stream=True)),
+        Asked("streamed logprobs of a chat", CHAT, chat(logprobs=True, top_logprobs=1, stream=True)),
+        Asked("streamed usage", CHAT, chat(stream=True, stream_options={"include_usage": True})),
+        Asked("streamed usage so far", COMPLETIONS, completion(
             stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
         )),
-        Asked("streamed token ids", COMPLETIONS, _completion(stream=True, return_token_ids=True)),
-        Asked("streamed stop", COMPLETIONS, _completion(stream=True, stop=[" the"])),
-        Asked("two streamed choices", COMPLETIONS, _completion(stream=True, n=2)),
-        Asked("streamed error", CHAT, _chat(stream=True, max_tokens=-1)),
-        Asked("continued", CHAT, _chat(
+        Asked("streamed token ids", COMPLETIONS, completion(stream=True, return_token_ids=True)),
+        Asked("streamed stop", COMPLETIONS, completion(stream=True, stop=[" the"])),
+        Asked("two streamed choices", COMPLETIONS, completion(stream=True, n=2)),
+        Asked("streamed error", CHAT, chat(stream=True, max_tokens=-1)),
+        Asked("continued", CHAT, chat(
             messages=[*HI, {"role": "assistant", "content": "Hel"}],
             add_generation_prompt=False, continue_final_message=True,
         )),
@@ -155,11 +138,11 @@ def requests() -> list[Asked]:
     ]  # fmt: skip
     for name, values in {**BOTH, **COMPLETION_ONLY}.items():
         found += [
-            Asked(f"completion {name} {place}", COMPLETIONS, _completion(**{name: value}))
+            Asked(f"completion {name} {place}", COMPLETIONS, completion(**{name: value}))
             for place, value in enumerate(values)
         ]
     for name, values in {**BOTH, **CHAT_ONLY}.items():
         found += [
-            Asked(f"chat {name} {place}", CHAT, _chat(**{name: value})) for place, value in enumerate(values)
+            Asked(f"chat {name} {place}", CHAT, chat(**{name: value})) for place, value in enumerate(values)
         ]
-    return found
+    return found + of_tools() + of_structures() + of_dialects()

@@ -8,7 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from tests.vllm.rows_of_answers import OF_ANSWERS
+from tests.vllm.rows_of_dialects import OF_DIALECTS
+from tests.vllm.rows_of_errors import OF_ERRORS
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm-differences.md"
 
@@ -23,276 +27,57 @@ written by `python -m tests.vllm.differences`, and a test holds it.
 """
 
 
-class Difference(NamedTuple):
-    """`requests` and `places` are regular expressions of whole names.
-
-    A place is `status`, `- path` of what only vLLM has, `+ path` of what only we have, `= path` of another value.
-    """
-
-    what: str
-    vllm: str
-    ours: str
-    why: str
-    requests: str
-    places: str
-
-
-DIFFERENCES = [
-    Difference(
-        "measures",
-        "none",
-        "`timing_ms`, `prefill_worker`, `decode_worker`",
-        "who serves in two pools wants to see where the time went; clients ignore what they do not know",
-        ".*",
-        r"\+ \.(body|events\[\])(\.choices\[\])?\.(timing_ms\..*|prefill_worker|decode_worker)",
-    ),
-    Difference(
-        "cached tokens",
-        "`prompt_tokens_details` only with an option",
-        "always there",
-        "reuse is what this cluster is for",
-        ".*",
-        r"\+ .*(prompt_tokens_details\.cached_tokens|cache_read_input_tokens)",
-    ),
-    Difference(
-        "an error's `code`, `type` and words",
-        "the status, as a number; `BadRequestError`",
-        "a word, as OpenAI has it",
-        "OpenAI's clients show `code` as text, and programs can tell refusals apart",
-        ".*",
-        r"= \.body\.error\.(code|type|message|param)",
-    ),
-    Difference(
-        "`error.param`",
-        "null for many refusals; `body.10` for broken JSON",
-        "the field's name, where there is one",
-        "a refusal says what it is about",
-        ".*",
-        r"[+-] \.body\.error\.param",
-    ),
-    Difference(
-        "no such path or method",
-        '`{"detail"}`',
-        '`{"error"}`, as for all refusals',
-        "one form for clients to read",
-        "unknown path|wrong method",
-        r"[+-] \.body\.(detail|error\..*)",
-    ),
-    Difference(
-        "`/health`",
-        "empty",
-        '`{"status": "ok"}`',
-        "its status counts; the body is for people",
-        "health",
-        r"[+-] \.body(\.status)?",
-    ),
-    Difference(
-        "`/v1/models`",
-        "no `vocab_size`",
-        "`vocab_size`",
-        "who sends token ids must know the range",
-        "models",
-        r"\+ .*vocab_size",
-    ),
-    Difference(
-        "numbers as text",
-        '`"max_tokens": "5"` is 5',
-        "400",
-        "a wrong type is a client's mistake, and the field is named",
-        "(chat|completion) max_tokens 3",
-        "status",
-    ),
-    Difference(
-        "`logprobs: 5` in a chat",
-        "400",
-        "true, with five alternatives",
-        "one field for both kinds of request, over NATS too",
-        "chat logprobs 2",
-        "status",
-    ),
-    Difference(
-        "`top_logprobs` without `logprobs`",
-        "400",
-        "alternatives are given",
-        "what was asked for is clear",
-        "chat top_logprobs 0",
-        "status",
-    ),
-    Difference(
-        "`stream_options` without `stream`",
-        "400",
-        "no effect",
-        "clients set them once for all requests",
-        "(chat|completion) stream_options 0",
-        "status",
-    ),
-    Difference(
-        '`cache_salt: ""`',
-        "400",
-        "as absent",
-        "no salt is the empty salt",
-        "(chat|completion) cache_salt 1",
-        "status",
-    ),
-    Difference(
-        "`logit_bias` beyond ±100",
-        "cut to ±100",
-        "400",
-        "OpenAI's range; nothing is changed in silence",
-        "(chat|completion) logit_bias 2",
-        "status",
-    ),
-    Difference(
-        "unknown role",
-        "given to the template",
-        "400",
-        "a template makes anything of a role that it does not know",
-        "chat messages 2",
-        "status",
-    ),
-    Difference(
-        "`prompt_logprobs`",
-        "given",
-        "400 `unsupported`",
-        "prefill does not keep the logits of a prompt",
-        "(chat|completion) prompt_logprobs [01]",
-        "status",
-    ),
-    Difference(
-        "`best_of`",
-        "ignored",
-        "400 `unsupported`",
-        "what would change an answer is not ignored",
-        "completion best_of 0",
-        "status",
-    ),
-    Difference(
-        "structured outputs",
-        "500, without a message (why was not found; an environment without triton)",
-        "served",
-        "a fault of that server: there is nothing to compare with",
-        "(chat|completion) (response_format 1|structured_outputs [01])",
-        "status",
-    ),
-    Difference(
-        "`/v1/responses`",
-        "token counts by turn, of tools, of cache writes",
-        "OpenAI's own fields",
-        "no turns are kept here",
-        "response",
-        r"[+-] .*|= .*(tool_choice|cached_tokens)",
-    ),
-    Difference(
-        "an item of an answer that was cut",
-        "`completed`",
-        "`incomplete`",
-        "OpenAI's form",
-        "response",
-        r"= \.body\.output\[\]\.status",
-    ),
-    Difference(
-        "errors of `/v1/messages`",
-        '`{"error"}` for what validation refuses',
-        '`{"type": "error", "error"}`',
-        "Anthropic's form",
-        "message without max_tokens",
-        r"\+ \.body\.type",
-    ),
-    Difference(
-        "control tokens in a chat's content",
-        "read as control tokens",
-        "text",
-        "a user's text must not end the user's turn",
-        "chat messages 9",
-        r"= .*",
-    ),
-    Difference(
-        "`add_generation_prompt: false`",
-        "`role` is the last message's",
-        "`assistant`",
-        "what is generated is the assistant's",
-        "chat add_generation_prompt 0",
-        r"= .*role",
-    ),
-    Difference(
-        "a chunk without text at a stream's end",
-        '`"content": ""`',
-        "`{}`",
-        "load generators count an empty text as a token",
-        "streamed .*",
-        r"[-=] \.events\[\]\.choices\[\]\.delta\.content",
-    ),
-    Difference(
-        "text that may begin a stop string",
-        "an empty chunk, then the text",
-        "the text at once, where it cannot",
-        "the texts together are the same",
-        "streamed stop",
-        r"= \.events\[\]\.choices\[\]\.text",
-    ),
-    Difference(
-        "draws",
-        "its own generator",
-        "ours, the same for a seed on every worker",
-        "no two engines draw alike",
-        "(chat|completion) temperature 1",
-        r"= .*(text|content)",
-    ),
-    # The recorded requests have no such tokens.
-    Difference(
-        "`logprobs` of tokens that are a part of a character",
-        "`�`, which several alternatives of a completion share: one entry is left",
-        "in a completion `bytes:\\xf0\\x9f`; of two tokens with one text one is `token_id:N`",
-        "no alternative is lost, and the drawn token's entry is its own",
-        "no request",
-        r"= .*logprobs.*",
-    ),
-    Difference(
-        "`text_offset`",
-        "adds the lengths of the tokens as they are shown",
-        "characters of the answer's text",
-        "a character of three tokens is one character",
-        "no request",
-        r"= .*text_offset\[\]",
-    ),
-    Difference(
-        "`bytes` of tokens in a chat's `logprobs`",
-        "of the text that is shown: `�`, or a control token's name",
-        "what the token adds to the answer's text",
-        "joined, they are the text, as OpenAI means them",
-        "no request",
-        r"= .*bytes\[\]",
-    ),
-    Difference(
-        "a tool call that was cut, streamed",
-        "`finish_reason` is `tool_calls`",
-        "`length`, as of the whole answer",
-        "the part of a call is none to carry out",
-        "no request",
-        r"= .*finish_reason",
-    ),
-    Difference("`/version`", "its own", "ours", "another program", "version", r"= \.body\.version"),
-]
+DIFFERENCES = [*OF_ERRORS, *OF_ANSWERS, *OF_DIALECTS]
 
 #: Fields that are there or not by what was drawn: compared where both draw.
-OF_TEXT = (".stop_reason",)
+OF_TEXT = (".stop_reason", ".stop_sequence", ".incomplete_details.reason")
+
+
+#: Fields whose values are part of the place, and are compared with recorded answers too: no model makes them.
+NAMED_VALUES = (".error.code", ".error.type", ".error.param")
+
+#: A call's pieces are not those of its tokens: what is in each of them counts once.
+OF_EVERY_CHUNK = (
+    ".events[].object",
+    ".events[].model",
+    ".events[].choices[].index",
+    ".events[].choices[].delta.tool_calls[].index",
+)
 
 
 def differences(vllm: dict[str, Any], ours: dict[str, Any], *, values: bool) -> list[str]:
     """Places. `values`: not only which fields there are."""
     if vllm["status"] != ours["status"]:
-        return ["status"]
+        return [f"status {vllm['status']} -> {ours['status']}"]
     theirs, mine = list(_leaves(vllm)), list(_leaves(ours))
     their_paths, my_paths = {path for path, _ in theirs}, {path for path, _ in mine}
-    found = [f"- {path}" for path in sorted(their_paths - my_paths)]
-    found += [f"+ {path}" for path in sorted(my_paths - their_paths)]
-    if values:
-        for path in sorted(their_paths & my_paths):
-            one, other = ([value for where, value in leaves if where == path] for leaves in (theirs, mine))
-            if one != other:
-                found.append(f"= {path}")
-        return found
-    return [place for place in found if not place.endswith(OF_TEXT)]
+    found = [_of_one("-", path, theirs) for path in sorted(their_paths - my_paths)]
+    found += [_of_one("+", path, mine) for path in sorted(my_paths - their_paths)]
+    for path in sorted(their_paths & my_paths):
+        one, other = (_told(path, _at(path, leaves)) for leaves in (theirs, mine))
+        if one != other and path.endswith(NAMED_VALUES):
+            found.append(f"= {path} {one[0]} -> {other[0]}")
+        elif one != other and values:
+            found.append(f"= {path}")
+    return found if values else [place for place in found if not place.endswith(OF_TEXT)]
+
+
+def _at(path: str, leaves: list[tuple[str, Any]]) -> list[Any]:
+    return [value for where, value in leaves if where == path]
+
+
+def _told(path: str, values: list[Any]) -> list[Any]:
+    """`values` of one path, whatever the pieces in which a stream passes calls on."""
+    if path.endswith(".delta.tool_calls[].function.arguments"):
+        return ["".join(values)]
+    if path in OF_EVERY_CHUNK:
+        return [value for place, value in enumerate(values) if not place or value != values[place - 1]]
+    return values
+
+
+def _of_one(sign: str, path: str, leaves: list[tuple[str, Any]]) -> str:
+    """The place of what one side has alone."""
+    return f"{sign} {path} {_at(path, leaves)[0]}" if path.endswith(NAMED_VALUES) else f"{sign} {path}"
 
 
 def reasons(name: str, places: list[str]) -> tuple[set[int], list[str]]:

@@ -24,6 +24,33 @@ PARTS = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
 }  # fmt: skip
 
+#: The model's own template, which knows no tools, with those of Hermes.
+TEMPLATE = """{%- if messages[0].role != 'system' -%}
+{%- set system = 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' -%}
+{%- else -%}
+{%- set system = messages[0].content -%}
+{%- endif -%}
+{{- '<|im_start|>system\\n' + system -}}
+{%- if tools -%}
+{{- '\\n\\n<tools>' -}}
+{%- for tool in tools -%}{{- '\\n' + tool | tojson -}}{%- endfor -%}
+{{- '\\n</tools>' -}}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- for message in messages -%}
+{%- if not (loop.first and message.role == 'system') -%}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
 
 def make(source: Path, directory: Path) -> None:
     file = GgufFile(source)
@@ -63,6 +90,7 @@ def make(source: Path, directory: Path) -> None:
     config.dtype = torch.float32
     config.save_pretrained(directory)
     AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
     (directory / "generation_config.json").write_text(
         json.dumps({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
     )

@@ -23,8 +23,9 @@ import zstandard
 from halfmoon.bus.embedded import free_port
 from tests.cluster.harness import PATIENT, running
 from tests.vllm.answers import ask
-from tests.vllm.asked import MODEL, requests
+from tests.vllm.asked import requests
 from tests.vllm.differences import DIFFERENCES, differences, reasons
+from tests.vllm.request import MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 START_S = 300.0
@@ -41,6 +42,7 @@ def vllm(program: str, model: str, directory: Path) -> Iterator[str]:
     words = [
         program, "serve", model, "--served-model-name", MODEL, "--dtype", "float32", "--host", "127.0.0.1", "--port",
         f"{port}", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32",
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     ]  # fmt: skip
     with (directory / "vllm.log").open("wb") as log:
         process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)

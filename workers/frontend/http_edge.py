@@ -51,6 +51,22 @@ URGENT = frozenset(("/health", "/ready", "/metrics", "/version"))
 #: What follows is a model's name, which may have slashes.
 _MODEL = "/v1/models/"
 _MESSAGES = "/v1/messages"
+#: The fields that a chat calls otherwise are those that are found wrong behind the body's own checks.
+ANTHROPICS = Dialect(
+    parse_messages,
+    MessagesForm,
+    {"response_format.json_schema": "output_config.format", "reasoning_effort": "output_config.effort"},
+)
+RESPONSES = Dialect(
+    parse_responses,
+    ResponsesForm,
+    {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format.json_schema": "text.format",
+    },
+)
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -82,9 +98,9 @@ class HttpEdge:
             "/v1/models": ("GET", self._models),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
-            "/v1/messages": ("POST", others.handler(Dialect(parse_messages, MessagesForm))),
+            "/v1/messages": ("POST", others.handler(ANTHROPICS)),
             "/v1/messages/count_tokens": ("POST", self._count_tokens),
-            "/v1/responses": ("POST", others.handler(Dialect(parse_responses, ResponsesForm))),
+            "/v1/responses": ("POST", others.handler(RESPONSES)),
             "/load": ("GET", self._load),
             "/server_info": ("GET", self._server_info),
             "/openapi.json": ("GET", self._openapi),

@@ -43,10 +43,20 @@ class Form(Protocol):
 
 
 class Dialect(NamedTuple):
-    """`parse` raises ApiError."""
+    """`parse` raises ApiError. `fields`: by a chat's name of a field, its name here."""
 
     parse: Callable[[bytes], ApiRequest]
     form: type[Form]
+    fields: dict[str, str]
+
+    def named(self, error: ApiError) -> ApiError:
+        """The same, with its field as it is called here."""
+        name = error.param or ""
+        if name in self.fields:
+            error.param = self.fields[name]
+            if error.message.startswith(f"{name}:") or error.message.startswith(f"{name} "):
+                error.message = error.param + error.message.removeprefix(name)
+        return error
 
 
 class Exchanges:
@@ -83,7 +93,7 @@ class Exchanges:
             opened = await self._registry.open(ask, listener, traceparent=traceparent)
         except ApiError as error:
             self._registry.refused(error, began_ns, chat=True, traceparent=traceparent)
-            raise
+            raise dialect.named(error) from None
         listener.request = opened
         tokenizer, model = self._registry.tokenizer, self._registry.config.model
         listener.form = form = dialect.form(opened, tokenizer, model, payload)
