@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers import hold_points
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.events import ChunkStored, LayerStored, PrefixLayerLoaded, StepOfOrder
 from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing, StageGone
+from halfmoon.workers.sample_requests import scores_of
 
 if TYPE_CHECKING:
     from halfmoon.workers.prefill.stage_group import StageGroup
@@ -56,6 +58,8 @@ class PromptComputation:
         self._copies = copies
         self._tell = tell
         self._stopped = False
+        #: How likely the prompt's own tokens are, once it has run.
+        self.scores = scores_of(prompt.token_ids, prompt.prompt_logprobs)
         self._present = frozenset(prompt.present)
         first = prompt.stages[-1].first_layer if prompt.stages else 0
         #: Those that are computed here.
@@ -132,10 +136,8 @@ class PromptComputation:
         tokens, last = prompt.token_ids[chunk.start : chunk.stop], chunk is prompt.chunks[-1]
         after_layer = None if self._pool is None else self._store_layer(table, blocks)
         if self._group is not None:
-            from halfmoon.workers.model.engine import PromptRows
-
             logits = self._engine.prefill_stage(
-                PromptRows(tokens, chunk.start, table, want_logits=last),
+                PromptRows(tokens, chunk.start, table, want_logits=last, scores=self.scores),
                 self._layers,
                 self._rows_of(self._group),
                 before_layer=before_layer,
@@ -154,6 +156,7 @@ class PromptComputation:
                 want_logits=last,
                 should_stop=lambda: self._stopped,
                 elsewhere=elsewhere if elsewhere is not None and elsewhere.segments else None,
+                scores=self.scores,
             )
         if self._stopped:
             raise OrderAborted(self.order_id)

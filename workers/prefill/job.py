@@ -47,6 +47,7 @@ from halfmoon.workers.prefill.events import (
     StageLost,
     StepOfOrder,
 )
+from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute
 from halfmoon.workers.prefill.stages import REASON_CHARACTERS_MAX, WAITING_STAGES, JobRules, PrefillStage
 
 #: How long a full store, and one that does not answer, is asked again. Without patience a node that restarts would
@@ -107,7 +108,11 @@ class Job:
 
     @property
     def usable_blocks(self) -> int:
-        """Cached blocks that can save computing: the last token is always computed, for its logits."""
+        """Cached blocks that can save computing: the last token is always computed, for its logits. So are all where
+        the prompt's own log probabilities are wanted: another try at the order may find what the first one committed.
+        """
+        if self.reply.sampling.prompt_logprobs >= 0:
+            return 0
         return (self.order.prompt_tokens - 1) // self.rules.layout.block_tokens
 
     def prepare(self, out: Actions) -> None:
@@ -336,22 +341,7 @@ class Job:
     def _compute(self, out: Actions) -> None:
         self.stage = PrefillStage.COMPUTING
         self.held_pushes = []
-        total, begin = len(self.token_ids), self.prefix_blocks * self.rules.layout.block_tokens
-        chunk_tokens = self.order.chunk_tokens or self.rules.chunk_tokens
-        starts = range(begin, total, chunk_tokens)
-        fetched = self.fetched_layer if self.fetched_blocks else self.rules.layout.layers - 1
-        out.append(
-            actions.ComputePrompt(
-                order_id=self.order_id,
-                token_ids=self.token_ids,
-                chunks=[range(start, min(start + chunk_tokens, total)) for start in starts],
-                prefix_blocks=self.prefix_blocks,
-                fetched_layer=fetched,
-                slots=self.slots,
-                present=self.present,
-                stages=self.stages,
-            )
-        )
+        out.append(prompt_to_compute(self))
 
     def _compute_without_fetch(self, reason: str, out: Actions) -> None:
         if self.pushed_wrong:

@@ -68,6 +68,7 @@ from halfmoon.workers.prefill.state import PrefillState
 from halfmoon.workers.sample_requests import next_token
 
 if TYPE_CHECKING:
+    from halfmoon.workers.model.prompt_rows import PromptScores
     from halfmoon.workers.prefill.stage_computation import StageComputation
     from halfmoon.workers.prefill.stage_listener import StageListener
 
@@ -91,8 +92,9 @@ class PrefillWorker(PromptWorker):
             stream_layers=config.stream_layers,
         )
         await self.prepare_prompts()
-        #: Of the order that has the turn: the logits of its last prompt token.
+        #: Of the order that has the turn: the logits of its last prompt token, and what is to be told of the others.
         self._logits: object = None
+        self._scores: PromptScores | None = None
         #: Follows PromptComputed, and is done by the same task: a task of its own costs more than the draw.
         self._drawing: DrawFirstToken | None = None
         #: The one that has not begun, while another's task still runs; that task goes on with it.
@@ -242,7 +244,7 @@ class PrefillWorker(PromptWorker):
         cache = self.engine.allocator.allocate(blocks)
         event: PromptComputed | LoadFailed | ComputingStopped | StageLost
         try:
-            self._logits = await self.compute(computation.run, cache)
+            self._logits, self._scores = await self.compute(computation.run, cache), computation.scores
             if self.store is not None:
                 # A lease that ended meanwhile (the process stood still) gave others the slots that were read.
                 self.store.require_unchanged(order_id)
@@ -319,8 +321,10 @@ class PrefillWorker(PromptWorker):
         )
 
     async def _draw_first_token(self, action: DrawFirstToken) -> None:
-        logits, self._logits = self._logits, None
-        first = await self.compute(next_token, self.engine, logits, action.sampling, action.token_ids, [])
+        (logits, scores), self._logits, self._scores = (self._logits, self._scores), None, None
+        first = await self.compute(
+            next_token, self.engine, logits, action.sampling, action.token_ids, [], scores
+        )
         self.hear(FirstTokenDrawn(at_ns=time.monotonic_ns(), order_id=action.order_id, first=first))
 
     # --- ending ---------------------------------------------------------------------------------------------
