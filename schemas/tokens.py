@@ -58,6 +58,8 @@ class TakeReply(Message, frozen=True):
     tenant: Text = ""
     #: W3C, of the request's span; "": not traced.
     traceparent: Text = ""
+    #: Answers to this prompt that the client wants in all, each a request of its own; 0 or 1: this one.
+    choices: Count = 0
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)

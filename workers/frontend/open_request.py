@@ -213,6 +213,7 @@ class OpenRequest:
             sampling=self._sampling(),
             max_tokens=self.arrived.max_tokens,
             traceparent=self.arrived.traceparent,
+            choices=self.ask.n,
         )
 
     def _sampling(self) -> Sampling:

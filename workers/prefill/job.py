@@ -24,7 +24,7 @@ from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
 from halfmoon.workers.prefill import actions
 from halfmoon.workers.prefill.actions import Actions
-from halfmoon.workers.prefill.answers import finished_of, result_of
+from halfmoon.workers.prefill.answers import cached_here, finished_of, result_of
 from halfmoon.workers.prefill.events import (
     BlocksFetched,
     ChunkStored,
@@ -90,6 +90,7 @@ class Job:
         self.fetch_ns = 0
         self.started_ns = 0
         self.compute_ns = self.stage_wait_ns = 0
+        self.kept = False
         #: Wall clock.
         self.finished_at_ns = 0
         #: (layer, first block, blocks): pushed after the last layer where layers are not streamed.
@@ -390,7 +391,7 @@ class Job:
             self._push(layer, first_block, blocks, out)
         self.stage = PrefillStage.DRAWING
         self.compute_ns = event.at_ns - self.started_ns
-        self.stage_wait_ns = event.stage_wait_ns
+        self.stage_wait_ns, self.kept = event.stage_wait_ns, event.kept
         self.finished_at_ns = event.finished_at_ns
         out.append(
             actions.DrawFirstToken(
@@ -484,7 +485,7 @@ class Job:
                 cancelled=self.cancelled,
                 error=error,
                 result=None if error else self.result,
-                cached_local_tokens=self.cached_blocks * self.rules.layout.block_tokens,
+                cached_local_tokens=cached_here(self),
                 cached_fetched_tokens=self.fetched_blocks * self.rules.layout.block_tokens,
             )
         )

@@ -62,6 +62,7 @@ from halfmoon.workers.prefill.events import (
     StageLost,
     StageOrdered,
 )
+from halfmoon.workers.prefill.kept_prompts import KeptPrompts
 from halfmoon.workers.prefill.layer_progress import LayersMissing, StageGone
 from halfmoon.workers.prefill.prompt_worker import PromptWorker
 from halfmoon.workers.prefill.state import PrefillState
@@ -95,6 +96,7 @@ class PrefillWorker(PromptWorker):
         #: Of the order that has the turn: the logits of its last prompt token, and what is to be told of the others.
         self._logits: object = None
         self._scores: PromptScores | None = None
+        self._kept = KeptPrompts()
         #: Follows PromptComputed, and is done by the same task: a task of its own costs more than the draw.
         self._drawing: DrawFirstToken | None = None
         #: The one that has not begun, while another's task still runs; that task goes on with it.
@@ -224,6 +226,7 @@ class PrefillWorker(PromptWorker):
             copies=self._copies,
             tell=self._tell,
             channels=self.config.stage_channels,
+            kept=self._kept,
         )
         self._next = computation, window.blocks
         if not self._computing:
@@ -254,6 +257,7 @@ class PrefillWorker(PromptWorker):
                 order_id=order_id,
                 finished_at_ns=finished_at_ns,
                 stage_wait_ns=computation.stage_wait_ns,
+                kept=computation.was_kept,
             )
         except (LayersMissing, StoreError) as problem:
             event = LoadFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
