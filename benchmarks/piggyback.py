@@ -20,8 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from clusters import finish, parser, spread
 
-from halfmoon.workers.model.engine import Engine, PromptRows
+from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
+from halfmoon.workers.model.prompt_rows import PromptRows
 
 BLOCK_TOKENS = 256
 #: Tokens of the chunk, sequences that decode, and the context of all of them.

@@ -1,6 +1,7 @@
 """KV progress: what a decode or prefill worker must know about a running transfer.
 
-KV stream, short retention, ≤ 4 KiB each (a `TransferOpened` is longer for long prompts).
+KV stream, short retention, ≤ 4 KiB each (but for the `TransferOpened` of a long prompt, and a `PrefillResult` with
+log probabilities of one).
 
 Subject: `halfmoon.kv.<worker that waits>.<type>.<author>`. Store agents send all but `PrefillResult`, because they know
 first when a write has become readable: `author` is their node, or the prefill worker.

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from halfmoon.schemas.types import Part
+from halfmoon.schemas.types import PackedLogprobs, Part
 
 
 class Sampling(Part, frozen=True):
@@ -22,6 +22,8 @@ class Sampling(Part, frozen=True):
     min_p: float = 0.0
     seed: int = 0
     logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
+    #: The prompt's own tokens, too: as `logprobs`.
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -52,3 +54,5 @@ class SampledToken(Part, frozen=True):
     #: (token id, logprob), largest first.
     top_logprobs: list[tuple[int, float]] = []
     logits_digest: str = ""
+    #: The first token's: those of the prompt, where they were asked for.
+    prompt_logprobs: PackedLogprobs = b""

@@ -15,6 +15,7 @@ from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.types import (
     BLOCKS_MAX,
     PACKED_TOKENS_MAX,
+    REQUEST_AROUND_BYTES,
     BlockKeys,
     Count,
     Id,
@@ -57,6 +58,8 @@ class TakeReply(Message, frozen=True):
     tenant: Text = ""
     #: W3C, of the request's span; "": not traced.
     traceparent: Text = ""
+    #: Answers to this prompt that the client wants in all, each a request of its own; 0 or 1: this one.
+    choices: Count = 0
 
     def __post_init__(self) -> None:
         check_whole_keys(self.block_keys)
@@ -117,8 +120,6 @@ class ResendReply(Message, frozen=True):
     more: bool = False
 
 
-#: Of a message about a request: what neither its tokens nor its blocks take (sampling, names, headers), at most.
-_AROUND_BYTES = 64 << 10
 #: Base64 of one token id; slot, checksum and key of one block, as the longest of the store's messages has them.
 _TOKEN_BYTES, _BLOCK_BYTES = 16 / 3, 36
 
@@ -129,7 +130,7 @@ def carried_tokens(payload_bytes_max: int, block_tokens: int) -> int:
     The longest are `TokensGiven`, which has all tokens and block keys, and, where blocks are short, the store's lists.
     """
     token_bytes = _TOKEN_BYTES + _BLOCK_BYTES / block_tokens
-    fitting = int((payload_bytes_max - _AROUND_BYTES) / token_bytes)
+    fitting = int((payload_bytes_max - REQUEST_AROUND_BYTES) / token_bytes)
     return max(0, min(fitting, BLOCKS_MAX * block_tokens, PACKED_TOKENS_MAX))
 
 

@@ -29,6 +29,8 @@ KvHeads = Annotated[int, Meta(ge=0, le=100_000, description="KV heads")]
 Seq = Annotated[int, Meta(ge=0, le=INT_MAX, description="sequence number in the EVENTS stream")]
 
 KEY_BYTES = 16
+#: Of a message about a request: what neither its tokens nor its blocks take (sampling, names, headers), at most.
+REQUEST_AROUND_BYTES = 64 << 10
 #: Of one request.
 BLOCKS_MAX, PACKED_TOKENS_MAX = 65_536, 4_194_304
 #: Block keys one after another, 16 bytes each (base64 in JSON). See `halfmoon.schemas.keys`.
@@ -38,6 +40,10 @@ BlockKeys = Annotated[
 #: Token ids one after another, little-endian u32 (base64 in JSON).
 PackedTokens = Annotated[
     bytes, Meta(max_length=4 * PACKED_TOKENS_MAX, description="token ids, little-endian u32")
+]
+#: Rows of a prompt's log probabilities (base64 in JSON). See `halfmoon.schemas.prompt_logprobs`.
+PackedLogprobs = Annotated[
+    bytes, Meta(max_length=PACKED_TOKENS_MAX, description="rows of a prompt's log probabilities")
 ]
 
 

@@ -64,7 +64,7 @@ OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
     "guided_regex": ([5], ["a", None]),
     "guided_choice": (["a", [5]], [["a"], None]),
     "guided_grammar": ([5], ["start: 'a'", None]),
-    "prompt_logprobs": ([0, 5], [None]),
+    "prompt_logprobs": ([-1, 21, "1", True, 1.5], [0, 5, 20, None]),
     "bad_words": (["a", [""], [5], ["a"] * 257], [["a"], [], None]),
     "allowed_token_ids": ([[], [-1], 5, [1] * 4097], [[1], None]),
     "skip_special_tokens": ([1], [True, False, None]),

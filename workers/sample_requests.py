@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from halfmoon.schemas.prompt_logprobs import pack_logprobs
 from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 
 #: As vLLM writes the log probability of what is impossible.
@@ -79,9 +83,28 @@ def token_of(engine: Any, sampled: Sampled, sampling: Sampling, logits_row: Any)
     )
 
 
+def scores_of(prompt: Sequence[int], top: int) -> PromptScores | None:
+    """Where a prompt's own log probabilities are to go; -1: none are wanted."""
+    return PromptScores(prompt, top) if top >= 0 else None
+
+
 def next_token(
-    engine: Any, logits: Any, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+    engine: Any,
+    logits: Any,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    scores: PromptScores | None = None,
 ) -> SampledToken:
-    """One token of one request from its row of logits (what prefill does with the last prompt token's)."""
+    """One token of one request from its row of logits (what prefill does with the last prompt token's); the first takes
+    along what is to be told of the prompt.
+    """
     request = request_of(engine, params_of(sampling), sampling, prompt, output)
-    return token_of(engine, engine.sample_rows(logits, [request])[0], sampling, logits)
+    token = token_of(engine, engine.sample_rows(logits, [request])[0], sampling, logits)
+    if scores is None:
+        return token
+    rows = (
+        (rank, max(logprob, LOGPROB_MIN), [(other, max(each, LOGPROB_MIN)) for other, each in top])
+        for rank, logprob, top in scores.rows
+    )
+    return msgspec.structs.replace(token, prompt_logprobs=pack_logprobs(rows, scores.top))

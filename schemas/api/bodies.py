@@ -107,6 +107,7 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     logprobs: bool | Annotated[int, Meta(ge=0, le=20)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -145,7 +146,6 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     suffix: str | None = None
     functions: Any = None
     function_call: Any = None
-    prompt_logprobs: Any = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
 

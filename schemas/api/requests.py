@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -257,7 +258,6 @@ NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
     "suffix": bool,
     "functions": bool,
     "function_call": _not_none,
-    "prompt_logprobs": _always,
     "use_beam_search": bool,
     "length_penalty": lambda penalty: penalty != 1.0,
     # Of chats only.
@@ -286,9 +286,9 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
     if n > 1 and body.temperature == 0:
         message = f"n: {n} greedy choices would be the same one"
         raise ApiError(400, message, param="n", code="contradiction")
-    if body.echo and not chat and body.logprobs not in (None, False):
-        message = "echo with logprobs is not supported: there are none of the prompt"
-        raise ApiError(400, message, param="echo", code="unsupported")
+    if body.stream and body.prompt_logprobs is not None:
+        message = "prompt_logprobs: not of a stream; a completion may have them in its echo, with logprobs"
+        raise ApiError(400, message, param="prompt_logprobs", code="contradiction")
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         reason = f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})"
         raise ApiError(400, reason, param="min_tokens", code="contradiction")
@@ -298,11 +298,12 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         )
     stop, options = body.stop, body.stream_options
     slo = body.slo
+    sampling = _sampling(body, chat=chat)
     return ApiRequest(
         chat=chat,
         model=body.model or "",
         max_tokens=max_tokens,
-        sampling=_sampling(body),
+        sampling=sampling,
         unsaid=frozenset(name for name in MODEL_DEFAULTS if getattr(body, name) is None),
         structure=_structure(body, prompt.get("tool_use")),
         bad_words=tuple(body.bad_words or ()),
@@ -320,7 +321,7 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         ttft_slo_ns=round((slo.ttft_ms or 0) * MS_NS) if slo else 0,
         tbt_slo_ns=round((slo.tbt_ms or 0) * MS_NS) if slo else 0,
         tenant=body.tenant or "",
-        cache_salt=body.cache_salt or "",
+        cache_salt=_cache_salt(body, sampling),
         # As vLLM has it, a smaller number is earlier; within the cluster a larger one is.
         priority=-min(max(body.priority or 0, -PRIORITY_MAX), PRIORITY_MAX),
         request_id=body.request_id or "",
@@ -338,7 +339,15 @@ def _structure(body: GeneratingFields, use: ToolUse | None) -> Structure | None:
     return asked or of_calls
 
 
-def _sampling(body: GeneratingFields) -> Sampling:
+def _cache_salt(body: GeneratingFields, sampling: Sampling) -> str:
+    """A salt that nobody else has where the prompt's own log probabilities are wanted: all of it is computed, and what
+    others have of it must not count as a hit where it is placed. Choices of one request share it.
+    """
+    salt = body.cache_salt or ""
+    return salt if sampling.prompt_logprobs < 0 else f"{salt}\0{uuid.uuid4().hex}"
+
+
+def _sampling(body: GeneratingFields, *, chat: bool) -> Sampling:
     logprobs = -1
     if body.logprobs is True:
         logprobs = body.top_logprobs or 0
@@ -346,6 +355,9 @@ def _sampling(body: GeneratingFields) -> Sampling:
         logprobs = body.logprobs
     elif body.top_logprobs:
         logprobs = body.top_logprobs
+    prompt_logprobs = body.prompt_logprobs
+    if prompt_logprobs is None:  # as vLLM: what is echoed has what the answer's tokens have
+        prompt_logprobs = logprobs if body.echo and not chat else -1
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
@@ -353,6 +365,7 @@ def _sampling(body: GeneratingFields) -> Sampling:
         min_p=body.min_p or 0.0,
         seed=(random.getrandbits(63) if body.seed is None else body.seed) & _SEED_MASK,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,

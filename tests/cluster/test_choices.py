@@ -20,6 +20,26 @@ def cluster(small: Cluster) -> Cluster:
 
 
 @pytest.mark.slow
+async def test_a_short_prompt_is_computed_once(cluster: Cluster, nc: nats.NATS) -> None:
+    before = (await cluster.events())[-1].seq
+    body: dict[str, Any] = {"prompt": prompt(40), "n": 3, "max_tokens": 8, "seed": 3, "cache_salt": "short"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(cluster.http + "/v1/completions", json=body) as response,
+    ):
+        answer = await response.json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(set(texts)) > 1, texts
+    prefills = [s.event for s in await cluster.events(before) if isinstance(s.event, PrefillFinished)]
+    assert [each.cached_local_tokens for each in prefills] == [0, 40, 40]
+    for number, text in enumerate(texts):
+        alone = {**body, "seed": 3 + number}
+        del alone["n"]
+        found = await cluster.generate(nc, **alone)
+        assert (found["text"], found["usage"]["cached_tokens"]) == (text, 0)
+
+
+@pytest.mark.slow
 async def test_further_choices_find_the_prompts_blocks(cluster: Cluster, nc: nats.NATS) -> None:
     before = (await cluster.events())[-1].seq
     body: dict[str, Any] = {

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 
 from halfmoon.bus.config import BusConfig
@@ -23,6 +24,7 @@ from halfmoon.schemas.decisions import Decision, FailRequest, Ordered, RejectReq
 from halfmoon.schemas.events import Event, RequestArrived
 from halfmoon.schemas.keys import unpack_tokens
 from halfmoon.schemas.policy import Layout, Policy
+from halfmoon.schemas.prompt_logprobs import pack_logprobs
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.status import ConductorStatus, NodeStatus, StatusRequest
 from halfmoon.schemas.tokens import (
@@ -221,7 +223,21 @@ async def whole_answer(double: Double, seq: int, arrived: RequestArrived) -> Non
     ids, reason = double.output(arrived)
     for index in range(len(reply.output_ids) // 4, len(ids)):
         last = index == len(ids) - 1
-        await double.deliver(double.delivery(arrived, order_id, index, [ids[index]], reason if last else ""))
+        delivery = double.delivery(arrived, order_id, index, [ids[index]], reason if last else "")
+        await double.deliver(scored(delivery, reply) if not index else delivery)
+
+
+def scored(delivery: Delivery, reply: TakeReply) -> Delivery:
+    """With how likely the prompt's own tokens were, where that was asked for: each is less so than token 5 and
+    those behind it.
+    """
+    if (top := reply.sampling.prompt_logprobs) < 0:
+        return delivery
+    likely = tuple((5 + place, -1.0 - place) for place in range(top))
+    rows = [(top + 2, -9.5, likely)] * (len(reply.token_ids) // 4 - 1)
+    first, *others = delivery.tokens
+    first = msgspec.structs.replace(first, prompt_logprobs=pack_logprobs(rows, top))
+    return msgspec.structs.replace(delivery, tokens=[first, *others])
 
 
 async def fail(double: Double, seq: int, arrived: RequestArrived) -> None:

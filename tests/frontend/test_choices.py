@@ -111,7 +111,7 @@ def test_choices_and_prompts_share_an_answer(run: Any, tokenizer: Tokenizer) -> 
         for body, param in (
             ({"prompt": "x", "n": 2, "temperature": 0}, "n"),
             ({"prompt": "x", "n": 1, "best_of": 2}, "best_of"),
-            ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+            ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
             ({"prompt": ["x", [10**6]]}, "prompt"),
         ):
             status, _, answer = await cluster.post("/v1/completions", body)

@@ -153,7 +153,6 @@ def refusal(read: Any, body: dict[str, Any]) -> ApiError:
     ("fields", "message"),
     [
         ({"best_of": 2}, "best_of: only what n says is supported"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
         ({"functions": [{}]}, "functions is not supported"),
         ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
         ({"add_special_tokens": True}, "add_special_tokens is not supported in chats: the template has them"),

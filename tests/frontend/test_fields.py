@@ -6,17 +6,22 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfmoon.schemas.api.bodies import ChatBody, CompletionBody
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest, parse_chat, parse_completion
 from tests.api_fields import CHATS, FIELDS, NO_JSON, PROMPTS
 from tests.lengths import examples
+
+API = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def refusal(body: Any, read: Any = parse_completion) -> ApiError:
@@ -41,6 +46,12 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(name: str) -> None:
             assert name in error.message
     for value in taken:
         parse_completion(orjson.dumps({"prompt": "x", name: value}))
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_every_field_is_in_the_document(body: Any) -> None:
+    text = API.read_text()
+    assert [field.name for field in msgspec.structs.fields(body) if f"`{field.name}" not in text] == []
 
 
 @pytest.mark.parametrize(("prompt", "status"), PROMPTS)

@@ -11,6 +11,7 @@ import pytest
 from frontend_double import ANSWER, MODEL, FailsLater, fail, whole_answer
 
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
+from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 STREAMS = 50
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
@@ -108,6 +109,37 @@ def test_what_fails_in_mid_stream_is_an_error_of_the_stream(run: Any) -> None:
             assert event.response.error is not None
             assert "placed 3 times" in event.response.error.message
         assert len(await cluster.double.wait_for(RequestArrived, 2)) == 2, "a stream is not begun twice"
+
+    run(scenario)
+
+
+def test_a_clients_classes_take_log_probabilities_of_a_prompt(run: Any, tokenizer: Tokenizer) -> None:
+    """As those who measure models ask for them; what OpenAI does not know is among a class's further fields."""
+    count = len(tokenizer.encode("Once upon a time"))
+
+    async def scenario(cluster: Any) -> None:
+        ask: dict[str, Any] = {**ASK, "prompt": "Once upon a time", "echo": True, "logprobs": 1}
+        async with client_of(cluster) as client:
+            (choice,) = (await client.completions.create(**ask)).choices
+            assert choice.logprobs is not None
+            assert choice.logprobs.token_logprobs == [None, *[-9.5] * (count - 1), -0.5, -0.5]
+            assert "".join(choice.logprobs.tokens or []) == choice.text
+            streamed = [chunk async for chunk in await client.completions.create(**ask, stream=True)]
+            first = streamed[0].choices[0].logprobs
+            assert first is not None
+            assert first.token_logprobs == [None, *[-9.5] * (count - 1), -0.5]
+            chat = await client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "Hi"}],
+                max_tokens=1,
+                extra_body={"prompt_logprobs": 0},
+            )
+            assert chat.usage is not None
+            assert chat.model_extra is not None
+            assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+            with pytest.raises(openai.BadRequestError) as bad:
+                await client.completions.create(**ASK, stream=True, extra_body={"prompt_logprobs": 1})
+            assert bad.value.param == "prompt_logprobs"
 
     run(scenario)
 

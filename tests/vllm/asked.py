@@ -35,7 +35,7 @@ BOTH: dict[str, list[Any]] = {
     "bad_words": [[" the"], [""]],
     "allowed_token_ids": [[28, 30], []],
     "skip_special_tokens": [False],
-    "prompt_logprobs": [0, 1, -2],
+    "prompt_logprobs": [0, 1, -2, 21, -1],
     "response_format": [{"type": "text"}, {"type": "json_object"}, {"type": "xml"}],
     "structured_outputs": [{"choice": ["Yes", "No"]}, {"regex": "[ab]{3}"}, {}, {"regex": "(", "choice": []}],
     "model": ["none", 5, None],
@@ -105,6 +105,20 @@ def requests() -> list[Asked]:
         Asked("top_logprobs with logprobs", CHAT, chat(logprobs=True, top_logprobs=2)),
         Asked("streamed logprobs of a completion", COMPLETIONS, completion(logprobs=1, stream=True)),
         Asked("streamed logprobs of a chat", CHAT, chat(logprobs=True, top_logprobs=1, stream=True)),
+        Asked("echoed logprobs", COMPLETIONS, completion(echo=True, logprobs=2)),
+        Asked("echoed logprobs of its own token alone", COMPLETIONS, completion(echo=True, logprobs=0)),
+        Asked("echo of one token", COMPLETIONS, completion(echo=True, logprobs=1, prompt=[6403])),
+        Asked("echo and prompt_logprobs", COMPLETIONS, completion(echo=True, logprobs=1, prompt_logprobs=2)),
+        Asked("echoed control tokens", COMPLETIONS, completion(
+            echo=True, logprobs=1, prompt="<|im_start|>user"
+        )),
+        Asked("two prompts with prompt_logprobs", COMPLETIONS, completion(
+            prompt=[PROMPT, "The"], prompt_logprobs=1
+        )),
+        Asked("streamed echo with logprobs", COMPLETIONS, completion(echo=True, logprobs=1, stream=True)),
+        Asked("streamed prompt_logprobs", COMPLETIONS, completion(prompt_logprobs=1, stream=True)),
+        Asked("streamed prompt_logprobs of no others", COMPLETIONS, completion(prompt_logprobs=0, stream=True)),
+        Asked("chat's echo", CHAT, chat(echo=True)),
         Asked("streamed usage", CHAT, chat(stream=True, stream_options={"include_usage": True})),
         Asked("streamed usage so far", COMPLETIONS, completion(
             stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}

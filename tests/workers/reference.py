@@ -81,6 +81,13 @@ def reference_logits(reference: Any, prompt: Sequence[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
+def reference_logprobs(reference: Any, prompt: Sequence[int]) -> torch.Tensor:
+    """f32 `[tokens - 1, vocab]`: of what follows each token of the prompt but the last."""
+    logits: torch.Tensor = reference(torch.tensor([list(prompt)])).logits[0, :-1]
+    return torch.log_softmax(logits, dim=-1)
+
+
+@torch.inference_mode()
 def reference_greedy(reference: Any, prompt: Sequence[int], tokens: int) -> list[int]:
     """`tokens` greedy tokens after `prompt`, past any end token."""
     past, ids, found = None, torch.tensor([list(prompt)]), list[int]()

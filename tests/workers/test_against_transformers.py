@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from reference import generate, prefill, reference_greedy, reference_logits, reference_model
+from reference import (
+    generate,
+    prefill,
+    reference_greedy,
+    reference_logits,
+    reference_logprobs,
+    reference_model,
+)
 
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import (
@@ -19,6 +26,7 @@ from halfmoon.workers.model.loading.files import (
     load_model,
     model_fingerprint,
 )
+from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.lengths import sizes
 
@@ -74,6 +82,34 @@ def test_logits_are_those_of_transformers(
         difference = (prefill(engine, prompt, table) - reference_logits(reference, prompt)).abs().max()
         engine.allocator.free(table)
         assert difference < 1e-3
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_log_probabilities_of_a_prompt_are_those_of_transformers(
+    model_f32: LoadedModel, reference: Any, tokenizer: Tokenizer, exact: bool
+) -> None:
+    engine = Engine(model_f32, num_blocks=4, block_tokens=32, exact=exact)
+    prompt = prompts(tokenizer)[0] + tokenizer.encode(STORY)
+    scores = PromptScores(prompt, top=3)
+    table = engine.allocator.allocate(4)
+    for start in range(0, len(prompt), 32):
+        engine.prefill_chunk(prompt[start : start + 32], start, table, scores=scores)
+    expected = reference_logprobs(reference, prompt)
+    own = expected[range(len(expected)), prompt[1:]]
+    likely = expected.topk(3)
+    found = torch.tensor([row.logprob for row in scores.rows])
+    assert len(prompt) > 64
+    assert (found - own).abs().max() < 1e-3
+    # Two of nearly the same probability may change places.
+    bounds = own[None, :, None] + torch.tensor([1e-3, -1e-3])[:, None, None]
+    ranks = (expected[None] > bounds).sum(-1) + 1
+    for row, low, high in zip(scores.rows, *ranks.tolist(), strict=True):
+        assert low <= row.rank <= high
+    tops = torch.tensor([[logprob for _, logprob in row.top_logprobs] for row in scores.rows])
+    assert (tops - likely.values).abs().max() < 1e-3
+    for row, logprobs in zip(scores.rows, expected, strict=True):
+        for token, logprob in row.top_logprobs:
+            assert abs(float(logprobs[token]) - logprob) < 1e-3
 
 
 def tiny(kind: str, folder: Path, **options: Any) -> Any:

@@ -31,9 +31,10 @@ from halfmoon.workers.cost_fit import (
     fit_profile,
 )
 from halfmoon.workers.model.attention.engine import AttentionEngine
-from halfmoon.workers.model.engine import Engine, PromptRows
+from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.null_engine import NullEngine
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.model.sampling_params import SampleRequest, SamplingParams
 from halfmoon.workers.profiler import attention_profile, measured_profile, profile_key
 

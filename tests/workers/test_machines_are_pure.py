@@ -14,7 +14,17 @@ import halfmoon.workers.machines
 FOLDER = Path(halfmoon.workers.machines.__file__).parent
 #: The modules of each machine; the others of its folder are the shell's.
 MACHINES = {
-    "prefill": ("actions", "answers", "cache_window", "events", "job", "stage_job", "stages", "state"),
+    "prefill": (
+        "actions",
+        "answers",
+        "cache_window",
+        "events",
+        "job",
+        "prompt_chunks",
+        "stage_job",
+        "stages",
+        "state",
+    ),
     "attention": ("actions", "events", "holds"),
     "mixed": ("actions", "events", "request", "room", "rows", "state"),
     "decode": (
@@ -52,6 +62,7 @@ SHARED = (
     "batch_former",
     "machines",
     "model.block_allocator",
+    "model.prompt_rows",
     "model.sampling_params",
     "model.segments",
     "sample_requests",

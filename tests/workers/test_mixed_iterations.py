@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from halfmoon.workers.batch_former import BatchFormer, BlockRoom, Iteration
-from halfmoon.workers.model.engine import Engine, PromptRows
+from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.model.transformer import Layer
 
 BLOCK_TOKENS, LAYERS, ANSWER_TOKENS = 32, 3, 4

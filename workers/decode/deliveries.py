@@ -25,6 +25,8 @@ def deliveries_of(fresh: Iterable[tuple[DecodeSequence, int]], worker_id: str) -
     for sequence, index in fresh:
         delivery = sequence.delivery(index, worker_id)
         size = _DELIVERY_BYTES + len(delivery.tokens) * _token_bytes(sequence)
+        if delivery.tokens and not index:
+            size += len(delivery.tokens[0].prompt_logprobs) * 4 // 3
         by_frontend.setdefault(sequence.order.frontend_id, []).append((delivery, size))
     return [
         Deliver(frontend_id, TokensSampled(worker_id=worker_id, deliveries=part))

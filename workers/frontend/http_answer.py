@@ -13,6 +13,8 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
+import msgspec
+
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
@@ -38,6 +40,8 @@ def choice_of(ask: ApiRequest, number: int) -> ApiRequest:
     if not number:
         return ask
     sampling = ask.sampling.reseeded(number)
+    if not ask.stream:  # those of the prompt come with its first choice
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
     return dataclasses.replace(ask, sampling=sampling, request_id="")
 
 
@@ -171,11 +175,13 @@ class HttpAnswer(UnreadEvents):
             traceparent=self._traceparent,
             max_tokens_default=self._max_tokens_default,
         )
+        first = self._forms.get(index - index % ask.n)
         self._forms[index] = OpenAiFormatter(
             opened,
             registry.tokenizer,
             registry.config.model,
             self._created_s,
+            scored=first.request if first is not None and not ask.stream else None,
             index=index,
             answer_id=self._forms[0].request.request_id if index else "",
             alone=self._alone,

@@ -174,7 +174,9 @@ class HttpEdge:
             await answer.wait()
             if answer.error is not None:
                 return refusal(answer.error, headers)
-            return web.Response(body=answer.body(), content_type=JSON, headers=headers)
+            scored = ask.sampling.prompt_logprobs >= 0  # a long prompt's are written beside the loop
+            body = await asyncio.to_thread(answer.body) if scored else answer.body()
+            return web.Response(body=body, content_type=JSON, headers=headers)
         except (asyncio.CancelledError, ConnectionError):
             answer.cancel()
             raise

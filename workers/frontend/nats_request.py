@@ -137,5 +137,5 @@ class NatsListener:
         if len(answer) > limit and self._stream:  # the chunks had them
             answer = generate_answer(request, tokenizer, model, with_logprobs=False)
         if len(answer) > limit:
-            raise answer_too_large(answer, "with stream")
+            raise answer_too_large(answer, "over HTTP" if request.prompt_logprobs else "with stream")
         return answer

@@ -15,12 +15,15 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple, Protocol, assert_never
 
+import msgspec
+
 from halfmoon.bus.telemetry.tracing import OpenSpan
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.schemas.keys import pack_tokens, unpack_last_first
-from halfmoon.schemas.sampling import SampledToken
+from halfmoon.schemas.prompt_logprobs import packed_bytes
+from halfmoon.schemas.sampling import SampledToken, Sampling
 from halfmoon.schemas.tokens import Delivery, TakeReply, TakeRequest, Timing
 from halfmoon.workers.model.text.control_text import ControlAsText
 from halfmoon.workers.model.text.detokenizer import TokenBytes
@@ -56,6 +59,8 @@ class Progress(enum.Enum):
     FINISHED = enum.auto()
     #: A stop string was hit: the worker does not know, and must be told to end.
     STOPPED = enum.auto()
+    #: There will be no answer: `failure` says why.
+    FAILED = enum.auto()
 
 
 class OpenRequest:
@@ -69,6 +74,7 @@ class OpenRequest:
         "decode_worker",
         "detokenizer",
         "end_ids",
+        "failure",
         "finish_reason",
         "first_at_ns",
         "heard_at_ns",
@@ -137,10 +143,12 @@ class OpenRequest:
         self.output_ids: list[int] = []
         #: One past the largest token index that any delivery of the newest order mentioned.
         self.seen_tokens = 0
-        self.keep_samples = ask.sampling.logprobs >= 0 or ask.sampling.logits_digest
+        sampling = ask.sampling
+        self.keep_samples = sampling.logprobs >= 0 or sampling.prompt_logprobs >= 0 or sampling.logits_digest
         self.samples: list[SampledToken] = []
         self.text_parts: list[str] = []
         self.finish_reason = ""
+        self.failure: ApiError | None = None
         #: The stop string that ended it.
         self.stop_text = ""
         self.timing: Timing | None = None
@@ -173,6 +181,11 @@ class OpenRequest:
         last = self.output_ids[-1] if self.output_ids and self.finish_reason == "stop" else None
         return last if last in self.ask.sampling.stop_token_ids else None
 
+    @property
+    def prompt_logprobs(self) -> bytes:
+        """Packed (`halfmoon.schemas.prompt_logprobs`); b"": not asked for, of one token, or not here yet."""
+        return self.samples[0].prompt_logprobs if self.samples else b""
+
     def take(self, request: TakeRequest) -> TakeReply:
         """A worker wants the tokens. `gone` when a newer order has the request."""
         rank = order_rank(request.order_id)
@@ -197,10 +210,18 @@ class OpenRequest:
             root_key=self.root_key,
             tenant=self.arrived.tenant,
             output_ids=pack_tokens(self.output_ids) if self.output_ids else b"",
-            sampling=self.ask.sampling,
+            sampling=self._sampling(),
             max_tokens=self.arrived.max_tokens,
             traceparent=self.arrived.traceparent,
+            choices=self.ask.n,
         )
+
+    def _sampling(self) -> Sampling:
+        """As it is given to workers: what came with the first token is not computed again."""
+        sampling = self.ask.sampling
+        if self.output_ids and sampling.prompt_logprobs >= 0:
+            return msgspec.structs.replace(sampling, prompt_logprobs=-1)
+        return sampling
 
     def accept(self, delivery: Delivery, now_ns: int) -> Progress:
         """Take in a delivery and tell the listener what it added."""
@@ -220,6 +241,11 @@ class OpenRequest:
             tokens = tokens[have - index :]
         if delivery.finish_reason == "abort" or not (tokens or delivery.finish_reason):
             return Progress.NOTHING  # what becomes of an aborted order is for the conductors to say
+        if tokens and not have and not self._scored(tokens[0]):
+            # A worker of another release does not know that it is asked.
+            message = "the worker did not tell how likely the prompt's tokens are"
+            self.failure = ApiError(500, message, code="failed")
+            return Progress.FAILED
         text, tokens, reason = self._read(tokens, delivery.finish_reason)
         if tokens:
             self.last_at_ns = self.progress_at_ns = now_ns
@@ -234,6 +260,11 @@ class OpenRequest:
         if not reason:
             return Progress.MORE
         return Progress.FINISHED if delivery.finish_reason else Progress.STOPPED
+
+    def _scored(self, first: SampledToken) -> bool:
+        """Whether the first token has what was asked to be told of the prompt."""
+        top = self.ask.sampling.prompt_logprobs
+        return top < 0 or len(first.prompt_logprobs) == packed_bytes(self.arrived.prompt_tokens, top)
 
     def _read(self, tokens: list[SampledToken], finish_reason: str) -> tuple[str, list[SampledToken], str]:
         """The new text, the tokens that it took (fewer when a stop string hit), and how the answer ends, if

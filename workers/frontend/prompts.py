@@ -22,6 +22,7 @@ from halfmoon.schemas.api.requests import (
 )
 from halfmoon.schemas.keys import chain_keys, pack_tokens, root_key
 from halfmoon.schemas.policy import Layout
+from halfmoon.schemas.prompt_logprobs import scored_tokens_max
 from halfmoon.schemas.status import ConductorStatus
 from halfmoon.schemas.tokens import carried_tokens
 from halfmoon.workers.frontend.config import FrontendConfig
@@ -103,6 +104,8 @@ class PromptReader:
         if ask.truncate_prompt_tokens is not None:
             token_ids = self._truncated(token_ids, ask)
         max_tokens = self._max_tokens(ask, len(token_ids), max_tokens_default)
+        if ask.sampling.prompt_logprobs >= 0:
+            self._check_scored(ask, len(token_ids))
         packed = pack_tokens(token_ids)
         root = self._root(ask.tenant, ask.cache_salt)
         keys = chain_keys(root, token_ids, self._layout.block_tokens)
@@ -240,6 +243,17 @@ class PromptReader:
                 self.pending -= 1
         except TextNotEncoded as problem:
             raise ApiError(400, str(problem)[:500], param="prompt", code="not_encoded") from None
+
+    def _check_scored(self, ask: ApiRequest, prompt_tokens: int) -> None:
+        """Raises ApiError where the log probabilities of so long a prompt do not fit in a message."""
+        top = ask.sampling.prompt_logprobs
+        if prompt_tokens > (most := scored_tokens_max(self._payload_bytes_max, top)):
+            param = "echo" if ask.echo else "prompt_logprobs"
+            message = (
+                f"{param}: log probabilities, with the {top} most likely tokens of each, are told of prompts of up to "
+                f"{most} tokens (max_payload is {self._payload_bytes_max}); this one has {prompt_tokens}"
+            )
+            raise ApiError(400, message, param=param, code="too_long")
 
     def _truncated(self, token_ids: list[int], ask: ApiRequest) -> list[int]:
         """The last tokens, as many as `truncate_prompt_tokens` says. Raises ApiError 400."""

@@ -355,6 +355,9 @@ class RequestRegistry:
             progress = request.accept(delivery, now_ns)
             if progress is Progress.GAP:
                 self._redelivery.ask(request)
+            elif progress is Progress.FAILED:
+                assert request.failure is not None, request.request_id
+                self.fail(request, request.failure, "no answer")
             elif progress is not Progress.NOTHING:
                 self.metrics.count(request, had, last_at_ns)
                 if progress is not Progress.MORE:

@@ -10,6 +10,7 @@ import msgspec
 
 from halfmoon.workers.decode.actions import AnswerResend, Deliver, EndSpan, Measure, Wake
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.prefill.actions import Action as PrefillAction
 
 
@@ -27,6 +28,8 @@ class ChunkRows(msgspec.Struct, frozen=True, kw_only=True):
     stores: tuple[tuple[int, int], ...] = ()
     #: A token is to be drawn after its last row.
     draws: bool = False
+    #: Gets how likely the tokens behind these are.
+    scores: PromptScores | None = None
 
 
 class NextRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.store.errors import StoreError
 from halfmoon.workers import hold_points
 from halfmoon.workers.mixed.actions import ChunkRows, RunIteration
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.sample_requests import next_token, request_of, token_of
 
 if TYPE_CHECKING:
     from halfmoon.store.pool.segment import PoolView
-
-
-class Rows(NamedTuple):
-    """As the engine takes a chunk of a prompt (`model.engine.PromptRows`, which imports torch)."""
-
-    token_ids: Sequence[int]
-    start: int
-    block_table: Sequence[int]
-    want_logits: bool
 
 
 class Made(NamedTuple):
@@ -44,7 +35,10 @@ def run(engine: Any, pool: PoolView | None, step: RunIteration) -> Made:
                 for slot, block in chunk.loads:
                     engine.cache.write_block(layer, block, pool.layer_block(slot, layer))
     logits, ends = engine.mixed(
-        [Rows(chunk.token_ids, chunk.start, chunk.table, chunk.draws) for chunk in step.chunks],
+        [
+            PromptRows(chunk.token_ids, chunk.start, chunk.table, chunk.draws, chunk.scores)
+            for chunk in step.chunks
+        ],
         [row.token_id for row in step.decodes],
         [row.position for row in step.decodes],
         [row.table for row in step.decodes],
@@ -54,7 +48,7 @@ def run(engine: Any, pool: PoolView | None, step: RunIteration) -> Made:
         for chunk in step.chunks:
             _store(engine.cache, pool, chunk)
     first = [
-        next_token(engine, end, chunk.sequence.sampling, chunk.sequence.prompt, [])
+        next_token(engine, end, chunk.sequence.sampling, chunk.sequence.prompt, [], chunk.scores)
         for chunk, end in zip(step.chunks, ends, strict=True)
         if chunk.draws
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from halfmoon.schemas.decisions import StartDecode, StartMixed, StartPrefill
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.decode.sequence import DecodeSequence
+from halfmoon.workers.model.prompt_rows import PromptScores
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import JobRules, PrefillStage
 
@@ -27,6 +28,8 @@ class MixedRequest:
         self.drawn = 0
         #: Blocks of the prompt that were copied to the node's pool.
         self.stored: set[int] = set()
+        #: How likely the prompt's own tokens are, where that is wanted: the compute thread's, and looked at by nobody.
+        self.scores: PromptScores | None = None
         #: Of iterations that computed its prompt, its part.
         self.compute_ns = 0
 

@@ -41,6 +41,7 @@ def chunk_rows(request: MixedRequest, chunk: PromptChunk, formed: Iteration) -> 
             loads=loads if start == chunk.start else (),
             stores=_stores(request, start, stop),
             draws=last,
+            scores=None if request.answered else request.scores,
         )
 
 

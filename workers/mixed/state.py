@@ -48,6 +48,7 @@ from halfmoon.workers.prefill.actions import CommitPrompt
 from halfmoon.workers.prefill.events import Preparing
 from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import JobRules, PrefillStage
+from halfmoon.workers.sample_requests import scores_of
 
 #: Finished orders whose tokens can still be sent again.
 FINISHED_MAX = 512
@@ -178,6 +179,8 @@ class MixedState:
         taken = isinstance(event, TokensTaken) and request.job.stage is not PrefillStage.ENDED
         if taken and not request.sequence.taken:
             request.sequence.take(request.job.reply, self._eos_ids)
+            sampling = request.sequence.sampling
+            request.scores = scores_of(request.sequence.prompt, sampling.prompt_logprobs)
             if self.layout.layers and (blocks := request.blocks_max(self.layout)) > self.kv_blocks:
                 reason = f"prompt and answer take {blocks} blocks of the worker's {self.kv_blocks}"
                 request.job.fail(reason, self.out, retryable=True)

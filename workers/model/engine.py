@@ -17,7 +17,7 @@ it in both modes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,8 @@ from halfmoon.workers.model.groups import cut, in_turn
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.paged_cache import LayerBytes, PagedCache
 from halfmoon.workers.model.pooled_segments import PooledSegments
-from halfmoon.workers.model.sampling import sample, sample_batch
+from halfmoon.workers.model.prompt_rows import PromptRows, PromptScores
+from halfmoon.workers.model.sampling import sample, sample_batch, score
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 from halfmoon.workers.model.segments import segment_tokens as default_segment_tokens
 from halfmoon.workers.model.transformer import Transformer
@@ -48,20 +49,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _PREFILL_ROWS_MULTIPLE = 16
-"""Rows of a chunk are padded to this, so that a packed product is prepared for 16 shapes of a block and not
-for 256.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Tokens `[start, start + len(token_ids))` of one sequence; in exact mode a block of the grid, or its beginning."""
-
-    token_ids: Sequence[int]
-    start: int
-    block_table: Sequence[int]
-    want_logits: bool = False
-    """The last token's."""
+"""Rows of a chunk are padded to this: a packed product is prepared for 16 shapes of a block and not for 256."""
 
 
 def _whole_tiles(rows: int) -> int:
@@ -126,6 +114,7 @@ class Engine:
         want_logits: bool = False,
         should_stop: Callable[[], bool] | None = None,
         elsewhere: Elsewhere | None = None,
+        scores: PromptScores | None = None,
     ) -> Tensor | None:
         """Computes the KV of tokens `[start, start + len(token_ids))` of one sequence, whose earlier KV is
         cached. Segments whose blocks are AWAY in the table are attended to by `elsewhere`, in exact mode.
@@ -133,9 +122,9 @@ class Engine:
         `before_layer(i)` returns when layer i of the earlier KV is in the cache (the chunk's own projection, which
         needs none of it, runs before); `after_layer(i)` is called when layer i of this chunk is. Returns
         the last token's logits, f32 `[vocab]`, if wanted. None also when `should_stop` said so between
-        two layers: the chunk's KV is then incomplete.
+        two layers: the chunk's KV is then incomplete. `scores` gets those of the tokens behind these.
         """
-        chunk = PromptRows(token_ids, start, block_table, want_logits)
+        chunk = PromptRows(token_ids, start, block_table, want_logits, scores)
         return in_turn(
             [
                 self._chunk_rows(
@@ -209,12 +198,24 @@ class Engine:
             yield
         if layers.stop < self.config.layers:
             return x
+        self._score(x, chunk)
         if not chunk.want_logits:
             return None
         last = x[count - 1 : count]
         if self.exact:
             last = torch.cat([last, last.new_zeros(self.decode_rows_multiple - 1, last.shape[1])])
         return self._model.logits(last)[0]
+
+    def _score(self, x: Tensor, chunk: PromptRows) -> None:
+        """Rows of a chunk, `[rows, hidden]`, few at a time; in exact mode with padding: each product has one shape."""
+        if (scores := chunk.scores) is None:
+            return
+        behind = scores.after(chunk.start, len(chunk.token_ids))
+        scored = []
+        for at in range(0, len(behind), _PREFILL_ROWS_MULTIPLE):
+            rows = slice(at, at + _PREFILL_ROWS_MULTIPLE)
+            scored += score(self._model.logits(x[rows]), behind[rows], scores.top)
+        scores.put(chunk.start, scored)
 
     def _check(self, chunk: PromptRows) -> None:
         count, end = len(chunk.token_ids), chunk.start + len(chunk.token_ids)
@@ -290,6 +291,8 @@ class Engine:
             for own, plan in plans:
                 self._attend(i, q[own], k[own], v[own], plan, attended[own], own.stop - own.start)
             x = layer.finish(x, attended.view(padded, -1))
+        for chunk, (own, _) in zip(chunks, plans[bool(batch) :], strict=True):
+            self._score(x[own], chunk)
         # The widest product of all is for rows that a token is drawn from.
         ends = [own.stop - 1 for own, _ in plans[bool(batch) :]]
         wanted = [end for end, chunk in zip(ends, chunks, strict=True) if chunk.want_logits]

@@ -16,10 +16,10 @@ import xxhash
 
 from halfmoon.workers.model.block_allocator import BlockAllocator
 from halfmoon.workers.model.loading.config import ModelConfig
+from halfmoon.workers.model.prompt_rows import PromptRows, PromptScores, ScoredToken
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from halfmoon.workers.model.engine import PromptRows
     from halfmoon.workers.model.grammar_masks import GrammarMasks
 
 NullRow = int
@@ -86,6 +86,7 @@ class NullEngine:
         want_logits: bool = False,
         should_stop: Callable[[], bool] | None = None,
         elsewhere: object = None,
+        scores: PromptScores | None = None,
     ) -> NullRow | None:
         """Without layers, no callback is called, and nothing is elsewhere."""
         count = len(token_ids)
@@ -95,6 +96,9 @@ class NullEngine:
             assert start % self.block_tokens == 0, f"{start} is off the grid of {self.block_tokens} tokens"
             assert count <= self.block_tokens, (count, self.block_tokens)
         assert len(block_table) * self.block_tokens >= start + count, (len(block_table), start, count)
+        if scores is not None:
+            behind = scores.after(start, count)
+            scores.put(start, [self._score(start + i, token, scores.top) for i, token in enumerate(behind)])
         return self._token_after(start + count - 1) if want_logits else None
 
     def decode(
@@ -112,10 +116,23 @@ class NullEngine:
     ) -> tuple[list[NullRow] | None, list[NullRow | None]]:
         assert chunks or token_ids, "an iteration without rows"
         ends = [
-            self.prefill_chunk(each.token_ids, each.start, each.block_table, want_logits=each.want_logits)
+            self.prefill_chunk(
+                each.token_ids,
+                each.start,
+                each.block_table,
+                want_logits=each.want_logits,
+                scores=each.scores,
+            )
             for each in chunks
         ]
         return self.decode(token_ids, positions, block_tables) if token_ids else None, ends
+
+    def _score(self, position: int, token: int, top: int) -> ScoredToken:
+        """The one likely token, and then, for who asks for more, those behind it, which are all equally unlikely."""
+        likely, vocab = self._token_after(position), self.config.vocab
+        others = [((likely + i) % vocab, 0.0 if not i else float("-inf")) for i in range(min(top, vocab))]
+        own = (1, 0.0) if token == likely else (vocab, float("-inf"))
+        return ScoredToken(*own, tuple(others))
 
     def _token_after(self, position: int) -> NullRow:
         return (_FIRST_ID + (position + 1) % _IDS) % self.config.vocab

@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 import torch
 import xxhash
 
+from halfmoon.workers.model.prompt_rows import ScoredToken
 from halfmoon.workers.model.sampling_params import Sampled, SampleRequest, SamplingParams
 
-__all__ = ["SampleRequest", "Sampled", "SamplingParams", "sample", "sample_batch", "uniform"]
+__all__ = ["SampleRequest", "Sampled", "SamplingParams", "sample", "sample_batch", "score", "uniform"]
 
 Tensor = torch.Tensor
 
@@ -92,6 +93,23 @@ def sample_batch(
             forbidden=forbidden(request),
         )
         for row, request in enumerate(requests)
+    ]
+
+
+def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[ScoredToken]:
+    """How likely each of `token_ids` is by its row of f32 `logits` `[rows, vocab]`; rows without one are padding.
+
+    As in vLLM, a token's rank counts those of equal log probability before it.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)[: len(token_ids)]
+    own = logprobs.gather(1, _index(list(token_ids), logits)[:, None])
+    ranks = (logprobs >= own).sum(-1).tolist()
+    values, ids = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
+    return [
+        ScoredToken(rank, logprob, tuple(zip(row_ids, row, strict=True)))
+        for rank, logprob, row_ids, row in zip(
+            ranks, own[:, 0].tolist(), ids.tolist(), values.tolist(), strict=True
+        )
     ]
 
 

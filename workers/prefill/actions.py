@@ -90,6 +90,10 @@ class ComputePrompt(msgspec.Struct, frozen=True, kw_only=True):
     #: Who computes which layers, in order, the last ones here; []: all layers are computed here. Then StageLost is one
     #: more end.
     stages: list[LayerStage] = []
+    #: How many of the most likely tokens are wanted with each of the prompt's; -1: not even that one's.
+    prompt_logprobs: int = -1
+    #: Names a prompt of one block of which further answers are wanted: it may be kept, or have been. b"": it is not.
+    kept_key: bytes = b""
 
 
 class ComputeStage(msgspec.Struct, frozen=True, kw_only=True):

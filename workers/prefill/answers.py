@@ -28,11 +28,16 @@ class Computed(Protocol):
     fetched_bytes: int
     fetch_ns: int
     stages: list[LayerStage]
+    kept: bool
+
+
+def cached_here(job: Computed) -> int:
+    """Tokens that were not computed, because this node had their KV: all of a prompt that was kept."""
+    return job.order.prompt_tokens if job.kept else job.cached_blocks * job.rules.layout.block_tokens
 
 
 def result_of(job: Computed, first: SampledToken) -> PrefillResult:
     """The first token, and how the prefill went."""
-    cached = job.cached_blocks + job.fetched_blocks
     return PrefillResult(
         order_id=job.order.order_id,
         request_id=job.order.request_id,
@@ -40,7 +45,7 @@ def result_of(job: Computed, first: SampledToken) -> PrefillResult:
         queue_ns=job.started_ns - job.arrived_ns,
         transfer_ns=job.put_ns + job.fetch_ns,
         compute_ns=job.compute_ns,
-        cached_tokens=cached * job.rules.layout.block_tokens,
+        cached_tokens=cached_here(job) + job.fetched_blocks * job.rules.layout.block_tokens,
         finished_at_ns=job.finished_at_ns,
     )
 
@@ -55,7 +60,7 @@ def finished_of(job: Computed, pushed_bytes: int, push_ns: int) -> PrefillFinish
         queue_ns=job.started_ns - job.arrived_ns,
         transfer_ns=job.put_ns + job.fetch_ns,
         compute_ns=job.compute_ns,
-        cached_local_tokens=job.cached_blocks * block_tokens,
+        cached_local_tokens=cached_here(job),
         cached_fetched_tokens=job.fetched_blocks * block_tokens,
         fetched_bytes=job.fetched_bytes,
         fetch_node_id=job.fetch_node_id if job.fetched_blocks else "",

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers import hold_points
+from halfmoon.workers.model.prompt_rows import PromptRows
 from halfmoon.workers.model.segments import AWAY
 from halfmoon.workers.prefill.actions import ComputePrompt
 from halfmoon.workers.prefill.cache_window import CacheWindow
 from halfmoon.workers.prefill.events import ChunkStored, LayerStored, PrefixLayerLoaded, StepOfOrder
+from halfmoon.workers.prefill.kept_prompts import KeptPrompts
 from halfmoon.workers.prefill.layer_progress import LayerLoads, LayersMissing, StageGone
+from halfmoon.workers.sample_requests import scores_of
 
 if TYPE_CHECKING:
     from halfmoon.workers.prefill.stage_group import StageGroup
@@ -43,8 +46,9 @@ class PromptComputation:
         copies: Executor,
         tell: Callable[[StepOfOrder], None],
         channels: ChannelConfig | None = None,
+        kept: KeptPrompts | None = None,
     ) -> None:
-        """`channels`: to the other stages, where the prompt has some."""
+        """`channels`: to the other stages, where the prompt has some. `kept`: those of this worker."""
         self.order_id = prompt.order_id
         self.loads = LayerLoads()
         self.loads.fetched_up_to(prompt.fetched_layer)
@@ -56,6 +60,11 @@ class PromptComputation:
         self._copies = copies
         self._tell = tell
         self._stopped = False
+        self._kept = kept if prompt.kept_key else None
+        #: Whether the prompt was kept, and nothing was computed, once it has run.
+        self.was_kept = False
+        #: How likely the prompt's own tokens are, once it has run.
+        self.scores = scores_of(prompt.token_ids, prompt.prompt_logprobs)
         self._present = frozenset(prompt.present)
         first = prompt.stages[-1].first_layer if prompt.stages else 0
         #: Those that are computed here.
@@ -99,6 +108,8 @@ class PromptComputation:
         slots were given away meanwhile, and StageGone when another stage does not do its part.
         """
         prompt = self._prompt
+        if (kept := self._restore(cache)) is not None:
+            return kept
         loader = before_layer = None
         if prompt.prefix_blocks and self._pool is not None:
             first = self._window.table(cache, prompt.prefix_blocks)
@@ -120,7 +131,30 @@ class PromptComputation:
             if loader is not None:
                 with contextlib.suppress(LayersMissing):
                     loader.result()
+        if self._kept is not None:
+            self._kept.keep(prompt.kept_key, logits, self._engine.cache, cache[0])
         return logits
+
+    def _restore(self, cache: list[int]) -> object | None:
+        """The logits, with all done that computing does; None: the prompt was not kept, or is to be scored."""
+        if self._kept is None or self.scores is not None:
+            return None
+        logits = self._kept.restore(self._prompt.kept_key, self._engine.cache, cache[0])
+        if logits is None:
+            return None
+        self.was_kept = True
+        if self._pool is not None:
+            store = self._store_layer(cache, range(1))
+            for layer in self._layers:
+                if self._stopped:
+                    raise OrderAborted(self.order_id)
+                store(layer)
+            self._tell_stored(range(1))
+        return logits
+
+    def _tell_stored(self, blocks: range) -> None:
+        at_ns, first = time.monotonic_ns(), blocks.start
+        self._tell(ChunkStored(at_ns=at_ns, order_id=self.order_id, first_block=first, blocks=len(blocks)))
 
     def _compute_chunk(
         self, chunk: range, cache: list[int], before_layer: Callable[[int], None] | None, elsewhere: Any
@@ -132,10 +166,8 @@ class PromptComputation:
         tokens, last = prompt.token_ids[chunk.start : chunk.stop], chunk is prompt.chunks[-1]
         after_layer = None if self._pool is None else self._store_layer(table, blocks)
         if self._group is not None:
-            from halfmoon.workers.model.engine import PromptRows
-
             logits = self._engine.prefill_stage(
-                PromptRows(tokens, chunk.start, table, want_logits=last),
+                PromptRows(tokens, chunk.start, table, want_logits=last, scores=self.scores),
                 self._layers,
                 self._rows_of(self._group),
                 before_layer=before_layer,
@@ -154,18 +186,12 @@ class PromptComputation:
                 want_logits=last,
                 should_stop=lambda: self._stopped,
                 elsewhere=elsewhere if elsewhere is not None and elsewhere.segments else None,
+                scores=self.scores,
             )
         if self._stopped:
             raise OrderAborted(self.order_id)
         if self._pool is not None:
-            self._tell(
-                ChunkStored(
-                    at_ns=time.monotonic_ns(),
-                    order_id=self.order_id,
-                    first_block=blocks.start,
-                    blocks=len(blocks),
-                )
-            )
+            self._tell_stored(blocks)
         return logits
 
     def _rows_of(self, group: StageGroup) -> Any:

@@ -116,6 +116,8 @@ class PromptComputed(OrderEvent, frozen=True, kw_only=True):
 
     finished_at_ns: int
     stage_wait_ns: int = 0
+    #: Nothing was computed: another choice's prefill had made the same.
+    kept: bool = False
 
 
 class LoadFailed(OrderEvent, frozen=True, kw_only=True):

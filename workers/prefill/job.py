@@ -24,7 +24,7 @@ from halfmoon.schemas.types import KEY_BYTES
 from halfmoon.workers.machines import Report, TakeTokens, TokensTaken, refusal
 from halfmoon.workers.prefill import actions
 from halfmoon.workers.prefill.actions import Actions
-from halfmoon.workers.prefill.answers import finished_of, result_of
+from halfmoon.workers.prefill.answers import cached_here, finished_of, result_of
 from halfmoon.workers.prefill.events import (
     BlocksFetched,
     ChunkStored,
@@ -47,6 +47,7 @@ from halfmoon.workers.prefill.events import (
     StageLost,
     StepOfOrder,
 )
+from halfmoon.workers.prefill.prompt_chunks import prompt_to_compute
 from halfmoon.workers.prefill.stages import REASON_CHARACTERS_MAX, WAITING_STAGES, JobRules, PrefillStage
 
 #: How long a full store, and one that does not answer, is asked again. Without patience a node that restarts would
@@ -89,6 +90,7 @@ class Job:
         self.fetch_ns = 0
         self.started_ns = 0
         self.compute_ns = self.stage_wait_ns = 0
+        self.kept = False
         #: Wall clock.
         self.finished_at_ns = 0
         #: (layer, first block, blocks): pushed after the last layer where layers are not streamed.
@@ -107,7 +109,11 @@ class Job:
 
     @property
     def usable_blocks(self) -> int:
-        """Cached blocks that can save computing: the last token is always computed, for its logits."""
+        """Cached blocks that can save computing: the last token is always computed, for its logits. So are all where
+        the prompt's own log probabilities are wanted: another try at the order may find what the first one committed.
+        """
+        if self.reply.sampling.prompt_logprobs >= 0:
+            return 0
         return (self.order.prompt_tokens - 1) // self.rules.layout.block_tokens
 
     def prepare(self, out: Actions) -> None:
@@ -336,22 +342,7 @@ class Job:
     def _compute(self, out: Actions) -> None:
         self.stage = PrefillStage.COMPUTING
         self.held_pushes = []
-        total, begin = len(self.token_ids), self.prefix_blocks * self.rules.layout.block_tokens
-        chunk_tokens = self.order.chunk_tokens or self.rules.chunk_tokens
-        starts = range(begin, total, chunk_tokens)
-        fetched = self.fetched_layer if self.fetched_blocks else self.rules.layout.layers - 1
-        out.append(
-            actions.ComputePrompt(
-                order_id=self.order_id,
-                token_ids=self.token_ids,
-                chunks=[range(start, min(start + chunk_tokens, total)) for start in starts],
-                prefix_blocks=self.prefix_blocks,
-                fetched_layer=fetched,
-                slots=self.slots,
-                present=self.present,
-                stages=self.stages,
-            )
-        )
+        out.append(prompt_to_compute(self))
 
     def _compute_without_fetch(self, reason: str, out: Actions) -> None:
         if self.pushed_wrong:
@@ -400,7 +391,7 @@ class Job:
             self._push(layer, first_block, blocks, out)
         self.stage = PrefillStage.DRAWING
         self.compute_ns = event.at_ns - self.started_ns
-        self.stage_wait_ns = event.stage_wait_ns
+        self.stage_wait_ns, self.kept = event.stage_wait_ns, event.kept
         self.finished_at_ns = event.finished_at_ns
         out.append(
             actions.DrawFirstToken(
@@ -494,7 +485,7 @@ class Job:
                 cancelled=self.cancelled,
                 error=error,
                 result=None if error else self.result,
-                cached_local_tokens=self.cached_blocks * self.rules.layout.block_tokens,
+                cached_local_tokens=cached_here(self),
                 cached_fetched_tokens=self.fetched_blocks * self.rules.layout.block_tokens,
             )
         )

@@ -62,12 +62,14 @@ from halfmoon.workers.prefill.events import (
     StageLost,
     StageOrdered,
 )
+from halfmoon.workers.prefill.kept_prompts import KeptPrompts
 from halfmoon.workers.prefill.layer_progress import LayersMissing, StageGone
 from halfmoon.workers.prefill.prompt_worker import PromptWorker
 from halfmoon.workers.prefill.state import PrefillState
 from halfmoon.workers.sample_requests import next_token
 
 if TYPE_CHECKING:
+    from halfmoon.workers.model.prompt_rows import PromptScores
     from halfmoon.workers.prefill.stage_computation import StageComputation
     from halfmoon.workers.prefill.stage_listener import StageListener
 
@@ -91,8 +93,10 @@ class PrefillWorker(PromptWorker):
             stream_layers=config.stream_layers,
         )
         await self.prepare_prompts()
-        #: Of the order that has the turn: the logits of its last prompt token.
+        #: Of the order that has the turn: the logits of its last prompt token, and what is to be told of the others.
         self._logits: object = None
+        self._scores: PromptScores | None = None
+        self._kept = KeptPrompts()
         #: Follows PromptComputed, and is done by the same task: a task of its own costs more than the draw.
         self._drawing: DrawFirstToken | None = None
         #: The one that has not begun, while another's task still runs; that task goes on with it.
@@ -222,6 +226,7 @@ class PrefillWorker(PromptWorker):
             copies=self._copies,
             tell=self._tell,
             channels=self.config.stage_channels,
+            kept=self._kept,
         )
         self._next = computation, window.blocks
         if not self._computing:
@@ -242,7 +247,7 @@ class PrefillWorker(PromptWorker):
         cache = self.engine.allocator.allocate(blocks)
         event: PromptComputed | LoadFailed | ComputingStopped | StageLost
         try:
-            self._logits = await self.compute(computation.run, cache)
+            self._logits, self._scores = await self.compute(computation.run, cache), computation.scores
             if self.store is not None:
                 # A lease that ended meanwhile (the process stood still) gave others the slots that were read.
                 self.store.require_unchanged(order_id)
@@ -252,6 +257,7 @@ class PrefillWorker(PromptWorker):
                 order_id=order_id,
                 finished_at_ns=finished_at_ns,
                 stage_wait_ns=computation.stage_wait_ns,
+                kept=computation.was_kept,
             )
         except (LayersMissing, StoreError) as problem:
             event = LoadFailed(at_ns=time.monotonic_ns(), order_id=order_id, reason=str(problem))
@@ -319,8 +325,10 @@ class PrefillWorker(PromptWorker):
         )
 
     async def _draw_first_token(self, action: DrawFirstToken) -> None:
-        logits, self._logits = self._logits, None
-        first = await self.compute(next_token, self.engine, logits, action.sampling, action.token_ids, [])
+        (logits, scores), self._logits, self._scores = (self._logits, self._scores), None, None
+        first = await self.compute(
+            next_token, self.engine, logits, action.sampling, action.token_ids, [], scores
+        )
         self.hear(FirstTokenDrawn(at_ns=time.monotonic_ns(), order_id=action.order_id, first=first))
 
     # --- ending ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from halfmoon.schemas.sampling import SampledToken
 from halfmoon.workers.frontend.open_request import OpenRequest, Piece
 from halfmoon.workers.frontend.openai.chat_parts import delta_of, message_of, parts_of
 from halfmoon.workers.frontend.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
-from halfmoon.workers.model.text.control_text import decode_all
+from halfmoon.workers.frontend.openai.prompt_parts import echoed_logprobs, echoed_text, prompt_logprobs
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 
 _MS = 1_000_000
@@ -92,6 +92,8 @@ def generate_answer(
         answer["logprobs"] = chat_logprobs(
             tokenizer, request.samples, sampling.logprobs, request.text_tokens
         )["content"]
+    if sampling.prompt_logprobs >= 0:
+        answer["prompt_logprobs"] = prompt_logprobs(request, tokenizer)
     if sampling.logits_digest:
         answer["logits_digests"] = [sampled.logits_digest for sampled in request.samples]
     return orjson.dumps(answer)
@@ -128,15 +130,19 @@ class OpenAiFormatter:
         model: str,
         created_s: int,
         *,
+        scored: OpenRequest | None = None,
         index: int = 0,
         answer_id: str = "",
         alone: bool = True,
     ) -> None:
         """`index` among the choices of the answer, which has the id of its first one's request. `alone`: it is the only
-        one, and how long it took is told beside it and not within.
+        one, and how long it took is told beside it and not within. `scored`: whose prompt's log probabilities are told
+        (this one's).
         """
         ask = request.ask
         self.request = request
+        self._scored = request if scored is None else scored
+        self._of_prompt = self._scored.ask.sampling.prompt_logprobs >= 0
         self.index = index
         self._tokenizer = tokenizer
         self._chat = ask.chat
@@ -148,7 +154,7 @@ class OpenAiFormatter:
         self._created_s = created_s
         self._alone = alone
         self._id = ("chatcmpl-" if self._chat else "cmpl-") + (answer_id or request.request_id)
-        self._echoed = _echoed(request, tokenizer) if ask.echo else ""
+        self._echoed = echoed_text(request, tokenizer) if ask.echo else ""
         self._parts = parts_of(request, tokenizer)
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         head = {"id": self._id, "object": kind, "created": created_s, "model": model}
@@ -172,6 +178,8 @@ class OpenAiFormatter:
             choice["message"] = message_of(parts.whole(request.text), self._echoed)
             reason = parts.finish_reason(reason)
         choice["logprobs"] = self._logprobs(request.samples)
+        if self._of_prompt and not self._chat:
+            choice["prompt_logprobs"] = prompt_logprobs(self._scored, self._tokenizer)
         choice["finish_reason"] = reason
         choice["stop_reason"] = request.stop_reason
         if self._ids:
@@ -184,7 +192,11 @@ class OpenAiFormatter:
         """The answer of these choices; without any, of itself."""
         choices = choices or [self]
         # As vLLM: of a chat beside the choices, of a completion within.
-        prompt_ids = {"prompt_token_ids": self.prompt_ids()} if self._ids and self._chat else {}
+        of_prompt: dict[str, Any] = {}
+        if self._of_prompt and self._chat:
+            of_prompt["prompt_logprobs"] = prompt_logprobs(self._scored, self._tokenizer)
+        if self._ids and self._chat:
+            of_prompt["prompt_token_ids"] = self.prompt_ids()
         return orjson.dumps(
             {
                 "id": self._id,
@@ -193,7 +205,7 @@ class OpenAiFormatter:
                 "model": self._model,
                 "choices": [each.choice() for each in choices],
                 "usage": openai_usage([each.request for each in choices]),
-                **prompt_ids,
+                **of_prompt,
                 **(measures(self.request) if self._alone else {}),
             }
         )
@@ -262,10 +274,11 @@ class OpenAiFormatter:
         return b'"delta":{"content":' + text + b"}" if self._chat else b'"text":' + text
 
     def _token_ids(self, piece: Piece) -> bytes:
-        if not self._ids:
-            return b""
-        body = b',"token_ids":' + orjson.dumps([sampled.token_id for sampled in piece.tokens])
-        if not piece.first and not self._chat:
+        body = b""
+        if self._ids:
+            body = b',"token_ids":' + orjson.dumps([sampled.token_id for sampled in piece.tokens])
+        # As in vLLM, an echo in a stream has them unasked.
+        if not piece.first and not self._chat and (self._ids or self.request.ask.echo):
             body += b',"prompt_token_ids":' + orjson.dumps(self.prompt_ids())
         return body
 
@@ -298,18 +311,10 @@ class OpenAiFormatter:
             return None
         if self._chat:
             return chat_logprobs(self._tokenizer, samples, self._top, self.request.text_tokens)
+        before: dict[str, list[Any]] = {}
         if self._offsets is None:
-            self._offsets = TextOffsets(self.request.new_detokenizer())
-        return completion_logprobs(self._tokenizer, samples, self._top, self._offsets)
-
-
-def _echoed(request: OpenRequest, tokenizer: Tokenizer) -> str:
-    """The prompt's text; of a chat, the last message that the answer goes on with."""
-    ask = request.ask
-    if ask.chat:
-        assert ask.messages is not None
-        return ask.messages[-1]["content"] if ask.rendering.continue_final else ""
-    if ask.text is not None and ask.truncate_prompt_tokens is None:
-        return ask.text
-    ids = unpack_tokens(request.packed_prompt)
-    return tokenizer.decode(ids) if ask.skip_special_tokens else decode_all(tokenizer, ids)
+            self._offsets = TextOffsets(self.request.new_detokenizer(), len(self._echoed))
+            if self.request.ask.echo:
+                before = echoed_logprobs(self._scored, self._tokenizer, self._echoed, self._top)
+        told = completion_logprobs(self._tokenizer, samples, self._top, self._offsets)
+        return {name: before.get(name, []) + each for name, each in told.items()}

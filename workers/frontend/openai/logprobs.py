@@ -22,10 +22,10 @@ class TextOffsets:
     A token that goes on with a character begins where the character does.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
-        """`detokenizer`: of this answer, and of nobody else."""
+    def __init__(self, detokenizer: IncrementalDetokenizer, begin: int = 0) -> None:
+        """`detokenizer`: of this answer, and of nobody else. `begin`: characters before it."""
         self._detokenizer = detokenizer
-        self._characters = 0
+        self._characters = begin
 
     def of_next(self, token_id: int) -> int:
         begin = self._characters
@@ -64,6 +64,11 @@ def completion_logprobs(
         "top_logprobs": [_alternatives(tokenizer, sampled, top) for sampled in samples],
         "text_offset": [offsets.of_next(sampled.token_id) for sampled in samples],
     }
+
+
+def name_of(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as a reader sees it: its text, or the name of a control token."""
+    return tokenizer.token_bytes(token_id).decode(errors="replace") or _name(tokenizer, token_id)
 
 
 def _alternatives(tokenizer: Tokenizer, sampled: SampledToken, top: int) -> dict[str, float]:
