@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from channels import hello
-from clusters import finish, parser, spread
+from clusters import finish, parsed, parser, spread
 from remote_attention import BLOCK_TOKENS, OPTIONS, SEGMENT, fill
 
 from halfmoon.store.channels.channel import WorkerChannel
@@ -251,7 +251,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=12)
     options.add_argument("--past", type=int, nargs="*", default=PASTS, help=f"tokens, {PAST_MAX} at most")
-    args = options.parse_args()
+    args = parsed(options, rounds=1, past=[1800])
     torch.set_num_threads(1)
     words, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=attend, args=(theirs,))
