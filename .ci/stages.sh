@@ -1,4 +1,4 @@
-# Stages of a run, one after the other, and the table at its end. Sourced by .ci/run and .ci/nightly.
+# Stages of a run, one after the other, and the table at its end. Sourced by .ci/run, .ci/nightly and .ci/bench-check.
 #
 # A stage is a line "name | command | kind". Each ends: what hangs is killed after STAGE_S seconds. A stage of "tests"
 # prints pytest's closing line last; without such a line, or with one that counts no passed test (pytest's exit status 5

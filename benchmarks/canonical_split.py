@@ -15,7 +15,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from clusters import finish, parser, spread
+from clusters import finish, parsed, parser, spread
 
 from halfmoon.workers.model.attention.choice import make_attention
 from halfmoon.workers.model.attention.kernel import Attention
@@ -53,7 +53,8 @@ def cases(engine: Engine) -> dict[str, Callable[[], Any]]:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=25)
-    args = options.parse_args()
+    options.add_argument("--cases", type=int, default=1 + len(DECODE), help="only the first so many")
+    args = parsed(options, rounds=2, cases=2)
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -67,7 +68,7 @@ def main() -> None:
         engine.cache.v.normal_()
         whole = make_attention("auto", engine.device, dtype, BLOCK_TOKENS, exact=True)
         kinds: dict[str, Attention] = {"split": engine.attention, "whole": whole}
-        for name, measured in cases(engine).items():
+        for name, measured in list(cases(engine).items())[: args.cases]:
             pairs: list[dict[str, float]] = []
             for _ in range(args.rounds):
                 pair = {}

@@ -16,7 +16,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from clusters import finish, parser
+from clusters import finish, parsed, parser
 
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import HEADER_BYTES, Dtype, MessageHeader, Op
@@ -182,7 +182,7 @@ def summary(trips: list[list[float]], base: list[list[float]]) -> dict[str, floa
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--rounds", type=int, default=20)
-    args = arguments.parse_args()
+    args = parsed(arguments, rounds=1)
     contenders: list[Contender] = [RawSocket(), *(OverChannel(kind.name) for kind in KINDS)]
     result: dict[str, Any] = {
         "heads": HEADS,

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measured import RESULTS, ROOT, SERVING, beside, keep
 
-__all__ = ["ROOT", "bus_config", "cluster", "finish", "parser", "spread"]
+__all__ = ["ROOT", "bus_config", "cluster", "finish", "parsed", "parser", "spread"]
 
+BRIEF = "as little as passes through all the code; the figures are not measurements"
 #: What ran in other processes than this.
 _ran: set[str] = set()
 
@@ -33,8 +35,26 @@ _ran: set[str] = set()
 def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    made.add_argument("--save", metavar="NAME", default="", help="also write results/NAME.json")
+    kept = made.add_mutually_exclusive_group()
+    kept.add_argument("--save", metavar="NAME", default="", help="also write results/NAME.json")
+    kept.add_argument(
+        "--brief", action="store_true", help="a check that all of it runs; its figures say nothing"
+    )
     return made
+
+
+def parsed(options: argparse.ArgumentParser, **brief: Any) -> argparse.Namespace:
+    """The options of the command line. With `--brief` those of `brief` are the defaults, and the output says so.
+
+    From now on SIGTERM is an exit as any other, by which a `cluster` ends too.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    args = options.parse_args()
+    if args.brief:
+        options.set_defaults(**brief)
+        args = options.parse_args()
+        print(f"--brief: {BRIEF}", file=sys.stderr if args.json else sys.stdout, flush=True)
+    return args
 
 
 @contextlib.contextmanager

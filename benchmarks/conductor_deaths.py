@@ -17,7 +17,7 @@ from typing import Any
 import nats
 import orjson
 import uvloop
-from clusters import bus_config, cluster, finish, parser, spread
+from clusters import bus_config, cluster, finish, parsed, parser, spread
 
 from halfmoon.schemas import subjects
 
@@ -102,7 +102,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--pace", type=int, default=40, help="requests a second")
     options.add_argument("--seed", type=int, default=20)
-    args = options.parse_args()
+    args = parsed(options, rounds=1)
     with cluster("--engine", "null", "--conductors", str(CONDUCTORS)) as addresses:
         found = uvloop.run(measure(addresses, args))
     calm, killed = found["calm_ms"], found["killed_ms"]

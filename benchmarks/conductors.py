@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from clusters import finish, parser, spread
+from clusters import finish, parsed, parser, spread
 
 from halfmoon.bus import snapshots
 from halfmoon.bus.config import BusConfig
@@ -25,6 +25,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.conductor.code_version import LOG_VERSION, code_version
 from halfmoon.conductor.core.machine import SNAPSHOT_VERSION, Core
 from halfmoon.conductor.live import shell
+from halfmoon.schemas import subjects
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import (
     BlocksStored,
@@ -86,7 +87,7 @@ async def write_log(bus: Bus, requests: int, blocks: int, digest_events: int) ->
     def say(event: Event) -> Any:
         nonlocal at_seq
         at_seq += 1
-        bus.append_soon(event, source_id="x")
+        bus.append_soon(event, source_id=subjects.SUPERVISOR)  # who may speak for every process
         return core.step(Stamped(seq=at_seq, at_ns=at_seq * 1_000_000, event=event))
 
     say(ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=policy))
@@ -129,6 +130,7 @@ async def read_log(url: str) -> tuple[float, Core]:
     took = time.perf_counter() - started
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+    assert not bus.invalid, f"{bus.invalid} events were passed over"
     await bus.close(flush_s=30)
     return took, shells[0].core
 
@@ -177,7 +179,7 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=17_000)
     options.add_argument("--blocks", type=int, nargs="*", default=[10_000, 100_000])
     options.add_argument("--repeats", type=int, default=3)
-    args = options.parse_args()
+    args = parsed(options, requests=300, blocks=[1_000], repeats=1)
     rows, lines = [], []
     for blocks in args.blocks:
         row = uvloop.run(once(args.requests, max(blocks, args.requests), args.repeats))

@@ -21,10 +21,12 @@ from urllib.parse import urlsplit
 import nats
 import orjson
 import uvloop
-from clusters import bus_config, cluster, finish, parser, spread
+from clusters import bus_config, cluster, finish, parsed, parser, spread
 
 #: A subject that frontends may serve and clients may ask on; nobody of halfmoon does.
 ECHO = "halfmoon.v1.echo"
+#: Requests one at a time: not counted, and counted.
+WARM, ALONE = 50, 400
 WORDS = "the moon rises over the quiet sea and the tide turns again "
 
 
@@ -130,9 +132,9 @@ async def nats_once(nc: nats.NATS, body: bytes) -> tuple[float, float]:
 
 
 async def measure(
-    addresses: dict[str, Any], how: str, prompt_tokens: int, tokens: int, seconds: float
+    addresses: dict[str, Any], how: str, prompt_tokens: int, tokens: int, seconds: float, alone: int = ALONE
 ) -> dict[str, Any]:
-    """Latency at one, then throughput at 32."""
+    """Latency at one in `alone` requests after WARM others, then throughput at 32."""
     words = WORDS.split()
     prompt = " ".join(
         words[i % len(words)] for i in range(prompt_tokens)
@@ -140,17 +142,19 @@ async def measure(
     fields: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     if how == "nats":
         body = orjson.dumps(fields)
+        clients: list[HttpClient] = []
         connections = [await connected(addresses, "client")]
         once = [lambda: nats_once(connections[0], body)] * 32
     else:
         body = orjson.dumps({**fields, "model": "smollm2-135m-instruct", "stream": True})
         clients = [HttpClient() for _ in range(32)]
-        for client in clients:
-            await client.open(addresses["http"])
+        await clients[0].open(addresses["http"])
         once = [lambda c=client: c.post("/v1/completions", body) for client in clients]
-    for _ in range(50):
+    for _ in range(WARM):
         await once[0]()
-    alone = [await once[0]() for _ in range(400)]
+    one_by_one = [await once[0]() for _ in range(alone)]
+    for client in clients[1:]:  # not before: a connection on which no request comes is closed
+        await client.open(addresses["http"])
     deadline = time.perf_counter() + seconds
     together: list[tuple[float, float]] = []
 
@@ -165,8 +169,8 @@ async def measure(
         "over": how,
         "prompt_tokens": prompt_tokens,
         "max_tokens": tokens,
-        "first_token_ms_at_1": spread([first * 1000 for first, _ in alone]),
-        "whole_ms_at_1": spread([whole * 1000 for _, whole in alone]),
+        "first_token_ms_at_1": spread([first * 1000 for first, _ in one_by_one]),
+        "whole_ms_at_1": spread([whole * 1000 for _, whole in one_by_one]),
         "requests_per_s_at_32": round(rate, 1),
         "first_token_ms_at_32": spread([first * 1000 for first, _ in together]),
     }
@@ -177,7 +181,8 @@ def main() -> None:
     args_parser.add_argument("--seconds", type=float, default=5.0, help="of each throughput run")
     args_parser.add_argument("--runs", type=int, default=3)
     args_parser.add_argument("--cases", type=int, default=6, help="only the first so many")
-    args = args_parser.parse_args()
+    args_parser.add_argument("--alone", type=int, default=ALONE, help="requests one at a time, in each run")
+    args = parsed(args_parser, seconds=0.5, runs=1, cases=3, alone=20)
     cases = [
         ("nats", 8, 1),
         ("nats", 128, 1),
@@ -196,7 +201,7 @@ def main() -> None:
             some = []
             for _ in range(args.runs):
                 yardsticks = {"spin_ms": spin_all(), "bare_ms": runner.run(bare_ms(addresses))}
-                some.append({**runner.run(measure(addresses, *case, args.seconds)), **yardsticks})
+                some.append({**runner.run(measure(addresses, *case, args.seconds, args.alone)), **yardsticks})
             yardsticks_all = [{"spin_ms": one["spin_ms"], "bare_ms": one["bare_ms"]} for one in some]
             rates = [one["requests_per_s_at_32"] for one in some]
             row = sorted(some, key=lambda one: one["requests_per_s_at_32"])[len(some) // 2]

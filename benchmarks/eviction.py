@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusters import finish, parser
+from clusters import finish, parsed, parser
 
 from halfmoon.conductor.simulation.trace import TRACE_BLOCK_TOKENS, read_trace
 from halfmoon.store.pool.eviction import EvictionName, make_eviction
@@ -88,11 +88,14 @@ def bound(capacity: int, requests: Chains) -> float:
 
 
 def main() -> None:
-    args = parser(__doc__ or "").parse_args()
-    requests = chains()
+    options = parser(__doc__ or "")
+    options.add_argument("--capacities", type=int, nargs="+", default=CAPACITIES, help="blocks")
+    options.add_argument("--requests", type=int, default=None, help="only the first so many of the trace")
+    args = parsed(options, capacities=CAPACITIES[:1], requests=1_000)
+    requests = chains()[: args.requests]
     rows: list[dict[str, Any]] = []
     lines = [f"{'blocks':>7} {'Mtokens':>8}" + "".join(f"{name:>9}" for name in (*POLICIES, "bound"))]
-    for capacity in CAPACITIES:
+    for capacity in args.capacities:
         row: dict[str, Any] = {"capacity_blocks": capacity, "bound": round(bound(capacity, requests), 4)}
         for policy in POLICIES:
             hit, cost_us = run(policy, capacity, requests)

@@ -15,7 +15,7 @@ from typing import Any
 import nats
 import orjson
 import uvloop
-from clusters import bus_config, cluster, finish, parser, spread
+from clusters import bus_config, cluster, finish, parsed, parser, spread
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.streams import StreamLimits
@@ -124,7 +124,7 @@ async def overlap(addresses: dict[str, Any], runs: int) -> list[dict[str, float]
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--runs", type=int, default=5)
-    args = options.parse_args()
+    args = parsed(options, runs=1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         with cluster("--dtype", "float32") as addresses:
             rows = runner.run(reuse(addresses, args.runs))

@@ -11,7 +11,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from clusters import finish, parser, spread
+from clusters import finish, parsed, parser, spread
 
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
@@ -19,13 +19,13 @@ from halfmoon.workers.model.loading.files import load_model
 BLOCK_TOKENS, PROMPT_TOKENS, CONTEXT_TOKENS, FAST_CHUNK_TOKENS = 256, 2048, 1000, 1024
 
 
-def prefill_ms(engine: Engine) -> float:
-    table = engine.allocator.allocate(PROMPT_TOKENS // BLOCK_TOKENS)
-    step = BLOCK_TOKENS if engine.exact else FAST_CHUNK_TOKENS
-    ids = [(i * 7919) % 49000 for i in range(PROMPT_TOKENS)]
+def prefill_ms(engine: Engine, tokens: int) -> float:
+    table = engine.allocator.allocate(tokens // BLOCK_TOKENS)
+    step = BLOCK_TOKENS if engine.exact else min(FAST_CHUNK_TOKENS, tokens)
+    ids = [(i * 7919) % 49000 for i in range(tokens)]
     started = time.perf_counter()
-    for at in range(0, PROMPT_TOKENS, step):
-        engine.prefill_chunk(ids[at : at + step], at, table, want_logits=at + step == PROMPT_TOKENS)
+    for at in range(0, tokens, step):
+        engine.prefill_chunk(ids[at : at + step], at, table, want_logits=at + step == tokens)
     took = time.perf_counter() - started
     engine.allocator.free(table)
     return took * 1000
@@ -48,7 +48,8 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--steps", type=int, default=8)
-    args = options.parse_args()
+    options.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="whole chunks")
+    args = parsed(options, rounds=1, steps=1, prompt_tokens=2 * BLOCK_TOKENS)
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -61,7 +62,7 @@ def main() -> None:
             engine.cache.k.normal_()
             engine.cache.v.normal_()
         work = {
-            "prefill of 2048 tokens": prefill_ms,
+            f"prefill of {args.prompt_tokens} tokens": lambda engine: prefill_ms(engine, args.prompt_tokens),
             "decode step, batch 1": lambda engine: decode_ms(engine, 1, args.steps),
             "decode step, batch 8": lambda engine: decode_ms(engine, 8, args.steps),
         }

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from clusters import finish, parser, spread
+from clusters import finish, parsed, parser, spread
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.workers.model.engine import Engine
@@ -75,7 +75,7 @@ def prefilled(
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=3)
-    args = options.parse_args()
+    args = parsed(options, rounds=1)
     torch.set_num_threads(1)
     model = load_model("smollm2-135m-instruct", dtype=torch.float32)
     config = model.config

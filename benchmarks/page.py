@@ -22,8 +22,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
-from clusters import ROOT, cluster, finish, parser, spread
-from control_plane import measure
+from clusters import ROOT, cluster, finish, parsed, parser, spread
+from control_plane import ALONE, WARM, measure
 
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.replay.logfile import EventLine, LogFile
@@ -80,7 +80,7 @@ def ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]], field: Any) -> dic
     return spread([field(opened) / field(closed) for closed, opened in pairs])
 
 
-def conductor_cost(passes: int = 9) -> dict[str, float]:
+def conductor_cost(passes: int) -> dict[str, float]:
     """CPU of a conductor, by stepping over a recorded log: an event without any view, with the page closed,
     and open; and one answer. The least of some passes: what others do on the machine only adds."""
     lines = LogFile(ROOT / "tests" / "replay" / "golden" / "null.jsonl.zst").lines()
@@ -117,13 +117,16 @@ def main() -> None:
     args_parser.add_argument("--seconds", type=float, default=3.0, help="of each throughput run")
     args_parser.add_argument("--pairs", type=int, default=5)
     args_parser.add_argument("--watchers", type=int, default=1)
-    args = args_parser.parse_args()
+    args_parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
+    args_parser.add_argument("--alone", type=int, default=ALONE, help="requests one at a time, in each run")
+    args_parser.add_argument("--passes", type=int, default=9, help="over the log, of the conductor's cost")
+    args = parsed(args_parser, seconds=2.0, pairs=1, cases=2, alone=20, passes=1)
     rows: list[dict[str, Any]] = []
     with (
         cluster("--engine", "null", "--admission", "none") as addresses,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        for case in CASES:
+        for case in CASES[: args.cases]:
             pairs, seen, moved, took = [], 0, 0, 0.0
             for number in range(args.pairs):
                 found: dict[bool, dict[str, Any]] = {}
@@ -135,10 +138,8 @@ def main() -> None:
                         started = time.perf_counter()
                         before = views.value, size.value
                         used = cpu_s(addresses["pid"])
-                        found[opened] = runner.run(measure(addresses, *case, args.seconds))
-                        requests = (
-                            450 + found[opened]["first_token_ms_at_32"]["n"]
-                        )  # `measure` makes 450 alone
+                        found[opened] = runner.run(measure(addresses, *case, args.seconds, args.alone))
+                        requests = WARM + args.alone + found[opened]["first_token_ms_at_32"]["n"]
                         found[opened]["cpu_us"] = (cpu_s(addresses["pid"]) - used) / requests * 1e6
                         took += (time.perf_counter() - started) if opened else 0.0
                         seen, moved = seen + views.value - before[0], moved + size.value - before[1]
@@ -173,7 +174,7 @@ def main() -> None:
         f"{row['views_a_second']:.1f} views/s of {row['bytes_a_view']:,} bytes"
         for row in rows
     ]
-    cost = conductor_cost()
+    cost = conductor_cost(args.passes)
     lines.append(
         f"a conductor, CPU: {cost['event_us']:.1f} us an event alone, {cost['event_us_closed']:.1f} with the page "
         f"closed, {cost['event_us_open']:.1f} open; {cost['answer_ms']:.1f} ms an answer, of which there are 2 a second"

@@ -18,7 +18,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from clusters import finish, parser, spread
+from clusters import finish, parsed, parser, spread
 
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import load_model
@@ -81,7 +81,8 @@ def measured(engine: Engine, chunk: int, decodes: int, context: int, rounds: int
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=9)
-    args = options.parse_args()
+    options.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
+    args = parsed(options, rounds=1, shapes=1)
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -89,7 +90,7 @@ def main() -> None:
         engine = Engine(model, num_blocks=140, block_tokens=BLOCK_TOKENS, exact=False)
         engine.cache.k.normal_()  # KV that was never written reads falsely fast
         engine.cache.v.normal_()
-        for chunk, decodes, context in SHAPES:
+        for chunk, decodes, context in SHAPES[: args.shapes]:
             row = {"dtype": str(dtype).removeprefix("torch.")}
             rows.append(row | measured(engine, chunk, decodes, context, args.rounds))
     lines = [

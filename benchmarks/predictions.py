@@ -3,7 +3,11 @@ it accepted, against what their client saw.
 
 One cluster for each kind of numerics. At first a closed loop says what it can do; in each round Poisson arrivals come
 at shares of that: light, full, double load. The TTFT objective is so many times the mean time between two that the
-closed loop finished: so overload is as deep on a slow machine as on a fast one. Predictions are those of the log,
+closed loop finished: so overload is as deep on a slow machine as on a fast one.
+
+Double load is twice what the prefill workers can compute, where that is more than the closed loop finished: decoding
+may be what held it up, and then no queue forms before the first token. It comes for so long that the queue would grow
+to several times the objective. It is an error when nothing was refused then. Predictions are those of the log,
 decided again by a replay; what was seen is the client's: from sending a request to its first token, and between tokens
 (mean of the longest tenth, as SLOs are judged, and mean of all).
 
@@ -22,11 +26,12 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import uvloop
-from clusters import bus_config, cluster, finish, parser, spread
+from clusters import bus_config, cluster, finish, parsed, parser, spread
 from simulation_live import read_log
 
 from halfmoon.bus.config import BusConfig
@@ -54,6 +59,8 @@ from halfmoon.schemas.slo import tbt_ns
 
 #: In flight at once where the capacity is measured: enough that prompts always wait.
 CLOSED_LOOP = 12
+#: Where more comes than can be computed, it comes until the queue would take so many times the objective.
+OVERLOAD_OBJECTIVES = 3
 #: There nothing is to be refused.
 UNREFUSED_MS = 3_600_000.0
 #: The longest tenth of the intervals of longer answers is more than their first, which waits for a step under way.
@@ -79,6 +86,26 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """What a closed loop says that the cluster can do, requests/s: `finished` by all of it, `prefilled` by its prefill
+    workers if they never waited.
+    """
+
+    finished: float
+    prefilled: float
+
+    def rate(self, load: float) -> float:
+        """Requests/s of a load, which is a share."""
+        return load * (max(self.finished, self.prefilled) if load > 1 else self.finished)
+
+    def seconds(self, load: float, ttft_slo_ms: float, least: float) -> float:
+        """How long a load comes, `least` at least: each second of a load above 1 adds `load - 1` seconds of queue."""
+        if load <= 1:
+            return least
+        return max(least, OVERLOAD_OBJECTIVES * ttft_slo_ms / 1000 / (load - 1))
+
+
 class Run:
     """One load: the records of the client, and how many requests a second arrived."""
 
@@ -87,9 +114,9 @@ class Run:
 
 
 class Round:
-    """Requests a second that a closed loop finished, each load at its share of that, and its TTFT objective."""
+    """What a closed loop said, each load at its share of that, and its TTFT objective."""
 
-    def __init__(self, capacity: float, ttft_slo_ms: float, runs: list[Run]) -> None:
+    def __init__(self, capacity: Capacity, ttft_slo_ms: float, runs: list[Run]) -> None:
         self.capacity, self.ttft_slo_ms, self.runs = capacity, ttft_slo_ms, runs
         self.load_average = [round(load, 2) for load in os.getloadavg()]
 
@@ -102,8 +129,23 @@ async def set_ttft_slo(config: BusConfig, ttft_slo_ms: float) -> None:
     await bus.close()
 
 
-async def drive(config: BusConfig, args: argparse.Namespace, seed: int, capacity: float) -> Round:
-    """See Round; a `capacity` of 0 is measured first."""
+async def capacity_of(config: BusConfig, args: argparse.Namespace, closed: Sequence[Record]) -> Capacity:
+    """`closed`: records of the closed loop, the first requests of this cluster."""
+    assert all(record.outcome == "finished" for record in closed), [record.reason for record in closed]
+    ends_ns = sorted(record.ended_ns for record in closed)
+    prefills_ns = [
+        stamped.event.compute_ns
+        for stamped in await read_log(config)
+        if isinstance(stamped.event, PrefillFinished)
+    ]
+    return Capacity(
+        finished=(len(ends_ns) - 1) * 1e9 / (ends_ns[-1] - ends_ns[0]),
+        prefilled=(args.prefill + args.mixed) * 1e9 / statistics.mean(prefills_ns),
+    )
+
+
+async def drive(config: BusConfig, args: argparse.Namespace, seed: int, capacity: Capacity | None) -> Round:
+    """See Round; the capacity is measured first where there is none."""
     target = NatsTarget(config)
     try:
         model = await target.open()
@@ -121,21 +163,17 @@ async def drive(config: BusConfig, args: argparse.Namespace, seed: int, capacity
             await driver.run()
             return driver.counted
 
-        if not capacity:
+        if capacity is None:
             await set_ttft_slo(config, UNREFUSED_MS)
             limits = Limits(concurrency=CLOSED_LOOP, requests=args.capacity_requests, warmup=CLOSED_LOOP)
-            closed = await send(0.0, 0, limits)
-            assert all(record.outcome == "finished" for record in closed), [
-                record.reason for record in closed
-            ]
-            ends_ns = sorted(record.ended_ns for record in closed)
-            capacity = (len(ends_ns) - 1) * 1e9 / (ends_ns[-1] - ends_ns[0])
-        ttft_slo_ms = 1000 * args.ttft_slo_services / capacity
+            capacity = await capacity_of(config, args, await send(0.0, 0, limits))
+        ttft_slo_ms = 1000 * args.ttft_slo_services / capacity.finished
         await set_ttft_slo(config, ttft_slo_ms)
         runs = []
         for number, load in enumerate(args.loads, 1):
-            rate = load * capacity
-            runs.append(Run(load, rate, await send(rate, number, Limits(duration_s=args.seconds))))
+            rate = capacity.rate(load)
+            limits = Limits(duration_s=capacity.seconds(load, ttft_slo_ms, args.seconds))
+            runs.append(Run(load, rate, await send(rate, number, limits)))
         await asyncio.sleep(1.0)  # the last events
         return Round(capacity, ttft_slo_ms, runs)
     finally:
@@ -238,6 +276,8 @@ def figures(
     return {
         "requests": len(records),
         "accepted": len(found),
+        "rejected": sum(record.outcome == "rejected" for record in records),
+        "predicted_queue_ms_max": max((one["predicted_queue"] for one in found), default=0.0),
         "outcomes": dict(sorted(outcomes.items())),
         "ttft": off([(one["predicted_ttft"], one["ttft"]) for one in found]),
         "tbt": off([(one["predicted_tbt"], one["tbt"]) for one in found if one["tokens"] > 1]),
@@ -283,7 +323,7 @@ def measure(numerics: str, args: argparse.Namespace) -> dict[str, Any]:
         config = bus_config(addresses)
         measured: list[Round] = []
         for number in range(args.rounds):
-            capacity = measured[0].capacity if measured else 0.0
+            capacity = measured[0].capacity if measured else None
             measured.append(runner.run(drive(config, args, args.seed + number, capacity)))
         log = runner.run(read_log(config))
     logged, without = Logged(log), Logged(uncorrected(log))
@@ -301,7 +341,8 @@ def measure(numerics: str, args: argparse.Namespace) -> dict[str, Any]:
             raw.append([" ".join(map(str, row)) for row in rows])
         rounds.append(
             {
-                "capacity": round(one.capacity, 3),
+                "capacity": round(one.capacity.finished, 3),
+                "prefill_capacity": round(one.capacity.prefilled, 3),
                 "ttft_slo_ms": round(one.ttft_slo_ms),
                 "load_average": one.load_average,
                 "loads": loads,
@@ -315,9 +356,23 @@ def measure(numerics: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def require_refusals(numerics: str, result: dict[str, Any]) -> None:
+    """Raises SystemExit where nothing was refused although more came than could be computed."""
+    for load, one in result["together"].items():
+        if float(load) > 1 and not one["rejected"]:
+            slo_ms = result["rounds"][0]["ttft_slo_ms"]
+            raise SystemExit(
+                f"predictions: {numerics}: nothing was refused at load {load}: {one['requests']} requests came, the"
+                f" longest predicted queue was {one['predicted_queue_ms_max']:.0f} ms of an objective of {slo_ms} ms"
+            )
+
+
 def lines_of(numerics: str, result: dict[str, Any]) -> list[str]:
     """For a person."""
-    lines = [f"{numerics}: capacity {result['rounds'][0]['capacity']} requests/s"]
+    first = result["rounds"][0]
+    lines = [
+        f"{numerics}: capacity {first['capacity']} requests/s, of its prefill workers {first['prefill_capacity']}"
+    ]
     for load, one in result["together"].items():
         lines.append(f"  load {load}: {one['accepted']} of {one['requests']} accepted, {one['outcomes']}")
         for name in ("ttft", "tbt", "tbt_long", "tbt_mean"):
@@ -357,11 +412,22 @@ def main() -> None:
     options.add_argument("--ttft-slo-services", type=float, default=5.0, help="in mean times of a request")
     options.add_argument("--tbt-slo-ms", type=int, default=1000)
     options.add_argument("--seed", type=int, default=1)
-    args = options.parse_args()
-    settings = {name: value for name, value in vars(args).items() if name not in ("json", "save")}
+    args = parsed(
+        options,
+        rounds=1,
+        seconds=3.0,
+        loads=[1.0, 2.0],
+        numerics=["fast"],
+        prompt_tokens="64-256",
+        output_tokens="2-16",
+        capacity_requests=6,
+        ttft_slo_services=4.0,
+    )
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "save", "brief")}
     kinds, lines = {}, []
     for numerics in args.numerics:
         kinds[numerics] = measure(numerics, args)
+        require_refusals(numerics, kinds[numerics])
         lines += lines_of(numerics, kinds[numerics])
     finish(args, {"settings": settings, "columns": COLUMNS, **kinds}, lines)
 

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from channels import hello
-from clusters import finish, parser, spread
+from clusters import finish, parsed, parser, spread
 
 from halfmoon.store.channels.channel import WorkerChannel
 from halfmoon.store.channels.header import Op
@@ -86,7 +86,7 @@ def push_mib_per_s(channel: WorkerChannel, cache: PagedCache, row: int) -> float
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=12)
-    args = options.parse_args()
+    args = parsed(options, rounds=1)
     torch.set_num_threads(1)
     words, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")

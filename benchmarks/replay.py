@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusters import ROOT, finish, parser
+from clusters import ROOT, finish, parsed, parser
 
 from halfmoon.conductor.core.step_output import explain_all
 from halfmoon.conductor.replay.logfile import FORMAT, Header, Line, LogFile, LogWriter, lines_of_step
@@ -22,20 +22,19 @@ from halfmoon.conductor.replay.page import page
 from halfmoon.conductor.replay.timeline import timeline
 from halfmoon.conductor.replay.verify import Replay, verify
 from halfmoon.conductor.simulation.profiles import load_profile
-from halfmoon.conductor.simulation.trace import faster, read_trace
+from halfmoon.conductor.simulation.trace import Arrival, faster, read_trace
 from halfmoon.conductor.simulation.world import ClusterShape, World
 from halfmoon.schemas.policy import Policy
 
 TRACE = ROOT / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
-ROUNDS = 5
 
 
-def record(path: Path, *, speed: float) -> None:
+def record(path: Path, requests: list[Arrival], *, speed: float) -> None:
     policy = Policy(ttft_slo_ns=30_000_000_000, tbt_slo_ns=100_000_000)
     world = World(ClusterShape(prefill=8, decode=8), policy, load_profile("a800"))
     lines: list[Line] = []
     world.after_step = lambda stamped, decisions: lines.extend(lines_of_step(stamped, decisions))
-    world.run(faster(read_trace(TRACE), speed), sample_ns=10_000_000_000)
+    world.run(faster(requests, speed), sample_ns=10_000_000_000)
     header = Header(
         format=FORMAT, saved_by="simulation", cluster="simulated", first_seq=1, last_seq=world.events
     )
@@ -44,8 +43,9 @@ def record(path: Path, *, speed: float) -> None:
             out.write(line)
 
 
-def browser(path: Path) -> dict[str, Any]:
-    """What a headless Chromium takes: until everything is drawn, and for a redraw at several zooms."""
+def browser(path: Path, picked: int) -> dict[str, Any]:
+    """What a headless Chromium takes: until everything is drawn, for a redraw at several
+    zooms, and for the story of request `picked`."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -72,8 +72,8 @@ def browser(path: Path) -> dict[str, Any]:
             for zoom in (1, 4, 16, 64, 256)
         }
         started_s = time.monotonic()
-        tab.evaluate("pick(5000)")
-        tab.wait_for_function("window.told === 5000")
+        tab.evaluate(f"pick({picked})")
+        tab.wait_for_function(f"window.told === {picked}")
         story_s = time.monotonic() - started_s
         chromium.close()
     assert asked == [path.as_uri()], asked
@@ -81,13 +81,17 @@ def browser(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = parser(__doc__ or "").parse_args()
+    options = parser(__doc__ or "")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--requests", type=int, default=None, help="only the first so many of the trace")
+    args = parsed(options, rounds=1, requests=1_000)
+    requests = read_trace(TRACE)[: args.requests]
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "log.jsonl.zst"
-        record(path, speed=1.5)
+        record(path, requests, speed=1.5)
         log = LogFile(path)
         runs, cpu_s = [], []
-        for _ in range(ROUNDS):
+        for _ in range(args.rounds):
             before_s = time.process_time()
             runs.append(verify(log))
             cpu_s.append(time.process_time() - before_s)
@@ -105,17 +109,17 @@ def main() -> None:
             "events_per_cpu_s_median": int(runs[0].events / statistics.median(cpu_s)),
             "file_bytes": path.stat().st_size,
             "page": {
-                "requests": 12_031,
+                "requests": len(requests),
                 "bytes": len(text.encode()),
                 "made_in_s": round(page_s, 2),
-                **browser(html),
+                **browser(html, len(requests) // 2),
             },
         }
     shown = result["page"]
     lines = [
         f"{result['events']:,} events, {result['decisions']:,} decisions, identical; "
         f"{result['events_per_s_median']:,} events/s, "
-        f"{result['events_per_cpu_s_median']:,} a second of CPU (medians of {ROUNDS})",
+        f"{result['events_per_cpu_s_median']:,} a second of CPU (medians of {args.rounds})",
         f"page: {shown['bytes']:,} bytes, made in {shown['made_in_s']} s",
         f"browser: loaded in {shown.get('load_s', '(not measured)')} s; redraws in ms: {shown.get('redraw_ms', '-')}",
     ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import uvloop
-from clusters import ROOT, bus_config, cluster, finish, parser
+from clusters import ROOT, bus_config, cluster, finish, parsed, parser
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
@@ -203,7 +203,7 @@ def main() -> None:
     options.add_argument(
         "--every-s", type=float, default=0.0, help="one request in so many seconds, not as in the trace"
     )
-    args = options.parse_args()
+    args = parsed(options, requests=10, speed=1.0)
     trace = [
         one for one in read_trace(ROOT / "benchmarks/traces/conversation_trace.jsonl.zst") if one.block_keys
     ]

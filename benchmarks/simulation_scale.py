@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusters import ROOT, finish, parser
+from clusters import ROOT, finish, parsed, parser
 
 from halfmoon.conductor.simulation.plots import curves
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
@@ -100,7 +100,7 @@ def main() -> None:
     options.add_argument("--requests", default="3000,12000,48000")
     options.add_argument("--requests-each", type=int, default=12000, help="for the growth with workers")
     options.add_argument("--full", action="store_true", help="also a million requests to a thousand workers")
-    args = options.parse_args()
+    args = parsed(options, workers="16", requests="300", requests_each=300)
     by_workers = [measure(int(count), args.requests_each) for count in args.workers.split(",")]
     by_requests = [measure(16, int(count)) for count in args.requests.split(",")]
     full = measure(1000, 1_000_000) if args.full else kept(args.save)

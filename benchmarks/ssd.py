@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from clusters import finish, parser
+from clusters import finish, parsed, parser
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.config import StoreConfig
@@ -76,8 +76,10 @@ def fio(directory: Path, block_bytes: int, threads: int, write: bool) -> float:
     return float(job["write" if write else "read"]["bw_bytes"])
 
 
-async def rounds(directory: Path, block_bytes: int, threads: int, count: int) -> dict[str, list[float]]:
-    """Bytes a second of each round."""
+async def rounds(
+    directory: Path, block_bytes: int, threads: int, count: int, with_fio: bool
+) -> dict[str, list[float]]:
+    """Bytes a second of each round; none of fio without it."""
     name = f"ssd-{uuid.uuid4().hex[:8]}"
     config = StoreConfig(
         cluster=name,
@@ -123,7 +125,8 @@ async def rounds(directory: Path, block_bytes: int, threads: int, count: int) ->
     while await tier._save_some(2 * BLOCKS):
         pass
     found["tier_write"].append(len(tier) * block_bytes / (time.perf_counter() - started))
-    found["fio_write"].append(fio(directory, block_bytes, threads, write=True))
+    if with_fio:
+        found["fio_write"].append(fio(directory, block_bytes, threads, write=True))
     saved = tier.keys()
     records = {key: tier.lend([key])[0] for key in saved}
     order = sorted(saved, key=lambda key: records[key].record)
@@ -140,7 +143,8 @@ async def rounds(directory: Path, block_bytes: int, threads: int, count: int) ->
                         assert block_sum(layer_sums) == records[key].entry.checksum
             took = time.perf_counter() - started
             found["tier_load" if verified else "tier_read"].append(len(order) * block_bytes / took)
-        found["fio_read"].append(await asyncio.to_thread(fio, directory, block_bytes, threads, False))
+        if with_fio:
+            found["fio_read"].append(await asyncio.to_thread(fio, directory, block_bytes, threads, False))
     await asyncio.to_thread(tier._threads.shutdown)
     tier._retire()
     segment.close()
@@ -153,28 +157,33 @@ def main() -> None:
         "--directory", default="", help="on the disk to measure (default: a temporary one)"
     )
     arguments.add_argument("--rounds", type=int, default=7)
-    args = arguments.parse_args()
-    if shutil.which("fio") is None:
+    arguments.add_argument("--kib", type=int, nargs="+", default=[256, 1024, 4096], help="of a block")
+    args = parsed(arguments, rounds=1, kib=[256])
+    with_fio = shutil.which("fio") is not None
+    if not with_fio and not args.brief:
         sys.exit("ssd: fio is not installed: apt-get install fio")
     rows: list[dict[str, Any]] = []
-    lines = [
+    lines = [] if with_fio else ["fio: not measured: it is not installed"]
+    lines += [
         f"{'block':>8} {'threads':>7} {'fio':>8} {'tier':>8} {'of fio':>7} {'verified':>9}   MiB/s, direct, medians"
     ]
-    for block_kib, threads in ((256, 4), (1024, 4), (4096, 4)):
+    threads = 4
+    for block_kib in args.kib:
         with tempfile.TemporaryDirectory(dir=args.directory or None) as directory:
-            found = asyncio.run(rounds(Path(directory), block_kib * 1024, threads, args.rounds))
-        median = {name: statistics.median(values) / MIB for name, values in found.items()}
+            found = asyncio.run(rounds(Path(directory), block_kib * 1024, threads, args.rounds, with_fio))
+        median = {name: statistics.median(values) / MIB for name, values in found.items() if values}
         row = {
             "block_kib": block_kib,
             "threads": threads,
             **{f"{k}_mib_s": round(v) for k, v in median.items()},
         }
-        row["read_of_fio"] = round(median["tier_read"] / median["fio_read"], 3)
-        row["load_of_fio"] = round(median["tier_load"] / median["fio_read"], 3)
+        if with_fio:
+            row["read_of_fio"] = round(median["tier_read"] / median["fio_read"], 3)
+            row["load_of_fio"] = round(median["tier_load"] / median["fio_read"], 3)
         rows.append(row)
         lines.append(
-            f"{block_kib:>4} KiB {threads:>7} {median['fio_read']:>8.0f} {median['tier_read']:>8.0f} "
-            f"{row['read_of_fio']:>7.2f} {median['tier_load']:>9.0f}"
+            f"{block_kib:>4} KiB {threads:>7} {row.get('fio_read_mib_s', '-'):>8} {row['tier_read_mib_s']:>8} "
+            f"{row.get('read_of_fio', '-'):>7} {row['tier_load_mib_s']:>9}"
         )
     finish(args, {"rows": rows}, lines)
 

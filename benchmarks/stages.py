@@ -17,7 +17,7 @@ import urllib.request
 from typing import Any
 
 import msgspec
-from clusters import bus_config, cluster, finish, parser, spread
+from clusters import bus_config, cluster, finish, parsed, parser, spread
 from simulation_live import read_log
 
 from halfmoon.bus.connection import Bus
@@ -72,7 +72,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--tokens", type=int, default=2_560)
-    args = options.parse_args()
+    args = parsed(options, rounds=1)
     with cluster(*FLAGS) as addresses:
         alone, pairs = asyncio.run(measured(addresses, args.rounds, args.tokens))
     if not alone or not pairs:

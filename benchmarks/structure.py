@@ -156,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--against", metavar="DIR", type=Path, help="another checkout, shown first")
+    parser.add_argument("--brief", action="store_true", help="changes nothing: it is brief")
     parser.add_argument("--detail", action="store_true", help="also list circles and shared class names")
     args = parser.parse_args(argv)
     columns = {"before": figures(args.against)} if args.against else {}

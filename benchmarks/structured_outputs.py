@@ -16,7 +16,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from clusters import finish, parser, spread
+from clusters import finish, parsed, parser, spread
 from llguidance import LLTokenizer
 
 from halfmoon.schemas.api.structures import Structure
@@ -135,7 +135,8 @@ def measured(engine: Engine, tokenizer: Tokenizer, name: str, rows: int, rounds:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=100)
-    args = options.parse_args()
+    options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16], help="sequences")
+    args = parsed(options, rounds=1, batches=[2])
     torch.set_num_threads(1)
     tokenizer = Tokenizer.load(MODEL)
     model = load_model(MODEL, dtype=torch.float32)
@@ -146,7 +147,7 @@ def main() -> None:
 
     engine = Engine(model, num_blocks=64, block_tokens=BLOCK_TOKENS, exact=True, masks=GrammarMasks(load))
     rows = [
-        measured(engine, tokenizer, name, batch, args.rounds) for batch in (1, 8, 16) for name in STRUCTURES
+        measured(engine, tokenizer, name, batch, args.rounds) for batch in args.batches for name in STRUCTURES
     ]
     lines = [
         f"{row['structure']:>12}, batch {row['rows']:2}: step {row['ms']['step']:.1f} ms, masks and draws {row['ms']}, "

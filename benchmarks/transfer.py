@@ -4,12 +4,14 @@ bare pyzmq with and without CURVE, and Mooncake's store over TCP.
 `python benchmarks/transfer.py [--json] [--rounds N] [--mooncake PYTHON]`. 64 MiB of block-layers (256 KiB each) between
 two processes, then single 4 KiB layers, for the latency. Every contender moves once a round, in turn, and
 ratios are medians of the rounds' ratios, so that what else the machine does hits all of them alike. A get of
-ours is a leased, authenticated, verified read; `client_get` copies nothing, it leases blocks where another
-process put them. CPU seconds are of both ends (of Mooncake without its master).
+ours is a leased read, over TCP authenticated and verified; a write of ours goes into slots that its order has
+reserved; `client_get` copies nothing, it leases blocks where another process put them. CPU seconds are of both
+ends (of Mooncake without its master).
 
 Mooncake's store takes part when PYTHON (or $MOONCAKE_PYTHON, or the interpreter of this program) has its
 wheel:
-`python -m venv V && V/bin/pip install mooncake-transfer-engine-non-cuda`, then `--mooncake V/bin/python`.
+`python -m venv V && V/bin/pip install mooncake-transfer-engine-non-cuda`, then `--mooncake V/bin/python`. Else its rows
+are left out, and named with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import contextlib
 import statistics
 from typing import Any
 
-from clusters import finish, parser
+from clusters import finish, parsed, parser
 from transfer_ends import (
     MIB,
     TOTAL,
@@ -96,16 +98,27 @@ def lines_of(found: dict[str, Samples]) -> list[dict[str, Any]]:
     return judged
 
 
+def skipped_lines(skipped: dict[str, str]) -> list[str]:
+    """What was not measured, by name, and why; `skipped` has the reasons of contenders."""
+    lines = [f"{name:22}not measured: {reason}" for name, reason in skipped.items()]
+    return lines + [
+        f"{f'{figure} of {mine} / {theirs}':46}not judged: {theirs} was not measured"
+        for mine, theirs, figure, _, _ in LINES
+        if theirs in skipped
+    ]
+
+
 def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=20, help="of 64 MiB each")
     options.add_argument(
         "--mooncake", metavar="PYTHON", default="", help="an interpreter that has Mooncake's wheel"
     )
-    args = options.parse_args()
+    args = parsed(options, rounds=2)
     found: dict[str, Samples] = {}
     sizes: dict[str, int] = {}
-    interpreter = python_with_mooncake(args.mooncake)
+    interpreter, reason = python_with_mooncake(args.mooncake)
+    skipped = dict.fromkeys((MooncakeGet.BIG, MooncakeGet.SMALL), reason) if reason else {}
     with contextlib.ExitStack() as stack:
         mooncake = Mooncake(interpreter) if interpreter else None
         if mooncake is not None:
@@ -132,9 +145,8 @@ def main() -> int:
         verdict = "holds" if line["holds"] else "MISSED"
         against = f"{line['figure']} of {line['of']} / {line['against']}"
         lines.append(f"{against:46}{line['ratio']:>8}   must be {line['must']}   {verdict}")
-    if not interpreter:
-        lines.append("Mooncake's store did not take part: no interpreter with its wheel (--mooncake PYTHON)")
-    finish(args, {**rows, "lines": judged, "mooncake": bool(interpreter)}, lines)
+    lines += skipped_lines(skipped)
+    finish(args, {**rows, "lines": judged, "skipped": skipped}, lines)
     return 0
 
 

@@ -29,9 +29,10 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.schemas.store import Hello
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.pool.checksums import slots_sums
+from halfmoon.store.pool.fence import SegmentFence
 from halfmoon.store.pool.guard import PoolGuard
 from halfmoon.store.pool.pool import Pool
-from halfmoon.store.pool.segment import Geometry, Segment, host_id, segment_name
+from halfmoon.store.pool.segment import Geometry, PoolView, Segment, host_id, segment_name
 from halfmoon.store.pool.slots import Owner
 from halfmoon.store.transports.base import Call, Peer, Slice, Transport
 from halfmoon.store.transports.shm import ShmTransport
@@ -41,6 +42,8 @@ MIB = 1024 * 1024
 TOTAL = 64 * MIB
 FRAME = MIB
 ENCRYPTION = {"shm": "never", "tcp": "never", "curve": "always"}
+#: Whose order leases the blocks that are read, and whose order has reserved the slots that are written.
+READER, WRITER = Owner("o", "bench"), Owner("w", "bench")
 
 
 class Contender(Protocol):
@@ -94,10 +97,11 @@ class Memcpy:
 class OtherProcess:
     """A child that serves, and says its CPU seconds when asked."""
 
-    def __init__(self, kind: str, small: bool = False) -> None:
+    def __init__(self, kind: str, *, small: bool = False, reserves: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=their_side, args=(kind, small, theirs), daemon=True)
+        arguments = (kind, small, reserves, theirs)
+        self._process = context.Process(target=their_side, args=arguments, daemon=True)
         self._process.start()
 
     def cpu_s(self) -> float:
@@ -154,9 +158,11 @@ class Ours:
 
     def __init__(self, kind: str, *, small: bool = False, writing: bool = False) -> None:
         self.name = f"{kind}_{'write' if writing else 'get'}{'_4kib' if small else ''}"
-        self._other = OtherProcess(kind, small)
+        self._other = OtherProcess(kind, small=small, reserves=writing)
         hello: Hello = self._other.pipe.recv()
         self._end = End(kind, "mine", small)
+        if writing:
+            self._end.view.blocks[:] = noise(self._end.view.blocks.shape)
         if self._end.tcp is not None:
             self._end.tcp.admit(hello)
         self._other.pipe.send(self._end.hello)
@@ -170,21 +176,30 @@ class Ours:
         self._items = [Slice(slot, slot, layer, 1) for layer in range(layers) for slot in slots]
         self.size = len(self._items) * geometry.layer_block_bytes
         self._move = self._end.transport.write if writing else self._end.transport.read
-        self._order = ("w", "bench") if writing else ("o", "bench")
+        self._order = WRITER if writing else READER
         self._runner = asyncio.Runner(loop_factory=_loop)
-        self._checked = writing or small
+        self._writing = writing
+        self._checked = small
 
     def go(self) -> tuple[float, float]:
         before = self._other.cpu_s()
         seconds = self._runner.run(self._timed())
         cpu = self._other.cpu_s() - before
         if not self._checked:
-            assert (self._end.view.blocks == noise(self._end.view.blocks.shape)).all(), self.name
+            self._require_moved()
             self._checked = True
         return seconds, cpu
 
+    def _require_moved(self) -> None:
+        peer = self._peer
+        view = PoolView.attach(peer.segment, peer.geometry) if self._writing else self._end.view
+        assert (view.blocks == noise(view.blocks.shape)).all(), self.name
+        if self._writing:
+            view.close()
+
     async def _timed(self) -> float:
-        call = Call(*self._order, time.monotonic_ns() + 10**11)
+        order = self._order
+        call = Call(order.order_id, order.party, time.monotonic_ns() + 10**11)
         started = time.perf_counter()
         await self._move(self._peer, self._items, call)
         return time.perf_counter() - started
@@ -249,8 +264,10 @@ class Mooncake:
 class MooncakeGet:
     """One of its values."""
 
+    BIG, SMALL = "mooncake_get", "mooncake_get_4kib"
+
     def __init__(self, store: Mooncake, name: str, size: int) -> None:
-        self.name = "mooncake_get" if name == "big" else "mooncake_get_4kib"
+        self.name = self.BIG if name == "big" else self.SMALL
         self.size = size
         self._store, self._key = store, name
 
@@ -312,6 +329,7 @@ class End:
         self.view = self.segment.view
         self.view.touch()
         self.guard = PoolGuard(Pool(slots), ttl_ns=10**12, grace_ns=0, announce=lambda changes: None)
+        self.guard.fence_by(SegmentFence(self.view))
         self.tcp: TcpTransport | None = None
         self.transport: Transport = ShmTransport(self.view, ThreadPoolExecutor(2), host=host_id())
         if kind != "shm":
@@ -335,21 +353,29 @@ class End:
             public_key=self.tcp.public_key if self.tcp else "",
         )
 
-    def fill(self) -> None:
-        """Committed blocks in every slot, leased under order "o"."""
-        self.view.blocks[:] = noise(self.view.blocks.shape)
+    def reserve(self, owner: Owner) -> None:
+        """Every slot for blocks that the owner writes."""
         count = len(self.view.blocks)
         keys = [i.to_bytes(16, "little") for i in range(count)]
-        hold = self.guard.open_put(Owner("o", "x"), keys, count, writer="x")
+        self.guard.open_put(owner, keys, count, writer=owner.party)
+
+    def fill(self, owner: Owner) -> None:
+        """Committed blocks in every slot, leased by the owner."""
+        self.reserve(owner)
+        self.view.blocks[:] = noise(self.view.blocks.shape)
+        count = len(self.view.blocks)
         self.view.sums[:] = slots_sums(self.view, range(count))
-        self.guard.commit(Owner("o", "x"), dict.fromkeys(range(len(hold.slots)), 0))
+        self.guard.commit(owner, dict.fromkeys(range(count), 0))
 
 
-def their_side(kind: str, small: bool, pipe: Connection) -> None:
+def their_side(kind: str, small: bool, reserves: bool, pipe: Connection) -> None:
     """The other process: serves until it is told to end."""
     if kind in ENCRYPTION:
         end = End(kind, "theirs", small)
-        end.fill()
+        if reserves:
+            end.reserve(WRITER)
+        else:
+            end.fill(READER)
         pipe.send(end.hello)
         mine: Hello = pipe.recv()
         if end.tcp is not None:
@@ -405,15 +431,19 @@ def _serve_zmq(kind: str, pipe: Connection, poller: zmq.Poller) -> Any:
     return answer
 
 
-def python_with_mooncake(named: str) -> str:
-    """An interpreter that can import the wheel, "" when there is none."""
+def python_with_mooncake(named: str) -> tuple[str, str]:
+    """An interpreter that can import the wheel; "" and the reason when there is none."""
     candidates = [named] if named else [os.environ.get("MOONCAKE_PYTHON", ""), sys.executable]
-    for candidate in candidates:
-        if (
-            candidate
-            and not subprocess.run(
-                [candidate, "-c", "import mooncake.store"], capture_output=True, check=False
-            ).returncode
-        ):
-            return candidate
-    return ""
+    reasons = []
+    for candidate in filter(None, candidates):
+        try:
+            tried = subprocess.run(
+                [candidate, "-c", "import mooncake.store"], capture_output=True, text=True, check=False
+            )
+        except OSError as problem:
+            reasons.append(f"{candidate}: {problem.strerror}")
+            continue
+        if not tried.returncode:
+            return candidate, ""
+        reasons.append(f"{candidate}: {(tried.stderr.splitlines() or ['no reason given'])[-1]}")
+    return "", "; ".join(reasons)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusters import ROOT, finish, parser
+from clusters import ROOT, finish, parsed, parser
 
 Read = Callable[[Mapping[str, Any]], float]
 
@@ -80,11 +80,12 @@ PROGRAMS: dict[str, tuple[list[str], list[Figure]]] = {
 }
 
 
-def measure(root: Path, program: str) -> dict[str, Any]:
+def measure(root: Path, program: str, *, brief: bool) -> dict[str, Any]:
     """What the program of the checkout at `root` prints as JSON."""
     python = root / ".venv" / "bin" / "python"
     interpreter = str(python) if python.exists() else sys.executable
-    command = [interpreter, str(root / "benchmarks" / f"{program}.py"), "--json", *PROGRAMS[program][0]]
+    command = [interpreter, str(root / "benchmarks" / f"{program}.py"), "--json"]
+    command += ["--brief"] if brief else PROGRAMS[program][0]
     ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stderr[-2000:]}")
@@ -92,12 +93,12 @@ def measure(root: Path, program: str) -> dict[str, Any]:
     return printed
 
 
-def turns(against: Path, program: str, rounds: int) -> list[dict[str, Any]]:
+def turns(against: Path, program: str, rounds: int, *, brief: bool) -> list[dict[str, Any]]:
     """A row for each figure of `program`: medians there and here, and the ratios of the rounds."""
     there, here = [], []
     for _ in range(rounds):
-        there.append(measure(against, program))
-        here.append(measure(ROOT, program))
+        there.append(measure(against, program, brief=brief))
+        here.append(measure(ROOT, program, brief=brief))
     rows = []
     for figure in PROGRAMS[program][1]:
         old, new = [figure.read(one) for one in there], [figure.read(one) for one in here]
@@ -118,15 +119,17 @@ def turns(against: Path, program: str, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print a table, and save it when asked."""
     made: argparse.ArgumentParser = parser(__doc__ or "")
-    made.add_argument("--against", metavar="DIR", type=Path, required=True, help="the other checkout")
+    made.add_argument("--against", metavar="DIR", type=Path, help="the other checkout")
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--only", nargs="*", choices=list(PROGRAMS), default=list(PROGRAMS))
-    args = made.parse_args()
+    args = parsed(made, against=ROOT, rounds=1)
+    if args.against is None:
+        made.error("--against DIR is needed")
     against = args.against.resolve()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=against, capture_output=True, text=True, check=True
     ).stdout.strip()
-    rows = [row for program in args.only for row in turns(against, program, args.rounds)]
+    rows = [row for program in args.only for row in turns(against, program, args.rounds, brief=args.brief)]
     lines = [f"{'':46}{commit:>12}{'here':>12}   ratio (min to max of {args.rounds} rounds)"]
     lines += [
         f"{row['figure']:46}{row['there']:>12}{row['here']:>12}   "
