@@ -342,7 +342,10 @@ def test_the_edge_says_what_it_is(run: Any) -> None:
         ("/v1/responses", {"input": "Hi " * 3000}, "input"),
         (
             "/v1/responses",
-            {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#"}}}},
+            {
+                "input": "Hi",
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#"}}},
+            },
             "text.format",
         ),
         (

@@ -252,7 +252,7 @@ OF_ANSWERS = [
         "absent, as they were sent",
         "transformers renders what was sent",
         "tools of no parameters",
-        r"= \.body\.usage\.(prompt|total)_tokens",
+        r"= \.body\.(usage\.(prompt|total)_tokens|choices\[\]\.message\.content)",
     ),
     Difference(
         "an earlier call whose arguments are no JSON object",
