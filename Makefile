@@ -13,6 +13,8 @@
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
+#   make bench-vllm-router  environment, then what is found in the cache behind vllm-router, by KV events and in turn, into
+#                           results/ (HALFMOON_VLLM_ROUTER names its program)
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make chaos [SEEDS=n] [SEED=n] [ARGS=...]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed;
 #                           ARGS="--out FILE" keeps what was played, and the next run goes on from there
@@ -46,7 +48,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench bench-vllm-router experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -100,6 +102,9 @@ lint: $(DEV_STAMP)
 bench: $(RUN_STAMP)
 	@for program in attention_offloading canonical_split channels conductor_deaths conductors control_plane eviction kv_reuse numerics outgrown_cache piggyback predictions remote_attention replay page simulation_live simulation_scale ssd structured_outputs transfer; do \
 	  echo "== $$program"; $(BIN)/python benchmarks/$$program.py --save $$program || exit 1; done
+
+bench-vllm-router: $(RUN_STAMP)
+	$(BIN)/python benchmarks/vllm_router.py --save vllm_router $(ARGS)
 
 test-rdma: $(DEV_STAMP)
 	@status=0; OUT=$(CURDIR)/build/rdma tests/rdma/guest.sh bash tests/rdma/all.sh $(BIN)/python || status=$$?; \
