@@ -14,6 +14,8 @@
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make bench-check        environment, then each of them in its short form: does it run, and pass its own checks? Measures nothing
+#   make bench-vllm-router  environment, then what is found in the cache behind vllm-router, by KV events and in turn, into
+#                           results/ (HALFMOON_VLLM_ROUTER names its program)
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make chaos [SEEDS=n] [SEED=n] [ARGS=...]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed;
 #                           ARGS="--out FILE" keeps what was played, and the next run goes on from there
@@ -47,7 +49,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench bench-check experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench bench-check bench-vllm-router experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -107,6 +109,9 @@ bench: $(RUN_STAMP)
 
 bench-check: $(RUN_STAMP)
 	@.ci/bench-check $(BENCH) $(COMPARISONS)
+
+bench-vllm-router: $(RUN_STAMP)
+	$(BIN)/python benchmarks/vllm_router.py --save vllm_router $(ARGS)
 
 test-rdma: $(DEV_STAMP)
 	@status=0; OUT=$(CURDIR)/build/rdma tests/rdma/guest.sh bash tests/rdma/all.sh $(BIN)/python || status=$$?; \

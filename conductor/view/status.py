@@ -75,7 +75,7 @@ def ssd_counts(state: State) -> dict[str, int]:
 
 
 def without_attention(state: State) -> dict[str, str]:
-    """Of each decode worker: why attention workers can hold no KV for it; "": they can, or it keeps its own."""
+    """Why attention workers can hold no KV for a decode worker, by its id; "": they can, or it keeps its own."""
     decodes = [worker for worker in state.workers.values() if worker.role == "decode"]
     return {worker.worker_id: nowhere_to_hold(state, worker) for worker in decodes}
 

@@ -14,7 +14,11 @@ WEATHER: dict[str, Any] = {
 STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
 CLOCK = {
     "type": "function",
-    "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "get_time",
+        "description": "The time.",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 TOOLS = [WEATHER, CLOCK]
 ASK = [{"role": "user", "content": "How is the weather in Rome?"}]
