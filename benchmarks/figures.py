@@ -191,7 +191,7 @@ ROWS = (
         "experiments/reuse.json",
         _tokens_reused,
     ),
-    Row("chaos: whole clusters of make-believe with faults", "chaos_10k.json", _worlds),
+    Row("chaos: whole clusters of make-believe with faults", "chaos.json", _worlds),
     Row("fuzz: inputs drawn against all that reads what others write", "fuzz.json", _fuzz),
 )
 
@@ -244,8 +244,7 @@ def listing() -> str:
         "the processor, the load average, and the modules, with digests of their code. Where one of these",
         "changed since, the result is **older**: it is true of the commit that it names.",
         "`python benchmarks/NAME.py --save NAME` measures NAME.json anew; `experiments/` is by",
-        "`make experiments`, `chaos.json`, `chaos_live.json`, `exhaustion.json` and `fuzz.json` are by the",
-        "targets of these names, `rdma.json` is by `make test-rdma`.",
+        "`make experiments`, `chaos.json` by `make chaos`, `fuzz.json` by `make fuzz`, `rdma.json` by `make test-rdma`.",
         "",
         "| result | day | commit | processor | load | older: changed since |",
         "| --- | --- | --- | --- | --- | --- |",
