@@ -255,10 +255,16 @@ def listing() -> str:
         since = older(name)
         shown = ", ".join(since[:4]) + (f" and {len(since) - 4} more" if len(since) > 4 else "")
         lines.append(
-            f"| [{name}]({name}) | {record['date'][:10]} | {record['commit']} | {record['cores']} × {record['cpu']} "
-            f"| {record['load_average'][0]:.1f} | {shown or '–'} |"
+            f"| [{name}]({name}) | {record['date'][:10]} | {record['commit']} | {_machine(name, record)} | {shown or '–'} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _machine(name: str, record: Result) -> str:
+    """Processor and load."""
+    if name.startswith("experiments/"):
+        return "any: simulated | –"
+    return f"{record['cores']} × {record['cpu']} | {record['load_average'][0]:.1f}"
 
 
 def written() -> dict[Path, str]:
