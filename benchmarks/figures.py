@@ -254,9 +254,8 @@ def listing() -> str:
         record = record_of(name)
         since = older(name)
         shown = ", ".join(since[:4]) + (f" and {len(since) - 4} more" if len(since) > 4 else "")
-        lines.append(
-            f"| [{name}]({name}) | {record['date'][:10]} | {record['commit']} | {_machine(name, record)} | {shown or '–'} |"
-        )
+        on = f"{record['date'][:10]} | {record['commit']} | {_machine(name, record)}"
+        lines.append(f"| [{name}]({name}) | {on} | {shown or '–'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -26,13 +26,13 @@ from halfmoon.schemas.events import Event, RequestArrived
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.sampling import SampledToken
 from halfmoon.schemas.status import ConductorStatus
-from halfmoon.schemas.tokens import Delivery, TokensSampled
+from halfmoon.schemas.tokens import Delivery, TakeReply, TokensGiven, TokensSampled
 from halfmoon.schemas.view import ClusterView
 from halfmoon.workers.frontend import cluster_status
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
 from halfmoon.workers.model.text.tokenizer import Tokenizer
-from tests.frontend.frontend_double import LAYOUT, MODEL, TIMING
+from tests.frontend.frontend_double import LAYOUT, MODEL, TIMING, scored
 from tests.fuzz.frame import Found, Play
 from tests.fuzz.http_player import LAST, PAGE_STREAM, judged
 from tests.fuzz.targets import http, http_bytes
@@ -69,6 +69,7 @@ class ScriptedBus:
         self.max_payload = 8 << 20
         self._heard: dict[str, Callable[[Any], Any]] = {}
         self._orders: asyncio.Queue[Ordered] = asyncio.Queue()
+        self._given: TakeReply | None = None
         self._seq = 0
         self.status = ConductorStatus(
             conductor_id="c1",
@@ -110,6 +111,8 @@ class ScriptedBus:
     def send(self, subject: str, payload: bytes, reply: str = "") -> None:
         if subject == subjects.view(subjects.CONDUCTORS):
             asyncio.get_running_loop().call_soon(self._heard[reply.rpartition(".")[0]], self.view)
+        elif subject == subjects.give("d1", FRONTEND):
+            self._given = decode(payload, TokensGiven).taken
 
     def new_inbox(self) -> str:
         return "_INBOX.x"
@@ -147,6 +150,7 @@ class ScriptedBus:
             self._orders.put_nowait(Ordered(cause_seq=self._seq, position=0, decision=rejected))
         if self.script in ("rejected", "silent"):
             return
+        self._given = None
         self.placed(
             StartPrefill(
                 order_id=order_id, request_id=arrived.request_id, frontend_id=FRONTEND, worker_id="p1",
@@ -164,6 +168,8 @@ class ScriptedBus:
             request_id=arrived.request_id, order_id=order_id, index=first, tokens=tokens, finish_reason=ended,
             timing=None if first else TIMING,
         )  # fmt: skip
+        if self._given is not None and not first:
+            delivery = scored(delivery, self._given)
         worker = "d2" if self.script == "another's" else "d1"
         self._heard[subjects.tokens(FRONTEND, "*").removesuffix(".*")](
             TokensSampled(worker_id=worker, deliveries=[delivery])
