@@ -441,9 +441,9 @@ def python_with_mooncake(named: str) -> tuple[str, str]:
                 [candidate, "-c", "import mooncake.store"], capture_output=True, text=True, check=False
             )
         except OSError as problem:
-            reasons.append(f"{candidate}: {problem.strerror}")
+            reasons.append(f"{Path(candidate).name}: {problem.strerror}")
             continue
         if not tried.returncode:
             return candidate, ""
-        reasons.append(f"{candidate}: {(tried.stderr.splitlines() or ['no reason given'])[-1]}")
+        reasons.append(f"{Path(candidate).name}: {(tried.stderr.splitlines() or ['no reason given'])[-1]}")
     return "", "; ".join(reasons)
