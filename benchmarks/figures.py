@@ -74,14 +74,13 @@ def names() -> Iterator[str]:
             yield path.relative_to(RESULTS).as_posix()
 
 
-def _times(value: Mapping[str, float], digits: int = 2) -> str:
-    return f"{value['p50']:.{digits}f} ({value['min']:.{digits}f} to {value['max']:.{digits}f} in {value['n']} runs)"
-
-
 def _reuse(result: Result) -> str:
     reuse = result["reuse"]
-    cold, fetched = reuse["cold_ttft_ms"]["p50"], reuse["fetched_ttft_ms"]["p50"]
-    return f"{_times(reuse['ratio'])}: {fetched:,.0f} ms against {cold:,.0f} ms"
+    ratio, cold, fetched = reuse["ratio"], reuse["cold_ttft_ms"]["p50"], reuse["fetched_ttft_ms"]["p50"]
+    return (
+        f"{ratio['p50']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f} in {ratio['n']} runs): "
+        f"{fetched:,.0f} ms against {cold:,.0f} ms"
+    )
 
 
 def _wait(result: Result) -> str:
@@ -196,8 +195,8 @@ ROWS = (
 )
 
 
-def _rows(rows: tuple[Row, ...]) -> str:
-    lines = [f"| {row.about} | {row.figure(read(row.result))} | {_age(row.result)} |" for row in rows]
+def _figures() -> str:
+    lines = [f"| {row.about} | {row.figure(read(row.result))} | {_age(row.result)} |" for row in ROWS]
     return "\n".join(["| what | figure | measured |", "| --- | --- | --- |", *lines])
 
 
@@ -224,7 +223,7 @@ def _page() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "figures": lambda: _rows(ROWS),
+    "figures": _figures,
     "transfers": _transfers,
     "page": _page,
 }

@@ -8,7 +8,6 @@ of `benchmarks/` or `tests/` that took part stands there as a file.
 
 from __future__ import annotations
 
-import ast
 import datetime
 import io
 import os
@@ -101,23 +100,22 @@ def digest_of(module: str) -> str:
 
 
 def code_of(source: str) -> str:
-    """The lines of a module without comments, docstrings and what is blank. Of any Python the same."""
+    """The lines of a module without comments, docstrings (any string that is a statement) and what is blank. Of any
+    Python the same.
+    """
     lines = source.splitlines()
+    statement: list[tokenize.TokenInfo] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                lines[first.lineno - 1 : first.end_lineno] = [""] * (
-                    (first.end_lineno or 0) - first.lineno + 1
-                )
+        elif token.type == tokenize.NEWLINE:
+            if statement and all(each.type == tokenize.STRING for each in statement):
+                begin, end = statement[0].start[0], statement[-1].end[0]
+                lines[begin - 1 : end] = [""] * (end - begin + 1)
+            statement = []
+        elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
+            statement.append(token)
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 

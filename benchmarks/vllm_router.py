@@ -12,14 +12,17 @@ import json
 import os
 import random
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from clusters import cluster, finish, parsed, parser
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.clusters import cluster, finish, parsed, parser
 from halfmoon.bus.embedded import free_port
 
 BLOCK_TOKENS = 256
@@ -62,11 +65,11 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def router(program: str, sources: list[Source], policy: str, model: str) -> Iterator[str]:
-    """Its URL."""
-    port = free_port()
+def router(program: str, sources: list[Source], policy: str, model: str) -> Iterator[tuple[str, str]]:
+    """Its URL, and that of its metrics."""
+    port, metrics = free_port(), free_port()
     words = [
-        program, "--host", "127.0.0.1", "--port", f"{port}", "--prometheus-port", f"{free_port()}",
+        program, "--host", "127.0.0.1", "--port", f"{port}", "--prometheus-port", f"{metrics}",
         "--worker-urls", *(each.http for each in sources), "--policy", policy,
         "--worker-startup-check-interval", "1",
     ]  # fmt: skip
@@ -87,7 +90,7 @@ def router(program: str, sources: list[Source], policy: str, model: str) -> Iter
                     raise SystemExit(f"{program} does not start with {policy}") from None
                 time.sleep(0.2)
         time.sleep(1.0)  # until its subscriptions are known
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics}/metrics"
     finally:
         process.terminate()
         process.wait(20)
@@ -150,7 +153,7 @@ def main() -> None:
             model = json.load(answer)["data"][0]["id"]
         for seed, policy in enumerate(POLICIES):
             prompts = conversations(args.conversations, args.turns, args.words, random.Random(seed))
-            with router(program, sources, policy, model) as url:
+            with router(program, sources, policy, model) as (url, _):
                 result[policy] = measured(url, model, prompts, args.pause_s)
     lines = [
         f"{policy}: of {result[policy]['prompt_tokens']} prompt tokens {result[policy]['cached_tokens']} were found "

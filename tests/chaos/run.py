@@ -108,7 +108,7 @@ class Result:
 
     def __init__(self, path: Path | None, first: int) -> None:
         self.path, self.first, self.played, self.elapsed_s = path, max(0, first), Played(), 0.0
-        self.beside = beside(*PLAYED)
+        self.beside = beside(*PLAYED) if path is not None else {}
         if path is not None and path.exists() and first < 0:
             self._go_on(orjson.loads(path.read_bytes()))
 

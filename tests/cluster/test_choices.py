@@ -19,10 +19,9 @@ def cluster(small: Cluster) -> Cluster:
     return small
 
 
-@pytest.mark.slow
-async def test_a_short_prompt_is_computed_once(cluster: Cluster, nc: nats.NATS) -> None:
+async def asked(cluster: Cluster, body: dict[str, Any]) -> tuple[list[str], list[PrefillFinished]]:
+    """The texts of the choices, not all of them the same; and their prefills."""
     before = (await cluster.events())[-1].seq
-    body: dict[str, Any] = {"prompt": prompt(40), "n": 3, "max_tokens": 8, "seed": 3, "cache_salt": "short"}
     async with (
         aiohttp.ClientSession() as http,
         http.post(cluster.http + "/v1/completions", json=body) as response,
@@ -30,7 +29,13 @@ async def test_a_short_prompt_is_computed_once(cluster: Cluster, nc: nats.NATS) 
         answer = await response.json()
     texts = [choice["text"] for choice in answer["choices"]]
     assert len(set(texts)) > 1, texts
-    prefills = [s.event for s in await cluster.events(before) if isinstance(s.event, PrefillFinished)]
+    return texts, [s.event for s in await cluster.events(before) if isinstance(s.event, PrefillFinished)]
+
+
+@pytest.mark.slow
+async def test_a_short_prompt_is_computed_once(cluster: Cluster, nc: nats.NATS) -> None:
+    body: dict[str, Any] = {"prompt": prompt(40), "n": 3, "max_tokens": 8, "seed": 3, "cache_salt": "short"}
+    texts, prefills = await asked(cluster, body)
     assert [each.cached_local_tokens for each in prefills] == [0, 40, 40]
     for number, text in enumerate(texts):
         alone = {**body, "seed": 3 + number}
@@ -41,7 +46,6 @@ async def test_a_short_prompt_is_computed_once(cluster: Cluster, nc: nats.NATS) 
 
 @pytest.mark.slow
 async def test_further_choices_find_the_prompts_blocks(cluster: Cluster, nc: nats.NATS) -> None:
-    before = (await cluster.events())[-1].seq
     body: dict[str, Any] = {
         "prompt": prompt(600),
         "n": 3,
@@ -49,14 +53,7 @@ async def test_further_choices_find_the_prompts_blocks(cluster: Cluster, nc: nat
         "seed": 3,
         "cache_salt": "choices",
     }
-    async with (
-        aiohttp.ClientSession() as http,
-        http.post(cluster.http + "/v1/completions", json=body) as response,
-    ):
-        answer = await response.json()
-    texts = [choice["text"] for choice in answer["choices"]]
-    assert len(set(texts)) > 1, texts
-    prefills = [s.event for s in await cluster.events(before) if isinstance(s.event, PrefillFinished)]
+    texts, prefills = await asked(cluster, body)
     found = [each.cached_local_tokens + each.cached_fetched_tokens for each in prefills]
     assert found == [0, 512, 512]
     # Each is what a request with that seed alone gets.
