@@ -225,19 +225,33 @@ class Bus:
         """Wait until what was appended and ordered before this call is stored; False when time ran out."""
         return await self._publisher.settle(timeout_s)
 
-    async def events(self, *, after: int = 0, kinds: Sequence[type[Message]] = ()) -> AsyncIterator[Stamped]:
-        """The log from sequence `after + 1` on, endless, each event once and in order. `kinds`: only these."""
+    async def events(
+        self, *, after: int = 0, last: int | None = None, kinds: Sequence[type[Message]] = ()
+    ) -> AsyncIterator[Stamped]:
+        """The log from sequence `after + 1` on, each event once and in order. `kinds`: only these.
+
+        Endless, or, with `last`, until the message of that sequence was read. It may be no event: then nothing is
+        yielded for it.
+        """
+        if last is not None and after >= last:
+            return
         wanted = [subjects.events_of_kind(kind.__name__) for kind in kinds] or [subjects.EVENTS_ALL]
-        async for message in self.read(subjects.EVENTS_STREAM, *wanted, after=after):
-            try:
-                event: Event = decode(message.payload, Event)
-            except MessageInvalid:
-                self.invalid += 1
-                continue
-            if not said_by(message.subject, event):
-                self.invalid += 1
-                continue
-            yield Stamped(seq=message.seq, at_ns=message.at_ns, event=event)
+        async with contextlib.aclosing(self.read(subjects.EVENTS_STREAM, *wanted, after=after)) as messages:
+            async for message in messages:
+                event = self._event(message)
+                if event is not None:
+                    yield Stamped(seq=message.seq, at_ns=message.at_ns, event=event)
+                if last is not None and message.seq >= last:
+                    return
+
+    def _event(self, message: StreamMessage) -> Event | None:
+        """None: it is none, or not of the process that it says."""
+        with contextlib.suppress(MessageInvalid):
+            event: Event = decode(message.payload, Event)
+            if said_by(message.subject, event):
+                return event
+        self.invalid += 1
+        return None
 
     async def last_seq(self, stream: str = subjects.EVENTS_STREAM) -> int:
         """The last sequence of the stream; 0 when it is empty."""

@@ -104,7 +104,7 @@ def _main(argv: Sequence[str] | None) -> None:
             sys.stdout.close()
         sys.exit(0)
     except (OptionInvalid, ModelError, BusError, OSError, ValueError) as problem:
-        print(f"halfmoon: {problem}", file=sys.stderr)
+        print(f"halfmoon: {str(problem) or type(problem).__name__}", file=sys.stderr)
         sys.exit(refused_status if isinstance(problem, OptionInvalid | ModelError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -89,12 +89,10 @@ async def digest_at(bus: Bus, seq: int) -> str | None:
     if not 0 <= after < seq:
         return None
     core = core or Core()
-    async for stamped in bus.events(after=after):
+    async for stamped in bus.events(after=after, last=seq):
         core.step(stamped)
         if stamped.seq % TURN_EVENTS == 0:
             await asyncio.sleep(0)
-        if stamped.seq >= seq:
-            break
     return core.digest()
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfmoon.cli import up
 from halfmoon.cli.commands import COMMANDS
+from halfmoon.cli.local import cluster
 from halfmoon.cli.local.flags import SECRETS, process_flags, secret_environment, worker_flags
 from halfmoon.cli.options import OptionInvalid
 from halfmoon.schemas.roles import WORKER_ROLES
@@ -113,3 +116,15 @@ def test_the_nodes_of_one_machine_listen_at_places_of_their_own() -> None:
     assert as_started(given(), "store", 3).data_port == 0, "any free one, for all"
     with pytest.raises(OptionInvalid, match="--data-port: there is no port 65536 for node 1"):
         as_started(given(data_port=65_535), "store", 1)
+
+
+async def test_who_has_not_joined_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "START_S_MAX", 0.1)
+    started = cluster.LocalCluster(argparse.Namespace(metrics_port=0), tmp_path)
+    started.joined = {"prefill-0"}
+    watcher = asyncio.create_task(asyncio.Event().wait())
+    with pytest.raises(
+        TimeoutError, match=r"have not joined within 0.1 s: decode-0, frontend-0; see .*/output$"
+    ):
+        await started._all_joined({"prefill-0", "frontend-0", "decode-0"}, watcher)  # type: ignore[arg-type]
+    watcher.cancel()

@@ -133,19 +133,29 @@ class LocalCluster:
             raise OptionInvalid(str(problem)) from None
         expected = await self._start_children(layout)
         self.say(f"starting {len(self.supervisor.children)} processes; the model is {layout.model}")
-        async with asyncio.timeout(START_S_MAX):
-            while not expected <= self.joined:
-                await asyncio.sleep(0.02)
-                if watcher.done():
-                    watcher.result()
-                for name, words in self.refusals.items():
-                    raise OptionInvalid(f"{name}: {words or 'it refuses its options'}")
-                for child in self.supervisor.children.values():
-                    if child.restarts > START_DEATHS_MAX:
-                        raise OptionInvalid(f"{child.name} dies again and again; see {child.log}")
+        await self._all_joined(expected, watcher)
         self.ready = True
         if self.log_server is not None:
             self.log_server.expects_events = True
+
+    async def _all_joined(self, expected: set[str], watcher: asyncio.Task[None]) -> None:
+        """Raises OptionInvalid when one refuses or dies again and again, TimeoutError after START_S_MAX."""
+        try:
+            async with asyncio.timeout(START_S_MAX):
+                while not expected <= self.joined:
+                    await asyncio.sleep(0.02)
+                    if watcher.done():
+                        watcher.result()
+                    for name, words in self.refusals.items():
+                        raise OptionInvalid(f"{name}: {words or 'it refuses its options'}")
+                    for child in self.supervisor.children.values():
+                        if child.restarts > START_DEATHS_MAX:
+                            raise OptionInvalid(f"{child.name} dies again and again; see {child.log}")
+        except TimeoutError:
+            missing = ", ".join(sorted(expected - self.joined))
+            raise TimeoutError(
+                f"these have not joined within {START_S_MAX:g} s: {missing}; see {self.directory / 'output'}"
+            ) from None
 
     async def _start_children(self, layout: Layout) -> set[str]:
         args = self.args

@@ -26,6 +26,7 @@ import msgspec
 from halfmoon.conductor.core.corrections import corrects_tbt, tbt_permille
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns, tbt_limit_ns, ttft_limit_ns
 from halfmoon.conductor.core.placement.best_first import earliest_first_token, shortest_step
+from halfmoon.conductor.core.placement.cache_places import nowhere_to_hold
 from halfmoon.conductor.core.placement.candidates import candidates, capacity, decode_candidates, has_room
 from halfmoon.conductor.core.placement.groups import in_group
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
@@ -219,15 +220,14 @@ def _cannot(
 ) -> Refusal | None:
     """A refusal that holds under every admission mode: no worker there, too long for all, all queues full."""
     pools = {"prefill": state.loads.prefill.workers, "decode": state.loads.decode.workers}
-    if all(worker.cache_elsewhere for worker in state.loads.decode.workers):
-        pools["attention"] = state.loads.attention.workers
-    for role, workers in pools.items():
-        if not workers:
-            return Refusal(
-                reason="no_worker",
-                message=f"no {role} worker is there",
-                retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
-            )
+    missing = [f"no {role} worker is there" for role, workers in pools.items() if not workers]
+    message = missing[0] if missing else _nowhere_to_hold(state)
+    if message:
+        return Refusal(
+            reason="no_worker",
+            message=message,
+            retry_after_ns=max(state.policy.heartbeat_ns, RETRY_NS_MIN),
+        )
     if not prefills or not decodes:
         return Refusal(reason="too_long", message=too_long(state, request))
     if all(c.full for c in prefills):
@@ -243,6 +243,16 @@ def _cannot(
             reason="queue_full", message="the queue of every decode worker is full", retry_after_ns=wait
         )
     return None
+
+
+def _nowhere_to_hold(state: State) -> str:
+    """Why attention workers can hold no KV for any decode worker; "": they can for one, or it keeps its own."""
+    why = ""
+    for worker in state.loads.decode.workers:
+        why = nowhere_to_hold(state, worker)
+        if not why:
+            break
+    return why
 
 
 def too_long(state: State, request: RequestArrived) -> str:

@@ -87,7 +87,7 @@ class LogLookup:
         self, core: Core, histories: RequestHistories, after: int, last: int, arrived_ns: int
     ) -> None:
         steps = 0
-        async for stamped in self._bus.events(after=after):
+        async for stamped in self._bus.events(after=after, last=last):
             decisions = core.step(stamped)
             histories.see(
                 EventLine(seq=stamped.seq, at_ns=stamped.at_ns, event=stamped.event), decisions, core
@@ -97,7 +97,7 @@ class LogLookup:
                 await asyncio.sleep(0)
             ended = any(history.ending != "open" for history in histories.of.values())
             late = stamped.at_ns > arrived_ns + (LIFE_NS_MAX if histories.of else CLOCKS_NS)
-            if ended or late or stamped.seq >= last or steps > 2 * EVENTS_MAX:
+            if ended or late or steps > 2 * EVENTS_MAX:
                 return
 
     async def _first_since(self, at_ns: int, first: int, last: int) -> int:

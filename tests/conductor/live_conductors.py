@@ -100,12 +100,7 @@ async def reach(bus: Bus, seq: int, conductor_id: str = "c1") -> ConductorStatus
 
 
 async def log_of(bus: Bus) -> list[Stamped]:
-    last, log = await bus.last_seq(), []
-    async for stamped in bus.events():
-        log.append(stamped)
-        if stamped.seq >= last:
-            break
-    return log
+    return [stamped async for stamped in bus.events(last=await bus.last_seq())]
 
 
 async def decisions_of(bus: Bus, count: int) -> list[Ordered]:

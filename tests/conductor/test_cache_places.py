@@ -104,8 +104,17 @@ def test_by_heads_a_request_lies_at_one_worker_for_each_range() -> None:
 
 @pytest.mark.parametrize("heads", [[(0, 2)], [(0, 3), (3, 3)], [(0, 2), (3, 1)], [(2, 2), (2, 2)]])
 def test_ranges_that_do_not_cover_all_heads_hold_nothing(heads: list[tuple[int, int]]) -> None:
-    script = cluster(*(attention(n, 40, *each) for n, each in enumerate(heads)))
-    assert refused(script.orders(arrived(tokens=1_000))).reason == "too_long"
+    workers = [attention(n, 40, *each) for n, each in enumerate(heads)]
+    said = refused(cluster(*workers).orders(arrived(tokens=1_000)))
+    words = "decode workers keep no KV, and the attention workers that are ready have not all KV heads"
+    assert (said.reason, said.message) == ("no_worker", words)
+
+
+def test_a_request_waits_for_the_heads_that_are_away() -> None:
+    script = cluster(attention(0, 40, 0, 2), arrival_wait_ns_max=10**10)
+    assert [one for one in script.orders(arrived(tokens=1_000)) if isinstance(one, StartDecode)] == []
+    assert list(script.core.state.parked) == ["r1"]
+    assert places(placed(script.orders(attention(1, 40, 2, 2)))) == [("a0", 0, 2), ("a1", 2, 2)]
 
 
 def test_of_two_widths_the_one_that_leaves_more_free_is_taken() -> None:
@@ -121,7 +130,10 @@ def test_without_an_attention_worker_a_request_waits_for_one() -> None:
     assert list(script.core.state.parked) == ["r1"]
     assert places(placed(script.orders(attention(0, 40)))) == [("a0", 0, 4)]
     said = refused(cluster().orders(arrived(tokens=1_000)))
-    assert (said.reason, said.message) == ("no_worker", "no attention worker is there")
+    assert (said.reason, said.message) == (
+        "no_worker",
+        "decode workers keep no KV, and no attention worker is ready",
+    )
 
 
 def test_what_no_attention_worker_could_ever_hold_is_too_long_and_says_what_is_held() -> None:
@@ -200,7 +212,7 @@ def test_who_keeps_its_own_kv_needs_no_attention_worker() -> None:
 
 def test_of_another_layout_nothing_is_held() -> None:
     script = cluster(attention(0, 20, layout=replace(HEADS, model_fingerprint="g")))
-    assert refused(script.orders(arrived(tokens=1_000))).reason == "too_long"
+    assert refused(script.orders(arrived(tokens=1_000))).reason == "no_worker"
 
 
 def test_a_restored_core_and_old_messages_agree() -> None:

@@ -84,6 +84,23 @@ async def test_a_log_of_another_version_is_not_read(nats_url: str) -> None:
                 pass
 
 
+async def test_a_log_whose_last_message_is_no_event_is_read_to_its_end(nats_url: str) -> None:
+    quiet = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
+    async with client(nats_url) as bus:
+        begun = ClusterConfigured(code_version=code_version(), log_version=LOG_VERSION, policy=quiet)
+        last = await say(bus, begun, *CLUSTER)
+        await bus.nc.request(subjects.event("up", "WorkerLeft"), b"broken", timeout=BOUND_S)
+        assert await bus.last_seq() == last + 1
+        assert [stamped.seq for stamped in await log_of(bus)] == list(range(1, last + 1))
+        expected = Core()
+        for stamped in await log_of(bus):
+            expected.step(stamped)
+        assert await log_reading.digest_at(bus, last + 1) == expected.digest()
+        async with conductor(nats_url, policy=quiet):
+            last = await say(bus, arrived())
+            assert (await reach(bus, last)).requests_in_flight == 1
+
+
 async def test_a_request_is_ordered_and_its_log_replays_to_the_same_decisions(nats_url: str) -> None:
     quiet = Policy(heartbeat_ns=100 * S, lost_after_ns=400 * S)
     async with client(nats_url) as bus, conductor(nats_url, policy=quiet):
