@@ -28,6 +28,8 @@
 #                           seeds against every target of tests/fuzz (60 s each); what finds something stays in its corpus;
 #                           OUT keeps figures and goes on from them, with ARGS=--whole until ten million are played;
 #                           ARGS="--part 0.004" plays that part of them, whatever time it takes
+#   make planted-faults [ARGS=...]  environment with tools, then faults planted one at a time: do the tests find each? ARGS="'NAME' ..."
+#   make gate [ARGS=...]    environment with tools, then `.ci/run --clone`, and a row of results/gate.json; ARGS="--load --runs 3"
 #   make soak [HOURS=n]     environment, then n hours of the trace against one store agent (24)
 #   make test-rdma          environment with tools, then RDMA for real, in a guest with soft-RoCE under QEMU (needs root,
 #                           Debian; says why where it skips), with the bandwidth into results/rdma.json
@@ -49,7 +51,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz soak lint bench bench-check bench-vllm-router experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-vllm-router experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -130,6 +132,12 @@ crash-points: $(DEV_STAMP)
 fuzz: $(DEV_STAMP)
 	$(BIN)/python tests/fuzz/run.py $(TARGET) --seconds $(or $(SECONDS),60) $(if $(SEED),--first $(SEED)) \
 	  $(if $(INPUTS),--inputs $(INPUTS)) $(if $(OUT),--out $(OUT)) $(ARGS)
+
+planted-faults: $(DEV_STAMP)
+	$(BIN)/python tests/planted_faults.py $(ARGS)
+
+gate: $(DEV_STAMP)
+	$(BIN)/python tests/gate.py $(ARGS)
 
 soak: $(RUN_STAMP)
 	$(BIN)/python tests/store/soak.py --hours $(or $(HOURS),24)
