@@ -134,20 +134,10 @@ def found(fault: Fault, tree: Path) -> tuple[bool, str]:
     file = tree / fault.file
     sound = file.read_text()
     file.write_text(planted(fault, tree))
-    command = [
-        ROOT / ".venv/bin/python",
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-    ]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
     try:
         ran = subprocess.run(
-            [*command, *fault.tests.split()],
+            [*pytest, *fault.tests.split()],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree / ".links")},
             capture_output=True,
