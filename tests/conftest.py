@@ -74,6 +74,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """Each simulation collects once: it would go over all that earlier tests have imported and left."""
+    gc.collect()
+    gc.freeze()
+
+
 _COLLECTED = pytest.StashKey[set[str]]()
 
 

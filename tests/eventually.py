@@ -1,7 +1,7 @@
 """Waiting for what must happen. A test that waits asks here; nothing else in tests looks at a clock.
 
 The bound is one for the whole suite and says nothing about speed: it ends what hangs. A wait that runs out raises
-`Late`. A late test that is marked `realtime` runs once more, alone, at the end of the run (tests/reruns.py).
+`Late`. What follows from that, tests/reruns.py says.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Late is not wrong: a test that waited in vain runs once more, alone, at the end of the run.
+"""Late is not wrong: a test that waited in vain while the machine stood still runs once more, alone, at the end.
 
-Only tests that are marked `realtime`, and only where an exception says that time ran out: `Late` (tests/eventually.py),
-any other TimeoutError, pytest-timeout's limit. Whatever else fails is red at once. A test that passes alone is counted
-as "late" in pytest's closing line, and listed. One that fails again is red. A run with more than LATE_MAX late tests is
-red, and none of them is tried again. A fault that makes a test wait in vain does so alone, too.
+Only tests that are marked `realtime`, only where an exception says that time ran out (`Late` of tests/eventually.py,
+any other TimeoutError, pytest-timeout's limit), and only where tests/stalls.py has seen a stall in that test: then the
+failure says nothing. Whatever else fails is red at once, a late test without a stall too. A test that passes alone is
+counted as "late" in pytest's closing line; one that fails again is red. Each second run stands in the closing report.
+A run with more than LATE_MAX late tests is red, and none of them is tried again. A fault that makes a test wait in vain
+does so alone, too.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from typing import Any
 
 import pytest
 
+from tests.stalls import METER, Stall
+
 #: More than this many late tests are red: a machine is not that busy by chance.
-LATE_MAX = 5
+LATE_MAX = 3
 #: Set for a second run: the file that takes its reports, one as JSON in a line.
 REPORTS = "HALFMOON_TEST_REPORTS"
 #: Seconds; beside the limit of each test, for an interpreter that hangs at its end.
@@ -44,8 +48,13 @@ class Reruns:
         self._tells = not hasattr(config, "workerinput")
         self._second_run = os.environ.pop(REPORTS, "")  # no business of runs inside this one
         self.late: dict[str, list[pytest.TestReport]] = {}
-        #: A line for each late test that passed alone.
-        self.passed_alone: list[str] = []
+        #: Some lines for each second run.
+        self.second_runs: list[str] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        METER.begin()
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -53,9 +62,19 @@ class Reruns:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if report.failed and call.excinfo is not None and item.get_closest_marker("realtime"):
-            # An attribute of the report: it travels from the process that ran the test.
-            report.late = ran_out_of_time(call.excinfo.value)  # type: ignore[attr-defined]
+            self._tell_lateness(report, METER.so_far(), call.excinfo.value)
         return report
+
+    def _tell_lateness(self, report: pytest.TestReport, stall: Stall, error: BaseException) -> None:
+        """By attributes of the report, which travel from the process that ran the test."""
+        if not ran_out_of_time(error):
+            return
+        # A fixture that several tests share raises one error for all of them, and the stall was in the first.
+        stall = vars(error).setdefault("stall", stall)
+        report.late = bool(stall)  # type: ignore[attr-defined]
+        report.stall = str(stall)  # type: ignore[attr-defined]
+        if not stall:
+            report.sections.append(("Late, and nothing stood still", str(stall)))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -82,16 +101,17 @@ class Reruns:
 
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.passed_alone:
-            terminalreporter.section("late, and passed alone", yellow=True)
-            for line in self.passed_alone:
+        if self.second_runs:
+            terminalreporter.section("second runs", yellow=True)
+            for line in self.second_runs:
                 terminalreporter.write_line(line)
 
     def _try_again(self) -> None:
         if len(self.late) > LATE_MAX:
             for report in [report for reports in self.late.values() for report in reports]:
                 self._red(
-                    report, f"{len(self.late)} tests were late, of {LATE_MAX} that may be: none ran again"
+                    report,
+                    f"{len(self.late)} tests were late, of {LATE_MAX} that may be: none ran again; {report.stall}",
                 )
             return
         for nodeid, first in self.late.items():
@@ -101,13 +121,15 @@ class Reruns:
                 self._red(
                     report, f"late at first, and alone it failed again; at first:\n{first[0].longreprtext}"
                 )
-            if not failed and any(report.passed and report.when == "call" for report in again):
-                seconds = sum(report.duration for report in again)
-                self.passed_alone.append(
-                    f"{nodeid}\n    at first: {_why(first[0])}\n    alone: passed in {seconds:.1f} s"
-                )
-            elif not failed:
+            if failed:
+                alone = f"failed, {_why(failed[0])}"
+            elif any(report.passed and report.when == "call" for report in again):
+                alone = f"passed in {sum(report.duration for report in again):.1f} s"
+            else:
+                alone = "did not come to its end"
                 self._red(first[0], "late at first, and no second run came to its end")
+            stalls = "; ".join(dict.fromkeys(report.stall for report in first))
+            self.second_runs.append(f"{nodeid}\n    at first: {_why(first[0])}; {stalls}\n    alone: {alone}")
 
     def _red(self, report: pytest.TestReport, why: str) -> None:
         report.late = False  # type: ignore[attr-defined]

@@ -1,8 +1,11 @@
-"""A late test runs once more, alone; a wrong one does not. Runs of pytest inside, over tests that are written here."""
+"""A test that was late while the machine stood still runs once more, alone; any other does not. Runs of pytest inside,
+over tests that are written here.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +17,22 @@ from tests.reruns import LATE_MAX, ran_out_of_time
 
 ROOT = Path(__file__).parents[1]
 
-#: Late the first time in a run: a file remembers. `late` takes the name of the test that calls it.
+#: `first_time` takes a name; a file remembers. `late` is late while the meter has seen a gap, which is made up.
 FIRST_TIME = """
+import ctypes
 from pathlib import Path
+from time import monotonic
 import pytest
 from tests.eventually import Late
+from tests.stalls import METER, STALL_S
+
+def late(what):
+    METER.tick(monotonic() + STALL_S + 1)
+    raise Late(what)
+
+def stall():
+    # Whoever calls into a library this way keeps the interpreter's lock: no other thread runs meanwhile.
+    ctypes.PyDLL(None).usleep(int(1.2e6 * STALL_S))
 
 def first_time(name):
     mark = Path(__file__).with_name(name)
@@ -74,12 +88,12 @@ def test_a_late_test_that_passes_alone_is_late_and_the_run_is_green(
 @pytest.mark.realtime
 def test_slow():
     if first_time("slow"):
-        raise Late("the moon")
+        late("the moon")
 
 @pytest.fixture
 def server():
     if first_time("server"):
-        raise Late("a server")
+        late("a server")
 
 @pytest.mark.realtime
 def test_of_a_server(server): pass
@@ -90,19 +104,70 @@ def test_fine(): pass
     )
     assert status == 0, said
     assert "1 passed, 2 late" in said
-    assert "late, and passed alone" in said
-    assert (
-        "test_inside.py::test_slow\n    at first: tests.eventually.Late: the moon\n    alone: passed in"
-        in said
+    assert "second runs" in said
+    assert re.search(
+        r"test_inside\.py::test_slow\n"
+        r"    at first: tests\.eventually\.Late: the moon; largest stall 2\.\d\d s, \d+\.\d % stolen\n"
+        r"    alone: passed in",
+        said,
     )
     assert (tmp_path / "slow").read_text() == "xx"
 
 
+def test_a_stall_counts_for_the_test_in_which_it_was(tmp_path: Path) -> None:
+    status, said = run(
+        tmp_path,
+        """
+@pytest.mark.realtime
+def test_stalled():
+    if first_time("stalled"):
+        stall()
+        raise Late("the moon")
+
+@pytest.mark.realtime
+def test_stalled_and_fine():
+    stall()
+
+@pytest.mark.realtime
+def test_only_late():
+    first_time("only late")
+    raise Late("the sun")
+""",
+    )
+    assert status == pytest.ExitCode.TESTS_FAILED, said
+    assert "1 failed, 1 passed, 1 late" in said
+    assert re.search("FAILED .*::test_only_late", said)
+    assert "Late, and nothing stood still" in said
+    assert [(tmp_path / name).read_text() for name in ("stalled", "only late")] == ["xx", "x"]
+
+
+def test_a_fixture_whose_stall_several_tests_share_is_late_for_each(tmp_path: Path) -> None:
+    status, said = run(
+        tmp_path,
+        """
+@pytest.fixture(scope="session")
+def server():
+    if first_time("server"):
+        late("a server")
+
+@pytest.mark.realtime
+def test_one(server): pass
+
+@pytest.mark.realtime
+def test_another(server): pass
+""",
+    )
+    assert status == 0, said
+    assert "2 late" in said
+
+
 WRONG = {
+    "late, and nothing stood still": "@pytest.mark.realtime\ndef test_wrong():\n"
+    "    if first_time('once'): raise Late('x')\n",
     "a wrong value": "@pytest.mark.realtime\ndef test_wrong():\n    first_time('once')\n    assert 1 == 2\n",
-    "late, and not of real time": "def test_wrong():\n    if first_time('once'): raise Late('x')\n",
+    "late, and not of real time": "def test_wrong():\n    if first_time('once'): late('x')\n",
     "wrong and late at once": "@pytest.mark.realtime\ndef test_wrong():\n    first_time('once')\n"
-    "    raise ExceptionGroup('x', [Late('y'), ValueError('z')])\n",
+    "    stall()\n    raise ExceptionGroup('x', [Late('y'), ValueError('z')])\n",
 }
 
 
@@ -121,12 +186,12 @@ def test_who_is_late_twice_or_wrong_the_second_time_is_red(tmp_path: Path) -> No
 @pytest.mark.realtime
 def test_never():
     first_time("never")
-    raise Late("the moon")
+    late("the moon")
 
 @pytest.mark.realtime
 def test_wrong_alone():
     if first_time("wrong"):
-        raise Late("the sun")
+        late("the sun")
     assert 1 == 2
 """,
         "-n",
@@ -135,6 +200,10 @@ def test_wrong_alone():
     assert status == pytest.ExitCode.TESTS_FAILED, said
     assert "2 failed" in said
     assert "late at first, and alone it failed again" in said
+    assert re.search(
+        r"test_never\n    at first: .*stolen\n    alone: failed, tests\.eventually\.Late: the moon", said
+    )
+    assert re.search(r"test_wrong_alone\n    at first: .*stolen\n    alone: failed, assert 1 == 2", said)
     assert [(tmp_path / name).read_text() for name in ("never", "wrong")] == ["xx", "xx"]
 
 
@@ -146,7 +215,7 @@ import os
 @pytest.mark.realtime
 def test_dies():
     if first_time("dies"):
-        raise Late("the moon")
+        late("the moon")
     os._exit(0)
 """,
     )
@@ -162,7 +231,7 @@ def test_more_late_tests_than_chance_has_are_red_and_none_runs_again(tmp_path: P
 @pytest.mark.parametrize("number", range({LATE_MAX + 1}))
 def test_slow(number):
     if first_time(str(number)):
-        raise Late("the moon")
+        late("the moon")
 """,
     )
     assert status == pytest.ExitCode.TESTS_FAILED, said

@@ -33,6 +33,7 @@ from halfmoon.schemas.events import Event, Stamped
 from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from halfmoon.schemas.store import StoreStatus, StoreStatusRequest
+from tests.cluster.profiles import PROFILES
 from tests.eventually import BOUND_S, eventually
 from tests.guardian import cluster_name
 
@@ -264,7 +265,8 @@ def start(state: Path, *flags: str, name: str = "") -> Cluster:
         # Its default is 8000 or a free one: another cluster that starts at the same time may take the same.
         flags = (*flags, "--port", str(free_port()))
     name = name or cluster_name()
-    environment = {**os.environ, "XDG_STATE_HOME": str(state)}
+    PROFILES.settle()
+    environment = {**os.environ, "XDG_STATE_HOME": str(state), "XDG_CACHE_HOME": str(PROFILES.home)}
     output = state / f"{name}.out"
     with output.open("wb") as file:
         process = subprocess.Popen(
