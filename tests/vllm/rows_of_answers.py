@@ -121,6 +121,14 @@ OF_ANSWERS = [
         r"- \.body\.prompt_logprobs.*",
     ),
     Difference(
+        "`echo` with `return_token_ids`",
+        "the prompt's text is left out",
+        "it is there",
+        "it was asked for",
+        "echo with token ids",
+        r"= \.body\.choices\[\]\.text",
+    ),
+    Difference(
         "`best_of`",
         "ignored",
         "400 `unsupported`",
