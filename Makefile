@@ -8,7 +8,7 @@
 #   make test-attention     environment with tools, then clusters that lend, move KV and have attention workers, some killed
 #   make test-clocks        environment with tools, then a real cluster whose clocks are set by hours and whose processes stop
 #                           for a minute each (needs a C compiler)
-#   make test-vllm          environment with tools, then the same 487 requests to a real vLLM and to a cluster, compared (HALFMOON_VLLM
+#   make test-vllm          environment with tools, then the same 498 requests to a real vLLM and to a cluster, compared (HALFMOON_VLLM
 #                           names its program, HALFMOON_VLLM_MODEL a model's directory, made by tests/vllm/make_model.py)
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package

@@ -97,7 +97,8 @@ class GeneratingFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every generating request. `null` is the same as absent."""
 
     model: Name | None = None
-    max_tokens: TokenCount | None = None
+    # 0: only of a completion with `echo`.
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None

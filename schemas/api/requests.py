@@ -67,6 +67,8 @@ class ApiRequest:
     n: int = 1
     #: The prompt (of a chat, what `continue_final` goes on with) is part of the answer's text.
     echo: bool = False
+    #: Nothing else is; a token is drawn all the same, as in vLLM, and not shown.
+    echo_only: bool = False
     model: str
     #: None: as many as the frontend gives when nothing is said.
     max_tokens: int | None
@@ -289,6 +291,12 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
     if body.stream and body.prompt_logprobs is not None:
         message = "prompt_logprobs: not of a stream; a completion may have them in its echo, with logprobs"
         raise ApiError(400, message, param="prompt_logprobs", code="contradiction")
+    if body.max_tokens == 0 and (chat or not body.echo):
+        message = "max_tokens: at least 1; 0 only of a completion with echo"
+        raise ApiError(400, message, param="max_tokens", code="invalid")
+    echo_only = max_tokens == 0
+    if echo_only:
+        max_tokens = 1
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         reason = f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})"
         raise ApiError(400, reason, param="min_tokens", code="contradiction")
@@ -318,6 +326,7 @@ def _ask(body: GeneratingFields, max_tokens: int | None, *, chat: bool, **prompt
         usage_so_far=bool(options and options.include_usage and options.continuous_usage_stats),
         n=n,
         echo=bool(body.echo),
+        echo_only=echo_only,
         ttft_slo_ns=round((slo.ttft_ms or 0) * MS_NS) if slo else 0,
         tbt_slo_ns=round((slo.tbt_ms or 0) * MS_NS) if slo else 0,
         tenant=body.tenant or "",

@@ -70,9 +70,16 @@ async def killed(cluster: Cluster, nc: Any) -> Scored:
     return found
 
 
-async def echoed(cluster: Cluster, *, stream: bool) -> list[Any]:
-    """What two choices' `token_logprobs` say of the prompt."""
-    body = {"prompt": prompt(LENGTH), "echo": True, "logprobs": 2, "max_tokens": 1, "n": 2, "stream": stream}
+async def echoed(cluster: Cluster, *, stream: bool, **fields: Any) -> list[Any]:
+    """The `logprobs` of each choice."""
+    body = {
+        "prompt": prompt(LENGTH),
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": 1,
+        "stream": stream,
+        **fields,
+    }
     async with (
         aiohttp.ClientSession() as http,
         http.post(f"{cluster.http}/v1/completions", json=body) as response,
@@ -84,7 +91,7 @@ async def echoed(cluster: Cluster, *, stream: bool) -> list[Any]:
             lines = (await response.read()).decode().split("\n\n")
             events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
             choices = [json.loads(event)["choices"][0] for event in events]
-    return [choice["logprobs"]["token_logprobs"][:LENGTH] for choice in choices]
+    return [choice["logprobs"] for choice in choices]
 
 
 async def test_rows_are_the_same_bits_however_the_prompt_was_computed(tmp_path: Path) -> None:
@@ -113,4 +120,13 @@ async def test_an_echo_has_them_and_what_others_have_is_not_read(small: Cluster)
     await nc.close()
     own = [next(iter(row.values()))["logprob"] for row in rows[1:]]
     for stream in (False, True):
-        assert await echoed(small, stream=stream) == [[None, *own]] * 2
+        told = await echoed(small, stream=stream, n=2)
+        assert [choice["token_logprobs"][:LENGTH] for choice in told] == [[None, *own]] * 2
+
+
+async def test_an_echo_alone_has_those_of_an_echo_before_a_token(small: Cluster) -> None:
+    for stream in (False, True):
+        (longer,) = await echoed(small, stream=stream)
+        (alone,) = await echoed(small, stream=stream, max_tokens=0)
+        assert [len(each) for each in alone.values()] == [LENGTH] * 4
+        assert {name: each[:LENGTH] for name, each in longer.items()} == alone

@@ -156,6 +156,68 @@ def test_an_echo_has_the_log_probabilities_of_what_it_shows(run: Any, tokenizer:
     run(scenario)
 
 
+def test_a_prompt_is_echoed_alone(run: Any, tokenizer: Tokenizer) -> None:
+    """As lm-eval-harness asks for the scores of a text."""
+    ids = tokenizer.encode(PROMPT)
+    names = [tokenizer.decode([token]) for token in ids]
+    body: dict[str, Any] = {"prompt": PROMPT, "echo": True, "max_tokens": 0}
+
+    async def nothing_drawn_is_shown(cluster: Any) -> None:
+        cluster.double.events.clear()
+        _, _, answer = await cluster.post(COMPLETIONS, {**body, "min_tokens": 1, "return_token_ids": True})
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == (PROMPT, None, "length")
+        assert choice["token_ids"] == cluster.double.answer_ids[:1], "as in vLLM: one is drawn and counts"
+        assert answer["usage"]["completion_tokens"] == 1
+        arrived = [each for each in cluster.double.events if isinstance(each, RequestArrived)]
+        assert [each.max_tokens for each in arrived] == [1]
+        event, _ = await cluster.sse(COMPLETIONS, {**body, "stream": True})
+        assert (event["choices"][0]["text"], event["choices"][0]["finish_reason"]) == (PROMPT, "length")
+
+    async def nor_how_likely_it_was(cluster: Any) -> None:
+        asked = {**body, "logprobs": 1}
+        _, _, longer = await cluster.post(COMPLETIONS, {**asked, "max_tokens": 1})
+        _, _, answer = await cluster.post(COMPLETIONS, asked)
+        (choice,) = answer["choices"]
+        assert choice["logprobs"]["tokens"] == names
+        assert choice["logprobs"]["token_logprobs"] == [None, *[-9.5] * (len(ids) - 1)]
+        whole = longer["choices"][0]
+        assert {name: each[:-1] for name, each in whole["logprobs"].items()} == choice["logprobs"]
+        assert choice["prompt_logprobs"] == whole["prompt_logprobs"]
+        event, _ = await cluster.sse(COMPLETIONS, {**asked, "stream": True})
+        assert event["choices"][0]["text"] == PROMPT
+        assert event["choices"][0]["logprobs"] == choice["logprobs"]
+
+    async def of_each_prompt(cluster: Any) -> None:
+        _, _, answer = await cluster.post(COMPLETIONS, {**body, "prompt": [PROMPT, "One"], "logprobs": 0})
+        told = [(choice["text"], len(choice["logprobs"]["tokens"])) for choice in answer["choices"]]
+        assert told == [(PROMPT, len(ids)), ("One", len(tokenizer.encode("One")))]
+
+    async def only_where_something_is_shown(cluster: Any) -> None:
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 0, "echo": True}
+        for path, asked, param in (
+            (COMPLETIONS, {**body, "echo": False}, "max_tokens"),
+            (COMPLETIONS, {**body, "min_tokens": 2}, "min_tokens"),
+            ("/v1/chat/completions", chat, "max_tokens"),
+            ("/v1/chat/completions", {**chat, "max_completion_tokens": 5}, "max_tokens"),
+        ):
+            status, _, answer = await cluster.post(path, asked)
+            assert (status, answer["error"]["param"]) == (400, param)
+        status, answer = await cluster.ask("generate", {"prompt": PROMPT, "max_tokens": 0})
+        assert answer["error"]["param"] == "max_tokens"
+
+    async def scenario(cluster: Any) -> None:
+        for part in (
+            nothing_drawn_is_shown,
+            nor_how_likely_it_was,
+            of_each_prompt,
+            only_where_something_is_shown,
+        ):
+            await part(cluster)
+
+    run(scenario)
+
+
 def test_what_cannot_be_told_is_refused_by_name(run: Any, tokenizer: Tokenizer) -> None:
     async def scenario(cluster: Any) -> None:
         long = {"prompt": [5] * 4000, "max_tokens": 1}

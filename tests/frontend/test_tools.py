@@ -57,6 +57,18 @@ def read(style: CallStyle, text: str, step: int, **options: Any) -> tuple[dict[s
         ("hermes", {}, "<tool_call>no JSON</tool_call>!", "<tool_call>no JSON</tool_call>!", "", [], "stop"),
         ("hermes", {}, BROKEN, BROKEN, "", [], "stop"),
         ("hermes", {}, '<tool_call>{"name": "w', '<tool_call>{"name": "w', "", [], "stop"),
+        (
+            "hermes",
+            {},
+            "<tool_call>\n no JSON</tool_call>!",
+            "<tool_call>\n no JSON</tool_call>!",
+            "",
+            [],
+            "stop",
+        ),
+        ("hermes", {}, '<tool_call>\n{"name": "w', '<tool_call>\n{"name": "w', "", [], "stop"),
+        ("hermes", {}, "I look. <tool_call>", "I look. <tool_call>", "", [], "stop"),
+        ("hermes", {}, "<tool_call>\n ", "<tool_call>\n ", "", [], "stop"),
         ("llama3", {}, CALL, None, "", [TWELVE], "tool_calls"),
         (
             "llama3",
@@ -68,6 +80,7 @@ def read(style: CallStyle, text: str, step: int, **options: Any) -> tuple[dict[s
             "tool_calls",
         ),
         ("llama3", {}, '{"city": "Rome"} is JSON', '{"city": "Rome"} is JSON', "", [], "stop"),
+        ("llama3", {}, '\n {"city": "Rome"}', '\n {"city": "Rome"}', "", [], "stop"),
         ("llama3", {}, "It {is} 7", "It {is} 7", "", [], "stop"),
         (
             "list",
@@ -115,6 +128,9 @@ LISTED = '[{"name": "weather", "parameters": {"city": "R'
         ("hermes", {}, "I look. " + CUT, 1),
         ("hermes", {}, SECOND, 2),
         ("hermes", {}, ONE + '<tool_call>{"na', 1),
+        ("hermes", {}, ONE + "\n<tool_call>", 1),
+        ("hermes", {}, "<tool_call>\n", 0),
+        ("list", {}, "[", 0),
         ("hermes", {}, '<tool_call>{"name": "f", "arguments": {"a": b}}</tool_call>', 1),
         ("hermes", {}, '<tool_call>{"name": "f", "arguments": {"a": b}}</tool_call>' + ONE, 2),
         ("llama3", {}, CALL[:-4], 1),
@@ -184,6 +200,9 @@ def test_no_text_makes_a_difference_by_its_cuts() -> None:
                 del call["id"]
             outcomes.append((message, reason))
         assert outcomes[0] == outcomes[1] == outcomes[2], (seed, text)
+        plain = style in ("", "hermes", "llama3") and "<|python_tag|>" not in text
+        if plain and not options["thinks"] and not options["thinking"] and not message.get("tool_calls"):
+            assert (message["content"] or "") == text, (seed, text)
 
 
 def refused(**fields: Any) -> ApiError:

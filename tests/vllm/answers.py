@@ -23,7 +23,7 @@ def ask(base: str, asked: Asked) -> dict[str, Any]:
         base + asked.path, data=payload, headers={"content-type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             status, kind, raw = answer.status, answer.headers.get("content-type", ""), answer.read()
     except urllib.error.HTTPError as refused:
         status, kind, raw = refused.code, refused.headers.get("content-type", ""), refused.read()

@@ -119,6 +119,27 @@ def requests() -> list[Asked]:
         Asked("streamed prompt_logprobs", COMPLETIONS, completion(prompt_logprobs=1, stream=True)),
         Asked("streamed prompt_logprobs of no others", COMPLETIONS, completion(prompt_logprobs=0, stream=True)),
         Asked("chat's echo", CHAT, chat(echo=True)),
+        Asked("echo with token ids", COMPLETIONS, completion(echo=True, return_token_ids=True)),
+        Asked("echo alone", COMPLETIONS, completion(echo=True, max_tokens=0)),
+        Asked("echo alone with logprobs", COMPLETIONS, completion(echo=True, logprobs=1, max_tokens=0)),
+        Asked("echo alone of two prompts", COMPLETIONS, completion(
+            echo=True, logprobs=0, max_tokens=0, prompt=[PROMPT, "The"]
+        )),
+        Asked("echo alone of one token", COMPLETIONS, completion(
+            echo=True, logprobs=1, max_tokens=0, prompt=[6403]
+        )),
+        Asked("echo alone of all the context", COMPLETIONS, completion(
+            echo=True, max_tokens=0, prompt=[28] * 1024
+        )),
+        Asked("echo alone with min_tokens", COMPLETIONS, completion(echo=True, max_tokens=0, min_tokens=1)),
+        Asked("echo alone with more min_tokens", COMPLETIONS, completion(
+            echo=True, max_tokens=0, min_tokens=2
+        )),
+        Asked("streamed echo alone", COMPLETIONS, completion(echo=True, max_tokens=0, stream=True)),
+        Asked("streamed echo alone with logprobs", COMPLETIONS, completion(
+            echo=True, logprobs=1, max_tokens=0, stream=True
+        )),
+        Asked("chat's echo alone", CHAT, chat(echo=True, max_tokens=0)),
         Asked("streamed usage", CHAT, chat(stream=True, stream_options={"include_usage": True})),
         Asked("streamed usage so far", COMPLETIONS, completion(
             stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}

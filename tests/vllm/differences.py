@@ -36,6 +36,12 @@ OF_TEXT = (".stop_reason", ".stop_sequence", ".incomplete_details.reason")
 #: Fields whose values are part of the place, and are compared with recorded answers too: no model makes them.
 NAMED_VALUES = (".error.code", ".error.type", ".error.param")
 
+#: Texts that come in pieces: whether they are the same and in other pieces is told apart.
+IN_PIECES = (".events[].choices[].delta.content", ".events[].choices[].text")
+
+#: Of numbers with two digits: more than one of the last digit, less than two.
+STEP = 0.015
+
 #: A call's pieces are not those of its tokens: what is in each of them counts once.
 OF_EVERY_CHUNK = (
     ".events[].object",
@@ -55,10 +61,13 @@ def differences(vllm: dict[str, Any], ours: dict[str, Any], *, values: bool) -> 
     found += [_of_one("+", path, mine) for path in sorted(my_paths - their_paths)]
     for path in sorted(their_paths & my_paths):
         one, other = (_told(path, _at(path, leaves)) for leaves in (theirs, mine))
-        if one != other and path.endswith(NAMED_VALUES):
+        if _same(one, other):
+            continue
+        if path.endswith(NAMED_VALUES):
             found.append(f"= {path} {one[0]} -> {other[0]}")
-        elif one != other and values:
-            found.append(f"= {path}")
+        elif values:
+            pieces = path in IN_PIECES and "".join(one) == "".join(other)
+            found.append(f"{'~' if pieces else '='} {path}")
     return found if values else [place for place in found if not place.endswith(OF_TEXT)]
 
 
@@ -73,6 +82,14 @@ def _told(path: str, values: list[Any]) -> list[Any]:
     if path in OF_EVERY_CHUNK:
         return [value for place, value in enumerate(values) if not place or value != values[place - 1]]
     return values
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Numbers with a fraction have two digits, and what lies between two of them may be told as either."""
+    return len(one) == len(other) and all(
+        abs(a - b) < STEP if isinstance(a, float) and isinstance(b, float) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _of_one(sign: str, path: str, leaves: list[tuple[str, Any]]) -> str:

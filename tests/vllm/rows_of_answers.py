@@ -9,10 +9,11 @@ ASKED_CALLS = (
     "(streamed )?(tools (required|named)( and cut)?|message of tools (any|named)|response of tools (required|named))"
 )  # fmt: skip
 
-#: Requests with structures, or calls that one has the model write.
-STRUCTURED = (
-    "(streamed )?(completion|chat) (of .*|structured_outputs [01]|response_format 1)|response of text format"
-    "|(streamed )?tools (.* calls?.*|(required|named).*)|(streamed )?(message|response) of tools (any|required|named)"
+#: Requests with structures whose text is the same in fewer tokens.
+FEWER_TOKENS = (
+    "(completion|chat) of (choice|json as text)|completion of grammar of (Lark|llama\\.cpp)"
+    "|tools (content before a call|none, and a call|one call( that is no JSON)?|two calls(, not parallel)?"
+    "|required, strict)"
 )
 
 OF_ANSWERS = [
@@ -121,6 +122,22 @@ OF_ANSWERS = [
         r"- \.body\.prompt_logprobs.*",
     ),
     Difference(
+        "`echo` with `return_token_ids`",
+        "the prompt's text is left out",
+        "it is there",
+        "it was asked for",
+        "echo with token ids",
+        r"= \.body\.choices\[\]\.text",
+    ),
+    Difference(
+        "`echo` with more `prompt_logprobs` than `logprobs`",
+        "one alternative too many, where the prompt's token is a likely one itself",
+        "as many as `logprobs` says",
+        "its own count, whatever the other one is",
+        "echo and prompt_logprobs",
+        r"= \.body\.choices\[\]\.logprobs\.top_logprobs\[\]\.\*",
+    ),
+    Difference(
         "`best_of`",
         "ignored",
         "400 `unsupported`",
@@ -134,7 +151,7 @@ OF_ANSWERS = [
         "text",
         "a user's text must not end the user's turn",
         "chat messages 9",
-        r"= .*",
+        r"= \.body\.usage\.(prompt|total)_tokens",
     ),
     Difference(
         "`add_generation_prompt: false`",
@@ -145,20 +162,13 @@ OF_ANSWERS = [
         r"= .*role",
     ),
     Difference(
-        "a chunk without text at a stream's end",
-        '`"content": ""`',
-        "`{}`",
-        "load generators count an empty text as a token",
-        "streamed .*",
-        r"[-=] \.events\[\]\.choices\[\]\.delta\.content",
-    ),
-    Difference(
-        "text that may begin a stop string",
-        "an empty chunk, then the text",
-        "the text at once, where it cannot",
+        "the chunks of a stream's text",
+        "a token each, or those that have come meanwhile; an empty one, where a stop string or a character may have "
+        "begun",
+        "a token each, or those that a structure leaves no choice of",
         "the texts together are the same",
-        "streamed stop",
-        r"= \.events\[\]\.choices\[\]\.text",
+        "streamed .*",
+        r"~ .*",
     ),
     Difference(
         "draws",
@@ -203,10 +213,18 @@ OF_ANSWERS = [
     ),
     Difference(
         "a streamed call whose arguments are no JSON",
-        "`finish_reason` is `tool_calls`, other than of the whole answer",
-        "`stop`, as of the whole answer",
+        "`finish_reason` is `tool_calls`, other than of the whole answer; the arguments have the call's last brace too",
+        "`stop`, as of the whole answer; the arguments alone",
         "such a call is none to carry out",
         "streamed tools one call that is no JSON",
+        r"= \.events\[\]\.choices\[\]\.(finish_reason|delta\.tool_calls\[\]\.function\.arguments)",
+    ),
+    Difference(
+        "a streamed call that is cut behind its arguments",
+        "`finish_reason` is `length`, other than of the whole answer",
+        "`tool_calls`, as of the whole answer",
+        "it is whole",
+        "streamed tools one call that is cut in its arguments",
         r"= \.events\[\]\.choices\[\]\.finish_reason",
     ),
     Difference("`/version`", "its own", "ours", "another program", "version", r"= \.body\.version"),
@@ -221,7 +239,10 @@ OF_ANSWERS = [
         r"|[+-] \.body\.output\[\]\.(arguments|name|role|content\[\]\.(text|type|annotations\[\]))"
         r"|\+ \.events\[\]\.choices\[\]\.delta\.tool_calls\[\]\.(index|type|function\.(name|arguments))"
         r"|\+ \.body\.content\[\]\.input\.[a-z_]+"
-        r"|= \.body\.(content\[\]\.type|output\[\]\.type|stop_reason|status|usage\.(output|total)_tokens)"
+        r"|= \.body\.(content\[\]\.type|output\[\]\.type|stop_reason|status)"
+        r"|= \.body\.usage\.(completion|output|total)_tokens"
+        r"|= \.body\.choices\[\]\.(finish_reason|message\.content)"
+        r"|= \.events\[\]\.choices\[\]\.(finish_reason|delta\.tool_calls\[\]\.function\.arguments)"
         r"|= \.events\[\]\.(type|index|delta\.(type|stop_reason|partial_json)|usage\.output_tokens)"
         r"|- \.(body|events\[\]\.response)\.incomplete_details\.reason"
         r"|= \.events\[\]\.((item\.|response\.output\[\]\.)?arguments|delta|output_index|sequence_number)"
@@ -247,12 +268,35 @@ OF_ANSWERS = [
         "tokens of what a structure leaves no choice of",
         "any that spell it, as the model draws them",
         "the tokenizer's own",
-        "fewer steps for the same text; what is drawn behind them may differ, whitespace of JSON above all",
-        STRUCTURED,
-        r"= \.body\.usage\.(completion|output|total)_tokens"
-        r"|= \.(body|events\[\])\.choices\[\]\.(text|finish_reason|(message|delta)\.content)"
-        r"|= \.(body|events\[\])\.choices\[\]\.(message|delta)\.tool_calls\[\]\.function\.arguments"
-        r"|= \.body\.(output\[\]\.content\[\]\.text|output\[\]\.arguments|content\[\]\.input\.city)",
+        "fewer steps for the same text",
+        FEWER_TOKENS,
+        r"= \.body\.usage\.(completion|total)_tokens",
+    ),
+    Difference(
+        "an answer with a structure that is cut",
+        "cut earlier",
+        "longer by what those fewer tokens leave room for",
+        "the same count of tokens",
+        "tools one call that is cut",
+        r"= \.body\.choices\[\]\.message\.content",
+    ),
+    Difference(
+        "whitespace of JSON, and what is drawn behind it",
+        "as the model draws it behind such tokens",
+        "as it draws it behind others",
+        "a schema leaves whitespace free",
+        "(streamed )?(completion|chat) of json(_schema(, strict)?)?|response of text format",
+        r"= \.(body|events\[\])\.choices\[\]\.(text|finish_reason|(message|delta)\.content)"
+        r"|= \.body\.(output\[\]\.content\[\]\.text|usage\.(completion|output|total)_tokens)",
+    ),
+    Difference(
+        "arguments of a strict function that was asked for",
+        "JSON with any whitespace",
+        "JSON on one line, and what is drawn behind such tokens",
+        "whitespace in arguments is of no use",
+        "(streamed )?tools named, strict|streamed tools required, strict",
+        r"= \.(body|events\[\])\.choices\[\]\.(message|delta)\.tool_calls\[\]\.function\.arguments"
+        r"|= \.body\.usage\.(completion|total)_tokens",
     ),
     Difference(
         "a function without a description or parameters, in the prompt",

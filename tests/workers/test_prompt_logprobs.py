@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import decode_script
+import msgspec
 import pytest
 import torch
 from prefill_script import LAYOUT, TOKENS, Script, prompt, reply
@@ -16,6 +18,7 @@ from halfmoon.schemas.prompt_logprobs import (
     unpack_logprobs,
 )
 from halfmoon.schemas.sampling import SampledToken, Sampling
+from halfmoon.workers.decode.actions import Deliver
 from halfmoon.workers.machines import TokensTaken
 from halfmoon.workers.model.engine import Engine
 from halfmoon.workers.model.loading.files import LoadedModel
@@ -129,3 +132,18 @@ def test_a_prompt_whose_own_log_probabilities_are_wanted_is_computed_whole() -> 
     assert computed == prompt(present=[0, 1], prompt_logprobs=1)
     assert computed.chunks[0] == range(LAYOUT.block_tokens)
     assert computed.chunks[-1].stop == len(TOKENS)
+
+
+def test_an_answer_of_one_token_has_them_and_has_ended() -> None:
+    """All that an echo without an answer needs."""
+    packed = pack_logprobs([(4, -9.5, ((5, -1.0),))] * (len(PROMPT) - 1), 1)
+    script = decode_script.Script()
+    script.give(decode_script.order(max_tokens=1))
+    script.hear(decode_script.opened("1-1", 10, 11), decode_script.ready("1-1", 0, 0, 2))
+    given = decode_script.result("1-1")
+    first = msgspec.structs.replace(given.first, prompt_logprobs=packed)
+    told, *_ = script.hear(msgspec.structs.replace(given, first=first))
+    assert isinstance(told, Deliver)
+    (delivery,) = told.message.deliveries
+    assert [token.prompt_logprobs for token in delivery.tokens] == [packed]
+    assert delivery.finish_reason == "length"

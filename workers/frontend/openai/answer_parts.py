@@ -77,6 +77,8 @@ class AnswerParts:
         self._began = thinks, thinking
         self._stage = _Stage.THINKING if thinking else _Stage.START
         self._held = ""
+        #: Behind a call's mark and before its JSON: what is content too, where no call follows.
+        self._lead = ""
         #: Of the arguments that are passed on: how deep in them, and in a string of theirs, behind a backslash.
         self._depth, self._quoted, self._escaped = 0, False, False
         self.calls = 0
@@ -167,7 +169,7 @@ class AnswerParts:
         else:
             text, ended = self._until(_OPEN, final)
             if ended:
-                self._stage = _Stage.CALLS
+                self._stage, self._lead = _Stage.CALLS, _OPEN
         # Between calls and behind them there is nothing that vLLM would show.
         if text and not self.calls:
             yield AnswerPart(content=text)
@@ -175,11 +177,16 @@ class AnswerParts:
     def _between(self, final: bool) -> Iterator[AnswerPart]:
         """Between calls of lists, and of Llama's, there may be brackets, commas and semicolons."""
         text = self._held.lstrip(_BETWEEN if self._style != "hermes" else None)
+        self._lead += self._held[: len(self._held) - len(text)]
+        self._held = text
         if text:
-            self._held, self._stage = text, _Stage.HEADER
+            self._stage = _Stage.HEADER
         elif final:
-            self._held = ""
-        yield from ()
+            self._stage = _Stage.OVER
+            if self._broken < 0 and (self._style == "hermes" or not self.calls):
+                self._broken = self.calls
+            if self._style == "hermes" and not self.calls:
+                yield AnswerPart(content=self._lead)
 
     def _header(self, final: bool) -> Iterator[AnswerPart]:
         found = _HEADER.match(self._held)
@@ -205,8 +212,7 @@ class AnswerParts:
             yield AnswerPart(call=self.calls, call_id=_call_id(), name=name, arguments=arguments)
             self.calls += 1
         elif not self.calls and self._style != "list":
-            opened, closed = (_OPEN, _CLOSE if ended >= 0 else "") if self._style == "hermes" else ("", "")
-            yield AnswerPart(content=opened + body + closed)
+            yield AnswerPart(content=self._lead + body + (_CLOSE if ended >= 0 else ""))
 
     def _arguments(self) -> Iterator[AnswerPart]:
         text, end = self._held, len(self._held)

@@ -167,7 +167,7 @@ class OpenAiFormatter:
     def choice(self) -> dict[str, Any]:
         request = self.request
         choice: dict[str, Any] = {"index": self.index}
-        text, reason = self._echoed + request.text, request.finish_reason
+        text, reason = self._echoed + self._written(request.text), request.finish_reason
         if not self._chat:
             choice["text"] = text
         elif self._parts is None:
@@ -257,7 +257,7 @@ class OpenAiFormatter:
 
     def _bodies(self, piece: Piece) -> list[bytes]:
         """A delta for each part of the piece's text."""
-        text = piece.text
+        text = self._written(piece.text)
         if self._unread:
             self._unread = False
             text_before = self._echoed
@@ -269,6 +269,10 @@ class OpenAiFormatter:
         deltas = [{"content": text_before}] if text_before else []
         deltas += map(delta_of, self._parts.push(text, final=bool(piece.finish_reason)))
         return [b'"delta":' + orjson.dumps(delta) for delta in deltas]
+
+    def _written(self, text: str) -> str:
+        """`text` of the answer, as far as it is shown."""
+        return "" if self.request.ask.echo_only else text
 
     def _text(self, text: bytes) -> bytes:
         return b'"delta":{"content":' + text + b"}" if self._chat else b'"text":' + text
@@ -311,6 +315,8 @@ class OpenAiFormatter:
             return None
         if self._chat:
             return chat_logprobs(self._tokenizer, samples, self._top, self.request.text_tokens)
+        if self.request.ask.echo_only:
+            samples = []
         before: dict[str, list[Any]] = {}
         if self._offsets is None:
             self._offsets = TextOffsets(self.request.new_detokenizer(), len(self._echoed))
