@@ -43,6 +43,17 @@ async def eventually(condition: Callable[[], Awaitable[T] | T], what: str, every
         raise Late(f"not within {BOUND_S:.0f} s: {what}; it was {last!r}") from error
 
 
+async def within(awaitable: Awaitable[T], what: str) -> T:
+    """What `awaitable` gives. Raises Late where it hangs, with `what` it was to do; it is cancelled then."""
+    try:
+        async with asyncio.timeout(BOUND_S) as bound:
+            return await awaitable
+    except TimeoutError as error:
+        if not bound.expired():  # its own
+            raise
+        raise Late(f"not within {BOUND_S:.0f} s: {what}") from error
+
+
 def eventually_here(condition: Callable[[], T], what: str, every_s: float = EVERY_S) -> T:
     """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile."""
     until = time.monotonic() + BOUND_S
