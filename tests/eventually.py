@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 #: Seconds. Two busy processes beside the tests and a cold start of ten processes fit into it many times.
 BOUND_S = 120.0
+#: Of a scenario with all that it waits for.
+SCENARIO_S = 2 * BOUND_S
 #: Seconds between two looks at a condition.
 EVERY_S = 0.02
 

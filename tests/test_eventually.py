@@ -31,7 +31,7 @@ async def test_what_never_comes_is_late_and_named(monkeypatch: pytest.MonkeyPatc
         eventually_here(int, "the moon")
     with pytest.raises(Late, match="an answer; it was None"):
         await eventually(asyncio.Event().wait, "an answer")
-    with pytest.raises(Late, match="a word$"):
+    with pytest.raises(Late, match=r"a word$"):
         await within(asyncio.Event().wait(), "a word")
 
 
