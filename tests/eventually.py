@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 #: Seconds. Two busy processes beside the tests and a cold start of ten processes fit into it many times.
 BOUND_S = 120.0
+#: Of a scenario with all that it waits for.
+SCENARIO_S = 2 * BOUND_S
 #: Seconds between two looks at a condition.
 EVERY_S = 0.02
 
@@ -41,6 +43,17 @@ async def eventually(condition: Callable[[], Awaitable[T] | T], what: str, every
         if not bound.expired():  # the condition's own
             raise
         raise Late(f"not within {BOUND_S:.0f} s: {what}; it was {last!r}") from error
+
+
+async def within(awaitable: Awaitable[T], what: str) -> T:
+    """What `awaitable` gives. Raises Late where it hangs, with `what` it was to do; it is cancelled then."""
+    try:
+        async with asyncio.timeout(BOUND_S) as bound:
+            return await awaitable
+    except TimeoutError as error:
+        if not bound.expired():  # its own
+            raise
+        raise Late(f"not within {BOUND_S:.0f} s: {what}") from error
 
 
 def eventually_here(condition: Callable[[], T], what: str, every_s: float = EVERY_S) -> T:

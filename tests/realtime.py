@@ -25,6 +25,7 @@ FILES = {
     "test_eventually.py",
     "test_guardian.py",
     "test_output_logs.py",
+    "test_ports.py",
     "test_reruns.py",
     "workers/test_model_files.py",
     "workers/test_moved_segments.py",

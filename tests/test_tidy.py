@@ -21,7 +21,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks import structure
+from tests import gate_rules
 from tests.realtime import is_realtime
+from tests.sources import dotted, nodes, parsed
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -282,31 +284,8 @@ PACKAGED = [path for path in PYTHON if path.parts[0] in TOP]
 
 
 @functools.cache
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
-@functools.cache
-def nodes(source: str) -> list[ast.AST]:
-    """Every node of the file, which several checks look through."""
-    return list(ast.walk(parsed(source)))
-
-
-@functools.cache
 def text(path: Path) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
-
-
-def dotted(expression: ast.expr) -> str:
-    """`a.b.c` as it is written; what stands before the first name is left out: `f().b` is `.b`."""
-    # ast.unparse says the same, and takes as long for the calls of this code base as all other checks together.
-    match expression:
-        case ast.Name(id=name):
-            return name
-        case ast.Attribute(value=inner, attr=name):
-            return f"{dotted(inner)}.{name}"
-        case _:
-            return ""
 
 
 def imported(source: str) -> Iterator[tuple[int, str]]:
@@ -547,6 +526,22 @@ def test_the_packages_are_tidy(check: Check) -> None:
 def test_all_python_is_tidy(check: Check) -> None:
     found = complaints([check], PYTHON)
     assert not found, "\n".join(found)
+
+
+@functools.cache
+def offences() -> dict[str, list[str]]:
+    """What each file of tests does that tests/gate_rules.py refuses; files that do nothing of it are left out."""
+    found = {str(path): complaints(gate_rules.CHECKS, [path]) for path in PYTHON if path.parts[0] == "tests"}
+    return {path: lines for path, lines in found.items() if lines}
+
+
+def test_no_test_rests_on_luck() -> None:
+    found = {path: lines for path, lines in offences().items() if path not in gate_rules.UNMENDED}
+    assert not found, "\n".join(line for lines in found.values() for line in lines)
+
+
+def test_the_files_still_to_be_mended_have_something_to_mend() -> None:
+    assert gate_rules.UNMENDED - offences().keys() == set()
 
 
 @pytest.fixture(scope="module")
@@ -808,6 +803,9 @@ SAMPLES: list[tuple[Check, str, str, str]] = [
 ]
 
 
+SAMPLES += [(check, "tests/x.py", source, expected) for check, source, expected in gate_rules.REFUSED]
+
+
 @pytest.mark.parametrize(("check", "path", "source", "expected"), SAMPLES)
 def test_each_check_can_fail(check: Check, path: str, source: str, expected: str) -> None:
     found = check(Path(path), source)
@@ -845,6 +843,9 @@ GOOD: list[tuple[Check, str, str]] = [
     ),
     (leftovers, "docs/x.md", "a /workshop/ of network/ers, method\u00f3s"),
 ]
+
+GOOD += [(check, "tests/x.py", source) for check in gate_rules.CHECKS for source in gate_rules.ALLOWED]
+GOOD += [(check, gate_rules.WAITS, source) for check, source, _ in gate_rules.REFUSED]
 
 
 @pytest.mark.parametrize(("check", "path", "source"), GOOD)

@@ -5,8 +5,8 @@ makes.
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
-import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,13 @@ from pathlib import Path
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.embedded import die_with_parent, find_server, free_port
+from halfmoon.bus.embedded import die_with_parent, find_server
 from halfmoon.bus.streams import StreamLimits
 from halfmoon.cli import secrets
+from tests.eventually import Late, eventually_here
+from tests.ports import HeldPorts
 
 NAMES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
-START_S = 60.0
 
 
 @dataclass
@@ -27,7 +28,8 @@ class ServerCluster:
     """`stop` ends what `start` began."""
 
     place: Path
-    ports: dict[str, tuple[int, int, int]]
+    #: Of each server: for clients, for the other servers, for its health. A server that ends comes back to its own.
+    held: dict[str, tuple[HeldPorts, HeldPorts, HeldPorts]]
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @classmethod
@@ -40,7 +42,7 @@ class ServerCluster:
                 place, "--servers", ",".join(names), *places, *tenants, "--attention", "2", "--mixed", "2"
             )
         )
-        cluster = cls(place, {name: (free_port(name), free_port(name), free_port()) for name in names})
+        cluster = cls(place, {name: (HeldPorts(name), HeldPorts(name), HeldPorts()) for name in names})
         for name in names:
             file = place / name / "nats.conf"
             text = file.read_text().replace("HERE", str(place / name)).replace("0.0.0.0", name)
@@ -64,25 +66,31 @@ class ServerCluster:
 
     def wait(self) -> None:
         """Until every server has a leader and is current."""
-        until = time.monotonic() + START_S
         for name in self.ports:
-            while True:
-                try:
-                    with urllib.request.urlopen(
-                        f"http://127.0.0.1:{self.ports[name][2]}/healthz", timeout=1
-                    ) as reply:
-                        if reply.status == 200:
-                            break
-                except OSError as problem:
-                    if time.monotonic() > until:
-                        tail = (self.place / name / "nats.log").read_text()[-2000:]
-                        raise AssertionError(f"{name}: {problem}\n{tail}") from None
-                    time.sleep(0.05)
+            try:
+                eventually_here(functools.partial(self._healthy, name), f"{name} is current")
+            except Late as late:
+                late.add_note((self.place / name / "nats.log").read_text()[-2000:])
+                raise
+
+    def _healthy(self, name: str) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[name][2]}/healthz") as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
 
     def stop(self) -> None:
         for process in self.processes.values():
             process.kill()
             process.wait()
+        for held in self.held.values():
+            for one in held:
+                one.close()
+
+    @property
+    def ports(self) -> dict[str, tuple[int, int, int]]:
+        return {name: (one.first, two.first, three.first) for name, (one, two, three) in self.held.items()}
 
     @property
     def url(self) -> str:

@@ -20,7 +20,7 @@ from halfmoon.schemas.kv import KvReady
 from halfmoon.schemas.tokens import ResendReply, ResendRequest
 from halfmoon.workers.frontend.nats_service import settled
 from tests.bus.proxy import Proxy
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, eventually
 
 
 def cancelled(number: int) -> RequestCancelled:
@@ -109,7 +109,7 @@ async def test_the_log_survives_a_killed_server_without_loss_repeat_or_swap(tmp_
         for _ in range(300):
             bus.append_soon(cancelled(sent), source_id="f")
             sent += 1
-        await asyncio.sleep(0.003)
+        await eventually(lambda: bus.unacknowledged < 300, "the burst is being stored", every_s=0)
         server.process.kill()  # in the middle of the burst
         server.process.wait()
         for _ in range(50):
@@ -117,9 +117,7 @@ async def test_the_log_survives_a_killed_server_without_loss_repeat_or_swap(tmp_
             sent += 1
         server = EmbeddedServer.start(tmp_path / "nats", port=port)
         assert await bus.flush(BOUND_S)
-    async with asyncio.timeout(BOUND_S):
-        while len(seen) < sent:
-            await asyncio.sleep(0.05)
+    await eventually(lambda: len(seen) >= sent, "all are read")
     assert [s.event for s in seen] == [cancelled(n) for n in range(sent)]
     follower.cancel()
     await bus.close()
@@ -206,8 +204,7 @@ async def test_what_was_not_yet_in_the_stream_after_a_reconnect_is_read_later(na
     before = await answer()
     tail._last_seq = late  # type: ignore[method-assign]
     proxy.drop()
-    while worker.nc.is_connected:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: not worker.nc.is_connected, "the connection is lost")
     ready = KvReady(order_id="1-0", request_id="r", layer=3, first_block=0, blocks=1)
     await conductor.publish(subjects.kv("w1", "KvReady", "n1"), ready)
     await conductor.nc.flush()
@@ -272,9 +269,7 @@ async def test_an_event_heard_on_its_way_is_its_authors_word(nats_url: str) -> N
     subject = subjects.event("f1", "FrontendHeartbeat")
     for frontend_id in ("f2", "f1"):
         await liar.publish(subject, FrontendHeartbeat(frontend_id=frontend_id, incarnation="i"))
-    async with asyncio.timeout(BOUND_S):
-        while not heard:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: heard, "a heartbeat is heard")
     assert [beat.frontend_id for beat in heard] == ["f1"]
     assert listener.invalid == 1
     await liar.close()
@@ -318,14 +313,12 @@ async def test_decisions_survive_a_killed_server_without_loss_or_swap(tmp_path: 
             conductor.order_soon(Ordered(cause_seq=sent, position=0, decision=order), target_id="w1")
             conductor.order_soon(Ordered(cause_seq=sent, position=1, decision=order), target_id="other")
             if number == 200:
-                await asyncio.sleep(0.003)
+                await eventually(lambda: conductor.unacknowledged < 402, "they are being stored", every_s=0)
                 server.process.kill()
                 server.process.wait()
                 server = EmbeddedServer.start(tmp_path / "nats", port=port)
         assert await conductor.flush(BOUND_S)
-    async with asyncio.timeout(BOUND_S):
-        while len(got) < sent:
-            await asyncio.sleep(0.05)
+    await eventually(lambda: len(got) >= sent, "all are heard")
     assert got == list(range(1, sent + 1))
     follower.cancel()
     await conductor.close()
@@ -368,16 +361,13 @@ async def test_what_a_cut_connection_missed_is_read_from_the_stream_in_order(
                 proxy.drop()
             if number == 70:
                 proxy.cut = False
-                while not worker.nc.is_connected:
-                    await asyncio.sleep(0.01)
+                await eventually(lambda: worker.nc.is_connected, "it is connected again")
             sent += 1
             order = CancelOrder(order_id=f"{sent}-0", request_id="r", worker_id="w1")
             await conductor.order(Ordered(cause_seq=sent, position=0, decision=order), target_id="w1")
             ready = KvReady(order_id="1-0", request_id="r", layer=sent, first_block=0, blocks=1)
             await conductor.publish(subjects.kv("w1", "KvReady", "n1"), ready)
-    async with asyncio.timeout(BOUND_S):
-        while len(got) < sent or len(set(layers)) < sent:
-            await asyncio.sleep(0.05)
+    await eventually(lambda: len(got) >= sent and len(set(layers)) >= sent, "all are heard")
     assert got == list(range(1, sent + 1))
     assert set(layers) == set(range(1, sent + 1))
     for follower in followers:

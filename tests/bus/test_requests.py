@@ -35,12 +35,14 @@ class Pair:
     def __init__(self, asker: Bus, server: Bus, proxy: Proxy) -> None:
         self.asker, self.server, self.proxy = asker, server, proxy
         self.asked: list[int] = []
+        self.answered = 0
         self.go_on = asyncio.Event()
 
     async def serve(self) -> None:
         async def answer(request: ResendRequest) -> ResendReply:
             self.asked.append(request.index)
             await self.go_on.wait()
+            self.answered += 1
             return ResendReply(known=bool(request.index % 2))
 
         await self.server.serve(SUBJECT, ResendRequest, answer)
@@ -52,6 +54,11 @@ class Pair:
 
     async def heard(self, count: int) -> None:
         await eventually(lambda: len(self.asked) >= count, "the questions are heard")
+
+    async def cut(self) -> None:
+        self.proxy.drop()
+        ends = (self.asker.nc, self.server.nc)
+        await eventually(lambda: not all(end.is_connected for end in ends), "the connection is lost")
 
     async def back(self) -> None:
         self.proxy.cut = False
@@ -77,10 +84,11 @@ async def test_an_answer_that_is_lost_with_the_connection_comes_all_the_same(pai
     await pair.serve()
     asking = [pair.ask(index) for index in range(4)]
     await pair.heard(4)
-    pair.proxy.drop()
-    await asyncio.sleep(0.05)
-    pair.go_on.set()  # answered to nobody
-    await asyncio.sleep(0.05)
+    await pair.cut()
+    pair.go_on.set()
+    await eventually(lambda: pair.answered == 4, "all are answered, to nobody")
+    if pair.server.nc.is_connected:
+        await settled(pair.server.nc)
     await pair.back()
     async with asyncio.timeout(BOUND_S):
         replies = await asyncio.gather(*asking)
@@ -121,7 +129,10 @@ async def test_who_is_patient_waits_for_somebody_to_serve(nats_url: str) -> None
     asking = asyncio.create_task(
         asker.request(SUBJECT, question, ResendReply, timeout_s=BOUND_S, await_responder=True)
     )
-    await asyncio.sleep(0.3)
+    questions = asker._requests._waiting
+    await eventually(
+        lambda: any(not one.asked_at for one in questions.values()), "it hears that nobody is there"
+    )
     assert not asking.done()
     await server.serve(SUBJECT, ResendRequest, lambda _: ResendReply(known=True))
     async with asyncio.timeout(BOUND_S):

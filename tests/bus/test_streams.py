@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from nats.aio.msg import Msg
 
@@ -15,7 +13,7 @@ from halfmoon.bus.streams import LOG_GAP, StreamLimits
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import CancelOrder, Ordered
 from halfmoon.schemas.events import RequestCancelled
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, eventually
 
 EVENT = RequestCancelled(request_id="r")
 ORDER = CancelOrder(worker_id="w", order_id="o", request_id="r")
@@ -26,14 +24,15 @@ async def connect(url: str, name: str = "c1", *, replicas: int = 1) -> Bus:
 
 
 async def until_there(bus: Bus, *streams: str) -> None:
-    async with asyncio.timeout(BOUND_S):
-        for stream in streams:
-            while True:
-                try:
-                    await bus.jetstream.info(stream)
-                    break
-                except StreamRefused:
-                    await asyncio.sleep(0.05)
+    async def there() -> bool:
+        try:
+            for stream in streams:
+                await bus.jetstream.info(stream)
+        except StreamRefused:
+            return False
+        return True
+
+    await eventually(there, f"there are {streams}")
 
 
 async def test_deleted_streams_are_made_anew_and_the_log_counts_on(nats_url: str) -> None:
@@ -62,9 +61,7 @@ async def test_each_stream_is_looked_at_every_second_time(
         return await info(stream)
 
     monkeypatch.setattr(bus._keeper._jetstream, "info", counted)
-    async with asyncio.timeout(BOUND_S):
-        while len(asked) < 8:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: len(asked) >= 8, "each is looked at twice")
     assert sorted(asked[:4]) == sorted(asked[4:8]) == sorted(subjects.STREAMS)
     await bus.close()
 
