@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 #: Marks of the run and of those around it (a run inside a test), separated by commas.
@@ -63,6 +65,20 @@ def end(pids: list[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
+def one_ends(pids: Iterable[int], within_s: float) -> bool:
+    """Whether one of them ends in that time; one that has ended counts."""
+    ends = select.poll()
+    with contextlib.ExitStack() as opened:
+        for pid in pids:
+            try:
+                process = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return True
+            opened.callback(os.close, process)
+            ends.register(process, select.POLLIN)
+        return bool(ends.poll(1000 * within_s))
+
+
 def end_run(mark: str) -> None:
     """Returns when nothing of the run is left."""
     left = marked(mark)
@@ -70,9 +86,9 @@ def end_run(mark: str) -> None:
     end([pid for pid, parent in left.items() if parent not in left], signal.SIGTERM)
     until = time.monotonic() + PATIENCE_S
     while left := marked(mark):
-        if time.monotonic() > until:
+        if not one_ends(left, max(0.0, until - time.monotonic())):
             end(list(left), signal.SIGKILL)
-        time.sleep(0.05)
+            one_ends(left, 1.0)
     for segment in SHM.glob(f"halfmoon-t{mark}*"):
         segment.unlink(missing_ok=True)
 

@@ -12,12 +12,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from frontend_double import MODEL, SCENARIO_S, Cluster, cluster
+from frontend_double import MODEL, Cluster, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.workers.frontend import cluster_status, redelivery
 from halfmoon.workers.model.text.tokenizer import Tokenizer
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, SCENARIO_S
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import orjson
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import Decision, FailRequest, Ordered, RejectRequest, StartPrefill
 from halfmoon.schemas.events import Event, RequestArrived
@@ -48,8 +49,6 @@ LAYOUT = Layout(
 )
 ANSWER = "Half moons: 🌓 and 🌗.\n\nThe naïve Zoë says “halló”; 半月が出た。 Then STOP and the rest."
 _numbers = itertools.count(1)
-#: A scenario with all that it waits for; signs of life alone would keep one going for ever.
-SCENARIO_S = 2 * BOUND_S
 TIMING = Timing(
     queue_ns=1_000_000,
     transfer_ns=2_000_000,
@@ -65,6 +64,8 @@ class Double:
 
     def __init__(self, bus: Bus, tokenizer: Tokenizer, frontend_id: str) -> None:
         self.bus = bus
+        #: Set where it is made: the double is there before.
+        self.frontend: Frontend
         self.frontend_id = frontend_id
         self.tokenizer = tokenizer
         self.eos = min(tokenizer.eos_ids)
@@ -99,9 +100,8 @@ class Double:
 
     async def stop(self) -> None:
         while self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(set(self._tasks), timeout=0.2)
+            await end_tasks(list(self._tasks))
+            await asyncio.sleep(0)  # they are noted as done
 
     async def _follow(self, after: int) -> None:
         async for stamped in self.bus.events(after=after):
@@ -200,6 +200,11 @@ class Double:
         if arrived.max_tokens >= len(self.answer_ids):
             return self.answer_ids, "stop"
         return self.answer_ids[: arrived.max_tokens], "length"
+
+    async def heard(self, arrived: RequestArrived, count: int) -> None:
+        """Returns when the frontend has so many tokens of the request: what is said from now on comes later."""
+        request = self.frontend.registry.requests[arrived.request_id]
+        await eventually(lambda: len(request.output_ids) >= count, f"the frontend has {count} tokens")
 
     async def wait_for(self, kind: type[Event], count: int = 1) -> list[Any]:
         """The events of that kind, once there are so many."""
@@ -342,7 +347,7 @@ async def cluster(server_url: str, tokenizer: Tokenizer, **options: Any) -> Asyn
     try:
         double = Double(buses[1], tokenizer, frontend_id)
         await double.start()
-        frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
+        frontend = double.frontend = Frontend(buses[0], config, tokenizer, LAYOUT)
         await frontend.start()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=BOUND_S)) as http:
             yield Cluster(frontend, double, buses[2], http, frontend.http_url, server_url)

@@ -15,6 +15,7 @@ from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.decisions import FailRequest, Prediction
 from halfmoon.schemas.events import FrontendJoined, FrontendLeft, RequestArrived, RequestCancelled
 from halfmoon.schemas.tokens import ResendReply
+from halfmoon.workers.frontend import cluster_status
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
 from halfmoon.workers.frontend.redelivery import Redelivery
@@ -65,11 +66,13 @@ def test_what_no_worker_could_hold_is_refused_by_the_name_of_the_field(run: Any)
     run(scenario)
 
 
-def test_the_length_that_is_promised_is_what_the_cluster_can_hold_now(run: Any) -> None:
+def test_the_length_that_is_promised_is_what_the_cluster_can_hold_now(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bounded by the model's context; without workers, the last word counts."""
+    monkeypatch.setattr(cluster_status, "CACHED_S", -1.0)  # asked for each time
 
     async def promised(cluster: Any) -> set[int]:
-        await asyncio.sleep(0.3)  # longer than a status is kept
         _, _, body = await cluster.http_get("/v1/models")
         _, models = await cluster.ask("models", {})
         _, tokenized = await cluster.ask("tokenize", {"prompt": "Once"})
@@ -151,7 +154,7 @@ def test_a_failure_before_the_first_token_is_a_status_and_after_it_an_event(run:
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         if arrived.max_tokens > 100:
             await five_tokens(double, seq, arrived)
-            await asyncio.sleep(0.05)
+            await double.heard(arrived, 5)
         failure = FailRequest(
             request_id=arrived.request_id, frontend_id=double.frontend_id, message="placed too often"
         )
@@ -184,8 +187,9 @@ def test_an_http_client_that_leaves_cancels(run: Any, stream: bool, script: Any)
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         )
-        await cluster.double.wait_for(RequestArrived)
-        await asyncio.sleep(0.1)
+        (arrived,) = await cluster.double.wait_for(RequestArrived)
+        if script is five_tokens:
+            await cluster.double.heard(arrived, 5)
         writer.close()
         await cancelled(cluster)
 
@@ -232,11 +236,9 @@ def test_a_chunk_that_nobody_reads_is_enough_to_notice(run: Any) -> None:
 
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         await double.place(arrived, f"{seq}-0")
-        for index in range(40):
-            if index == 1:
-                await left.wait()
-            await double.deliver(double.delivery(arrived, f"{seq}-0", index, [double.answer_ids[index]]))
-            await asyncio.sleep(0.05)
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 0, double.answer_ids[:1]))
+        await left.wait()
+        await double.deliver(double.delivery(arrived, f"{seq}-0", 1, double.answer_ids[1:3]))
 
     async def scenario(cluster: Any) -> None:
         cluster.double.script = script

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from halfmoon.bus.errors import PeerError
@@ -16,7 +17,8 @@ from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven, TokensSampled
 from halfmoon.workers import token_inbox
 from halfmoon.workers.frontend import registry
-from halfmoon.workers.token_inbox import GIVE_S, TokenInbox
+from halfmoon.workers.frontend.nats_service import settled
+from halfmoon.workers.token_inbox import TokenInbox
 from tests.eventually import BOUND_S, eventually
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 5}
@@ -134,7 +136,6 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(
 ) -> None:
     async def scenario(cluster: Any) -> None:
         bus = cluster.double.bus
-        loop = asyncio.get_running_loop()
         inbox = TokenInbox(bus, "p9")
         await inbox.open()
         await bus.last_seq()
@@ -164,11 +165,22 @@ def test_a_worker_takes_what_was_given_early_or_late_and_asks_for_what_was_not(
         bus.invalid = 0
 
         asked = TakeReply(token_ids=b"\3\0\0\0", max_tokens=3)
-        await cluster.client.serve(subjects.take("f9", "p9"), object, lambda _: asked)
+        order: list[str] = []
+        settle = token_inbox._settle
+
+        def noted(awaited: asyncio.Future[TakeReply | None], taken: TakeReply | None) -> None:
+            order.append("given" if taken is not None else "given up")
+            settle(awaited, taken)
+
+        def answer(_: object) -> TakeReply:
+            order.append("asked for")
+            return asked
+
+        monkeypatch.setattr(token_inbox, "_settle", noted)
+        await cluster.client.serve(subjects.take("f9", "p9"), object, answer)
         await cluster.client.last_seq()
-        started = loop.time()
         assert await inbox.take("f9", "r3", "3-0", "prefill") == asked
-        assert loop.time() - started >= GIVE_S * 0.9
+        assert order == ["given up", "asked for"]
         assert await inbox.take("nobody", "r4", "4-0", "decode") is None
 
     run(scenario)
@@ -246,7 +258,10 @@ def test_a_worker_that_asks_before_the_frontend_has_heard_waits(
 
     async def script(double: Any, seq: int, arrived: RequestArrived) -> None:
         asking = asyncio.create_task(double.take(arrived, f"{seq}-0", "prefill", "p1"))
-        await asyncio.sleep(0.2)
+        # Asked after it by the same connection, and answered at once.
+        stranger = msgspec.structs.replace(arrived, request_id="nobody")
+        assert (await asyncio.create_task(double.take(stranger, f"{seq}-0", "prefill", "p1"))).gone
+        await settled(double.bus.nc)
         assert not asking.done()
         await place(double, arrived, seq)
         assert len(unpack_tokens((await asking).token_ids)) == arrived.prompt_tokens

@@ -15,6 +15,7 @@ from frontend_double import Double
 
 from halfmoon.bus.telemetry.http_server import HttpLimits
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
+from halfmoon.workers.frontend.nats_service import settled
 from tests.eventually import BOUND_S, eventually
 
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -165,11 +166,16 @@ def test_a_head_or_a_body_that_does_not_come_is_answered_and_closed(run: Any) ->
 
         async def dripped() -> None:
             reader, writer = await connect(cluster)
-            for byte in HEALTH[:10]:
-                writer.write(bytes([byte]))
-                await asyncio.sleep(0.05)
-            async with asyncio.timeout(BOUND_S):
-                assert (await answer_of(reader))[0] == 408
+            writer.write(HEALTH.removesuffix(b"\r\n") + b"x: ")
+            answering = asyncio.create_task(answer_of(reader))
+
+            def answered() -> bool:
+                """Each byte comes within the time of a head: that is told anew by none of them."""
+                writer.write(b"x")
+                return answering.done()
+
+            await eventually(answered, "it is answered before the head is whole", every_s=0.05)
+            assert (await answering)[0] == 408
             writer.close()
 
         await asyncio.gather(dripped(), *(half(sent, status) for sent, status in halves.items()))
@@ -253,7 +259,7 @@ async def endless(double: Double, seq: int, arrived: RequestArrived) -> None:
     for index in range(arrived.max_tokens):
         await double.deliver(double.delivery(arrived, order_id, index, [double.answer_ids[0]]))
         if index % 50 == 0:
-            await asyncio.sleep(0.01)
+            await settled(double.bus.nc)  # the frontend takes them as they come
 
 
 @pytest.mark.parametrize(
@@ -284,13 +290,14 @@ def test_answers_that_nobody_reads_end_their_connection(run: Any) -> None:
         reader, writer = await connect(cluster)
         writer.transport.pause_reading()
         room = cluster.frontend._http._server.room
-        async with asyncio.timeout(BOUND_S):
-            while not room.connections:
-                await asyncio.sleep(0.01)
-            while room.connections:  # pipelined, as many as it takes
-                if not writer.is_closing():
-                    writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 100)
-                await asyncio.sleep(0.02)
+        await eventually(lambda: room.connections, "it is connected")
+
+        def ended() -> bool:
+            if not writer.is_closing():  # pipelined, as many as it takes
+                writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 100)
+            return not room.connections
+
+        await eventually(ended, "it is ended")
         writer.close()
         assert reader is not None
 

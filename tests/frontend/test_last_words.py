@@ -10,14 +10,14 @@ from typing import Any
 import nats
 import orjson
 import pytest
-from frontend_double import ANSWER, SCENARIO_S, cluster
+from frontend_double import ANSWER, cluster
 
 from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.frontend import last_words
 from halfmoon.workers.frontend.last_words import GRACE_S, KEPT_BYTES_MAX, KEPT_S, LastWords
 from halfmoon.workers.model.text.tokenizer import Tokenizer
-from tests.eventually import BOUND_S, eventually
+from tests.eventually import BOUND_S, SCENARIO_S, eventually
 
 
 @pytest.fixture

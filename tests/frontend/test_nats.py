@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import threading
 from typing import Any
 
 import orjson
@@ -245,12 +246,22 @@ def test_what_is_no_beginning_of_inboxes_is_refused(prefix: str) -> None:
         FrontendConfig(frontend_id="f", model=MODEL, client_inboxes=(prefix,))
 
 
-def test_a_long_prompt_does_not_hold_up_others(run: Any) -> None:
+def test_a_long_prompt_does_not_hold_up_others(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizing ends here when the others are served."""
+    go_on = threading.Event()
+
     async def scenario(cluster: Any) -> None:
+        prompts = cluster.frontend.registry.prompts
+        submit = prompts._threads.submit
+        monkeypatch.setattr(prompts._threads, "submit", lambda work: submit(lambda: go_on.wait() and work()))
         long = asyncio.ensure_future(cluster.ask("generate", {"prompt": "word " * 150_000}))
-        await asyncio.sleep(0.02)
-        _, answer = await cluster.ask("generate", BODY)
-        assert answer["text"] == ANSWER
+        try:
+            await eventually(lambda: prompts.pending, "it is being tokenized")
+            _, answer = await cluster.ask("generate", BODY)
+            assert answer["text"] == ANSWER
+            assert not long.done()
+        finally:
+            go_on.set()
         headers, _ = await long
         assert headers["Nats-Service-Error-Code"] == "400"
 

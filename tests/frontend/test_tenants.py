@@ -15,7 +15,7 @@ from typing import Any
 import nats
 import orjson
 import pytest
-from frontend_double import SCENARIO_S, cluster
+from frontend_double import cluster
 
 from halfmoon.bus.credentials import key_file as key_file_of
 from halfmoon.bus.credentials import make_all
@@ -25,7 +25,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.events import RequestArrived
 from halfmoon.workers.frontend.nats_service import settled
 from halfmoon.workers.frontend.tenants import read_keys
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, SCENARIO_S, eventually
 
 KEYS = {"key-of-a": "a", "key-of-b": "b", "key-of-none": "", "key-of-all": "*"}
 PROMPT = list(range(100, 140))
@@ -164,11 +164,11 @@ class NatsClient:
         """The answer's JSON; None when the server refused the request."""
         refused = len(self.refused)
         asking = asyncio.ensure_future(self.nc.request(subject, orjson.dumps(body), timeout=timeout_s))
-        while not asking.done():
-            await asyncio.sleep(0.005)
-            if len(self.refused) > refused:
-                asking.cancel()
-                return None
+        told = "it is answered or refused"
+        await eventually(lambda: asking.done() or len(self.refused) > refused, told, every_s=0.005)
+        if not asking.done():
+            asking.cancel()
+            return None
         return orjson.loads(asking.result().data)
 
 

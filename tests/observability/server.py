@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -20,8 +19,9 @@ from typing import Any
 
 import yaml
 
-from halfmoon.bus.embedded import free_port
+from tests.eventually import BOUND_S, eventually_here
 from tests.observability.parts import FILES, ROOT
+from tests.ports import HeldPorts
 
 PLACE = ROOT / "build" / "prometheus"
 
@@ -97,7 +97,8 @@ def prometheus(scratch: Path, targets: Path, *, every: str = "1s") -> Iterator[P
     config["scrape_configs"] = [{"job_name": "cluster", "file_sd_configs": [{"files": [str(targets)]}]}]
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "prometheus.yml").write_text(yaml.safe_dump(config))
-    at = f"127.0.0.1:{free_port()}"
+    held = HeldPorts()
+    at = f"127.0.0.1:{held.first}"
     words = [
         command("prometheus"),
         f"--config.file={scratch / 'prometheus.yml'}",
@@ -108,14 +109,19 @@ def prometheus(scratch: Path, targets: Path, *, every: str = "1s") -> Iterator[P
             [*words, f"--storage.tsdb.path={scratch / 'data'}"], stdout=output, stderr=subprocess.STDOUT
         )
         try:
-            until = time.monotonic() + 30
-            while True:
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{at}/-/ready", timeout=1):
-                    break
+
+            def ready() -> bool:
                 assert process.poll() is None, (scratch / "output").read_text()[-2000:]
-                assert time.monotonic() < until, "it does not get ready"
-                time.sleep(0.1)
+                with (
+                    contextlib.suppress(OSError),
+                    urllib.request.urlopen(f"http://{at}/-/ready", timeout=BOUND_S),
+                ):
+                    return True
+                return False
+
+            eventually_here(ready, "Prometheus is ready")
             yield Prometheus(f"http://{at}")
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(BOUND_S)
+            held.close()

@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.embedded import free_port
 from halfmoon.bus.telemetry.metrics import LATENCY_S, Times, histogram, serve_metrics
 from halfmoon.cli.main import main
 from halfmoon.cli.metrics import Targets, address
@@ -34,7 +33,9 @@ from halfmoon.store.pool.segment import Geometry
 from halfmoon.store.transports.base import Call, Peer, Slice, TransportKind
 from halfmoon.store.transports.engine import TransferEngine
 from halfmoon.workers.frontend.slo import ClusterSlo
+from tests.eventually import eventually
 from tests.observability.parts import SMALL, shown
+from tests.ports import HeldPorts
 
 MS = 1_000_000
 EVERY = 100
@@ -135,14 +136,14 @@ async def test_a_conductor_counts_what_it_steps_over_and_not_the_past(nats_url: 
 
     task = asyncio.ensure_future(conduct())
     try:
-        await until(lambda: bool(shells) and shells[0].caught_up.is_set())
+        await eventually(lambda: shells and shells[0].caught_up.is_set(), "it has caught up")
         store = StoreJoined(node_id="n1", incarnation="i", host="h", layout=SMALL, slots=4, endpoints=[])
         await bus.append(store, source_id="n1")
         await bus.append(StoreSuspected(node_id="n1", reporter_id="n2", reason="x"), source_id="n2")
         for _ in range(EVERY):
             bus.append_soon(StoreHeartbeat(node_id="n1", incarnation="i"), source_id="n1")
         last = await other_digest(bus, shells[0])
-        await until(lambda: shells[0].core.seq >= last)
+        await eventually(lambda: shells[0].core.seq >= last, "all is read")
         metrics = ConductorMetrics(bus, shells[0].core, shells[0].tally)
         await metrics.refresh()
         registry = CollectorRegistry()
@@ -168,7 +169,7 @@ async def test_a_conductor_counts_what_it_steps_over_and_not_the_past(nats_url: 
         await asyncio.gather(task, return_exceptions=True)
         shells.clear()
         task = asyncio.ensure_future(conduct())
-        await until(lambda: bool(shells) and shells[0].caught_up.is_set())
+        await eventually(lambda: shells and shells[0].caught_up.is_set(), "it has caught up")
         assert shells[0].tally.events["StoreSuspected"] == 0
         assert shells[0].tally.digest_mismatches == 0
     finally:
@@ -193,13 +194,6 @@ async def other_digest(bus: Bus, shell: shell.Shell) -> int:
     raise AssertionError("the log ended")
 
 
-async def until(true: object) -> None:
-    end = asyncio.get_running_loop().time() + 10
-    while not true():  # type: ignore[operator]
-        assert asyncio.get_running_loop().time() < end, "it did not come"
-        await asyncio.sleep(0.01)
-
-
 async def test_metrics_are_served_until_the_end_and_a_taken_port_is_an_error() -> None:
     registry, asked = CollectorRegistry(), []
 
@@ -207,7 +201,8 @@ async def test_metrics_are_served_until_the_end_and_a_taken_port_is_an_error() -
         asked.append(1)
         registry.register(Shown(histogram("x_seconds", "X.", (), {(): Times(LATENCY_S)})))  # type: ignore[arg-type]
 
-    port = free_port()
+    held = HeldPorts()
+    port = held.first
     with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="in use"):
         await serve_metrics(registry, host="127.0.0.1", port=port)
     server = await serve_metrics(registry, host="127.0.0.1", port=port, refresh=refresh)
@@ -222,7 +217,8 @@ async def test_metrics_are_served_until_the_end_and_a_taken_port_is_an_error() -
 
 
 def test_targets_are_one_port_after_another_and_a_taken_one_is_named(tmp_path: Path) -> None:
-    port = free_port(count=2)
+    held = HeldPorts(count=2)
+    port = held.first
     with socket.create_server(("127.0.0.1", port + 1)):
         refusal = f"--metrics-port {port}: port {port + 1}: Address already in use"
         with pytest.raises(OptionInvalid, match=refusal):

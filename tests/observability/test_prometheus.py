@@ -11,6 +11,7 @@ import asyncio
 import math
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ import orjson
 import pytest
 import yaml
 
-from halfmoon.bus.embedded import free_port
 from halfmoon.schemas.events import PrefillFinished
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import prompt
 from tests.cluster.steering import draining, prefill_of
+from tests.eventually import eventually
 from tests.observability.parts import FILES, panels, rules
 from tests.observability.server import Prometheus, prometheus
 from tests.observability.test_files import VLLM
+from tests.ports import HeldPorts
 
 TESTS = Path(__file__).parent / "alerts_test.yml"
 PROCESSES = {"conductor": 2, "store": 4, "prefill": 2, "decode": 2, "frontend": 1}
@@ -80,24 +82,13 @@ async def ask(cluster: Cluster, **fields: Any) -> tuple[int, dict[str, Any]]:
         return answer.status, orjson.loads(await answer.read())
 
 
-async def until(what: str, true: Any, within_s: float = 60.0) -> None:
-    end = asyncio.get_running_loop().time() + within_s
-    while not await asyncio.to_thread(true):
-        assert asyncio.get_running_loop().time() < end, f"{what}: not within {within_s:.0f} s"
-        await asyncio.sleep(0.5)
+async def until(what: str, true: Callable[[], bool]) -> None:
+    await eventually(lambda: asyncio.to_thread(true), what, every_s=0.5)
 
 
 async def test_prometheus_sees_the_cluster_as_it_is(promtool: str, tmp_path: Path) -> None:
-    flags = [
-        "--prefill",
-        "2",
-        "--decode",
-        "2",
-        "--conductors",
-        "2",
-        "--metrics-port",
-        str(free_port(count=10)),
-    ]
+    ports = HeldPorts(count=10)
+    flags = ["--prefill", "2", "--decode", "2", "--conductors", "2", "--metrics-port", str(ports.first)]
     flags += ["--ssd", str(tmp_path), "--ssd-bytes", str(256 << 20), "--pool-mib", "192"]
     with running(tmp_path / "state", *flags, "--ttft-slo-ms", "200000", "--tbt-slo-ms", "100000") as cluster:
         targets = cluster.directory / "prometheus.json"
@@ -128,12 +119,27 @@ async def test_prometheus_sees_the_cluster_as_it_is(promtool: str, tmp_path: Pat
             for all_of_them in ("vllm:request_success_total", 'halfmoon_orders_total{job="prefill"}'):
                 of_all = f"sum({all_of_them})"
                 await until(of_all, lambda expr=of_all: server.value(expr) == requests)
-            await asyncio.sleep(3)  # rules are evaluated every second
+            await evaluated(server)
             await the_figures_are_right(cluster, server, usages)
             the_types_are_right(server)
             every_panel_has_data(server)
             assert server.query('ALERTS{alertstate="firing"}') == []
             await a_pool_without_workers_is_told(cluster, server)
+
+
+async def evaluated(server: Prometheus) -> None:
+    """Returns when all rules have been evaluated on what was scraped until now, and what they made is there."""
+
+    def evaluations() -> list[str]:
+        groups = server.get("rules")["groups"]
+        return [group["lastEvaluation"] for group in groups]
+
+    for _ in range(2):  # rules stand on other rules
+        before = await asyncio.to_thread(evaluations)
+        await until(
+            "all rules are evaluated again",
+            lambda before=before: not set(before) & set(evaluations()),  # type: ignore[misc]
+        )
 
 
 def jobs_up(server: Prometheus) -> dict[str, int]:
@@ -225,6 +231,6 @@ def every_panel_has_data(server: Prometheus) -> None:
 async def a_pool_without_workers_is_told(cluster: Cluster, server: Prometheus) -> None:
     firing = 'ALERTS{alertname="HalfmoonNoWorker", alertstate="firing"}'
     async with draining(cluster, "decode-0"), draining(cluster, "decode-1"):
-        await until("HalfmoonNoWorker fires", lambda: bool(server.query(firing)), within_s=90)
+        await until("HalfmoonNoWorker fires", lambda: bool(server.query(firing)))
         assert [labels["role"] for labels, _ in server.query(firing)] == ["decode"]
-    await until("HalfmoonNoWorker ends", lambda: not server.query(firing), within_s=30)
+    await until("HalfmoonNoWorker ends", lambda: not server.query(firing))
