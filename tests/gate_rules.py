@@ -104,21 +104,10 @@ UNMENDED: set[str] = {
     "tests/rdma/test_pairs.py",
     "tests/replay/record_golden.py",
     "tests/replay/test_cluster_log.py",
-    "tests/replay/test_saving.py",
-    "tests/simulation/test_commands.py",
-    "tests/store/channel_end.py",
     "tests/store/crash_points.py",
     "tests/store/soak.py",
-    "tests/store/test_channel_strangers.py",
-    "tests/store/test_engine.py",
-    "tests/store/test_failures.py",
-    "tests/store/test_ssd.py",
-    "tests/store/test_tcp_strangers.py",
-    "tests/store/test_transport_contract.py",
     "tests/vllm/test_live.py",
     "tests/workers/test_model_files.py",
-    "tests/workers/test_prefill_queue.py",
-    "tests/workers/test_remote_cache.py",
 }
 
 

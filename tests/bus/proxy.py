@@ -13,6 +13,8 @@ class Proxy:
         self.target = int(port)
         self.writers: list[asyncio.StreamWriter] = []
         self.cut = False
+        #: Connections that were tried while it was cut.
+        self.refused = 0
         #: Nothing goes through, and nobody is told: as when a cable is pulled.
         self.silent = False
 
@@ -22,6 +24,7 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.cut:
+            self.refused += 1
             writer.close()
             return
         there_reader, there_writer = await asyncio.open_connection(self.host, self.target)

@@ -37,7 +37,7 @@ from halfmoon.schemas.kv import KvReady, PrefillResult
 from halfmoon.schemas.policy import Policy
 from halfmoon.schemas.sampling import SampledToken
 from tests.bus.expiry import expire
-from tests.eventually import BOUND_S
+from tests.eventually import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -54,16 +54,23 @@ async def connect(at: str | BusConfig) -> Bus:
     return await Bus.connect(BusConfig(url=at) if isinstance(at, str) else at, name="test")
 
 
+async def holds(bus: Bus, stream: str, count: int) -> None:
+    """Waits until the stream has `count` messages."""
+
+    async def enough() -> bool:
+        return await bus.last_seq(stream) >= count
+
+    await eventually(enough, f"{stream} has {count} messages", every_s=0.01)
+
+
 async def conducted(url: str) -> None:
     """A conductor decides on a request, whose workers answer; in between there is a message that is no event."""
     bus = await connect(url)
     conductor = asyncio.create_task(shell.run(bus, conductor_id="c1", policy=Policy(heartbeat_ns=100 * MS)))
-    while await bus.last_seq() == 0:
-        await asyncio.sleep(0.01)
+    await holds(bus, subjects.EVENTS_STREAM, 1)
     for event in EVENTS:
         await bus.append(event, source_id="up")
-    while await bus.last_seq(subjects.DECISIONS_STREAM) < 2:
-        await asyncio.sleep(0.01)
+    await holds(bus, subjects.DECISIONS_STREAM, 2)
     await bus.nc.jetstream().publish(
         subjects.event("x", "Nonsense"), b'{"type":"Nonsense","text":"a secret"}'
     )
@@ -79,8 +86,7 @@ async def conducted(url: str) -> None:
     )
     for message in (READY, first):
         await bus.publish(subjects.kv("d0", type(message).__name__, "p0"), message)
-    while await bus.last_seq(subjects.KV_STREAM) < 2:
-        await asyncio.sleep(0.01)
+    await holds(bus, subjects.KV_STREAM, 2)
     for event in ANSWERS:
         await bus.append(event, source_id="up")
     conductor.cancel()
@@ -206,11 +212,15 @@ async def test_a_tail_shows_what_is_new(nats_url: str) -> None:
     await bus.append(EVENTS[0], source_id="up")
     tail = follow(bus)
     first = asyncio.ensure_future(anext(tail))
-    for stream in (subjects.EVENTS_STREAM, subjects.DECISIONS_STREAM):  # until both readers are there
-        while not (await bus.jetstream.ask(f"STREAM.INFO.{stream}"))["state"]["consumer_count"]:
-            await asyncio.sleep(0.01)
+    for stream in (subjects.EVENTS_STREAM, subjects.DECISIONS_STREAM):
+
+        async def is_read(stream: str = stream) -> bool:
+            return bool((await bus.jetstream.ask(f"STREAM.INFO.{stream}"))["state"]["consumer_count"])
+
+        await eventually(is_read, f"{stream} has a reader")
     await bus.append(EVENTS[1], source_id="up")
-    line = await asyncio.wait_for(first, BOUND_S)
+    await eventually(first.done, "a line is shown")
+    line = first.result()
     assert isinstance(line, EventLine)
     assert (line.seq, line.event) == (2, EVENTS[1])
     await tail.aclose()

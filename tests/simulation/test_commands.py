@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from halfmoon.cli.main import main
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, eventually_here
 from tests.lengths import sizes
 
 KEYS = {
@@ -135,8 +134,7 @@ def test_an_interrupted_simulation_marks_its_report(trace_file: Path, tmp_path: 
     with trace_file.open("rb") as packed, pipe.open("wb") as to_process:
         zstandard.ZstdDecompressor().copy_stream(packed, to_process)
     # The trace is read, and the whole of it takes some times as long.
-    while cpu_s(process.pid) < 2:
-        time.sleep(0.01)
+    eventually_here(lambda: cpu_s(process.pid) >= 2, "the simulation has begun")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=BOUND_S)
     assert process.returncode == 130, err

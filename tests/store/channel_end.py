@@ -5,8 +5,8 @@ addresses. `answer`: each message comes back as a state; `silent`: nothing is ev
 from __future__ import annotations
 
 import json
+import signal
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,7 +25,7 @@ def main(kind: str, behaviour: str) -> None:
         print(json.dumps(addresses(listener, kind)), flush=True)
         with accepted(listener) as channel:
             while behaviour == "silent":
-                time.sleep(1)
+                signal.pause()
             try:
                 while True:
                     header = channel.receive(into(target))

@@ -310,15 +310,20 @@ def test_a_byte_now_and_then_holds_nobody_past_the_deadline(kind: str, first: in
     with pair(kind) as (one, two):
         shorten(two, 0.5)
         raw = Raw(one)
-        message = raw.header(size=6_000) + bytearray(6_000)  # whole after a minute at the earliest
+        message = raw.header(size=6_000) + bytearray(6_000)  # not whole when the wait for its end is over
         ended = threading.Event()
+        places = iter(range(first, len(message)))
+
+        def all_done() -> bool:
+            if ended.is_set() or one.lost:
+                return True
+            place = next(places)
+            raw.send(message[place : place + 1])
+            return False
 
         def drip() -> None:
             raw.send(message[:first])
-            for place in range(first, len(message)):
-                if ended.wait(0.01) or one.lost:
-                    return
-                raw.send(message[place : place + 1])
+            eventually_here(all_done, "the other end has had enough", every_s=0.03)
 
         dripping = in_thread(drip)
         with pytest.raises(ChannelLost):

@@ -22,6 +22,7 @@ from halfmoon.store.transports.rdma.transport import RdmaTransport
 from halfmoon.store.transports.shm import ShmTransport
 from halfmoon.store.transports.tcp.transport import TcpTransport
 from halfmoon.store.transports.topology import TopologyInvalid, read_topology
+from tests.eventually import eventually
 
 GEOMETRY = Geometry(slots=64, layers=4, layer_block_bytes=1 << 20)
 
@@ -53,6 +54,8 @@ class Scripted:
     def __init__(self, seconds: float = 0.0) -> None:
         self.kind = KINDS["tcp"]
         self.seconds = seconds
+        #: A move that has begun does not end by itself.
+        self.hangs = False
         self.broken: dict[str, Exception] = {}
         self.moved: list[tuple[str, list[Slice]]] = []
         self.running = self.running_max = 0
@@ -68,7 +71,7 @@ class Scripted:
         self.running_max = max(self.running_max, self.running)
         done_ns = CLOCK.now_ns + int(self.seconds * 1e9)
         try:
-            await asyncio.sleep(self.seconds)
+            await (asyncio.Event().wait() if self.hangs else asyncio.sleep(0))
         finally:
             self.running -= 1
         CLOCK.now_ns = max(CLOCK.now_ns, done_ns)
@@ -192,15 +195,15 @@ def test_no_more_slices_are_under_way_than_there_is_room_and_a_deadline_ends_the
         there = peer(("tcp", "t1", 10))
         await asyncio.gather(*(over.read(there, BATCH[:1], call()) for _ in range(100)))
         assert tcp.running_max == 32
-        tcp.seconds = 60
+        tcp.hangs = True
         waiting = [asyncio.create_task(over.read(there, BATCH[:1], call())) for _ in range(32)]
-        await asyncio.sleep(0.01)
+        await eventually(lambda: tcp.running == 32, "32 slices are under way")
         with pytest.raises(TransferTimeout, match="turn"):
             await over.read(there, BATCH[:1], call(seconds=-1))
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        tcp.seconds = 0
+        tcp.hangs = False
         await over.read(there, BATCH[:1], call())  # what was cancelled gave its room back
         assert over.paths(there)[0].in_flight_bytes == 0
 

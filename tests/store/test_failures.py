@@ -36,7 +36,7 @@ from halfmoon.store.errors import (
 from halfmoon.store.pool.segment import SHM, SegmentError, remove_stale
 from halfmoon.store.pool.slots import Owner
 from tests.bus.proxy import Proxy
-from tests.eventually import BOUND_S, Late
+from tests.eventually import BOUND_S, Late, eventually
 from tests.lengths import sizes
 
 BIG = layout(layers=16, block_tokens=512, kv_heads=2, head_dim=64)  # 8 MiB a block
@@ -224,7 +224,7 @@ def test_a_push_while_one_of_the_two_is_away_from_the_bus_is_not_lost(nats_url: 
         proxy.drop()
         for layer in range(4):
             one.push("o1", layer=layer, first_block=0, blocks=3)
-        await asyncio.sleep(0.2)
+        await until(lambda: proxy.refused > 0)  # whoever is away has tried to come back
         proxy.cut = False
         closed = await one.close_push("o1")
         assert closed.bytes == 3 * 4 * 8192, "each layer once"
@@ -246,18 +246,29 @@ def test_a_release_at_any_moment_leaves_nothing(nats_url: str, transport: str) -
         one, two = await here.client("n1", "w1"), await here.client("n2", "w2")
         await stored(one, "o0", keys(*range(4)), seed=1)
 
+        done: list[str] = []
+
         async def work(order_id: str) -> None:
             await two.open_put(order_id, keys(*range(5)), blocks=6)
+            done.append("put opened")
             await two.fetch(order_id, "n1", first_block=0, blocks=4)
             await two.open_push(order_id, "r", target_node_id="n1", decode_worker_id="w1")
+            done.append("push opened")
             for layer in range(16):
                 two.push(order_id, layer=layer, first_block=0, blocks=6)
             await two.close_push(order_id)
 
-        for number, pause_ms in enumerate((0, 1, 2, 3, 5, 8, 12, 16, 20, 25, 30, 40, 60, 90)):
-            order_id = f"o{number + 1}"
+        # Of an order: its put, its fetch's groups of layers, its push and the layers of that.
+        for moment in range(20):
+            order_id = f"o{moment + 1}"
+            for list_of_it in (done, here.heard["w1"], here.heard["w2"]):
+                list_of_it.clear()
             working = asyncio.create_task(work(order_id))
-            await asyncio.sleep(pause_ms / 1000)
+
+            def reached(moment: int = moment, working: asyncio.Task[None] = working) -> bool:
+                return working.done() or len(done) + len(here.heard["w1"]) + len(here.heard["w2"]) >= moment
+
+            await eventually(reached, f"{moment} of its parts are done", every_s=0)
             await asyncio.gather(two.release(order_id), two.release(order_id))
             result = (await asyncio.gather(working, return_exceptions=True))[0]
             assert result is None or isinstance(result, StoreError), result

@@ -24,7 +24,7 @@ from halfmoon.store.transports.base import Slice
 from halfmoon.store.transports.tcp import admission, server, wire
 from halfmoon.store.transports.tcp.admission import Admission
 from halfmoon.store.transports.tcp.channel import PlainChannel
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, eventually, eventually_here
 
 #: Far more levels than Python's recursion has, in few bytes.
 NESTED = b"\x81\xa1x" + b"\x91" * 1000 + b"\xc0"
@@ -41,6 +41,24 @@ def no_thread_ends_by_an_exception(monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def address_of(two: Side) -> tuple[str, int]:
     host, _, port = two.hello.endpoints[0].address.removeprefix("tcp://").rpartition(":")
     return host, int(port)
+
+
+def is_gone(connection: socket.socket, byte: bytes) -> bool:
+    """Sends it, and is told whether the other end has closed before."""
+    try:
+        connection.sendall(byte)
+    except (BrokenPipeError, ConnectionResetError):
+        return True
+    return False
+
+
+class ClockAhead:
+    """In place of `time`: as far ahead as a test says."""
+
+    ahead_ns = 0
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns() + self.ahead_ns
 
 
 async def reads(one: Side, two: Side) -> None:
@@ -87,13 +105,8 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_gone_when_its_time_is_over
         with socket.create_connection(address_of(two), timeout=BOUND_S) as stranger:
             stranger.sendall(struct.pack("<III", 2, 0, 1000))
 
-            def drip() -> None:
-                for _ in range(900):  # half a minute at the least, and the message is not whole
-                    stranger.sendall(b"x")
-                    time.sleep(0.04)
-
-            with pytest.raises((BrokenPipeError, ConnectionResetError)):
-                await asyncio.to_thread(drip)
+            # 600 bytes at the most: the message is not whole.
+            await eventually(lambda: is_gone(stranger, b"x"), "the stranger is gone", every_s=0.2)
         await until(lambda: serving_threads() == threads)
         assert two.counters["refused_stranger"] == 1
         await reads(one, two)
@@ -143,25 +156,31 @@ def test_any_number_of_silent_strangers_holds_few_connections_and_keeps_no_peer_
     tell(story, kind=kind)
 
 
-def test_a_peer_that_sends_a_byte_now_and_then_holds_its_slot_no_longer_than_a_transfer() -> None:
+def test_a_peer_that_sends_a_byte_now_and_then_holds_its_slot_no_longer_than_a_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = ClockAhead()
+    monkeypatch.setattr(server, "time", clock)
+
     async def story(raw: Raw, two: Side) -> None:
         await raw.enter()
         slot = two.reserved(1)[0]
         mac, header = raw.write(slot=slot)
 
-        def drip() -> None:
-            raw.channel.socket.sendall(struct.pack("<IIII", 3, len(mac), len(header), 8192) + mac + header)
-            for _ in range(3_000):  # half a minute at the least, and the message is not whole
-                raw.channel.socket.sendall(b"x")
-                time.sleep(0.01)
-
         assert isinstance(raw.channel, PlainChannel)
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            await asyncio.to_thread(drip)
-        assert two.counters["refused_stalled"] == 1
+        peer = raw.channel.socket
+        peer.sendall(struct.pack("<IIII", 3, len(mac), len(header), 8192) + mac + header)
+
+        def gone() -> bool:
+            clock.ahead_ns += 10**9
+            return is_gone(peer, b"x")
+
+        # A second of the server's after each byte, and 6000 bytes at the most: the message is not whole.
+        await eventually(gone, "the peer is gone", every_s=0.02)
+        await until(lambda: two.counters["refused_stalled"] == 1)
         assert two.guard.begin_write("o", "w", [slot]) == ""
 
-    raw_story(story, theirs={"transfer_ns_max": 500_000_000})
+    raw_story(story, theirs={"transfer_ns_max": 60 * 10**9})
 
 
 def test_a_server_that_sends_a_byte_now_and_then_holds_no_caller_past_its_deadline() -> None:
@@ -172,12 +191,8 @@ def test_a_server_that_sends_a_byte_now_and_then_holds_no_caller_past_its_deadli
                 connection = liar.accept()[0]
                 with connection:
                     connection.sendall(struct.pack("<III", 2, 0, 60_000))
-                    for _ in range(4_000):
-                        try:
-                            connection.sendall(b"x")
-                        except OSError:
-                            return
-                        time.sleep(0.01)
+                    # 12,000 bytes at the most: the message is not whole.
+                    eventually_here(lambda: is_gone(connection, b"x"), "the caller is gone", every_s=0.01)
 
             two.hello.endpoints[0] = Endpoint(
                 transport="tcp", address=f"tcp://127.0.0.1:{liar.getsockname()[1]}"

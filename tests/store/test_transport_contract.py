@@ -16,7 +16,7 @@ from halfmoon.schemas.policy import Layout
 from halfmoon.store.agent.open_transports import OPENERS
 from halfmoon.store.errors import BytesCorrupted, HolderUnreachable, TransferError, TransferTimeout
 from halfmoon.store.transports.base import Slice
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, eventually
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 Story = Callable[[Side, Side], Awaitable[None]]
@@ -166,21 +166,30 @@ def test_a_cancelled_read_touches_nothing_afterwards(kind: str) -> None:
     shape = layout(layers=8, block_tokens=1024, kv_heads=2, head_dim=64)
 
     async def story(one: Side, two: Side) -> None:
-        theirs, mine = two.stored(*range(8)), one.reserved(8)
+        theirs, (other, *mine) = two.stored(*range(8)), one.reserved(9)
         items = [Slice(mine[i], theirs[i], layer, 1) for layer in range(8) for i in range(8)]
         await one.transport.read(two.peer, items[:1], call())
-        for pause_s in (0.0, 0.001, 0.003, 0.01):
+        for begun in (0, 1, 8, 32):
+            one.view.blocks[mine] = 0
             reading = asyncio.create_task(one.transport.read(two.peer, items, call()))
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(0)
+
+            def moves(begun: int = begun, reading: asyncio.Task[None] = reading) -> bool:
+                return reading.done() or int(one.view.blocks[mine, :, :64].any(axis=2).sum()) >= begun
+
+            await eventually(moves, f"{begun} of 64 pieces are here", every_s=0)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             one.view.blocks[mine] = 0
-            await asyncio.sleep(0.03)
+            # What comes after it on the same connection is here, and no thread of either end moves anything.
+            await one.transport.read(two.peer, [Slice(other, theirs[0], 0, 1)], call())
+            for side in (one, two):
+                await side.idle()
             assert not one.view.blocks[mine].any()
         await one.transport.read(two.peer, items, call())
         assert np.array_equal(one.view.blocks[mine], two.view.blocks[theirs])
 
-    tell(kind, story, shape=shape, slots=8)
+    tell(kind, story, shape=shape, slots=9)
 
 
 def test_after_close_a_call_fails_with_words(kind: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import time
 import uuid
 from collections import Counter
@@ -38,6 +40,8 @@ from tests.guardian import cluster_name
 DEVICES = os.environ.get("HALFMOON_RDMA_DEVICES", "").split()
 #: Each transport of the list, and TCP once more with encryption.
 KINDS = (*(name for name in OPENERS if name != "rdma" or DEVICES), "curve")
+#: Of an end's executor.
+THREADS = 2
 ENCRYPTION = {"shm": "auto", "tcp": "never", "curve": "always", "rdma": "auto"}
 
 
@@ -71,7 +75,7 @@ class Side:
         self.segment = Segment.create(segment_name(self.config.cluster, node_id), self.config.geometry)
         self.view = self.segment.view
         self.guard.fence_by(SegmentFence(self.view))
-        self.executor = ThreadPoolExecutor(2)
+        self.executor = ThreadPoolExecutor(THREADS)
         self.others: dict[str, Side] = {}
         self.site = TransportSite(
             config=self.config,
@@ -131,6 +135,12 @@ class Side:
     def reserved(self, blocks: int, *, order_id: str = "o", party: str = "w") -> list[int]:
         owner = Owner(order_id, party)
         return list(self.guard.open_put(owner, [], blocks, writer=peer_writer("one")).slots)
+
+    async def idle(self) -> None:
+        """Waits until each thread of the executor has done what it was given before."""
+        met = threading.Barrier(THREADS)
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(self.executor, met.wait) for _ in range(THREADS)))
 
     async def close(self) -> None:
         self.closed = True

@@ -19,9 +19,10 @@ from halfmoon.schemas.events import WorkerJoined
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.schemas.kv import KvMessage, PrefillResult
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.tokens import TakeReply, TokensGiven
+from halfmoon.schemas.tokens import TakeReply, TakeRequest, TokensGiven
 from halfmoon.workers.model.loading.files import load_config
 from halfmoon.workers.model.null_engine import NullEngine
+from halfmoon.workers.prefill.stages import PrefillStage
 from halfmoon.workers.prefill.worker import PrefillWorker
 from halfmoon.workers.worker import WorkerConfig
 from tests.eventually import BOUND_S, eventually
@@ -83,9 +84,15 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
             made.results.append(message.order_id)
 
     await bus.subscribe(subjects.kv_for("d1"), KvMessage, note)
-    await bus.serve(subjects.take("silent", "p1"), object, lambda _: asyncio.sleep(30))
+    ended = asyncio.Event()
+
+    async def say_nothing(_: TakeRequest) -> None:
+        await ended.wait()
+
+    await bus.serve(subjects.take("silent", "p1"), TakeRequest, say_nothing)
     await worker.start()
     yield made
+    ended.set()
     await worker.stop()
     await bus.close()
     server.stop()
@@ -95,7 +102,6 @@ async def test_a_cancelled_order_leaves_the_queue_at_once(bench: Bench) -> None:
     worker = bench.worker
     for number in (1, 2, 3):
         worker.obey(order(number))
-    await asyncio.sleep(0.05)
     assert worker.heartbeat().orders == ["1-0", "2-0", "3-0"]
     worker.obey(CancelOrder(order_id="2-0", worker_id="p1"))
     assert worker.heartbeat().orders == ["1-0", "3-0"]
@@ -112,8 +118,11 @@ async def test_the_first_of_the_queue_is_cancelled_while_it_waits_for_its_tokens
     for number in (1, 2):
         worker.obey(order(number))
     await bench.give(2)
-    await asyncio.sleep(0.05)
-    assert bench.results == []  # in the order of arrival
+    await eventually(
+        lambda: worker.state.jobs["2-0"].stage is PrefillStage.PREPARED, "the second could begin"
+    )
+    assert worker.state.turn is None  # in the order of arrival
+    assert bench.results == []
     worker.obey(CancelOrder(order_id="1-0", worker_id="p1"))
     await bench.result_of(2)
     assert bench.results == ["2-0"]

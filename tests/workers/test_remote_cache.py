@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -346,22 +345,36 @@ REFUSED = [
 ]
 
 
+class WaitClock:
+    """In place of `time` where answers are waited for; moves when the slow place is at work."""
+
+    now_ns = looks = 0
+
+    def monotonic_ns(self) -> int:
+        self.looks += 1
+        return self.now_ns
+
+
 def test_the_wait_for_a_slow_place_is_measured(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(2)
-    merge, slow = HeldCaches.merge, model.places[1].cache
+    merge, slow, clock = HeldCaches.merge, model.places[1].cache, WaitClock()
+    layers = 0
 
     def slowly(self: HeldCaches, header: MessageHeader) -> RowRefusal | None:
+        nonlocal layers
         if self._cache is slow:
-            time.sleep(0.05)
+            # Before and after the other's answer, and before this one's.
+            eventually_here(lambda: clock.looks == 4 * layers + 3, "it is waited for", every_s=0.001)
+            clock.now_ns += 50_000_000
+            layers += 1
         return merge(self, header)
 
-    monkeypatch.setattr(HeldCaches, "merge", slowly)
     model.begin(MEMBERS)
+    monkeypatch.setattr("halfmoon.workers.attention.remote_places.time", clock)
+    monkeypatch.setattr(HeldCaches, "merge", slowly)
     model.step(MEMBERS, 0)
-    waits_ns = model.groups[0].cache.waits_ns
-    assert waits_ns["attention-1"] >= LAYERS * 40_000_000
     # The other answers meanwhile, whenever it is asked for.
-    assert set(waits_ns) == {"attention-0", "attention-1"}
+    assert model.groups[0].cache.waits_ns == {"attention-0": 0, "attention-1": LAYERS * 50_000_000}
 
 
 def test_who_says_nothing_is_lost_after_the_bound_of_its_channel(
