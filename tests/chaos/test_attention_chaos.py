@@ -75,7 +75,8 @@ def a_part_is_asked_for_by_the_first_keys(
 ) -> None:
     whole_ask(self, sequence, part, after_ns, out)
     request = out[-1].request
-    keys = request.block_keys[: len(request.block_keys) * part.blocks // (part.first_block + part.blocks)]
+    end = max(1, part.first_block + part.blocks)
+    keys = request.block_keys[: len(request.block_keys) * part.blocks // end]
     request = msgspec.structs.replace(request, first_block=0, block_keys=keys)
     out[-1] = msgspec.structs.replace(out[-1], request=request)
 
