@@ -1,4 +1,6 @@
-"""docs/adding.md is true: each of its diffs applies to this tree, touches what it says, and does what it says."""
+"""docs/adding.md is true: each of its diffs applies to this tree, touches what it says, and does what it says. It goes
+on applying while lines beside its own come and go.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "adding.md"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.anchored import PAGE, ROOT, AnchorLost, Hunk, applied, apply, block_of, diff_of, place_of
+
 #: What a change may touch, new files aside.
 FILES_MAX = {"A policy": 2, "A transport": 3, "A tier": 2, "A role": 10, "An event": 4}
 
@@ -28,8 +32,8 @@ class Section(NamedTuple):
     @property
     def files(self) -> tuple[int, int]:
         """Files that the diff changes, and those that it makes."""
-        made = self.diff.count("\n--- /dev/null\n")
-        return self.diff.count("\n+++ ") - made, made
+        diff = diff_of(self.diff)
+        return len(diff.changed), len(diff.made)
 
 
 def sections(page: str) -> Iterator[Section]:
@@ -61,14 +65,7 @@ def tree_with(section: Section, folder: Path) -> Path:
             target.symlink_to(source.readlink())
         else:
             target.write_bytes(source.read_bytes())
-    applied = subprocess.run(
-        ["git", "apply", "--verbose", "-C1", "-"],
-        cwd=folder,
-        input=section.diff,
-        capture_output=True,
-        text=True,
-    )
-    assert applied.returncode == 0, applied.stderr
+    apply(diff_of(section.diff), folder)
     return folder
 
 
@@ -107,6 +104,107 @@ def test_a_change_applies_and_does_what_its_section_says(section: Section, tmp_p
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
 def test_without_the_change_the_lines_do_not_hold(section: Section) -> None:
     assert prove(section, ROOT).returncode != 0
+
+
+# --- a diff holds while its neighbours change ---------------------------------------------------------------
+
+UNRELATED = "# nothing of this change"
+HUNKS = [(section.title, hunk) for section in SECTIONS for hunk in diff_of(section.diff).hunks]
+
+
+def text_before(title: str, hunk: Hunk) -> str:
+    """The file as the section's hunks before this one leave it."""
+    text = (ROOT / hunk.path).read_text(encoding="utf-8")
+    for other, earlier in HUNKS:
+        if other == title and earlier.path == hunk.path:
+            if earlier is hunk:
+                return text
+            text = applied(earlier, text)
+    raise AssertionError(hunk)
+
+
+def with_unrelated(text: str, hunk: Hunk) -> str:
+    """Lines are added at the head of the file, and right before and after those that the hunk goes by."""
+    lines = text.splitlines()
+    at = place_of(lines, hunk)
+    depth = " " * (len(lines[at]) - len(lines[at].lstrip()))
+    end = at + len(hunk.anchor)
+    beside = [f"{depth}{UNRELATED}"] * 2
+    more = [UNRELATED] * 30
+    return "\n".join([*more, *lines[:at], *beside, *lines[at:end], *beside, *lines[end:], ""])
+
+
+def without_unrelated(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip() != UNRELATED]
+
+
+@pytest.mark.parametrize(("title", "hunk"), HUNKS, ids=lambda part: getattr(part, "path", part))
+def test_a_hunk_still_applies_where_lines_beside_it_have_come(title: str, hunk: Hunk) -> None:
+    text = text_before(title, hunk)
+    changed = with_unrelated(text, hunk)
+    assert changed.count(UNRELATED) == 34
+    assert without_unrelated(applied(hunk, changed)) == applied(hunk, text).splitlines()
+
+
+@pytest.mark.parametrize(("title", "hunk"), HUNKS, ids=lambda part: getattr(part, "path", part))
+def test_a_hunk_whose_lines_are_gone_says_which(title: str, hunk: Hunk) -> None:
+    lines = text_before(title, hunk).splitlines()
+    at = place_of(lines, hunk)
+    gone = "\n".join([*lines[:at], *lines[at + len(hunk.anchor) :]])
+    with pytest.raises(AnchorLost, match=re.escape(hunk.path)) as lost:
+        applied(hunk, gone)
+    named = [hunk.block, *(line[1:] for line in hunk.anchor)]
+    assert any(repr(one) in str(lost.value) or f"\n{one}" in str(lost.value) for one in named if one)
+
+
+TWO_CASES = """def f(x):
+    match x:
+        case 1:
+            pass
+        case 2:
+            pass
+
+
+def g(x):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("block", "anchor", "expected"),
+    [
+        ("def f(", " nothing", "x.py: 0 places in 'def f(', and one should, have the lines\nnothing"),
+        ("def f(", "         case …", "x.py: 2 places in 'def f('"),
+        ("", "             pass", "x.py: 2 places in the file"),
+        ("def h(", " ", "x.py: 0 lines begin with 'def h(', and one should"),
+        ("def ", " ", "x.py: 2 lines begin with 'def '"),
+    ],
+)
+def test_a_wrong_anchor_is_named(block: str, anchor: str, expected: str) -> None:
+    with pytest.raises(AnchorLost, match=re.escape(expected)):
+        applied(Hunk("x.py", block, (anchor, "+more")), TWO_CASES)
+
+
+def test_a_block_ends_before_the_next_one_and_after_its_brackets() -> None:
+    lines = ["x = [", "    1,", "]", "y = 2", "def f(", "    a,", ") -> None:", "", "    pass", "z = 3"]
+    assert block_of(lines, Hunk("", "x =", ())) == range(0, 3)
+    assert block_of(lines, Hunk("", "def f(", ())) == range(4, 9)
+
+
+def test_no_file_is_changed_where_one_part_has_no_place(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text("one\n", encoding="utf-8")
+    wrong = "--- a\n+++ a\n@@\n one\n+two\n--- b\n+++ b\n@@\n three\n+two\n"
+    with pytest.raises(AnchorLost):
+        apply(diff_of(wrong), tmp_path)
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "one\n"
+    apply(diff_of(wrong.replace("three", "one")), tmp_path)
+    assert (tmp_path / "b").read_text(encoding="utf-8") == "one\ntwo\n"
+
+
+def test_a_line_that_is_none_of_a_diff_is_refused() -> None:
+    with pytest.raises(ValueError, match="b: not a diff's line: 'one'"):
+        diff_of("--- b\n+++ b\n@@\none\n+two\n")
 
 
 @pytest.fixture(scope="module")

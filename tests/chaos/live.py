@@ -155,7 +155,7 @@ async def play(
 ) -> dict[str, Any]:
     """The figures; `wrong` is empty when nothing went wrong."""
     draw, counts = random.Random(args.seed), Counter[str]()
-    load, watch = Load(cluster, draw, args.clients), Watch(cluster)
+    load, watch = Load(cluster, draw, args.clients), Watch(cluster, args.seconds)
     await load.learn()
     started = time.monotonic()
     watching = [asyncio.create_task(watch.run()), asyncio.create_task(note_restarts(cluster, load))]

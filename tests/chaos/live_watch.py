@@ -17,6 +17,10 @@ from tests.cluster.harness import Cluster, children, command_of
 SAMPLE_S = 5.0
 #: A process is measured from this age on: until then it loads its model and fills its caches.
 SETTLED_S = 60.0
+#: In a short run that is so much of it, and there are so many samples, or the check would come too late to look.
+SETTLED_PART, SAMPLES_MIN = 0.25, 120
+#: In each third of a run, or growth is not told from chance.
+THIRD_MIN = 10
 #: In the last third of a run a kind of process may use so much more than in the first, at most.
 GROWTH_MAX = 1.25
 RSS_GROWTH_MIN, FDS_GROWTH_MIN = 48 << 20, 24
@@ -34,33 +38,43 @@ class Sample:
 
 @dataclass
 class Watch:
-    """Samples by kind of process, those of young processes left out."""
+    """Samples by kind of process, those of young processes left out. `seconds`: how long the run is."""
 
     cluster: Cluster
+    seconds: float
     samples: dict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     _born_s: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def settled_s(self) -> float:
+        return min(SETTLED_S, self.seconds * SETTLED_PART)
+
+    @property
+    def sample_s(self) -> float:
+        return min(SAMPLE_S, self.seconds / SAMPLES_MIN)
+
     async def run(self) -> None:
         while True:
-            self.look()
-            await asyncio.sleep(SAMPLE_S)
+            self.look(time.monotonic())
+            await asyncio.sleep(self.sample_s)
 
-    def look(self) -> None:
-        now_s, top = time.monotonic(), self.cluster.process.pid
+    def look(self, now_s: float) -> None:
+        top = self.cluster.process.pid
         for pid in [top, *children(top)]:
             born_s = self._born_s.setdefault(pid, now_s)
-            if now_s - born_s < SETTLED_S:
+            if now_s - born_s < self.settled_s:
                 continue
             with contextlib.suppress(OSError, ValueError):  # it has just ended
                 sample = _sample(pid, now_s)
                 self.samples[kind_of(pid)].append(sample)
 
     def grown(self) -> list[str]:
-        """Kinds of processes that use more and more."""
-        found = []
+        """Kinds of processes that use more and more, or that nothing can be said of."""
+        found = [] if self.samples else ["no process was old enough to be looked at"]
         for kind, samples in self.samples.items():
             third = len(samples) // 3
-            if third < 10:
+            if third < THIRD_MIN:
+                found.append(f"{kind} was looked at {len(samples)} times only: whether it grew is not known")
                 continue
             first, last = samples[:third], samples[-third:]
             for what, least in (("rss", RSS_GROWTH_MIN), ("fds", FDS_GROWTH_MIN)):

@@ -23,7 +23,8 @@ class PlannerDeaths:
     def __init__(self, world: World, seed: int) -> None:
         self.world, self.net = world, world.net
         self.draw = random.Random(f"planner {seed}")
-        self.on = world.moving and self.draw.random() < 0.5
+        drawn = world.moving and self.draw.random() < 0.5
+        self.on = world.wishes.drawn("planner deaths", drawn)
 
     def before(self, decision: Decision) -> None:
         """It is decided; nobody has heard of it from this conductor."""

@@ -42,7 +42,10 @@ class SlowHolders:
     def __init__(self, world: World, seed: int) -> None:
         self.world, self.net = world, world.net
         self.draw = random.Random(f"slow {seed}")
-        self.on = (world.lending or world.attention > 0) and self.draw.random() < SLOW
+        can = world.lending or world.attention > 0
+        self.on = can and world.wishes.drawn("slow holders", self.draw.random() < SLOW)
+        #: Then half of them are slow again and again, there are four, with much to place, and they are seldom killed.
+        self.wished = world.wishes.drawn("slow holders", False)
         #: Until when each is slow, and how many times what is expected it takes.
         self._slow: dict[str, tuple[int, int]] = {}
         #: By life of an owner: what its newest steps waited for each place, and whom it asked since its last heartbeat.
@@ -57,11 +60,13 @@ class SlowHolders:
     def policy(self) -> dict[str, int]:
         if not self.on:
             return {}
-        return {"slow_place_percent": PERCENT, "slow_place_ns": self.draw.choice([3 * S, 30 * S])}
+        slow_place_ns = self.draw.choice([3 * S, 30 * S])
+        return {"slow_place_percent": PERCENT, "slow_place_ns": 30 * S if self.wished else slow_place_ns}
 
     def prompt_tokens(self, tokens: int) -> int:
         """Where KV moves some requests outgrow one cache, so that lenders are known before anything has moved."""
-        if not (self.on and self.world.moving) or self.draw.random() < 0.7:
+        lends = self.world.moving or (self.wished and self.world.lending)
+        if not (self.on and lends) or self.draw.random() < (0.4 if self.wished else 0.7):
             return tokens
         return (self.world.decode_kv_blocks + self.draw.choice([2, 6])) * BLOCK_TOKENS
 
@@ -75,10 +80,10 @@ class SlowHolders:
         role = "attention" if self.world.attention else "decode"
         places = sorted(one.process_id for one in net.processes.values() if one.role == role)
         if places:
-            self._slow[draw.choice(places)] = (
-                net.now_ns + draw.randrange(3 * S, 10 * S),
-                draw.choice([7, 15, 50]),
-            )
+            struck = draw.choice(places)
+            slow = net.now_ns + draw.randrange(3 * S, 10 * S), draw.choice([7, 15, 50])
+            for place in places[: len(places) // 2] if self.wished else [struck]:
+                self._slow[place] = slow
             net.counts["slow for a while"] += 1
         net.later(draw.randrange(2 * S), self.strike)
 

@@ -38,13 +38,14 @@ class StageGroups:
         self.world = world
         self.draw = random.Random(f"stages {seed}")
         can = not (world.null or world.lending or world.attention or world.mixed)
-        self.on = can and self.draw.random() < (STAGES_ELASTIC if world.elastic else STAGES)
+        share = STAGES_ELASTIC if world.elastic else STAGES
+        self.on = can and world.wishes.drawn("stages", self.draw.random() < share)
 
     def policy(self) -> dict[str, int]:
         if not self.on:
             return {}
         return {
-            "prefill_group": self.draw.choice([1, 2, 2, 4]),
+            "prefill_group": self.world.wishes.some("stages", self.draw.choice([0, 2, 2, 4]), 2) or 1,
             "group_gain_percent": self.draw.choice([1, 10]),
         }
 

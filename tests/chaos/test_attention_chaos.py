@@ -1,5 +1,5 @@
 """Worlds that lend, move KV or have attention workers: holders that are slow, caches split by sequence, conductors that
-die of a move that they ordered. Faults planted in what answers to these are found there, from the seed named on.
+die of a move that they ordered. Faults planted in what answers to these are found there.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ from halfmoon.workers.decode.lenders import Lenders
 from halfmoon.workers.decode.lent_parts import CachePart
 from halfmoon.workers.decode.place_times import PlaceTimes
 from tests.chaos.conductors import Conductor
-from tests.chaos.test_chaos import fails
-from tests.chaos.world import World
-
-#: Conductors die of moves that they order; holders are slow; contexts are split by sequence.
-PLANNERS_DIE, SLOW, SPLIT = 1, 62, 27
+from tests.chaos.searching import fails, shows
+from tests.chaos.wishes import Feature
 
 
 @pytest.mark.parametrize(
-    ("seed", "seen"),
+    ("seen", "wants"),
     [
-        (PLANNERS_DIE, ["moves whose planners all died", "moves whose planner died", "KvMoved"]),
-        (SLOW, ["slow ones marked", "steps split by sequence"]),
-        pytest.param(SPLIT, ["steps split by sequence", "resumed elsewhere"], marks=pytest.mark.slow),
+        (
+            ["moves whose planners all died", "moves whose planner died", "KvMoved"],
+            ["planner deaths"],
+        ),
+        (["slow ones marked", "steps split by sequence"], ["splits", "slow holders"]),
+        pytest.param(["steps split by sequence", "resumed elsewhere"], ["splits"], marks=pytest.mark.slow),
     ],
 )
-def test_a_world_keeps_its_promises(seed: int, seen: list[str]) -> None:
-    world = World(seed)
-    world.run()
-    assert all(world.net.counts[what] > 0 for what in seen), world.net.counts
+def test_worlds_keep_their_promises(seen: list[str], wants: list[Feature]) -> None:
+    shows(seen, *wants)
 
 
 def none_is_slow(*_: Any) -> None:
@@ -77,29 +75,54 @@ def a_part_is_asked_for_by_the_first_keys(
 ) -> None:
     whole_ask(self, sequence, part, after_ns, out)
     request = out[-1].request
-    keys = request.block_keys[: len(request.block_keys) * part.blocks // (part.first_block + part.blocks)]
+    end = max(1, part.first_block + part.blocks)
+    keys = request.block_keys[: len(request.block_keys) * part.blocks // end]
     request = msgspec.structs.replace(request, first_block=0, block_keys=keys)
     out[-1] = msgspec.structs.replace(out[-1], request=request)
 
 
 whole_judge, whole_start, whole_restore = machine.judge_places, Conductor.start, Core.restore
 whole_part, whole_ask = CachePart.__init__, Lenders._ask
-PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
-    (Conductor, "start", what_was_decided_before_counts_as_published, 41, "and never published"),
-    (Core, "restore", staticmethod(a_move_is_not_in_the_snapshot), 442, "lent and not borrowed|differently"),
-    (moves, "slow_mark", none_is_slow, 442, "moves to a slow one"),
-    (cache_places, "slow_mark", none_is_slow, SLOW, "placed at a slow one"),
-    (lending, "slow_mark", none_is_slow, 1528, "placed at a slow one"),
-    (machine, "judge_places", whoever_is_a_little_quicker_is_well, 61, "slow and not marked"),
-    (PlaceTimes, "take", nobody_is_told_of_waits, SLOW, "slow, and nobody says so"),
-    (CachePart, "__init__", the_end_begins_a_block_too_early, 1392, "parts overlap, or leave a gap"),
-    (Lenders, "_ask", a_part_is_asked_for_by_the_first_keys, SPLIT, "attends to KV of somebody else"),
-    (cache_places, "free_blocks", lambda worker: worker.kv_blocks, SPLIT, "promised twice"),
+PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
+    (
+        Conductor,
+        "start",
+        what_was_decided_before_counts_as_published,
+        ("planner deaths",),
+        "and never published",
+    ),
+    (
+        Core,
+        "restore",
+        staticmethod(a_move_is_not_in_the_snapshot),
+        ("planner deaths",),
+        "lent and not borrowed|differently",
+    ),
+    (moves, "slow_mark", none_is_slow, ("moves", "slow holders"), "moves to a slow one"),
+    (cache_places, "slow_mark", none_is_slow, ("attention", "slow holders"), "placed at a slow one"),
+    (lending, "slow_mark", none_is_slow, ("lending", "slow holders"), "placed at a slow one"),
+    (
+        machine,
+        "judge_places",
+        whoever_is_a_little_quicker_is_well,
+        ("attention", "slow holders"),
+        "slow and not marked",
+    ),
+    (PlaceTimes, "take", nobody_is_told_of_waits, ("attention", "slow holders"), "slow, and nobody says so"),
+    (CachePart, "__init__", the_end_begins_a_block_too_early, ("splits",), "parts overlap, or leave a gap"),
+    (
+        Lenders,
+        "_ask",
+        a_part_is_asked_for_by_the_first_keys,
+        ("splits",),
+        "attends to KV of somebody else",
+    ),
+    (cache_places, "free_blocks", lambda worker: worker.kv_blocks, ("splits",), "promised twice"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "fault", "seed", "match"),
+    ("owner", "name", "fault", "wants", "match"),
     [
         pytest.param(*planted, marks=[pytest.mark.slow] if number % 3 else [])
         for number, planted in enumerate(PLANTED)
@@ -107,7 +130,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
     ids=[f"{p[0].__name__.rsplit('.', 1)[-1]}.{p[1]}" for p in PLANTED],
 )
 def test_a_planted_fault_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, seed: int, match: str
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, wants: tuple[Feature, ...], match: str
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
-    fails(seed, match)
+    fails(match, *wants)

@@ -1,5 +1,5 @@
 """Some worlds of chaos; `make chaos` plays thousands. That the checks of a world can fail is shown here too: faults
-are planted in the core, in the pools and in the machines of workers, and each is found, from the seed named on.
+are planted in the core, in the pools and in the machines of workers, and each is found in worlds made for it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,11 @@ from halfmoon.workers.prefill.job import Job
 from halfmoon.workers.prefill.stages import PrefillStage
 from halfmoon.workers.prefill.state import PrefillState
 from tests.chaos.conductors import Conductor
+from tests.chaos.searching import fails
 from tests.chaos.stores import StoreAgent
+from tests.chaos.wishes import Feature
 from tests.chaos.world import World
 from tests.lengths import seeds
-
-#: Worlds in which a planted fault is looked for.
-WORLDS = 20
-#: A world in which KV moves, and a move is refused.
-MOVES = 1
 
 
 @pytest.mark.parametrize("seed", seeds(2, of=8, first=100))
@@ -92,17 +89,6 @@ def test_a_run_is_kept_and_the_next_one_goes_on_from_its_end(tmp_path: Path) -> 
     assert "is of other code" in refused.stderr
 
 
-def fails(first: int, match: str) -> None:
-    """One of the worlds from this seed on must; mostly the first."""
-
-    def play() -> None:
-        for seed in range(first, first + WORLDS):
-            World(seed).run()
-
-    with pytest.raises(AssertionError, match=match):
-        play()
-
-
 # --- in the core and in the pools ---------------------------------------------------------------------------
 
 
@@ -116,19 +102,19 @@ def test_a_conductor_that_decides_by_something_else_than_the_log_is_found(
         self.core.state.policy = self.world.any_policy()
 
     monkeypatch.setattr(Conductor, "start", ill)
-    fails(0, "decided differently|another state")
+    fails("decided differently|another state")
 
 
 def test_lost_kv_that_nobody_misses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconcile, "_is_overdue", lambda *_: False)
-    fails(17, "orders at d|open at f")
+    fails("orders at d|open at f")
 
 
 def test_a_core_that_believes_the_servers_clock_when_it_is_set_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "log_time_ns", lambda state, stamped_ns: stamped_ns)
-    fails(22, "orders at|open at|held at")
+    fails("orders at|open at|held at", "clock steps")
 
 
 def test_a_request_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,18 +128,18 @@ def test_a_request_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(machine.orders, "place", forgets)
     monkeypatch.setattr(reconcile, "place", forgets)
-    fails(0, "open at f")
+    fails("open at f")
 
 
 def test_a_block_that_is_leased_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pool, "_take_free", lambda self: self._free[-1])
-    fails(0, "leased twice|free twice|[0-9]+, Slot|committed without its bytes")
+    fails("leased twice|free twice|[0-9]+, Slot|committed without its bytes")
 
 
 def test_a_lease_that_is_never_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pool, "sweep", lambda self, now_ns: [])
     monkeypatch.setattr(StoreAgent, "release", lambda self, owner: None)
-    fails(0, "held at n-|orders at|open at")
+    fails("held at n-|orders at|open at")
 
 
 def test_a_full_queue_that_takes_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,17 +147,17 @@ def test_a_full_queue_that_takes_more_is_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         machine.orders, "choose", lambda state, *args, **more: whole_choose(Roomy(state), *args, **more)
     )
-    fails(0, "more than the queue takes")
+    fails("more than the queue takes")
 
 
 def test_room_at_a_lender_that_is_promised_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "_free_blocks", lambda worker: worker.kv_blocks)
-    fails(13, "promised twice")
+    fails("promised twice", "lending")
 
 
 def test_a_loan_that_outlives_its_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.orders, "end_loans", lambda *_: None)
-    fails(13, "lent to no order|lent={'")
+    fails("lent to no order|lent={'", "lending")
 
 
 def test_a_move_that_is_booked_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +168,7 @@ def test_a_move_that_is_booked_twice_is_found(monkeypatch: pytest.MonkeyPatch) -
         state.workers[move.loan.worker_id].reserved_blocks += 1
 
     monkeypatch.setattr(moves, "book_move", twice)
-    fails(MOVES, "reserved load|WorkerRecord")
+    fails("reserved load|WorkerRecord", "moves")
 
 
 def test_a_refused_move_that_stays_booked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +177,7 @@ def test_a_refused_move_that_stays_booked_is_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(loans, "end_move", forgets)
     monkeypatch.setattr(membership, "end_move", forgets)
-    fails(MOVES, "lent and not borrowed|WorkerRecord")
+    fails("lent and not borrowed|WorkerRecord", "moves")
 
 
 def test_an_owner_whose_room_does_not_grow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,13 +190,13 @@ def test_an_owner_whose_room_does_not_grow_is_found(monkeypatch: pytest.MonkeyPa
         return found
 
     monkeypatch.setattr(machine, "kv_moved", keeps)
-    fails(MOVES, "reserved load|WorkerRecord")
+    fails("reserved load|WorkerRecord", "moves")
 
 
 @pytest.mark.slow
 def test_room_at_an_attention_worker_that_is_booked_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_places, "free_blocks", lambda worker: worker.kv_blocks)
-    fails(27, "promised twice")
+    fails("promised twice", "splits")
 
 
 @pytest.mark.slow
@@ -226,7 +212,7 @@ def test_a_cache_that_stays_booked_for_the_order_that_was_resumed_is_found(
             holder.lent[order.order_id] = blocks
 
     monkeypatch.setattr(resume, "_hand_over", keeps)
-    fails(4, "lent to no order|WorkerRecord")
+    fails("lent to no order|WorkerRecord", "attention")
 
 
 @pytest.mark.slow
@@ -238,7 +224,7 @@ def test_a_request_that_a_change_of_role_forgets_is_found(monkeypatch: pytest.Mo
         return [] if worker is not None and worker.becomes else whole(state, worker_id)
 
     monkeypatch.setattr(membership, "_orphans", forgets)
-    fails(30, "prefill half|open at f|orders at d")
+    fails("prefill half|open at f|orders at d", "roles")
 
 
 def test_a_worker_that_counts_in_its_old_role_too_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +235,12 @@ def test_a_worker_that_counts_in_its_old_role_too_is_found(monkeypatch: pytest.M
             whole(self)
 
     monkeypatch.setattr(State, "members_changed", keeps)
-    fails(21, "placed on another role")
+    fails("placed on another role", "roles")
 
 
 def test_a_role_that_loses_its_last_worker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roles, "others_stay", lambda *_: True)
-    fails(18, "the last of its role")
+    fails("the last of its role", "roles")
 
 
 class Roomy:
@@ -407,71 +393,94 @@ whole_go_on = DecodeSequence.go_on
 whole_take, whole_delivery = DecodeSequence.take, DecodeSequence.delivery
 whole_computed, whole_stored = Job._prompt_computed, Job._layer_stored
 whole_compute, whole_end = Job._compute, Job._end
-PLANTED: list[tuple[Any, str, Callable[..., Any], int, str]] = [
-    (KvArrival, "_is_fresh", kv_told_again_counts_twice, 0, "copied|copies under way"),
+PLANTED: list[tuple[Any, str, Callable[..., Any], tuple[Feature, ...], str]] = [
+    (KvArrival, "_is_fresh", kv_told_again_counts_twice, (), "copied|copies under way"),
     (
         Orders,
         "_is_busy",
         blocks_are_freed_in_the_step,
-        24,
+        (),
         "given away while a thread works|no block to write",
     ),
-    (Orders, "finish", twice(Orders.finish), 0, "answered twice"),
-    (Orders, "cancel", a_cancelled_decode_goes_on, 0, "cancelled and answered|orders at d"),
-    (Orders, "_release", the_lease_is_kept, 0, "held at n-d"),
-    (DecodeSequence, "take", the_clients_tokens_are_forgotten, 30, "another token|another text|wrong text"),
-    (DecodeSequence, "take", replayed_tokens_are_not_fed_again, 30, "of somebody else|output before"),
-    (DecodeSequence, "delivery", a_delivery_begins_one_too_early, 0, "another token"),
-    (Holds, "drop", a_lender_forgets_to_drop, 1, "blocks used at d"),
-    (Holds, "drop", a_lender_forgets_to_drop, 4, "orders at a"),
-    (Holds, "_adopt", whatever_is_as_long_is_adopted, 27, "another length|attends to KV of somebody else"),
-    (DecodeSequence, "go_on", a_resume_loses_a_token, 4, "decodes another text"),
-    (Lenders, "_ask", a_part_counts_as_held_before_it_is, 13, "counts as held what nobody said"),
+    (Orders, "finish", twice(Orders.finish), (), "answered twice"),
+    (Orders, "cancel", a_cancelled_decode_goes_on, (), "cancelled and answered|orders at d"),
+    (Orders, "_release", the_lease_is_kept, (), "held at n-d"),
+    (DecodeSequence, "take", the_clients_tokens_are_forgotten, (), "another token|another text|wrong text"),
+    (DecodeSequence, "take", replayed_tokens_are_not_fed_again, ("attention",), "output before"),
+    (DecodeSequence, "delivery", a_delivery_begins_one_too_early, (), "another token"),
+    (Holds, "drop", a_lender_forgets_to_drop, ("lending",), "blocks used at d"),
+    (Holds, "drop", a_lender_forgets_to_drop, ("attention",), "orders at a"),
+    (
+        Holds,
+        "_adopt",
+        whatever_is_as_long_is_adopted,
+        ("splits",),
+        "another length|attends to KV of somebody else",
+    ),
+    (DecodeSequence, "go_on", a_resume_loses_a_token, ("attention",), "decodes another text"),
+    (Lenders, "_ask", a_part_counts_as_held_before_it_is, ("lending",), "counts as held what nobody said"),
     (
         Moves,
         "pushed",
         kv_counts_as_moved_before_it_is_there,
-        MOVES,
+        ("moves",),
         "asked for what is not there yet|lends KV",
     ),
-    (Moves, "unread", blocks_that_are_being_sent_are_given_away, 34, "being sent|free twice|not used"),
-    (Job, "cancel", a_cancelled_prefill_goes_on, 0, "cancelled and answered|orders at p"),
+    (
+        Moves,
+        "unread",
+        blocks_that_are_being_sent_are_given_away,
+        ("moves", "slow holders"),
+        "being sent|free twice|not used",
+    ),
+    (Job, "cancel", a_cancelled_prefill_goes_on, (), "cancelled and answered|orders at p"),
     (
         Job,
         "_prompt_computed",
         the_result_goes_before_the_token_is_drawn,
-        0,
+        (),
         "another token|another text|ended order",
     ),
-    (Job, "_push_closed", twice(Job._push_closed), 0, "answered twice"),
-    (Job, "_layer_stored", the_last_layer_is_not_pushed, 0, "committed without its bytes"),
-    (Job, "_compute", layers_are_loaded_before_they_are_fetched, 4, "loaded other bytes"),
-    (Job, "_fetch_failed", a_failed_fetch_is_not_heard_of, 24, "orders at [pm]|held at n-[pm]"),
-    (Job, "_pause_ended", a_store_is_not_asked_again, 0, "orders at [pm]|held at n-[pm]"),
-    (Job, "_end", leases_outlive_the_order, 0, "held at n-[pm]"),
-    (CacheWindow, "table", overwritten_blocks_count_as_cached, 0, "attends to other bytes"),
+    (Job, "_push_closed", twice(Job._push_closed), (), "answered twice"),
+    (Job, "_layer_stored", the_last_layer_is_not_pushed, (), "committed without its bytes"),
+    (Job, "_compute", layers_are_loaded_before_they_are_fetched, (), "loaded other bytes"),
+    (Job, "_fetch_failed", a_failed_fetch_is_not_heard_of, (), "orders at [pm]|held at n-[pm]"),
+    (Job, "_pause_ended", a_store_is_not_asked_again, (), "orders at [pm]|held at n-[pm]"),
+    (Job, "_end", leases_outlive_the_order, (), "held at n-[pm]"),
+    (
+        CacheWindow,
+        "table",
+        overwritten_blocks_count_as_cached,
+        ("outgrown caches",),
+        "attends to other bytes",
+    ),
     (
         PrefillState,
         "_settle",
         the_turn_is_not_given_back,
-        0,
+        (),
         "turn and stage differ|ended order has the turn",
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "fault", "seed", "match"),
+    ("owner", "method", "fault", "wants", "match"),
     [
         pytest.param(*planted, marks=[pytest.mark.slow] if number % 2 else [])
         for number, planted in enumerate(PLANTED)
     ],
-    ids=[f"{p[0].__name__}.{p[1]}-{p[3]}" for p in PLANTED],
+    ids=["-".join([f"{p[0].__name__}.{p[1]}", *p[3]]) for p in PLANTED],
 )
 def test_a_fault_planted_in_a_workers_machine_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, fault: Any, seed: int, match: str
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    method: str,
+    fault: Any,
+    wants: tuple[Feature, ...],
+    match: str,
 ) -> None:
     if fault is the_lease_is_kept:
         monkeypatch.setattr(Pool, "sweep", lambda self, now_ns: [])  # else it ends by itself
     monkeypatch.setattr(owner, method, fault)
-    fails(seed, match)
+    fails(match, *wants)

@@ -1,4 +1,6 @@
-"""The checks of the live chaos run: what core NATS may lose is told from what nobody may; no figure is lost."""
+"""The checks of the live chaos run: what core NATS may lose is told from what nobody may; no figure is lost; a process
+that grows is found in a run of a minute.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import asyncio
 import itertools
 import os
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,15 +60,60 @@ def test_a_process_that_ends_while_it_is_looked_at_leaves_no_empty_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two hours of figures were lost for it."""
-    watch = Watch(SimpleNamespace(process=SimpleNamespace(pid=os.getpid())))  # type: ignore[arg-type]
-    monkeypatch.setattr(live_watch, "SETTLED_S", 0.0)
-    watch.look()
+    watch = Watch(SimpleNamespace(process=SimpleNamespace(pid=os.getpid())), 0.0)  # type: ignore[arg-type]
+    watch.look(0.0)
     monkeypatch.setattr(live_watch, "kind_of", lambda pid: "another")
     monkeypatch.setattr(live_watch, "_anonymous_bytes", lambda pid: int("it has ended"))
-    watch.look()
+    watch.look(0.0)
     assert "another" not in watch.figures()
     assert all(figures["rss_mib_max"] > 0 for figures in watch.figures().values())
     assert watch.figures()
+
+
+#: Takes so much more memory and so many more files at each line, and says when it has.
+GROWING = """
+import sys
+kept = []
+for line in sys.stdin:
+    mib, files = map(int, line.split())
+    kept.append([bytearray(mib << 20), [open("/dev/null") for _ in range(files)]])
+    print("done", flush=True)
+"""
+
+
+def watched(seconds: float, mib: int, files: int) -> Watch:
+    """A run of so many seconds over one process, which takes so much more at each look."""
+    with subprocess.Popen(
+        [sys.executable, "-c", GROWING, "growing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        watch = Watch(SimpleNamespace(process=process), seconds)  # type: ignore[arg-type]
+        looks = int(seconds / watch.sample_s)
+        for number in range(looks):
+            print(mib, files, file=process.stdin, flush=True)
+            assert process.stdout.readline() == "done\n"
+            watch.look(number * watch.sample_s)
+        process.stdin.close()
+    return watch
+
+
+@pytest.mark.parametrize("seconds", [60.0, 600.0])
+@pytest.mark.parametrize(
+    ("mib", "files", "found"), [(1, 0, ["rss"]), (0, 1, ["fds"]), (1, 1, ["rss", "fds"]), (0, 0, [])]
+)
+def test_a_process_that_grows_is_found_in_a_short_run_too(
+    seconds: float, mib: int, files: int, found: list[str]
+) -> None:
+    assert [words.split()[0] for words in watched(seconds, mib, files).grown()] == found
+
+
+def test_a_run_that_is_over_before_it_could_look_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_watch, "SETTLED_PART", 2.0)
+    assert watched(60.0, 1, 1).grown() == ["no process was old enough to be looked at"]
+    monkeypatch.setattr(live_watch, "SETTLED_PART", 0.9)
+    (words,) = watched(60.0, 1, 1).grown()
+    assert "was looked at 12 times only" in words
 
 
 class AskedLoad(Load):

@@ -17,15 +17,15 @@ ended, and nothing is held any more.
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from typing import Any, get_args
 
 import msgspec
 
 from halfmoon.conductor.core.invariants import check_ledger
-from halfmoon.conductor.core.state.core_state import State
 from halfmoon.schemas.codec import digest as digest_of
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.decisions import ChangeRole, Decision, StartDecode, StartMixed, StartPrefill, StartStage
+from halfmoon.schemas.decisions import Decision
 from halfmoon.schemas.events import ClusterConfigured, RequestArrived, Stamped, StateDigested
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
 from tests.chaos.attention_workers import AttentionWorker
@@ -36,12 +36,14 @@ from tests.chaos.frontends import Frontend
 from tests.chaos.holders import Holder
 from tests.chaos.mixed_workers import MixedWorker
 from tests.chaos.network import Network
+from tests.chaos.order_checks import check_orders
 from tests.chaos.planner_deaths import PlannerDeaths
 from tests.chaos.prefill_workers import PrefillWorker
 from tests.chaos.slow_holders import SlowHolders
 from tests.chaos.stages import StageGroups
 from tests.chaos.stores import StoreAgent
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, LAYOUT, Text
+from tests.chaos.wishes import Feature, Wishes
 from tests.chaos.workers import Worker
 from tests.conductor.conductor_scripts import MS, PROFILE, S, keys
 
@@ -65,13 +67,17 @@ class World:
     """Call `run`; AssertionError says what is wrong.
 
     `conductors`: how many, 0 for a number that is drawn. `lossy` False: every message arrives and no link is cut.
+    `wants`: what this world has, whatever the seed draws.
     """
 
-    def __init__(self, seed: int, *, conductors: int = 0, lossy: bool = True) -> None:
+    def __init__(
+        self, seed: int, *, conductors: int = 0, lossy: bool = True, wants: Collection[Feature] = ()
+    ) -> None:
+        self.wishes = wishes = Wishes(wants)
         self.net = Network(random.Random(seed))
         #: In one world of four the server's clock is set; drawn apart, so that the other worlds stay as they were.
         self.clock_draw = random.Random(f"clock {seed}")
-        self.clock_steps = self.clock_draw.random() < 0.25
+        self.clock_steps = wishes.drawn("clock steps", self.clock_draw.random() < 0.25)
         self.draw = draw = self.net.draw
         #: For what was added later: a seed's other draws stay what they were.
         self.draw_late = random.Random(-seed - 1)
@@ -89,24 +95,25 @@ class World:
         self.chunk_tokens = draw.choice([20, 100])
         self.stream_layers = draw.random() < 0.8
         #: Engines that compute nothing, and need no stores.
-        self.null = draw.random() < 0.1
-        self.layout = msgspec.structs.replace(
-            LAYOUT, layers=0 if self.null else LAYERS, numerics=draw.choice(["exact", "fast"])
-        )
+        self.null = wishes.drawn("null", draw.random() < 0.1)
+        exact = wishes.drawn("exact", draw.choice(["exact", "fast"]) == "exact")
+        layers, numerics = 0 if self.null else LAYERS, "exact" if exact else "fast"
+        self.layout = msgspec.structs.replace(LAYOUT, layers=layers, numerics=numerics)
         # Prompts may be longer than the caches of prefill workers; drawn apart, as the clock.
         cache_draw = random.Random(f"cache {seed}")
         self.prefill_kv_blocks = self.kv_blocks
-        if cache_draw.random() < 0.3 and self.layout.numerics == "exact" and not self.null:
+        if wishes.drawn("outgrown caches", cache_draw.random() < 0.3) and exact and not self.null:
             each = cache_draw.choice([1, 2, 3])
             self.prefill_kv_blocks = each * cache_draw.choice([1, 2, 4]) + cache_draw.randrange(each)
             self.layout = msgspec.structs.replace(self.layout, segment_tokens=each * BLOCK_TOKENS)
         #: Decode workers whose caches are smaller than some prompts, and who lend to each other; drawn apart as well.
         lending_draw = random.Random(f"lending {seed}")
-        self.lending = not self.null and self.layout.numerics == "exact" and lending_draw.random() < LENDING
+        can_lend = exact and not self.null
+        self.lending = can_lend and wishes.drawn("lending", lending_draw.random() < LENDING)
         #: KV moves between them while they decode: in most of these worlds, whose requests fit one cache.
         self.moves_draw = random.Random(f"moves {seed}")
         moves_drawn = self.moves_draw.random()
-        self.moving = self.lending and moves_drawn < 0.6
+        self.moving = self.lending and wishes.drawn("moves", moves_drawn < 0.6)
         self.decode_kv_blocks = self.kv_blocks
         if self.lending:
             self.decode_kv_blocks = lending_draw.choice([8, 12, 20])
@@ -123,7 +130,7 @@ class World:
         #: Workers that may take each other's role, and are told to at any time.
         self.role_draw = random.Random(f"roles {seed}")
         share = ELASTIC_MOVING if self.moving else ELASTIC_LENDING if self.lending else ELASTIC
-        self.elastic = not self.attention and self.role_draw.random() < share
+        self.elastic = not self.attention and wishes.drawn("roles", self.role_draw.random() < share)
         self.mixed_draw = random.Random(f"mixed {seed}")
         self._add_mixed(self.mixed_draw)
         self.stages = StageGroups(self, seed)
@@ -134,6 +141,8 @@ class World:
         self.profile = self.slow_holders.measured(CostProfile() if draw.random() < 0.2 else SLOW_PREFILL)
         self.policy = self.any_policy()
         self.faults = Faults(self, cuts=lossy)
+        if self.slow_holders.wished:
+            self.faults.pause_s = 6.0
         conductors = conductors or draw.randrange(1, 5)
         self.conductors = [Conductor(self, f"c{number}") for number in range(conductors)]
         self.frontends: list[Frontend] = []
@@ -150,9 +159,13 @@ class World:
         self.attention = self.attention_kv_blocks = 0
         #: KV heads of the model, of which each attention worker has one where there are two.
         self.head_ranges = 1
-        if self.null or self.lending or self.layout.numerics != "exact" or draw.random() >= ATTENTION:
+        if self.null or self.lending or self.layout.numerics != "exact":
+            return
+        if not self.wishes.drawn("attention", draw.random() < ATTENTION):
             return
         self.head_ranges = draw.choice([1, 2])
+        if self.wishes.drawn("splits", False):
+            self.head_ranges = 1
         self.attention = self.head_ranges * draw.choice([1, 2])
         self.attention_kv_blocks = draw.choice([30, 60, 300])
         self.decode_kv_blocks = draw.choice([1, 3])
@@ -163,7 +176,8 @@ class World:
 
     def _add_splits(self, draw: random.Random) -> None:
         """Some attention workers that have all heads take parts of sequences; none has room for all of most."""
-        self.splits = self.attention > 0 and self.head_ranges == 1 and draw.random() < SPLITS
+        can = self.attention > 0 and self.head_ranges == 1
+        self.splits = can and self.wishes.drawn("splits", draw.random() < SPLITS)
         if self.splits:
             self.attention, self.attention_kv_blocks = draw.choice([2, 3]), draw.choice([8, 12, 20])
 
@@ -172,7 +186,8 @@ class World:
         self.mixed, self.mixed_alone = 0, False
         drawn, count, alone = draw.random(), draw.choice([1, 2, 3]), draw.random() < 0.3
         self.token_budget, self.mixed_kv_blocks = draw.choice([5, 13, 40]), draw.choice([12, 20, 60])
-        if not (self.lending or self.attention or self.elastic) and drawn < MIXED:
+        others = self.lending or self.attention or self.elastic
+        if not others and self.wishes.drawn("mixed", drawn < MIXED):
             self.mixed, self.mixed_alone = count, alone
 
     def kv_heads_of(self, worker_id: str) -> tuple[int, int]:
@@ -190,6 +205,8 @@ class World:
                 count += 1
             if self.elastic:
                 count = max(2, count)
+            if self.slow_holders.wished and kind is DecodeWorker:
+                count = 4
             if self.stages.on and kind is PrefillWorker:
                 count += 2
             for number in range(count):
@@ -220,7 +237,9 @@ class World:
         if self.moving:
             added = {
                 "admission": self.moves_draw.choice(["none", "none", "predicted", "late"]),
-                "move_period_ns": self.moves_draw.choice([0, 200 * MS, 1 * S]),
+                "move_period_ns": self.wishes.some(
+                    "moves", self.moves_draw.choice([0, 200 * MS, 1 * S]), 200 * MS
+                ),
                 "move_from_percent": self.moves_draw.choice([60, 90]),
                 "move_to_percent": self.moves_draw.choice([70, 100]),
                 "move_reserve_percent": self.moves_draw.choice([0, 10]),
@@ -325,31 +344,7 @@ class World:
             self.slow_holders.check(conductor.core.state, stamped, decisions)
         self.stages.check(conductor.core.state, decisions)
         self.net.counts["decisions"] += len(decisions)
-        for decision in decisions:
-            self.check_role(conductor.core.state, decision)
-            new = isinstance(stamped.event, RequestArrived) and not stamped.event.answer_lost
-            if new and isinstance(decision, StartPrefill | StartMixed):
-                orders = conductor.core.state.workers[decision.worker_id].orders
-                limit = conductor.core.state.policy.queued_max_per_worker
-                assert len(orders) <= limit, ("more than the queue takes", decision, len(orders))
-
-    def check_role(self, state: State, decision: Decision) -> None:
-        """Orders go to workers of their role that stay, and some stay in each."""
-        match decision:
-            case StartPrefill() | StartDecode() | StartMixed() | StartStage():
-                worker = state.workers[decision.worker_id]
-                role = type(decision).__name__.removeprefix("Start").lower().replace("stage", "prefill")
-                assert (worker.role, worker.becomes) == (role, ""), (
-                    "placed on another role",
-                    decision,
-                    worker,
-                )
-            case ChangeRole():
-                role = state.workers[decision.worker_id].role
-                stay = [one for one in state.workers.values() if one.role == role and not one.draining]
-                assert stay, ("the last of its role was told to change", decision)
-            case _:
-                pass
+        check_orders(conductor.core.state, stamped, decisions)
 
     def digested(self, conductor: Conductor) -> None:
         seq, snapshot = conductor.core.seq, conductor.core.snapshot()
@@ -391,6 +386,8 @@ class World:
                 # Answers outgrow small caches, whose requests give way to each other.
                 tokens = self.mixed_draw.choice([5, 20, 33, 60])
                 max_tokens, end_at = 40, self.mixed_draw.randrange(10, 40)
+            if self.slow_holders.wished:
+                max_tokens, end_at = 40, 15
             tokens = self.stages.prompt_tokens(self.slow_holders.prompt_tokens(tokens))
             arrived = RequestArrived(
                 request_id=f"r{number}",

@@ -1,0 +1,34 @@
+"""Where a core's decisions place orders: on workers of the right role that stay, and in no queue that is full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfmoon.conductor.core.state.core_state import State
+from halfmoon.schemas.decisions import ChangeRole, Decision, StartDecode, StartMixed, StartPrefill, StartStage
+from halfmoon.schemas.events import RequestArrived, Stamped
+
+
+def check_orders(state: State, stamped: Stamped, decisions: Sequence[Decision]) -> None:
+    """After a step of a core."""
+    new = isinstance(stamped.event, RequestArrived) and not stamped.event.answer_lost
+    for decision in decisions:
+        _check_role(state, decision)
+        if new and isinstance(decision, StartPrefill | StartMixed):
+            orders, limit = state.workers[decision.worker_id].orders, state.policy.queued_max_per_worker
+            assert len(orders) <= limit, ("more than the queue takes", decision, len(orders))
+
+
+def _check_role(state: State, decision: Decision) -> None:
+    """Orders go to workers of their role that stay, and some stay in each."""
+    match decision:
+        case StartPrefill() | StartDecode() | StartMixed() | StartStage():
+            worker = state.workers[decision.worker_id]
+            role = type(decision).__name__.removeprefix("Start").lower().replace("stage", "prefill")
+            assert (worker.role, worker.becomes) == (role, ""), ("placed on another role", decision, worker)
+        case ChangeRole():
+            role = state.workers[decision.worker_id].role
+            stay = [one for one in state.workers.values() if one.role == role and not one.draining]
+            assert stay, ("the last of its role was told to change", decision)
+        case _:
+            pass
