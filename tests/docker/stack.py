@@ -37,8 +37,11 @@ class Stack:
     base: str = ""
     #: Of the compose file, from the next `up` on.
     settings: dict[str, str] = field(default_factory=dict)
-    #: Members that are ready when the cluster is whole.
+    #: Compose files on top of compose.yaml.
+    overlays: tuple[str, ...] = ()
+    #: Members that are ready when the cluster is whole, and conductors that answer.
     whole: dict[str, int] = field(default_factory=lambda: dict(WHOLE))
+    conductors: int = CONDUCTORS
 
     @property
     def environment(self) -> dict[str, str]:
@@ -63,9 +66,10 @@ class Stack:
         return f"http://127.0.0.1:{self.ports[0]}"
 
     def command(self, *words: str, timeout: float = 300) -> str:
-        file = str(self.checkout / "docker" / "compose.yaml")
+        named = ("compose.yaml", *self.overlays)
+        files = [word for name in named for word in ("-f", str(self.checkout / "docker" / name))]
         return run(
-            *self.compose, "-p", self.project, "-f", file, *words, timeout=timeout, env=self.environment
+            *self.compose, "-p", self.project, *files, *words, timeout=timeout, env=self.environment
         ).stdout
 
     def build(self) -> None:
@@ -143,13 +147,13 @@ class Stack:
         for name in self.containers():
             if (health := self.health(name)) != "healthy":
                 return f"{name} is {health}"
-        for port in self.ports:
+        for port in self.ports[: self.whole["frontend"]]:
             _, status = self.get("/status", port)
             roles = [node["role"] for node in status.get("nodes", []) if node["state"] == "ready"]
             found = {role: roles.count(role) for role in self.whole}
             if found != self.whole:
                 return f"the frontend at {port} knows {found}"
-            if len(status["conductors"]) < CONDUCTORS:
+            if len(status["conductors"]) < self.conductors:
                 return f"{len(status['conductors'])} conductors answer"
         return ""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.docker.stack import WHOLE, Stack
+from tests.docker.stack import Stack
 from tests.eventually import eventually_here
 
 QUESTIONS = ("Who was Galileo?", "What is a tide?", "Why is the sky blue?", "Name a river of France.")
@@ -23,6 +23,10 @@ TOKENS = 64
 WITHOUT = {"HALFMOON_ATTENTION": "2", "HALFMOON_NUMERICS": "exact"}
 WITH = {**WITHOUT, "HALFMOON_DECODE_ATTENTION": "remote"}
 WORKERS = {"attention-0", "attention-1"}
+#: Of compose.small.yaml, which leaves the two cores to fewer processes.
+SMALL = {"prefill": 1, "decode": 1, "store": 2, "frontend": 1}
+#: Seconds until nodes that share a busy machine have measured themselves.
+PATIENT_S = 600.0
 Answer = tuple[str, str, int]
 
 
@@ -30,9 +34,10 @@ Answer = tuple[str, str, int]
 def apart(built: Stack) -> Iterator[Stack]:
     """A cluster whose attention workers are credentials only, until a test starts them."""
     with built.another().running() as stack:
+        stack.overlays, stack.whole, stack.conductors = ("compose.small.yaml",), SMALL, 2
         stack.settings = WITHOUT
         stack.up("--scale", "attention=0")
-        stack.wait_whole()
+        stack.wait_whole(PATIENT_S)
         yield stack
 
 
@@ -49,14 +54,14 @@ def local(apart: Stack) -> list[Answer]:
 def remote(apart: Stack, local: list[Answer]) -> Stack:
     """The same cluster, its KV at two attention workers."""
     apart.settings = WITH
-    apart.whole = {**WHOLE, "attention": 2, "store": WHOLE["store"] + 2}
+    apart.whole = {**SMALL, "attention": 2, "store": SMALL["store"] + 2}
     apart.up()
-    apart.wait_whole()
+    apart.wait_whole(PATIENT_S)
     return apart
 
 
 def chat(stack: Stack, number: int) -> Answer:
-    """Text, why it ended, its tokens. The frontends are asked in turn."""
+    """Text, why it ended, its tokens."""
     body = {
         "model": "smollm2-135m-instruct",
         "messages": [{"role": "user", "content": QUESTIONS[number]}],
@@ -65,7 +70,7 @@ def chat(stack: Stack, number: int) -> Answer:
         "ignore_eos": True,
     }
     request = urllib.request.Request(
-        f"http://127.0.0.1:{stack.ports[number % 2]}/v1/chat/completions",
+        f"{stack.http}/v1/chat/completions",
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
@@ -124,7 +129,7 @@ def test_an_attention_worker_that_is_killed_costs_no_text_and_takes_part_again(
     assert remote.get("/ready")[0] == 200
 
     remote.docker("start", container)
-    remote.wait_whole()
+    remote.wait_whole(PATIENT_S)
     before = len(places(remote))
     with ThreadPoolExecutor(len(QUESTIONS)) as clients:
         assert chats(remote, clients) == local
