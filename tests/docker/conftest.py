@@ -19,7 +19,7 @@ PROMPT = {"prompt": "The moon is", "max_tokens": 12, "temperature": 0}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "stack" in getattr(item, "fixturenames", ()) and Path(__file__).parent in item.path.parents:
+        if "built" in getattr(item, "fixturenames", ()) and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(1800))
             if not os.environ.get("HALFMOON_TEST_DOCKER"):
                 item.add_marker(pytest.mark.skip(reason="containers: `make test-docker` runs these"))
@@ -36,8 +36,8 @@ def report() -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="session")
-def stack(report: list[str]) -> Iterator[Stack]:
-    """Built, started and whole."""
+def built(report: list[str]) -> Iterator[Stack]:
+    """An engine, the image in it, and a cluster that is not up: `another` of it is."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with engine():
@@ -47,27 +47,25 @@ def stack(report: list[str]) -> Iterator[Stack]:
                 base = int(stack.docker("image", "inspect", "-f", "{{.Size}}", stack.base))
                 of_it = f"{size / 1e6:,.0f} MB, of which base {base / 1e6:,.0f}"
                 report.append(f"image: {of_it}; built in {stack.build_s:.0f} s")
-                try:
-                    started = time.monotonic()
-                    stack.up()
-                    report.append(f"compose up returns after {time.monotonic() - started:.1f} s")
-                    while stack.get("/ready", timeout=1)[0] != 200:
-                        assert time.monotonic() - started < 300, stack.command("logs", "--tail", "20")
-                        time.sleep(0.1)
-                    report.append(
-                        f"from compose up to the first answer of /ready: {time.monotonic() - started:.1f} s"
-                    )
-                    stack.wait_whole()
-                    report.append(f"from compose up to all healthy: {time.monotonic() - started:.1f} s")
-                    yield stack
-                finally:
-                    if os.environ.get("HALFMOON_DOCKER_LOGS"):
-                        Path(os.environ["HALFMOON_DOCKER_LOGS"]).write_text(
-                            stack.command("logs", "--no-color")
-                        )
-                    stack.down()
+                yield stack
         except Unavailable as problem:
             pytest.skip(str(problem))
+
+
+@pytest.fixture(scope="session")
+def stack(built: Stack, report: list[str]) -> Iterator[Stack]:
+    """Built, started and whole."""
+    with built.another().running() as stack:
+        started = time.monotonic()
+        stack.up()
+        report.append(f"compose up returns after {time.monotonic() - started:.1f} s")
+        while stack.get("/ready", timeout=1)[0] != 200:
+            assert time.monotonic() - started < 300, stack.command("logs", "--tail", "20")
+            time.sleep(0.1)
+        report.append(f"from compose up to the first answer of /ready: {time.monotonic() - started:.1f} s")
+        stack.wait_whole()
+        report.append(f"from compose up to all healthy: {time.monotonic() - started:.1f} s")
+        yield stack
 
 
 @pytest.fixture(scope="session")

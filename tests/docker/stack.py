@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ class Stack:
     base: str = ""
     #: Of the compose file, from the next `up` on.
     settings: dict[str, str] = field(default_factory=dict)
+    #: Compose files on top of compose.yaml.
+    overlays: tuple[str, ...] = ()
+    #: Members that are ready when the cluster is whole, and conductors that answer.
+    whole: dict[str, int] = field(default_factory=lambda: dict(WHOLE))
+    conductors: int = CONDUCTORS
 
     @property
     def environment(self) -> dict[str, str]:
@@ -60,9 +66,10 @@ class Stack:
         return f"http://127.0.0.1:{self.ports[0]}"
 
     def command(self, *words: str, timeout: float = 300) -> str:
-        file = str(self.checkout / "docker" / "compose.yaml")
+        named = ("compose.yaml", *self.overlays)
+        files = [word for name in named for word in ("-f", str(self.checkout / "docker" / name))]
         return run(
-            *self.compose, "-p", self.project, "-f", file, *words, timeout=timeout, env=self.environment
+            *self.compose, "-p", self.project, *files, *words, timeout=timeout, env=self.environment
         ).stdout
 
     def build(self) -> None:
@@ -75,6 +82,21 @@ class Stack:
         self.command("build", "secrets", timeout=1800)
         self.build_s = time.monotonic() - started
 
+    def another(self) -> Stack:
+        """A cluster of the same image, beside this one."""
+        return Stack(self.checkout, image=self.image, base=self.base, build_s=self.build_s)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Stack]:
+        """What is up within is down afterwards; its output is kept in HALFMOON_DOCKER_LOGS where that is set."""
+        try:
+            yield self
+        finally:
+            if kept := os.environ.get("HALFMOON_DOCKER_LOGS"):
+                with Path(kept).open("a") as file:
+                    file.write(self.command("logs", "--no-color"))
+            self.down()
+
     def up(self, *more: str) -> None:
         self.command("up", "-d", *more, timeout=600)
 
@@ -83,6 +105,12 @@ class Stack:
         if left:
             run("docker", "rm", "-f", *left)
         self.command("down", "-v", "-t", "30", "--remove-orphans", timeout=300)
+
+    def left(self) -> list[str]:
+        """Containers, networks and volumes that are there."""
+        label = f"label=com.docker.compose.project={self.project}"
+        listings = (["ps", "-aq"], ["network", "ls", "-q"], ["volume", "ls", "-q"])
+        return [each for words in listings for each in self.docker(*words, "--filter", label).splitlines()]
 
     # --- containers -----------------------------------------------------------------------------------------
 
@@ -119,13 +147,13 @@ class Stack:
         for name in self.containers():
             if (health := self.health(name)) != "healthy":
                 return f"{name} is {health}"
-        for port in self.ports:
+        for port in self.ports[: self.whole["frontend"]]:
             _, status = self.get("/status", port)
             roles = [node["role"] for node in status.get("nodes", []) if node["state"] == "ready"]
-            found = {role: roles.count(role) for role in WHOLE}
-            if found != WHOLE:
+            found = {role: roles.count(role) for role in self.whole}
+            if found != self.whole:
                 return f"the frontend at {port} knows {found}"
-            if len(status["conductors"]) < CONDUCTORS:
+            if len(status["conductors"]) < self.conductors:
                 return f"{len(status['conductors'])} conductors answer"
         return ""
 

@@ -70,6 +70,9 @@ def test_compose_takes_the_files_without_a_word(overlay: str) -> None:
             assert service["read_only"] is True, name  # what is on top takes nothing away
         small = overlay == "small"
         assert (services["prefill"]["scale"], services["conductor"]["scale"]) == ((1, 2) if small else (2, 3))
+        if overlay != "gpu":  # its GPUs are for prefill and decode nodes
+            for part in ("mem_limit", "shm_size", "cpus"):
+                assert len({str(services[role][part]) for role in WORKER_ROLES}) == 1, part
         seen += 1
     if not seen:
         pytest.skip("no docker compose here")
