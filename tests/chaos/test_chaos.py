@@ -80,7 +80,7 @@ def test_a_run_is_kept_and_the_next_one_goes_on_from_its_end(tmp_path: Path) -> 
         (0, 2, {}),
     ]
     assert kept[1]["events"] > kept[0]["events"] > 0
-    kept[1]["versions"]["played"] = "other"
+    kept[1]["beside"]["python"] = "other"
     out.write_text(json.dumps(kept[1]))
     refused = subprocess.run(
         [sys.executable, program, "--seeds", "1", "--out", out], capture_output=True, text=True, check=False
