@@ -50,6 +50,8 @@ class Reruns:
         self.late: dict[str, list[pytest.TestReport]] = {}
         #: Some lines for each second run.
         self.second_runs: list[str] = []
+        #: Seconds of the largest gap in a test, and that test.
+        self.largest_stall = (0.0, "")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
@@ -61,6 +63,8 @@ class Reruns:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        if call.when == "teardown":
+            report.gap_s = METER.so_far().gap_s  # type: ignore[attr-defined]
         if report.failed and call.excinfo is not None and item.get_closest_marker("realtime"):
             self._tell_lateness(report, METER.so_far(), call.excinfo.value)
         return report
@@ -82,9 +86,11 @@ class Reruns:
             with open(self._second_run, "a") as file:
                 told = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
                 file.write(json.dumps(told) + "\n")
-        elif self._tells and report.failed and getattr(report, "late", False):
-            report.outcome = "late"  # type: ignore[assignment]
-            self.late.setdefault(report.nodeid, []).append(report)
+        elif self._tells:
+            self.largest_stall = max(self.largest_stall, (getattr(report, "gap_s", 0.0), report.nodeid))
+            if report.failed and getattr(report, "late", False):
+                report.outcome = "late"  # type: ignore[assignment]
+                self.late.setdefault(report.nodeid, []).append(report)
 
     @pytest.hookimpl
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, Any] | None:
@@ -105,6 +111,9 @@ class Reruns:
             terminalreporter.section("second runs", yellow=True)
             for line in self.second_runs:
                 terminalreporter.write_line(line)
+        gap_s, nodeid = self.largest_stall
+        if nodeid:
+            terminalreporter.write_line(f"largest stall: {gap_s:.2f} s in {nodeid}")
 
     def _try_again(self) -> None:
         if len(self.late) > LATE_MAX:

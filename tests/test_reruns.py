@@ -238,3 +238,13 @@ def test_slow(number):
     assert f"{LATE_MAX + 1} failed" in said
     assert f"{LATE_MAX + 1} tests were late" in said
     assert (tmp_path / "0").read_text() == "x"
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["one", "two"])
+def test_the_largest_stall_and_its_test_stand_at_the_end(tmp_path: Path, processes: tuple[str, ...]) -> None:
+    status, said = run(
+        tmp_path, "def test_quick(): pass\ndef test_stalled(): stall()\n", "-p", "xdist", *processes
+    )
+    assert status == 0, said
+    ((seconds, test),) = re.findall(r"^largest stall: (\d+)\.\d\d s in (.*)$", said, re.MULTILINE)
+    assert (int(seconds) >= 1, test) == (True, "test_inside.py::test_stalled")
