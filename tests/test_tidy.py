@@ -845,7 +845,7 @@ GOOD: list[tuple[Check, str, str]] = [
 ]
 
 GOOD += [(check, "tests/x.py", source) for check in gate_rules.CHECKS for source in gate_rules.ALLOWED]
-GOOD += [(check, gate_rules.WAITS, source) for check, source, _ in gate_rules.REFUSED]
+GOOD += [(check, file, source) for file in gate_rules.WAITS for check, source, _ in gate_rules.REFUSED]
 
 
 @pytest.mark.parametrize(("check", "path", "source"), GOOD)
