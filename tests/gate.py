@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,8 @@ def load(wanted: bool) -> Iterator[None]:
                 process.wait()
 
 
-def row_of(output: str, *, green: bool, loaded: bool) -> dict[str, Any]:
-    """From what `.ci/run` printed."""
-    now = beside()
+def row_of(output: str, now: Mapping[str, Any], *, green: bool, loaded: bool) -> dict[str, Any]:
+    """From what `.ci/run` printed, and `beside()` after it."""
     stages = {name: (int(seconds), verdict.strip()) for name, seconds, verdict, _ in STAGE.findall(output)}
     closing = re.findall(r"^test +\d+ s  \S+.*?=+ (.*) =+$", output, re.MULTILINE)
     stalls = re.findall(r"^largest stall: (.*)$", output, re.MULTILINE)
@@ -92,11 +91,12 @@ def main() -> None:
                 lines.append(line)
                 print(line, end="", flush=True)
             status = ran.wait()
-        row = row_of("".join(lines), green=status == 0, loaded=args.load)
+        # Of the program alone: each row names the commit that was judged.
+        now = {**beside(), "modules": digests(["tests/gate.py"])}
+        row = row_of("".join(lines), now, green=status == 0, loaded=args.load)
         green = green and row["green"]
         rows = orjson.loads(KEPT.read_bytes())["rows"] if KEPT.exists() else []
-        # Of the program alone: each row names the commit that was judged.
-        keep(KEPT, {"rows": [*rows, row], "beside": {**beside(), "modules": digests(["tests/gate.py"])}})
+        keep(KEPT, {"rows": [*rows, row], "beside": now})
     sys.exit(0 if green else 1)
 
 
