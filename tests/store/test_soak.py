@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,14 @@ def test_memory_that_grows_is_found_in_one_hour_and_in_many(hours: int) -> None:
 def test_an_agent_that_keeps_something_of_each_order_grows(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaks: bool
 ) -> None:
-    kept: list[bytearray] = []
+    kept: list[mmap.mmap] = []
     whole = Pool.open_put
 
     def leaky(self: Pool, *args: Any, **more: Any) -> Any:
-        kept.append(bytearray(b"x") * LEAK_BYTES)
+        # Not from the interpreter's heap: earlier tests may have left room in that.
+        pages = mmap.mmap(-1, LEAK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.write(b"x" * LEAK_BYTES)
+        kept.append(pages)
         return whole(self, *args, **more)
 
     if leaks:
