@@ -134,23 +134,23 @@ def apply(diff: Diff, folder: Path) -> None:
         (folder / path).write_text(text, encoding="utf-8")
 
 
-def diffs(page: str) -> dict[str, str]:
-    """By the titles of its sections."""
-    parts = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
-    found: dict[str, str] = {}
-    for part in parts:
-        (text,) = re.findall(r"^```diff\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
-        found[part.split("\n", 1)[0]] = text
+def parts(page: str) -> dict[str, tuple[str, str]]:
+    """By the titles of its sections: the text of each, and the diff in it."""
+    found: dict[str, tuple[str, str]] = {}
+    for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        title, text = part.split("\n", 1)
+        (diff,) = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        found[title] = text, diff
     return found
 
 
 def main() -> int:
-    known = diffs(PAGE.read_text(encoding="utf-8"))
+    known = parts(PAGE.read_text(encoding="utf-8"))
     if len(sys.argv) != 2 or sys.argv[1] not in known:
         print(f"usage: {sys.argv[0]} SECTION, one of: {', '.join(known)}", file=sys.stderr)
         return 2
     try:
-        apply(diff_of(known[sys.argv[1]]), ROOT)
+        apply(diff_of(known[sys.argv[1]][1]), ROOT)
     except AnchorLost as lost:
         print(lost, file=sys.stderr)
         return 1

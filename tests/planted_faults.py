@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.tree_copies import copy_tree
+
 #: Seconds until tests that hang are ended: a fault may be found by that.
 HANGS_S = 900
 
@@ -156,23 +158,13 @@ def found(fault: Fault, tree: Path) -> tuple[bool, str]:
     return ran.returncode == 1, closing
 
 
-def copy_of_the_tree(place: Path) -> Path:
-    """What git has, and nothing that was built."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in listed.splitlines():
-        target = place / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target, follow_symlinks=False)
-    return place
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {'; '.join(FAULTS)}")
     names = parser.parse_args().names or list(FAULTS)
     missed = []
     with tempfile.TemporaryDirectory() as directory:
-        tree = copy_of_the_tree(Path(directory))
+        tree = copy_tree(Path(directory))
         for name in names:
             was_found, closing = found(FAULTS[name], tree)
             print(f"{'found ' if was_found else 'MISSED'}  {name}: {closing}", flush=True)

@@ -15,7 +15,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.anchored import PAGE, ROOT, AnchorLost, Hunk, applied, apply, block_of, diff_of, place_of
+from tests.anchored import PAGE, ROOT, AnchorLost, Hunk, applied, apply, block_of, diff_of, parts, place_of
+from tests.tree_copies import copy_tree
 
 #: What a change may touch, new files aside.
 FILES_MAX = {"A policy": 2, "A transport": 3, "A tier": 2, "A role": 10, "An event": 4}
@@ -36,36 +37,18 @@ class Section(NamedTuple):
         return len(diff.changed), len(diff.made)
 
 
-def sections(page: str) -> Iterator[Section]:
-    for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
-        title, text = part.split("\n", 1)
-        (diff,) = re.findall(r"^```diff\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
-        (proof,) = re.findall(r"^```python\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
+def sections() -> Iterator[Section]:
+    for title, (text, diff) in parts(PAGE.read_text(encoding="utf-8")).items():
+        (proof,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         yield Section(title, text, diff, proof)
 
 
-SECTIONS = list(sections(PAGE.read_text(encoding="utf-8")))
+SECTIONS = list(sections())
 
 
 def tree_with(section: Section, folder: Path) -> Path:
     """A copy of the packages, changed; its `.links` is a path for imports."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.toml", ".links"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in listed.stdout.split():
-        source, target = ROOT / name, folder / name
-        if not source.exists() and not source.is_symlink():
-            continue  # removed, and not yet committed
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink():
-            target.symlink_to(source.readlink())
-        else:
-            target.write_bytes(source.read_bytes())
-    apply(diff_of(section.diff), folder)
+    apply(diff_of(section.diff), copy_tree(folder, "*.py", "*.toml", ".links"))
     return folder
 
 

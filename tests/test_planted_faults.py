@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted_faults import FAULTS, ROOT, Fault, found, planted
+from tests.planted_faults import FAULTS, Fault, found, planted
+from tests.tree_copies import ROOT
 
 
 @pytest.mark.parametrize("name", FAULTS)

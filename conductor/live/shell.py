@@ -22,7 +22,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from halfmoon.bus.connection import Bus
 from halfmoon.bus.errors import BusError, BusOverloaded
@@ -143,48 +143,45 @@ class Shell:
     async def _follow(self, after_step: Callable[[Stamped, list[Decision]], None] | None) -> None:
         # The log's last message may be no event, and nothing need come behind it.
         goal = await self._bus.last_seq()
-        turn = 0
-        async for stamped in self._bus.events(after=self._after, last=goal):
-            await self._step(stamped, after_step)
-            turn += 1
-            if turn % TURN_EVENTS == 0:
-                await asyncio.sleep(0)
+        await self._read(self._bus.events(after=self._after, last=goal), after_step)
         self._catch_up()
-        async for stamped in self._bus.events(after=max(self._after, self.core.seq, goal)):
-            await self._step(stamped, after_step)
+        after = max(self._after, self.core.seq, goal)
+        await self._read(self._bus.events(after=after), after_step)
+
+    async def _read(
+        self, events: AsyncIterator[Stamped], after_step: Callable[[Stamped, list[Decision]], None] | None
+    ) -> None:
+        turn = 0
+        async for stamped in events:
+            event, before = stamped.event, self.core.seq
+            if stamped.seq > before + 1 and before:
+                await check_gap(self._bus, before)
+            if isinstance(event, ClusterConfigured):
+                check_version(event)
+            self.view_service.before(stamped)
+            began_ns = time.time_ns() if self._tracing is not None else 0
+            started_ns = time.perf_counter_ns()
+            decisions = self.core.step(stamped)
+            if live := self.caught_up.is_set():
+                self.tally.stepped(type(event).__name__, time.perf_counter_ns() - started_ns, decisions)
+            if isinstance(event, TimerFired):
+                self._timers.fired(event.key, event.at_ns)
+            elif isinstance(event, StateDigested):
+                self.tally.digest_mismatches += self._digests.hear(event) and live
+            for position, decision in enumerate(decisions):
+                await self._carry_out(stamped.seq, position, decision)
+            self.view_service.after(stamped, decisions)
+            if self._tracing is not None and decisions and live:
+                decided(self._tracing, self.core, stamped, decisions, began_ns, self._conductor_id)
+            self._heard = (self.core.state.at_ns, time.monotonic_ns())
+            every = self.core.state.policy.digest_events
+            if stamped.seq // every > before // every:
+                self._digests.compute(live=live)
+            if after_step is not None:
+                after_step(stamped, decisions)
             turn += 1
             if turn % TURN_EVENTS == 0:
                 await asyncio.sleep(0)
-
-    async def _step(
-        self, stamped: Stamped, after_step: Callable[[Stamped, list[Decision]], None] | None
-    ) -> None:
-        event, before = stamped.event, self.core.seq
-        if stamped.seq > before + 1 and before:
-            await check_gap(self._bus, before)
-        if isinstance(event, ClusterConfigured):
-            check_version(event)
-        self.view_service.before(stamped)
-        began_ns = time.time_ns() if self._tracing is not None else 0
-        started_ns = time.perf_counter_ns()
-        decisions = self.core.step(stamped)
-        if live := self.caught_up.is_set():
-            self.tally.stepped(type(event).__name__, time.perf_counter_ns() - started_ns, decisions)
-        if isinstance(event, TimerFired):
-            self._timers.fired(event.key, event.at_ns)
-        elif isinstance(event, StateDigested):
-            self.tally.digest_mismatches += self._digests.hear(event) and live
-        for position, decision in enumerate(decisions):
-            await self._carry_out(stamped.seq, position, decision)
-        self.view_service.after(stamped, decisions)
-        if self._tracing is not None and decisions and live:
-            decided(self._tracing, self.core, stamped, decisions, began_ns, self._conductor_id)
-        self._heard = (self.core.state.at_ns, time.monotonic_ns())
-        every = self.core.state.policy.digest_events
-        if stamped.seq // every > before // every:
-            self._digests.compute(live=live)
-        if after_step is not None:
-            after_step(stamped, decisions)
 
     async def _carry_out(self, cause_seq: int, position: int, decision: Decision) -> None:
         if isinstance(decision, SetTimer):

@@ -23,7 +23,7 @@ def fails(match: str, *wants: Feature) -> None:
         except AssertionError as problem:
             if re.search(match, str(problem)):
                 return
-            others[f"{str(problem)[:60]}"] += 1
+            others[str(problem)[:60]] += 1
         except Exception as problem:
             others[f"{type(problem).__name__}: {problem}"[:60]] += 1
     raise AssertionError(f"none of {SEEDS} worlds with {wants} fails by {match!r}; others: {dict(others)}")

@@ -10,7 +10,6 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.docker.stack import Stack
 from tests.eventually import eventually_here
 
 QUESTIONS = ("Who was Galileo?", "What is a tide?", "Why is the sky blue?", "Name a river of France.")
-#: Seconds of decoding for the four at once: both attention workers hold KV when one of them is killed.
+#: Enough that the four together decode for seconds: both attention workers hold KV when one of them is killed.
 TOKENS = 64
 WITHOUT = {"HALFMOON_ATTENTION": "2", "HALFMOON_NUMERICS": "exact"}
 WITH = {**WITHOUT, "HALFMOON_DECODE_ATTENTION": "remote"}
@@ -94,12 +93,10 @@ def places(stack: Stack) -> list[set[str]]:
     ]
 
 
-def nodes(stack: Stack, role: str) -> list[dict[str, Any]]:
-    return [node for node in stack.get("/status")[1].get("nodes", []) if node["role"] == role]
-
-
 def holding(stack: Stack) -> set[str]:
-    return {node["id"] for node in nodes(stack, "attention") if node.get("kv_used")}
+    """Attention workers that have KV of a request."""
+    nodes = stack.get("/status")[1].get("nodes", [])
+    return {node["id"] for node in nodes if node["role"] == "attention" and node.get("kv_used")}
 
 
 def test_chats_are_answered_as_without_attention_workers_which_hold_their_kv(

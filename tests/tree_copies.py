@@ -1,0 +1,29 @@
+"""Copies of this checkout that a test may change."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def copy_tree(folder: Path, *patterns: str) -> Path:
+    """What git has or would add, links as links; with `patterns` (git's), only what one of them matches."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in listed.stdout.splitlines():
+        source, target = ROOT / name, folder / name
+        if not source.exists() and not source.is_symlink():
+            continue  # removed, and not yet committed
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+        else:
+            target.write_bytes(source.read_bytes())
+    return folder
