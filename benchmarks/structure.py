@@ -15,7 +15,7 @@ import functools
 import statistics
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Module:
                 yield node
 
 
-def read_modules(root: Path) -> dict[str, Module]:
+def read_modules(root: Path, parse: Callable[[str], ast.Module] = ast.parse) -> dict[str, Module]:
     """Every module of the packages below `root`, with the modules of ours that it imports."""
     modules = {}
     for package in PACKAGES:
@@ -59,7 +59,7 @@ def read_modules(root: Path) -> dict[str, Module]:
                 continue
             source = path.read_text(encoding="utf-8")
             name = ".".join(path.relative_to(root).with_suffix("").parts)
-            modules[name] = Module(name, path, ast.parse(source), source.count("\n"))
+            modules[name] = Module(name, path, parse(source), source.count("\n"))
     for module in modules.values():
         module.imports = {name for name in _imported(module.tree) if name in modules and name != module.name}
     return modules
@@ -67,7 +67,7 @@ def read_modules(root: Path) -> dict[str, Module]:
 
 def _imported(tree: ast.Module) -> Iterator[str]:
     """Both readings of `from a import b`: module `a` with a name `b`, and module `a.b`."""
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name.removeprefix("halfmoon.")
@@ -76,6 +76,14 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             for alias in node.names:
                 yield f"{module}.{alias.name}".lstrip(".")
             yield module
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All below `node`, also inside functions. Nearly all nodes of a tree are expressions, in which none is."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inside in getattr(node, name, ()):
+            yield inside
+            yield from _statements(inside)
 
 
 def circles(modules: Mapping[str, Module]) -> list[list[str]]:

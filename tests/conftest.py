@@ -26,7 +26,9 @@ REALTIME_PROCESSES = 2
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one process's, and all clusters are one's. What rests on real time comes last, with less beside it."""
+    """A file is one process's. All clusters are one's, which begins with them: they are the longest row, and mostly wait
+    while the others compute. What else rests on real time comes last, with less beside it.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -34,7 +36,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "tests/cluster" if starts_clusters(nodeid) else str(super()._split_scope(nodeid))
 
         def _assign_work_unit(self, node: Any) -> None:
-            first = min(self.workqueue, key=_late_in_the_run)
+            first = min(self.workqueue, key=_late_beside_others)
             self.workqueue.move_to_end(first, last=False)
             super()._assign_work_unit(node)
 
@@ -53,8 +55,13 @@ _GUARDIAN = pytest.StashKey[Any]()
 
 
 def _late_in_the_run(path: str) -> tuple[bool, bool]:
-    """To sort by. The clusters' tests are the longest row of those at the end."""
+    """To sort by, in one process: what waits for nothing is told first."""
     return is_realtime(path), not starts_clusters(path)
+
+
+def _late_beside_others(path: str) -> tuple[bool, bool]:
+    """To sort by, in several processes."""
+    return not starts_clusters(path), is_realtime(path)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -546,7 +546,7 @@ def test_the_files_still_to_be_mended_have_something_to_mend() -> None:
 
 @pytest.fixture(scope="module")
 def modules() -> dict[str, structure.Module]:
-    return structure.read_modules(ROOT)
+    return structure.read_modules(ROOT, parsed)
 
 
 def test_no_module_imports_another_in_a_circle(modules: dict[str, structure.Module]) -> None:

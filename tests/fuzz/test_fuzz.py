@@ -55,6 +55,14 @@ def sample_turn(found: list[dict[str, Any]]) -> Turn:
     return Turn("sample", 0, 7, 1.0, 0.5, Counter({"fine": 8}), held=held, found=found)
 
 
+@pytest.fixture
+def little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests of all that fuzzing loads take many seconds."""
+    monkeypatch.setattr("tests.fuzz.accumulated.PLAYED", ())
+    monkeypatch.setattr("benchmarks.measured.loaded", lambda: {"tests/fuzz/frame.py"})
+
+
+@pytest.mark.usefixtures("little_is_measured")
 def test_figures_add_up_over_runs(tmp_path: Path) -> None:
     target = finding(hangs)
     for _ in range(2):
@@ -66,6 +74,7 @@ def test_figures_add_up_over_runs(tmp_path: Path) -> None:
     assert list(figures.inputs_by_code.values()) == [16]
 
 
+@pytest.mark.usefixtures("little_is_measured")
 def test_the_whole_goes_to_what_lacks_most_and_past_what_has_found_too_much(tmp_path: Path) -> None:
     kept = Accumulated(tmp_path / "fuzz.json")
     bad, good, done = (
