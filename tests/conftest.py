@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from halfmoon.bus.embedded import EmbeddedServer
 from tests import guardian, reruns
-from tests.realtime import is_realtime, starts_clusters
+from tests.realtime import is_realtime, sockets_only_if, starts_clusters
 
 # The same examples each time: a change is judged by what it changed. `--hypothesis-profile=default` draws others.
 settings.register_profile("same", derandomize=True)
@@ -26,8 +26,8 @@ REALTIME_PROCESSES = 2
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one process's. All clusters are one's, which begins with them: they are the longest row, and mostly wait
-    while the others compute. What else rests on real time comes last, with less beside it.
+    """A file is one process's. All clusters are one's, which begins with them: they are the longest row, and wait more
+    than they compute. What else rests on real time comes last, with less beside it.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -105,6 +105,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def collected(request: pytest.FixtureRequest) -> set[str]:
     """Tests that pytest found in this run, `path::name`, also those that it leaves out."""
     return request.config.stash[_COLLECTED]
+
+
+@pytest.fixture(autouse=True)
+def sockets_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    with sockets_only_if(marked=request.node.get_closest_marker("realtime") is not None):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,20 @@
 """Which tests rest on real time. They carry the marker `realtime` and run after the others.
 
 A test rests on real time where a server, another process, a socket or a second of the clock takes part: by folder, and
-by file where a folder holds both kinds. tests/test_tidy.py finds files that are missing here.
+by file where a folder holds both kinds. In a file of which few tests do, these carry the marker themselves.
+tests/test_tidy.py finds files that are missing here, `sockets_only_if` tests.
+
+    python -m tests.realtime     # how many functions of tests there are, and how many of them rest on real time
 """
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+import ast
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 FOLDERS = {"bus", "cluster", "docker", "frontend", "observability", "page", "rdma", "store", "vllm"}
 FILES = {
@@ -15,7 +23,6 @@ FILES = {
     "conductor/test_digests.py",
     "conductor/test_live.py",
     "conductor/test_policy_command.py",
-    "conductor/test_viewing.py",
     "fuzz/test_fuzz.py",
     "replay/test_browser.py",
     "replay/test_cluster_log.py",
@@ -24,7 +31,6 @@ FILES = {
     "test_commands.py",
     "test_eventually.py",
     "test_guardian.py",
-    "test_output_logs.py",
     "test_ports.py",
     "test_reruns.py",
     "workers/test_model_files.py",
@@ -37,17 +43,72 @@ FILES = {
     "workers/test_stages.py",
     "workers/test_worker_channels.py",
 }
+#: Within those folders. Few or none of their tests do, and these are marked one by one.
+MARKED_WITHIN = {
+    "bus/test_permission_table.py",
+    "cluster/test_profiles.py",
+    "docker/test_files.py",
+    "docker/test_names.py",
+    "docker/test_supply_chain.py",
+    "frontend/test_begun_answers.py",
+    "frontend/test_dialect.py",
+    "frontend/test_fields.py",
+    "frontend/test_last_words.py",
+    "frontend/test_logprobs.py",
+    "frontend/test_model_defaults.py",
+    "frontend/test_productive.py",
+    "frontend/test_text.py",
+    "frontend/test_tools.py",
+    "observability/test_counting.py",
+    "observability/test_files.py",
+    "store/test_epochs.py",
+    "store/test_eviction.py",
+    "store/test_guard.py",
+    "store/test_kv_event_tokens.py",
+    "store/test_pool.py",
+    "store/test_rdma_refusals.py",
+    "store/test_rdma_selection.py",
+    "store/test_segment_names.py",
+    "vllm/test_differences.py",
+    "vllm/test_recorded.py",
+}
 #: One process runs all tests of these, one after the other: a cluster has more processes than the machine has cores.
 CLUSTERS = {"cluster", "replay/test_cluster_log.py", "test_guardian.py"}
 
 
 def is_realtime(path: str) -> bool:
     """`path`: of a test's file (or its node id), from the root: "tests/store/test_pool.py"."""
-    return _place(path, FOLDERS) or _place(path, FILES)
+    return _place(path, FOLDERS | FILES) and not _place(path, MARKED_WITHIN)
 
 
 def starts_clusters(path: str) -> bool:
-    return _place(path, CLUSTERS)
+    return _place(path, CLUSTERS) and not _place(path, MARKED_WITHIN)
+
+
+class Sockets:
+    """Counts the sockets of Python that this process binds and connects: `opened`."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        sys.addaudithook(self._heard)
+
+    def _heard(self, event: str, _: tuple[Any, ...]) -> None:
+        self.opened += event in ("socket.bind", "socket.connect")
+
+
+SOCKETS = Sockets()
+
+
+@contextlib.contextmanager
+def sockets_only_if(marked: bool) -> Iterator[None]:
+    """Around a test. One that opens sockets and is not marked would not run again where it was late on a machine that
+    stood still.
+    """
+    before = SOCKETS.opened
+    yield
+    assert marked or SOCKETS.opened == before, (
+        "it opens sockets and is not marked `realtime`: see tests/realtime.py"
+    )
 
 
 def _place(path: str, among: set[str]) -> bool:
@@ -56,3 +117,20 @@ def _place(path: str, among: set[str]) -> bool:
         return False
     inside = file.parts[file.parts.index("tests") + 1 :]
     return inside[0] in among or "/".join(inside) in among
+
+
+def counted(root: Path) -> tuple[int, int]:
+    """Functions of tests below `root`, and those of them that rest on real time."""
+    every = resting = 0
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        whole = is_realtime(path.relative_to(root).as_posix())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                every += 1
+                marks = {ast.unparse(mark) for mark in node.decorator_list}
+                resting += whole or "pytest.mark.realtime" in marks
+    return every, resting
+
+
+if __name__ == "__main__":
+    print("{} functions of tests, {} of them rest on real time".format(*counted(Path(__file__).parents[1])))

@@ -49,6 +49,7 @@ async def test_lines_are_cut_where_they_have_no_end(monkeypatch: pytest.MonkeyPa
     assert lines[-1] == "end \ufffd"
 
 
+@pytest.mark.realtime
 def test_the_servers_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "LOG_FILE_BYTES_MAX", 4096)
     server = embedded.EmbeddedServer.start(tmp_path, extra_config="trace: true")

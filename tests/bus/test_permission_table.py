@@ -173,6 +173,7 @@ def differences(process: Process, table: str, tried: list[str], taken: set[str])
     ]
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda process: process.name)
 async def test_credentials_publish_what_the_table_says(credentials: Configured, process: Process) -> None:
     tried = [each for each in LITERAL if "*" not in each]
@@ -184,6 +185,7 @@ async def test_credentials_publish_what_the_table_says(credentials: Configured, 
     assert found == []
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda process: process.name)
 async def test_credentials_hear_what_the_table_says(credentials: Configured, process: Process) -> None:
     tried = [*LITERAL, *WIDE]

@@ -229,6 +229,7 @@ def test_tiers_are_counted_node_by_node() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.realtime
 @pytest.mark.slow
 def test_the_view_is_bounded_whatever_the_load() -> None:
     """Thousands of requests, in one second of the log and over minutes, of which some are open and many
@@ -300,6 +301,7 @@ async def ask(bus: Bus, request_id: str, conductor_id: str = "c1") -> Explained:
     )
 
 
+@pytest.mark.realtime
 async def test_any_request_of_the_log_is_explained_as_replay_does(nats_url: str) -> None:
     """Two conductors; nobody looks at the page; some noise before and behind."""
     ids = [new_request_id() for _ in range(4)]
@@ -338,6 +340,7 @@ async def test_any_request_of_the_log_is_explained_as_replay_does(nats_url: str)
             assert refused.value.code == code
 
 
+@pytest.mark.realtime
 async def test_a_conductor_answers_in_full_only_when_it_is_named(nats_url: str) -> None:
     async with conductor(nats_url, policy=POLICY), conductor(nats_url, "c2"), client(nats_url) as bus:
         await say(bus, *CLUSTER)

@@ -47,6 +47,7 @@ def test_nothing_is_installed_from_a_lock_without_its_hashes() -> None:
                 assert "--require-hashes" in line, f"{file}: {line}"
 
 
+@pytest.mark.realtime
 @pytest.mark.slow
 def test_a_file_with_another_hash_is_not_installed(tmp_path: Path) -> None:
     """pip itself, on a wheel of our own: its hash in a lock, then another one."""

@@ -147,6 +147,7 @@ def test_any_bytes_are_taken_or_refused(payload: bytes) -> None:
             read(payload)
 
 
+@pytest.mark.realtime
 def test_both_edges_refuse_alike(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         wrong = [
@@ -177,6 +178,7 @@ def test_both_edges_refuse_alike(run: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.realtime
 def test_large_and_odd_bodies_over_http(run: Any) -> None:
     async def scenario(cluster: Any) -> None:
         status, _, body = await cluster.post("/v1/completions", orjson.dumps({"prompt": "x" * (3 << 20)}))

@@ -28,6 +28,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     made.stop()
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_end_that_comes_while_the_client_is_away_is_told_when_it_is_back(
     stream: bool, server: EmbeddedServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

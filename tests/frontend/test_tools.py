@@ -270,6 +270,7 @@ class Report(pydantic.BaseModel):
     degrees: int
 
 
+@pytest.mark.realtime
 def test_openais_client_calls_tools_and_parses_answers(run: Any, tokenizer: Tokenizer) -> None:
     texts: list[str] = []
     seen: list[Any] = []

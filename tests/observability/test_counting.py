@@ -124,6 +124,7 @@ async def test_transfers_are_counted_by_transport_and_direction() -> None:
     assert write.failures == {"peer_unreachable": 1}
 
 
+@pytest.mark.realtime
 async def test_a_conductor_counts_what_it_steps_over_and_not_the_past(nats_url: str) -> None:
     bus = await Bus.connect(BusConfig(url=nats_url), name="c1")
     shells: list[shell.Shell] = []
@@ -194,6 +195,7 @@ async def other_digest(bus: Bus, shell: shell.Shell) -> int:
     raise AssertionError("the log ended")
 
 
+@pytest.mark.realtime
 async def test_metrics_are_served_until_the_end_and_a_taken_port_is_an_error() -> None:
     registry, asked = CollectorRegistry(), []
 
@@ -216,6 +218,7 @@ async def test_metrics_are_served_until_the_end_and_a_taken_port_is_an_error() -
             await http.get(f"http://127.0.0.1:{port}/metrics")
 
 
+@pytest.mark.realtime
 def test_targets_are_one_port_after_another_and_a_taken_one_is_named(tmp_path: Path) -> None:
     held = HeldPorts(count=2)
     port = held.first
@@ -251,6 +254,7 @@ def test_a_wrong_address_is_named(text: str) -> None:
     assert (address("0.0.0.0:9464"), address("[::1]:1")) == (("0.0.0.0", 9464), ("::1", 1))
 
 
+@pytest.mark.realtime
 def test_a_process_whose_port_is_taken_ends_with_one_line(
     nats_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ VLLM = {
 }
 
 
+@pytest.mark.realtime
 async def test_every_name_is_shown_by_some_process_and_explained(nats_url: str, tmp_path: Path) -> None:
     async with processes(nats_url, tmp_path) as registries:
         by_role = {role: families(registry) for role, registry in registries.items()}

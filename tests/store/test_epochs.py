@@ -66,6 +66,7 @@ def test_a_slot_that_was_let_go_and_taken_by_nobody_is_unchanged(side: Side) -> 
     side.view.require_unchanged(slots, epochs)
 
 
+@pytest.mark.realtime
 async def test_a_worker_looks_at_the_slots_that_it_was_told(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ async def test_a_worker_looks_at_the_slots_that_it_was_told(
             one.require_unchanged("o2")
 
 
+@pytest.mark.realtime
 async def test_a_copy_within_the_pool_that_outlasted_its_lease_is_thrown_away(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ def test_tokens_are_as_many_as_the_blocks_have() -> None:
         Feed().learn(keys(0, 1), pack_tokens([1, 2, 3, 4]))
 
 
+@pytest.mark.realtime
 def test_a_worker_and_another_agent_tell_the_tokens(nats_url: str) -> None:
     async def story() -> None:
         context = zmq.asyncio.Context()

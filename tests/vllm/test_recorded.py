@@ -58,6 +58,7 @@ def test_each_request_is_in_the_recording() -> None:
     assert set(recorded()) == set(names)
 
 
+@pytest.mark.realtime
 def test_every_difference_has_a_reason(ours: dict[str, Any]) -> None:
     unexplained: list[str] = []
     used: set[int] = set()

@@ -131,6 +131,7 @@ def small_model(model_bf16: LoadedModel) -> LoadedModel:
     return replace(model_bf16, config=replace(model_bf16.config, layers=1))
 
 
+@pytest.mark.realtime
 def test_a_measured_profile_is_that_of_the_engine(
     small_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_measured_profile_is_that_of_the_engine(
         assert measured.step_ns(batch, context) == pytest.approx(TRUE.step_ns(batch, context), rel=0.02)
 
 
+@pytest.mark.realtime
 def test_a_small_cache_is_measured_with_prompts_that_outgrow_it(
     small_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

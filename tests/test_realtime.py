@@ -1,0 +1,41 @@
+"""Tests that rest on real time are marked, and counted."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.realtime import counted, is_realtime, sockets_only_if, starts_clusters
+
+
+@pytest.mark.realtime
+def test_a_test_that_opens_a_socket_is_marked() -> None:
+    with sockets_only_if(marked=True), socket.create_server(("127.0.0.1", 0)):
+        pass
+    with (
+        pytest.raises(AssertionError, match="opens sockets and is not marked"),
+        sockets_only_if(marked=False),
+        socket.create_server(("127.0.0.1", 0)),
+    ):
+        pass
+    with sockets_only_if(marked=False), socket.socket():
+        pass
+
+
+def test_a_file_within_a_folder_may_mark_its_tests_one_by_one() -> None:
+    assert is_realtime("tests/store/test_client.py::test_x")
+    assert not is_realtime("tests/store/test_pool.py::test_x")
+    assert starts_clusters("tests/cluster/test_up.py")
+    assert not starts_clusters("tests/cluster/test_profiles.py")
+
+
+def test_functions_are_counted(tmp_path: Path) -> None:
+    for place, source in {
+        "tests/store/test_client.py": "def test_a(): ...\nasync def test_b(): ...\ndef other(): ...\n",
+        "tests/test_x.py": "@pytest.mark.realtime\ndef test_a(): ...\nclass TestB:\n    def test_b(self): ...\n",
+    }.items():
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(source)
+    assert counted(tmp_path) == (4, 3)
