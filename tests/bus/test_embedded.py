@@ -1,0 +1,70 @@
+"""A nats-server of our own at a port that somebody else is faster to take."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from halfmoon.bus import embedded
+from halfmoon.bus.embedded import EmbeddedServer, PortTaken, free_port
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    started = EmbeddedServer.start(tmp_path / "first")
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port at which whoever connects is greeted with nonsense."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def port_of(server: EmbeddedServer) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
+    """These ports are thought to be free, then those that are."""
+    ports = iter(first)
+    monkeypatch.setattr(embedded, "free_port", lambda host="127.0.0.1": next(ports, None) or free_port(host))
+
+
+def test_a_port_that_was_asked_for_and_has_somebody_is_an_error_that_names_it(
+    tmp_path: Path, taken: int, server: EmbeddedServer
+) -> None:
+    for port in (taken, port_of(server)):
+        with pytest.raises(PortTaken, match=f"does not start on 127.0.0.1:{port}: .*address already in use"):
+            EmbeddedServer.start(tmp_path / "second", port=port)
+
+
+def test_any_port_is_another_one_where_somebody_was_faster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken: int, server: EmbeddedServer
+) -> None:
+    drawn(monkeypatch, taken, port_of(server))
+    second = EmbeddedServer.start(tmp_path / "second")
+    try:
+        assert second.process.poll() is None
+        assert port_of(second) not in (taken, port_of(server))
+    finally:
+        second.stop()
+
+
+def test_who_is_always_slower_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken: int) -> None:
+    drawn(monkeypatch, *[taken] * 9)
+    with pytest.raises(PortTaken):
+        EmbeddedServer.start(tmp_path / "second")
+
+
+def test_after_its_death_it_has_the_same_port(server: EmbeddedServer) -> None:
+    before = port_of(server)
+    server.process.kill()
+    server.launch_again()
+    server.wait()
+    assert port_of(server) == before
