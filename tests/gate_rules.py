@@ -80,9 +80,6 @@ UNMENDED: set[str] = {
     "tests/cluster/test_tracing.py",
     "tests/cluster/test_up.py",
     "tests/cluster/test_vllm_router.py",
-    "tests/conductor/test_copies.py",
-    "tests/conductor/test_digests.py",
-    "tests/conductor/test_live.py",
     "tests/docker/conftest.py",
     "tests/docker/engine.py",
     "tests/docker/load.py",
@@ -107,7 +104,6 @@ UNMENDED: set[str] = {
     "tests/store/crash_points.py",
     "tests/store/soak.py",
     "tests/vllm/test_live.py",
-    "tests/workers/test_model_files.py",
 }
 
 
