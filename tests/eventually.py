@@ -1,6 +1,7 @@
 """Waiting for what must happen. A test that waits asks here; nothing else in tests looks at a clock.
 
-The bound is one for the whole suite and says nothing about speed: it ends what hangs. A wait that runs out raises
+The bound is one for the whole suite and says nothing about speed: it ends what hangs. Only where a dozen containers or
+another engine start is a larger one given. A wait that runs out raises
 `Late`. What follows from that, tests/reruns.py says.
 """
 
@@ -56,11 +57,13 @@ async def within(awaitable: Awaitable[T], what: str) -> T:
         raise Late(f"not within {BOUND_S:.0f} s: {what}") from error
 
 
-def eventually_here(condition: Callable[[], T], what: str, every_s: float = EVERY_S) -> T:
+def eventually_here(
+    condition: Callable[[], T], what: str, every_s: float = EVERY_S, *, bound_s: float = BOUND_S
+) -> T:
     """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile."""
-    until = time.monotonic() + BOUND_S
+    until = time.monotonic() + bound_s
     while not (last := condition()):
         if time.monotonic() > until:
-            raise Late(f"not within {BOUND_S:.0f} s: {what}; it was {last!r}")
+            raise Late(f"not within {bound_s:.0f} s: {what}; it was {last!r}")
         time.sleep(every_s)
     return last

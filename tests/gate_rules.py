@@ -27,11 +27,13 @@ CLOCKS = {f"time.{name}{unit}" for name in ("monotonic", "perf_counter", "time")
 }
 CLOCK_WORDS = re.compile(r"monotonic|perf_counter|time\.time|\.time\(")
 SLEEPS = {"asyncio.sleep", "sleep", "time.sleep"}
+BOUNDS = re.compile(r"asyncio|bound_s")
 #: Each with the place of its bound among the arguments and the bound's name.
 BOUNDED = {
     "asyncio.timeout": (0, "delay"),
     "asyncio.wait": (None, "timeout"),
     "asyncio.wait_for": (1, "timeout"),
+    "eventually_here": (None, "bound_s"),
     "timeout": (0, "delay"),
     "wait_for": (1, "timeout"),
 }
@@ -80,30 +82,10 @@ UNMENDED: set[str] = {
     "tests/cluster/test_tracing.py",
     "tests/cluster/test_up.py",
     "tests/cluster/test_vllm_router.py",
-    "tests/docker/conftest.py",
-    "tests/docker/engine.py",
-    "tests/docker/load.py",
-    "tests/docker/stack.py",
-    "tests/docker/test_compose.py",
-    "tests/docker/test_observability.py",
-    "tests/fuzz/http_player.py",
-    "tests/fuzz/targets/channel_frames.py",
-    "tests/fuzz/targets/data_port.py",
-    "tests/fuzz/targets/http_edge.py",
-    "tests/fuzz/targets/nats_clients.py",
-    "tests/fuzz/targets/rdma_pairs.py",
-    "tests/fuzz/targets/store_verbs.py",
-    "tests/fuzz/test_fuzz.py",
-    "tests/page/browser.py",
-    "tests/page/test_browser.py",
-    "tests/page/test_contrast.py",
-    "tests/rdma/bandwidth.py",
-    "tests/rdma/test_pairs.py",
     "tests/replay/record_golden.py",
     "tests/replay/test_cluster_log.py",
     "tests/store/crash_points.py",
     "tests/store/soak.py",
-    "tests/vllm/test_live.py",
 }
 
 
@@ -220,7 +202,7 @@ def pauses(path: Path, source: str) -> list[str]:
 
 def short_bounds(path: Path, source: str) -> list[str]:
     """Bounds that are not seen to be BOUND_S_MIN seconds or more."""
-    if may_wait(path) or "asyncio" not in source:
+    if may_wait(path) or not BOUNDS.search(source):
         return []
     found = []
     for call, name in _calls(source):
@@ -311,6 +293,7 @@ REFUSED = [
     (short_bounds, "asyncio.wait(tasks, timeout=0.3)", "asyncio.wait ends"),
     (short_bounds, "import asyncio\nSOON_S = 2\nasyncio.wait_for(f(), SOON_S)", "x.py:3"),
     (short_bounds, "asyncio.timeout(self.seconds)", "takes its time"),
+    (short_bounds, "SOON_S = 9\neventually_here(ready, 'it is', bound_s=SOON_S)", "x.py:2"),
     (picked_ports, "from halfmoon.bus.embedded import free_port", "free_port picks"),
     (picked_ports, "def test_x(unused_tcp_port): pass", "unused_tcp_port picks"),
     (
