@@ -1,6 +1,7 @@
 """Waiting for what must happen. A test that waits asks here; nothing else in tests looks at a clock.
 
-The bound is one for the whole suite and says nothing about speed: it ends what hangs. A wait that runs out raises
+The bound is one for the whole suite and says nothing about speed: it ends what hangs. Only where a dozen
+containers or another engine start, or a long run comes to rest, is a larger one given. A wait that runs out raises
 `Late`. What follows from that, tests/reruns.py says.
 """
 
@@ -26,13 +27,19 @@ class Late(TimeoutError):
     """A condition did not hold within BOUND_S seconds."""
 
 
-async def eventually(condition: Callable[[], Awaitable[T] | T], what: str, every_s: float = EVERY_S) -> T:
+async def eventually(
+    condition: Callable[[], Awaitable[T] | T],
+    what: str,
+    every_s: float = EVERY_S,
+    *,
+    bound_s: float = BOUND_S,
+) -> T:
     """The first value of `condition` that is true, asked every `every_s` seconds. A coroutine function is awaited at
     each look, and may hang: it is cut off at the bound. Raises Late, with `what` was waited for and the last value.
     """
     last: Any = None
     try:
-        async with asyncio.timeout(BOUND_S) as bound:
+        async with asyncio.timeout(bound_s) as bound:
             while True:
                 asked = condition()
                 last = await asked if inspect.isawaitable(asked) else asked
@@ -42,7 +49,7 @@ async def eventually(condition: Callable[[], Awaitable[T] | T], what: str, every
     except TimeoutError as error:
         if not bound.expired():  # the condition's own
             raise
-        raise Late(f"not within {BOUND_S:.0f} s: {what}; it was {last!r}") from error
+        raise Late(f"not within {bound_s:.0f} s: {what}; it was {last!r}") from error
 
 
 async def within(awaitable: Awaitable[T], what: str) -> T:
@@ -56,11 +63,13 @@ async def within(awaitable: Awaitable[T], what: str) -> T:
         raise Late(f"not within {BOUND_S:.0f} s: {what}") from error
 
 
-def eventually_here(condition: Callable[[], T], what: str, every_s: float = EVERY_S) -> T:
+def eventually_here(
+    condition: Callable[[], T], what: str, every_s: float = EVERY_S, *, bound_s: float = BOUND_S
+) -> T:
     """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile."""
-    until = time.monotonic() + BOUND_S
+    until = time.monotonic() + bound_s
     while not (last := condition()):
         if time.monotonic() > until:
-            raise Late(f"not within {BOUND_S:.0f} s: {what}; it was {last!r}")
+            raise Late(f"not within {bound_s:.0f} s: {what}; it was {last!r}")
         time.sleep(every_s)
     return last

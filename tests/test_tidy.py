@@ -546,6 +546,13 @@ def test_the_files_still_to_be_mended_have_something_to_mend() -> None:
     assert gate_rules.UNMENDED - offences().keys() == set()
 
 
+@pytest.mark.parametrize("program", gate_rules.PROGRAMS)
+def test_a_program_that_may_pause_does_and_holds_no_test(program: str) -> None:
+    source = Path(program).read_text()
+    assert gate_rules.is_program(Path(program), source)
+    assert gate_rules.pauses(Path("tests/x.py"), source)
+
+
 @pytest.fixture(scope="module")
 def modules() -> dict[str, structure.Module]:
     return structure.read_modules(ROOT, parsed)
@@ -806,6 +813,11 @@ SAMPLES: list[tuple[Check, str, str, str]] = [
 
 
 SAMPLES += [(check, "tests/x.py", source, expected) for check, source, expected in gate_rules.REFUSED]
+SAMPLES += [
+    (check, program, source, expected)
+    for program in gate_rules.PROGRAMS
+    for check, source, expected in gate_rules.REFUSED_OF_PROGRAMS
+]
 
 
 @pytest.mark.parametrize(("check", "path", "source", "expected"), SAMPLES)
@@ -848,6 +860,7 @@ GOOD: list[tuple[Check, str, str]] = [
 
 GOOD += [(check, "tests/x.py", source) for check in gate_rules.CHECKS for source in gate_rules.ALLOWED]
 GOOD += [(check, file, source) for file in gate_rules.WAITS for check, source, _ in gate_rules.REFUSED]
+GOOD += [(gate_rules.pauses, program, "time.sleep(pause_s)") for program in gate_rules.PROGRAMS]
 
 
 @pytest.mark.parametrize(("check", "path", "source"), GOOD)

@@ -35,6 +35,7 @@ from tests.chaos.exhaustion_clients import pending_bytes, too_large
 from tests.chaos.exhaustion_machine import Left, Machine
 from tests.chaos.live_load import Load
 from tests.cluster.harness import START_S, Cluster, start
+from tests.eventually import BOUND_S, Late, eventually
 
 FLAGS = ("--pool-mib", "192", "--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
 SHM_MIB, STATE_MIB, OUTPUT_MIB, SSD_MIB = 1_000, 512, 64, 400
@@ -73,21 +74,24 @@ async def play(cluster: Cluster, load: Load, tiers: Path, case: Case) -> Found:
     """One case, under load: what requests met while the resource was away, and the time to full service."""
     load.frontend_hit_at = time.monotonic()
     loading = asyncio.create_task(load.run())
-    await asyncio.sleep(1.0)
+    await eventually(lambda: load.ended, "the load's first request has ended")
     peace_s = await _peace_s(load)
     said = _Output(cluster)
     wrong: list[str] = []
     looks: list[str] = []
+    relieved = asyncio.Event()
     asking: asyncio.Task[dict[str, int]] | None = None
     try:
         with case() as left:
             until = time.monotonic() + DRY_S
-            asking = asyncio.create_task(_ask_anew(load, until))
+            asking = asyncio.create_task(_ask_anew(load, relieved))
             while time.monotonic() < until:
                 looks.append(left())
                 await asyncio.sleep(LOOK_S)
     except AssertionError as problem:
         wrong.append(str(problem))
+    finally:
+        relieved.set()
     relief = time.monotonic()
     load.frontend_hit_at = relief
     dry = sum(not look for look in looks)
@@ -104,20 +108,30 @@ async def play(cluster: Cluster, load: Load, tiers: Path, case: Case) -> Found:
         "peace_s": round(peace_s, 1),
         "service_s": round(service_s, 1),
         "last_missing": missing,
-        "wrong": [*wrong, *load.wrong, *([missing] if service_s >= START_S else [])],
+        "wrong": [*wrong, *load.wrong, *([missing] if service_s >= BOUND_S else [])],
     }
 
 
-async def _ask_anew(load: Load, until: float) -> dict[str, int]:
+async def _ask_anew(load: Load, relieved: asyncio.Event) -> dict[str, int]:
     """What clients are told that come while the resource is away, each over a connection of its own."""
     told: Counter[str] = Counter()
-    while time.monotonic() < until:
-        try:
-            async with asyncio.timeout(until - time.monotonic()), aiohttp.ClientSession() as session:
-                told[(await load.probe(session))[:80] or "served"] += 1
-        except TimeoutError:
+
+    async def ask() -> str:
+        async with aiohttp.ClientSession() as session:
+            return await load.probe(session)
+
+    relief = asyncio.create_task(relieved.wait())
+    while not relieved.is_set():
+        asking = asyncio.create_task(ask())
+        await asyncio.wait({asking, relief}, return_when=asyncio.FIRST_COMPLETED)
+        if asking.done():
+            told[asking.result()[:80] or "served"] += 1
+            await asyncio.sleep(0.5)
+        else:
             told["waits until the relief"] += 1
-        await asyncio.sleep(0.5)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+    await relief
     return dict(told)
 
 
@@ -136,17 +150,23 @@ async def _service(
     """(seconds to full service, what was missing last): until a request was asked that was served, and until its
     answer was there but for the time that it takes in peace.
     """
-    last = ""
-    while (asked := time.monotonic()) - relief < START_S:
+    asked, last = relief, ""
+
+    async def served() -> bool:
+        nonlocal asked, last
+        asked = time.monotonic()
         try:
             missing = await in_service(cluster, load, tiers)
         except Exception as problem:  # a process that is just starting
             missing = f"{type(problem).__name__}: {problem}"
-        if not missing:
-            return max(asked - relief, time.monotonic() - relief - peace_s), last
-        last = missing
-        await asyncio.sleep(0.1)
-    return START_S, last
+        last = missing or last
+        return not missing
+
+    try:
+        await eventually(served, "full service", every_s=0.1)
+    except Late:
+        return BOUND_S, last or "an answer"
+    return max(asked - relief, time.monotonic() - relief - peace_s), last
 
 
 class _Output:

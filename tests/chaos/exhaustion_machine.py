@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.cluster.harness import Cluster, children
+from tests.eventually import eventually_here
 
 TIGHTEN_S = 0.02
 #: The kernel counts pages before they are used, some for each core.
@@ -230,16 +231,16 @@ def _new_group(controller: str, limit: str) -> Path | None:
 
 def _end_group(group: Path) -> None:
     """Its processes go back to where they were."""
-    for _ in range(100):
+
+    def removed() -> bool:
         for pid in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):
                 (group.parent / "cgroup.procs").write_text(pid)
-        try:
+        with contextlib.suppress(OSError):  # a process that has just begun, or ends
             group.rmdir()
-            return
-        except OSError:  # a process that has just begun, or ends
-            time.sleep(0.05)
-    raise AssertionError(f"{group} cannot be removed")
+        return not group.exists()
+
+    eventually_here(removed, f"{group} is removed")
 
 
 def _refusals(group: Path) -> int:

@@ -36,7 +36,7 @@ from tests.chaos.live_faults import Faults, small_disk
 from tests.chaos.live_load import Load
 from tests.chaos.live_watch import Watch
 from tests.cluster.harness import Cluster, children, command_of, running
-from tests.eventually import BOUND_S
+from tests.eventually import Late, eventually
 
 CONDUCTORS = 3
 FLAGS = ("--conductors", str(CONDUCTORS), "--prefill", "2", "--decode", "2", "--pool-mib", "192", "--elastic")
@@ -45,7 +45,7 @@ PATIENCE = ("--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
 #: Processes of the cluster, nats-server with them.
 PROCESSES = CONDUCTORS + 2 * 4 + 1 + 1
 #: Longer than any lease, at which nothing may be left either.
-REST_S = 3 * BOUND_S
+REST_S = 360.0
 PROGRESS_S = 30.0
 DISK_MIB = 1024
 
@@ -105,17 +105,25 @@ def _held(status: StoreStatus) -> tuple[int, ...]:
 
 
 async def come_to_rest(cluster: Cluster) -> str:
-    deadline, missing = time.monotonic() + REST_S, "not looked yet"
+    """ "" once it is at rest; else what is missing."""
+    missing = "not looked yet"
     told, digests = Counter[str](), Digests()
-    while missing and time.monotonic() < deadline:
-        await asyncio.sleep(1)
+
+    async def rests() -> bool:
+        nonlocal missing
         try:
             missing = await at_rest(cluster, digests)
         except Exception as problem:  # a process that is just starting
             missing = f"{type(problem).__name__}: {problem}"
         told[missing] += 1
-    often = "; ".join(f"{count} times: {what}" for what, count in told.most_common(4))
-    return f"{REST_S:.0f} s after the last fault: {often}; at last: {missing}" if missing else ""
+        return not missing
+
+    try:
+        await eventually(rests, "the cluster is at rest", every_s=1, bound_s=REST_S)
+    except Late:
+        often = "; ".join(f"{count} times: {what}" for what, count in told.most_common(4))
+        return f"{REST_S:.0f} s after the last fault: {often}; at last: {missing}"
+    return ""
 
 
 def replayed(cluster: Cluster, directory: Path) -> str:

@@ -18,10 +18,11 @@ import nats
 import orjson
 from nats.errors import Error as NatsError
 
+from halfmoon.bus.tasks import end_tasks
 from halfmoon.schemas import subjects
 from tests.cluster.harness import Cluster
 from tests.cluster.prompts import text_ids
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, within
 
 #: (prompt tokens, where its text begins): those that begin alike share the blocks of their prefix.
 PROMPTS = ((30, 0), (120, 500), (300, 0), (520, 0), (520, 900), (1_100, 0))
@@ -32,7 +33,7 @@ TOKENS = 12
 CANCELLED_SHARE = 0.1
 #: A request that has not ended by then counts as one that never ends. What it was placed on may stand still twice for
 #: longer than a lease.
-SILENCE_S = 5 * BOUND_S
+SILENCE_S = 600.0
 WRONG = ("never ended", "wrong text", "no clear error", "lost though the frontend was well")
 #: A client over NATS that hears nothing for so long, not even a sign of life, though the frontend was disturbed, gives
 #: its request up. It may be wrong, which is no finding.
@@ -182,8 +183,7 @@ class Load:
     async def _over_nats(self, prompt: Prompt, *, stream: bool) -> tuple[str, str]:
         """As `_over_http`. A client of its own for each request, as programs that start and end are."""
         try:
-            async with asyncio.timeout(10):
-                nc = await self._cluster.connect("client")
+            nc = await within(self._cluster.connect("client"), "NATS takes a client")
         except (NatsError, OSError, TimeoutError):
             return "nobody listens", ""
         try:
@@ -254,13 +254,14 @@ def contradiction(chunks: list[dict[str, Any]], last: dict[str, Any], *, gap_all
 
 async def _given_up(ask: Any, after_s: float) -> tuple[str, str]:
     """The client goes away after a while, unless the answer has come."""
-    asking = asyncio.ensure_future(ask)
-    done, _ = await asyncio.wait([asking], timeout=after_s)
-    if done:
-        how, text = asking.result()
-        return how, text
-    asking.cancel()
-    await asyncio.wait([asking])
+    asking, leaving = asyncio.ensure_future(ask), asyncio.create_task(asyncio.sleep(after_s))
+    try:
+        await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if asking.done():
+            how, text = asking.result()
+            return how, text
+    finally:
+        await end_tasks([asking, leaving])
     return "given up", ""
 
 

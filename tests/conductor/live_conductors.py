@@ -37,11 +37,15 @@ CLUSTER: list[Event] = [
 
 @contextlib.asynccontextmanager
 async def conductor(
-    url: str, conductor_id: str = "c1", policy: Policy = POLICY, **more: Any
+    url: str,
+    conductor_id: str = "c1",
+    policy: Policy = POLICY,
+    shells: list[shell.Shell] | None = None,
+    **more: Any,
 ) -> AsyncIterator[Bus]:
-    """A conductor that has caught up; stopped at the end."""
+    """A conductor that has caught up; stopped at the end. Its shell becomes the first of `shells`, an empty list."""
     bus = await Bus.connect(BusConfig(url=url), name=conductor_id)
-    shells: list[shell.Shell] = []
+    shells = [] if shells is None else shells
     task = asyncio.create_task(
         shell.run(bus, conductor_id=conductor_id, policy=policy, checked=True, started=shells.append, **more)
     )

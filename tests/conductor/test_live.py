@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import pairwise
 
 import pytest
@@ -24,6 +23,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.conductor import log_reading
 from halfmoon.conductor.code_version import LOG_VERSION, code_version
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.live.shell import Shell
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartDecode, StartPrefill
 from halfmoon.schemas.events import (
@@ -223,10 +223,14 @@ async def test_conductors_go_on_when_the_server_was_away_and_nobody_is_lost_by_i
     nats_server: EmbeddedServer,
 ) -> None:
     url = nats_server.url
-    async with client(url) as bus, conductor(url):
+    shells: list[Shell] = []
+    async with client(url) as bus, conductor(url, shells=shells):
         before = await say(bus, *CLUSTER)
+        await reach(bus, before)
         nats_server.stop()
-        await asyncio.sleep(1.5)  # longer than POLICY.lost_after_ns
+        (only,) = shells
+        last_ns = max(only.core.timers[key] for key in LOST)
+        await eventually(lambda: only._now_ns() > last_ns, "each loss timer is due for the conductor")
         again = EmbeddedServer.start(nats_server.directory, port=int(url.rsplit(":", 1)[1]))
         try:
 

@@ -11,10 +11,11 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tests.eventually import Late, eventually_here
 
 BASE = "debian:12.11-slim"
 OWN_BASE = "halfmoon-base:bookworm"
@@ -63,10 +64,8 @@ def engine() -> Iterator[None]:
             start_new_session=True,
         )
     try:
-        for _ in range(120):
-            if _answers() or server.poll() is not None:
-                break
-            time.sleep(0.5)
+        with suppress(Late):
+            eventually_here(lambda: server.poll() is not None or _answers(), "dockerd answers", every_s=0.5)
         if not _answers():
             tail = (place / "dockerd.log").read_text()[-600:]
             raise Unavailable(f"this machine lets no Docker engine run: {tail}")

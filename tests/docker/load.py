@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 from tests.chaos.live_load import WRONG, Load
 from tests.docker.stack import Stack
+from tests.eventually import Late, eventually_here
 
 CLIENTS = 3
-FIRST_S = 120.0
 
 
 class BothFrontends:
@@ -60,15 +60,20 @@ class RunningLoad:
 
     def first_after(self, at: float) -> float:
         """Seconds from `at` to the first good end of a request that began later."""
-        until = time.monotonic() + FIRST_S
-        while time.monotonic() < until:
-            ends = [end for begin, end in list(self.finished) if begin >= at]
-            if ends:
-                return min(ends) - at
-            time.sleep(0.05)
-        raise AssertionError(
-            f"no request that began after it was answered within {FIRST_S:.0f} s: {self.load.ended}"
-        )
+        return min(self.answered(at, 1)) - at
+
+    def answered(self, at: float, count: int) -> list[float]:
+        """When requests that began after `at` had their good ends; waits for so many."""
+
+        def ends() -> list[float]:
+            found = [end for begin, end in list(self.finished) if begin >= at]
+            return found if len(found) >= count else []
+
+        try:
+            return eventually_here(ends, f"{count} requests that begin now are answered", every_s=0.05)
+        except Late as late:
+            late.add_note(f"requests ended: {self.load.ended}")
+            raise
 
     def slowest_since(self, at: float) -> float:
         return max((end - begin for begin, end in list(self.finished) if end >= at), default=0.0)

@@ -24,8 +24,6 @@ WITH = {**WITHOUT, "HALFMOON_DECODE_ATTENTION": "remote"}
 WORKERS = {"attention-0", "attention-1"}
 #: Of compose.small.yaml, which leaves the two cores to fewer processes.
 SMALL = {"prefill": 1, "decode": 1, "store": 2, "frontend": 1}
-#: Seconds until nodes that share a busy machine have measured themselves.
-PATIENT_S = 600.0
 Answer = tuple[str, str, int]
 
 
@@ -36,7 +34,7 @@ def apart(built: Stack) -> Iterator[Stack]:
         stack.overlays, stack.whole, stack.conductors = ("compose.small.yaml",), SMALL, 2
         stack.settings = WITHOUT
         stack.up("--scale", "attention=0")
-        stack.wait_whole(PATIENT_S)
+        stack.wait_whole()
         yield stack
 
 
@@ -55,7 +53,7 @@ def remote(apart: Stack, local: list[Answer]) -> Stack:
     apart.settings = WITH
     apart.whole = {**SMALL, "attention": 2, "store": SMALL["store"] + 2}
     apart.up()
-    apart.wait_whole(PATIENT_S)
+    apart.wait_whole()
     return apart
 
 
@@ -126,7 +124,7 @@ def test_an_attention_worker_that_is_killed_costs_no_text_and_takes_part_again(
     assert remote.get("/ready")[0] == 200
 
     remote.docker("start", container)
-    remote.wait_whole(PATIENT_S)
+    remote.wait_whole()
     before = len(places(remote))
     with ThreadPoolExecutor(len(QUESTIONS)) as clients:
         assert chats(remote, clients) == local

@@ -18,14 +18,17 @@ from typing import Any
 import pytest
 
 from tests.docker.load import RunningLoad
-from tests.docker.stack import Stack
+from tests.docker.stack import WHOLE, Stack
+from tests.eventually import Late, eventually_here
 
-#: How long the load goes on while something is missing.
-MISSING_S = 5.0
+#: So many requests begin and are answered while something is missing.
+ANSWERS = 12
 SERVICES = ("nats-0", "nats-1", "nats-2", "conductor", "prefill", "decode", "frontend-0", "frontend-1")
 REPLICAS = {"conductor": 3, "prefill": 2, "decode": 2}
 EACH = [(service, n) for service in SERVICES for n in range(REPLICAS.get(service, 1))]
 
+#: Until two more nodes have measured themselves.
+JOINED_S = 240.0
 NEXT_VERSION = "0.1.1"
 NEXT = f"""
 FROM {{image}}
@@ -258,21 +261,27 @@ def test_cut_off_from_the_network_under_load(
         begin=lambda: stack.docker("network", "disconnect", network, name),
         end=lambda: stack.docker("network", "connect", *aliases, network, name),
         frontend=False,
-        missing_s=12.0,
+        lost=service if service in WHOLE else "",
     )  # fmt: skip
 
 
 def _fault(
     stack: Stack, load: RunningLoad, report: list[str], what: str, *,
-    begin: Callable[[], object], end: Callable[[], object], frontend: bool, missing_s: float = MISSING_S,
+    begin: Callable[[], object], end: Callable[[], object], frontend: bool, lost: str = "",
 ) -> None:  # fmt: skip
+    """`lost`: the role of a node that the cluster is to miss before it is given back."""
     mark = load.mark()
     if frontend:
         load.load.frontend_hit_at = time.monotonic() + 3600  # its connections break, and new ones are refused
     begin()
     at = time.monotonic()
     first_s = load.first_after(at)
-    time.sleep(max(0.0, missing_s - (time.monotonic() - at)))
+    load.answered(at, ANSWERS)
+    if lost:
+        eventually_here(
+            lambda: 0 < len(stack.ready(lost)) < WHOLE[lost], f"a {lost} node is lost", every_s=0.25
+        )
+        load.answered(time.monotonic(), ANSWERS)
     end()
     whole_s = stack.wait_whole()
     load.first_after(time.monotonic())
@@ -341,11 +350,17 @@ def _one_by_one(
     assert set(ended) <= {"finished", *away}, ended
     accepted = _ids(stack.log()[before:], "RequestArrived")
     assert len(accepted) > 20
-    until = time.monotonic() + 120
-    while accepted - _ids(log := stack.log()[before:], "RequestFinished") and time.monotonic() < until:
-        time.sleep(2)  # the last ones are under way
-    open_still = accepted - _ids(log, "RequestFinished")
-    assert not open_still, [event for event in log if event.get("request_id") in open_still]
+    log: list[dict[str, Any]] = []
+
+    def open_still() -> set[str]:
+        log[:] = stack.log()[before:]
+        return accepted - _ids(log, "RequestFinished")
+
+    try:
+        eventually_here(lambda: not open_still(), "the last requests, which are under way, end", every_s=2)
+    except Late as late:
+        late.add_note(f"{[event for event in log if event.get('request_id') in open_still()]}")
+        raise
     assert not _ids(log, "RequestCancelled")
     replayed = stack.replayed()
     report.append(
@@ -361,16 +376,10 @@ def _ids(log: list[dict[str, Any]], kind: str) -> set[str]:
 def test_more_prefill_nodes_join(stack: Stack, load: RunningLoad, report: list[str]) -> None:
     mark, started = load.mark(), time.monotonic()
     stack.up("--no-recreate", "--scale", "prefill=4")
-    while True:
-        _, status = stack.get("/status")
-        ready = [
-            node for node in status.get("nodes", []) if node["role"] == "prefill" and node["state"] == "ready"
-        ]
-        if len(ready) == 4:
-            break
-        assert time.monotonic() - started < 240, status
-        time.sleep(0.5)
-    assert sorted(node["id"] for node in ready) == [f"prefill-{n}" for n in range(4)]
+    four = [f"prefill-{n}" for n in range(4)]
+    eventually_here(
+        lambda: sorted(stack.ready("prefill")) == four, f"{four} are ready", every_s=0.5, bound_s=JOINED_S
+    )
     report.append(f"--scale prefill=4: all four take orders after {time.monotonic() - started:.1f} s")
     assert set(load.since(mark)) == {"finished"}
 

@@ -16,6 +16,7 @@ from typing import Any
 from halfmoon.schemas.subjects import STREAMS
 from tests.docker.engine import run
 from tests.docker.stack import Stack
+from tests.eventually import Late, eventually_here
 
 IMAGE = "halfmoon-prometheus:test"
 DOCKERFILE = """
@@ -50,18 +51,25 @@ def test_prometheus_finds_every_container(stack: Stack, report: list[str], tmp_p
             "--profile", "observability", "up", "-d", "--no-recreate", "--no-deps", "prometheus", timeout=300
         )
         started = time.monotonic()
+        (prometheus,) = stack.containers("prometheus")
+        eventually_here(lambda: stack.health(prometheus) == "healthy", "Prometheus is healthy", every_s=2)
         found: dict[str, int] = {}
-        shown: set[str] = set()
-        streams: set[str] = set()
-        while found != wanted or shown != names or streams != set(STREAMS):
-            assert time.monotonic() - started < 180, (found, wanted, shown ^ names, streams)
-            time.sleep(2)
-            if stack.health(stack.containers("prometheus")[0]) == "healthy":
-                found = {
-                    each["metric"]["job"]: int(each["value"][1]) for each in query(stack, "sum by (job) (up)")
-                }
-                shown = {each["metric"]["id"] for each in query(stack, "halfmoon_process_info")}
-                streams = {each["metric"]["stream"] for each in query(stack, "halfmoon:stream_fill:ratio")}
+        seen: list[object] = []
+
+        def all_there() -> bool:
+            nonlocal found
+            jobs = query(stack, "sum by (job) (up)")
+            found = {each["metric"]["job"]: int(each["value"][1]) for each in jobs}
+            shown = {each["metric"]["id"] for each in query(stack, "halfmoon_process_info")}
+            streams = {each["metric"]["stream"] for each in query(stack, "halfmoon:stream_fill:ratio")}
+            seen[:] = [found, wanted, shown ^ names, streams]
+            return found == wanted and shown == names and streams == set(STREAMS)
+
+        try:
+            eventually_here(all_there, "Prometheus scrapes them all", every_s=2)
+        except Late as late:
+            late.add_note(f"{seen}")
+            raise
         report.append(f"Prometheus scrapes them all after {time.monotonic() - started:.0f} s: {found}")
         (members,) = query(stack, 'max(halfmoon_members{role="store",state="ready"})')
         assert int(members["value"][1]) == wanted["store"]

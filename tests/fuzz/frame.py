@@ -34,6 +34,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from tests.eventually import Late
+
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 #: An input that waits, and computes nothing, has so many of its deadlines.
@@ -78,6 +80,15 @@ class Found(Exception):
     def __init__(self, text: str, content: bytes | None = None) -> None:
         super().__init__(text)
         self.content = content
+
+
+@contextlib.contextmanager
+def found_where_late() -> Iterator[None]:
+    """Raises Found where what is waited for within, by tests/eventually.py, does not come."""
+    try:
+        yield
+    except Late as late:
+        raise Found(str(late)) from None
 
 
 class Hung(BaseException):

@@ -26,6 +26,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.bus.telemetry.http_server import HttpLimits
 from halfmoon.workers.frontend.page import feed
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.eventually import Late, eventually
 from tests.fuzz.frame import Found, Play
 
 UNDER_WAY = 32
@@ -63,12 +64,11 @@ class Player:
         while self._running:
             await self._collect()
         registry, room = self._made.frontend.registry, self._made.frontend._http._server.room  # type: ignore[union-attr]
-        for _ in range(500):
-            if not registry.requests and not room.connections:
-                break
-            await asyncio.sleep(0.02)
-        else:
-            raise Found(f"left behind: {list(registry.requests)}, {len(room.connections)} connections")
+        try:
+            await eventually(lambda: not registry.requests and not room.connections, "nothing is left")
+        except Late:
+            left = f"left behind: {list(registry.requests)}, {len(room.connections)} connections"
+            raise Found(left) from None
         body = b'{"prompt": "Once", "max_tokens": 1}'
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         outcome = await self._converse(head + b"content-length: %d\r\n\r\n" % len(body) + body)

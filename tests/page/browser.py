@@ -16,8 +16,9 @@ from typing import Any
 
 import aiohttp
 
+from tests.eventually import Late, eventually, within
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-START_S, ANSWER_S = 60.0, 30.0
 
 
 class Browser:
@@ -34,7 +35,7 @@ class Browser:
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        return await asyncio.wait_for(answer, ANSWER_S)
+        return await within(answer, f"the browser answers {method}")
 
     async def open(self, url: str, *, width: int = 1366, height: int = 768, dark: bool = False) -> None:
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -64,19 +65,28 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def wait(
-        self, expression: str, fits: Callable[[Any], bool] = bool, *, seconds: float = 30.0
-    ) -> Any:
-        """The value of `expression` once it fits. Raises AssertionError with the last one."""
-        last = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while True:
-                    last = await self.value(expression)
-                    if fits(last):
-                        return last
-                    await asyncio.sleep(0.05)
-        raise AssertionError(f"{expression} stays {last!r}")
+    async def wait(self, expression: str, fits: Callable[[Any], bool] = bool) -> Any:
+        """The value of `expression` once it fits. Raises Late with the last one."""
+        last: list[Any] = []
+
+        async def fitting() -> bool:
+            last[:] = [await self.value(expression)]
+            return fits(last[0])
+
+        try:
+            await eventually(fitting, f"{expression} fits", every_s=0.05)
+        except Late as late:
+            late.add_note(f"it is {last!r}")
+            raise
+        return last[0]
+
+    async def settled(self) -> None:
+        """Returns when the page is laid out and drawn as it now is: every transition of a colour is at its end."""
+        await self.value(
+            "new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
+            ".then(() => document.getAnimations().forEach(one => one.effect.getComputedTiming().iterations === Infinity"
+            " || one.finish()))"
+        )
 
     async def picture(self, path: Path, *, whole: bool = False) -> None:
         answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
@@ -133,7 +143,9 @@ async def browsing(directory: Path, url: str, **look: Any) -> AsyncIterator[Brow
     )  # fmt: skip
     try:
         async with aiohttp.ClientSession() as http:
-            socket = await asyncio.wait_for(_connect(http, profile / "DevToolsActivePort"), START_S)
+            socket = await eventually(
+                lambda: _connect(http, profile / "DevToolsActivePort"), "the browser is there"
+            )
             browser = Browser(socket)
             await browser.open(url, **look)
             try:
@@ -145,12 +157,13 @@ async def browsing(directory: Path, url: str, **look: Any) -> AsyncIterator[Brow
         await process.wait()
 
 
-async def _connect(http: aiohttp.ClientSession, port_file: Path) -> aiohttp.ClientWebSocketResponse:
-    while True:
-        with contextlib.suppress(OSError, ValueError, aiohttp.ClientError, StopIteration):
-            port = int((await asyncio.to_thread(port_file.read_text)).split()[0])
-            async with http.get(f"http://127.0.0.1:{port}/json") as response:
-                targets = await response.json()
-            target = next(each for each in targets if each["type"] == "page")
-            return await http.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=64 << 20)
-        await asyncio.sleep(0.1)
+async def _connect(http: aiohttp.ClientSession, port_file: Path) -> aiohttp.ClientWebSocketResponse | None:
+    """None while it is not there."""
+    try:
+        port = int((await asyncio.to_thread(port_file.read_text)).split()[0])
+        async with http.get(f"http://127.0.0.1:{port}/json") as response:
+            targets = await response.json()
+        target = next(each for each in targets if each["type"] == "page")
+        return await http.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=64 << 20)
+    except (OSError, ValueError, IndexError, aiohttp.ClientError, StopIteration):
+        return None

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from tests.cluster.harness import Cluster, running
+from tests.eventually import eventually
 from tests.page.browser import BROWSER, Browser, browsing
 
 pytestmark = [
@@ -120,7 +121,7 @@ async def test_it_loads_without_errors_tells_of_the_cluster_and_explains(
         assert not any(word in whole for word in secret.split()), "no text of a prompt"
         for width in (1366, 390, 320):
             await browser.look(width=width, height=844, dark=width == 390)
-            await asyncio.sleep(0.3)
+            await browser.settled()
             assert await fits(browser), width
         # The browser notes that the story of no request is a 404.
         assert [error for error in browser.errors if "404" not in error] == []
@@ -173,8 +174,7 @@ async def test_under_as_much_load_as_the_machine_makes_it_samples(
                 "document.querySelector('#log-facts').textContent", lambda text: "sample" in text
             )
             before = await browser.value(VIEWS)
-            await asyncio.sleep(3)
-            assert await browser.value(VIEWS) >= before + 2
+            await browser.wait(VIEWS, lambda views: views >= before + 2)
             assert await browser.value("document.querySelectorAll('#requests > li').length") <= 14
             assert await browser.value("document.querySelectorAll('#events > li').length") <= 80
             assert await browser.value("document.querySelectorAll('*').length") < 2_500
@@ -191,7 +191,7 @@ async def test_it_survives_a_nats_server_and_a_frontend_that_are_started_again(
                 cluster.kill("frontend-0")
             else:  # killed alone, it is back before anything is missed
                 cluster.kill_server(signal.SIGSTOP)
-            await browser.wait(STATE, lambda state: state == "lost", seconds=20)
+            await browser.wait(STATE, lambda state: state == "lost")
             text = await browser.value("document.querySelector('#link').textContent")
             assert "reconnecting" in text or "NATS" in text or "conductor" in text
             assert await browser.value("document.querySelector('#main').classList.contains('stale')")
@@ -200,7 +200,7 @@ async def test_it_survives_a_nats_server_and_a_frontend_that_are_started_again(
             )
             if process == "nats-server":
                 cluster.kill_server()
-            await browser.wait(LIVE, seconds=60)
+            await browser.wait(LIVE)
             before = await browser.value(VIEWS)
             await browser.wait(VIEWS, lambda views, before=before: views > before + 1)
             request_id = await _until_served(http, cluster.http)
@@ -210,11 +210,12 @@ async def test_it_survives_a_nats_server_and_a_frontend_that_are_started_again(
 
 
 async def _until_served(http: aiohttp.ClientSession, url: str) -> str:
-    async with asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(aiohttp.ClientError, AssertionError):
-                return await complete(http, url, "x")
-            await asyncio.sleep(0.2)
+    async def served() -> str:
+        with contextlib.suppress(aiohttp.ClientError, AssertionError):
+            return await complete(http, url, "x")
+        return ""
+
+    return await eventually(served, "a request is served")
 
 
 async def test_a_conductor_dies_and_another_feeds_the_page(
@@ -242,6 +243,7 @@ async def test_a_request_moves_through_its_stages_on_a_real_model(
     http: aiohttp.ClientSession, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     keys = tmp_path / "keys"
+    keys.touch(0o600)
     keys.write_text("k-of-an-operator\n")
     state = tmp_path_factory.mktemp("model")
     with running(state, "--port", "0", "--api-keys-file", str(keys)) as cluster:
@@ -262,12 +264,14 @@ async def test_a_request_moves_through_its_stages_on_a_real_model(
             await browser.wait(LIVE)
             asked = asyncio.create_task(complete(http, cluster.http, "the moon and the sea " * 150, 40))
             seen: list[str] = []
-            while not asked.done() or seen[-1:] != ["finished"]:
+
+            async def ended() -> bool:
                 stage = await browser.value("document.querySelector('#requests li')?.dataset.stage || ''")
                 if stage and stage not in seen:
                     seen.append(stage)
-                assert len(seen) < 9
-                await asyncio.sleep(0.05)
+                return asked.done() and seen[-1:] == ["finished"]
+
+            await eventually(ended, "the page shows its end", every_s=0.05)
             order = ["queued", "transfer", "prefill", "handover", "decode", "finished"]
             assert seen == [stage for stage in order if stage in seen]
             assert {"prefill", "decode", "finished"} <= set(seen), seen

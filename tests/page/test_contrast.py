@@ -4,7 +4,6 @@ browser.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from importlib.resources import files
@@ -81,7 +80,7 @@ async def measured(browser: Browser, within: str, *, least: int) -> list[str]:
     failed = []
     for width, dark in LOOKS:
         await browser.look(width=width, height=844, dark=dark)
-        await asyncio.sleep(0.5)  # colours change over 0.3 s
+        await browser.settled()
         found = await script(browser, MEASURE % within)
         # A label that holds its field is overlapped by it.
         failed += [f"{width} {dark}: {each}" for each in found["failed"]]

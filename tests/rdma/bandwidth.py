@@ -31,11 +31,14 @@ from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.schemas.store import ReserveBlocks, Reserved
 from halfmoon.store.pool.guard import peer_writer
 from halfmoon.store.transports.base import Call, Peer, Slice
+from tests.eventually import eventually_here
 
 MIB = 1 << 20
 BLOCKS = 8
 SLICES = BLOCKS * SHAPE.block_bytes // MIB
 PER_SLICE = MIB // SHAPE.layer_block_bytes
+#: In what a client of perftest says.
+FIGURE = re.compile(rf"^ *{MIB} +{SLICES} +[0-9.]+ +([0-9.]+)", re.MULTILINE)
 
 
 def slices(local: list[int], remote: list[int]) -> list[Slice]:
@@ -51,24 +54,35 @@ def perftest(program: str) -> float:
     """Average MiB/s between the two devices, by perftest's own clock: it says 0 when it could not calibrate
     that.
     """
-    flags = ["-x", "1", "-s", str(MIB), "-n", str(SLICES), "-F"]
     said = ""
     for _ in range(10):
-        server = subprocess.Popen([*FAR, program, "-d", DEVICES[1], *flags], stdout=subprocess.DEVNULL)
-        try:
-            while server.poll() is None:  # until it listens
-                client = [program, "-d", DEVICES[0], *flags, "10.78.0.2"]
-                said = subprocess.run(client, capture_output=True, text=True, timeout=120).stdout
-                found = re.search(rf"^ *{MIB} +{SLICES} +[0-9.]+ +([0-9.]+)", said, re.MULTILINE)
-                if found:
-                    break
-                time.sleep(0.2)
-            if found and float(found[1]) > 0:
-                return float(found[1])
-        finally:
-            server.kill()
-            server.wait()
+        said = _played(program)
+        found = FIGURE.search(said)
+        if found and float(found[1]) > 0:
+            return float(found[1])
     raise RuntimeError(f"{program} gives no figure: {said}")
+
+
+def _played(program: str) -> str:
+    """What the client says at last: it is begun again until its server listens, or has ended."""
+    flags = ["-x", "1", "-s", str(MIB), "-n", str(SLICES), "-F"]
+    client = [program, "-d", DEVICES[0], *flags, "10.78.0.2"]
+    server = subprocess.Popen([*FAR, program, "-d", DEVICES[1], *flags], stdout=subprocess.DEVNULL)
+    said = ""
+
+    def played() -> bool:
+        nonlocal said
+        if server.poll() is None:
+            said = subprocess.run(client, capture_output=True, text=True, timeout=120).stdout
+            return FIGURE.search(said) is not None
+        return True
+
+    try:
+        eventually_here(played, f"{program} listens", every_s=0.2)
+    finally:
+        server.kill()
+        server.wait()
+    return said
 
 
 async def measure(here: Cluster, rounds: int) -> dict[str, list[float]]:

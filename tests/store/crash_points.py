@@ -37,6 +37,8 @@ from halfmoon.store.client import StoreClient, key_of
 from halfmoon.store.errors import BlockMissing
 from halfmoon.store.pool.segment import remove_stale
 from halfmoon.store.tiers import ssd
+from halfmoon.store.tiers.ssd import SsdTier
+from tests.eventually import SCENARIO_S, eventually
 
 BLOCK = 4 * 8192
 SLOTS = 4
@@ -60,7 +62,6 @@ FILES = (
 TIER_FILES = 3
 #: A line of a file, by the file's place in FILES.
 Line = tuple[int, int]
-CHILD_S = 60
 
 
 def value(number: int) -> np.ndarray:
@@ -81,6 +82,10 @@ async def start(here: Cluster, path: str) -> tuple[Any, StoreClient]:
     return agent, client
 
 
+async def saved(tier: SsdTier, key: bytes) -> None:
+    await eventually(lambda: tier.find(key) is not None, f"{key.hex()} is saved", every_s=0.001)
+
+
 async def story(url: str, name: str, path: str, report: Any) -> None:
     """Put, evict, save; promote; remove; stop and start; promote again."""
     async with cluster(url) as here:
@@ -89,8 +94,7 @@ async def story(url: str, name: str, path: str, report: Any) -> None:
             agent, client = await start(here, path)
             for number in range(half * BLOCKS, (half + 1) * BLOCKS):
                 await client.put(KEYS[number], value(number))
-                while agent.context.tier.find(KEYS[number]) is None:
-                    await asyncio.sleep(0.001)
+                await saved(agent.context.tier, KEYS[number])
                 report(b"s%03d" % number)
             for number in range(half * BLOCKS, half * BLOCKS + 5):
                 async with await client.get(KEYS[number]) as held:
@@ -144,7 +148,7 @@ def play(url: str, name: str, path: str, last: Line, turn: int) -> tuple[dict[Li
         finally:
             os._exit(status)
     os.close(writing)
-    hangs = threading.Timer(CHILD_S, os.kill, (pid, signal.SIGUSR1))  # whose default is death
+    hangs = threading.Timer(SCENARIO_S, os.kill, (pid, signal.SIGUSR1))  # whose default is death
     hangs.start()
     with os.fdopen(reading, "rb") as pipe:
         text = pipe.read()

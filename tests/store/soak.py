@@ -40,6 +40,7 @@ from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import BlockMissing, StoreError, StoreFull, TransferTimeout
 from halfmoon.store.pool.segment import PAGE_BYTES
 from halfmoon.store.tiers.ssd import SsdTier
+from tests.eventually import Late, eventually
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "conversation_trace.jsonl.zst"
 KEY_BYTES = 16
@@ -206,14 +207,19 @@ async def drive(url: str, pid: int, hours: int) -> dict[str, Any]:
                 f"{worker.given_up} given up, {worker.forgotten} forgotten, {worker.full} full",
                 flush=True,
             )
-        await asyncio.sleep(25)  # what was forgotten lapses
-        status = await client.status()
+
+        async def nothing_held() -> bool:
+            nonlocal status
+            status = await client.status()
+            return not any((status.holds, status.leases, status.slots_reserved, status.slots_condemned))
+
+        try:
+            await eventually(nothing_held, "what was forgotten lapses", every_s=1)
+        except Late as late:
+            raise AssertionError(f"{late}: {status}") from None
     finally:
         await client.close()
         await bus.close()
-    assert (status.holds, status.leases, status.slots_reserved, status.slots_condemned) == (0, 0, 0, 0), (
-        status
-    )
     grown = grown_mib(memory)
     assert grown <= GROWTH_MAX_MIB, f"memory grew by {grown:.1f} MiB: {memory}"
     return {

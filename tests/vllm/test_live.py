@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,8 +20,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from halfmoon.bus.embedded import free_port
 from tests.cluster.harness import PATIENT, running
+from tests.eventually import eventually_here
+from tests.ports import HeldPorts
 from tests.vllm.answers import ask
 from tests.vllm.asked import requests
 from tests.vllm.differences import DIFFERENCES, differences, reasons
@@ -36,31 +36,34 @@ AT_ONCE = 16
 @contextlib.contextmanager
 def vllm(program: str, model: str, directory: Path) -> Iterator[str]:
     """Its URL; on one core, with a small cache. It has ended afterwards."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
+    held = HeldPorts()
+    url = f"http://127.0.0.1:{held.first}"
     environment = {
         **os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0",
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     }  # fmt: skip
     words = [
         program, "serve", model, "--served-model-name", MODEL, "--dtype", "float32", "--host", "127.0.0.1", "--port",
-        f"{port}", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", f"{AT_ONCE}", "--block-size", "32",
-        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        f"{held.first}", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", f"{AT_ONCE}",
+        "--block-size", "32", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     ]  # fmt: skip
     with (directory / "vllm.log").open("wb") as log:
         process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def healthy() -> bool:
+        assert process.poll() is None, (directory / "vllm.log").read_text()[-3000:]
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return True
+        return False
+
     try:
-        until = time.monotonic() + START_S
-        while True:
-            if process.poll() is not None or time.monotonic() > until:
-                raise AssertionError((directory / "vllm.log").read_text()[-3000:])
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            time.sleep(1)
+        eventually_here(healthy, "vLLM answers", every_s=1, bound_s=START_S)
         yield url
     finally:
         process.terminate()
         process.wait(60)
+        held.close()
 
 
 def asked_of(url: str) -> dict[str, Any]:

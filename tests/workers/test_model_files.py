@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import gguf
@@ -137,10 +136,13 @@ def test_a_cache_folder_that_takes_no_files_costs_only_time(
 def test_processes_that_start_at_once_parse_once(empty_cache: Path) -> None:
     path = tiny_gguf(empty_cache / "m.gguf")
     script = """
-import pathlib, sys, time, torch
-from halfmoon.workers.model.loading import files
-from halfmoon.workers.model.loading import weights
-parse = weights.parse_gguf
+import fcntl, pathlib, sys, time, torch
+from halfmoon.workers.model.loading import cache_files, files, weights
+parse, lock = weights.parse_gguf, fcntl.flock
+def coming(*arguments):
+    print("comes", flush=True)
+    return lock(*arguments)
+cache_files.fcntl.flock = coming
 def noted(*arguments):
     print("parsed", flush=True)
     while not pathlib.Path(sys.argv[2]).exists():
@@ -155,7 +157,7 @@ print(files.load_model(sys.argv[1], dtype=torch.float32).fingerprint)
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]
     outputs = [process.stdout for process in running if process.stdout is not None]
     assert [output.readline() for output in outputs] == ["begins\n"] * 2
-    time.sleep(0.3)  # one parses; the other comes to wait for it
+    assert [output.readline() for output in outputs] == ["comes\n"] * 2  # one parses; the other waits for it
     go.touch()
     answers = [output.read().split() for output in outputs]
     assert [process.wait(timeout=60) for process in running] == [0, 0]

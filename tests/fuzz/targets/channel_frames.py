@@ -12,7 +12,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -25,7 +24,8 @@ from halfmoon.store.channels.kinds import UnixKind
 from halfmoon.store.channels.listener import ChannelListener
 from halfmoon.store.channels.options import ChannelOptions
 from halfmoon.store.errors import ChannelLost
-from tests.fuzz.frame import HANG_S, Found, Play
+from tests.eventually import eventually_here
+from tests.fuzz.frame import HANG_S, Play, found_where_late
 from tests.fuzz.mutate import mutated_bytes
 
 TEST_INPUTS = 25
@@ -111,13 +111,17 @@ class Port:
         return outcome
 
     def _serve(self, caller: socket.socket) -> str:
-        refused, until_s = self._listener.counters.total(), time.monotonic() + HANG_S
-        while (channel := self._listener.accept()) is None:
-            if self._ended(caller):
-                return "not let in"
-            if time.monotonic() > until_s:
-                raise Found(f"neither let in nor refused: {refused}")
-            time.sleep(0.001)
+        channel = None
+
+        def answered() -> bool:
+            nonlocal channel
+            channel = self._listener.accept()
+            return channel is not None or self._ended(caller)
+
+        with found_where_late():
+            eventually_here(answered, "a caller is let in or refused", every_s=0.001)
+        if channel is None:
+            return "not let in"
         with channel:
             return self._take(channel)
 
@@ -147,13 +151,12 @@ class Port:
         return self._memory[: header.payload_bytes]
 
     def _settle(self) -> None:
-        until_s = time.monotonic() + HANG_S
-        while threading.active_count() > self._threads or len(os.listdir("/proc/self/fd")) > self._files + 1:
-            if time.monotonic() > until_s:
-                raise Found(
-                    f"{threading.active_count() - self._threads} threads, and files, of a channel that ended"
-                )
-            time.sleep(0.001)
+        def nothing_left() -> bool:
+            files = len(os.listdir("/proc/self/fd"))
+            return threading.active_count() <= self._threads and files <= self._files + 1
+
+        with found_where_late():
+            eventually_here(nothing_left, "threads and files of a channel that ended are gone", every_s=0.001)
 
     def close(self) -> None:
         self._listener.close()

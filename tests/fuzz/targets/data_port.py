@@ -10,11 +10,11 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 
 from halfmoon.store.transports.tcp.server import PlainServer
-from tests.fuzz.frame import HANG_S, Found, Play
+from tests.eventually import eventually_here
+from tests.fuzz.frame import HANG_S, Play, found_where_late
 from tests.fuzz.mutate import mutated_bytes
 from tests.fuzz.targets import data_plane
 
@@ -66,13 +66,11 @@ class Connections:
         return "answered" if answered else "hung up"
 
     def close(self) -> None:
-        until_s = time.monotonic() + HANG_S
-        while threading.active_count() > self._threads:
-            if time.monotonic() > until_s:
-                raise Found(
-                    f"{threading.active_count() - self._threads} threads of connections that have ended"
-                )
-            time.sleep(0.01)
+        with found_where_late():
+            eventually_here(
+                lambda: threading.active_count() <= self._threads,
+                "the threads of connections that ended are gone",
+            )
         self._server.close()
         self._port.segment.close()
 

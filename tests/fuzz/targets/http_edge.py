@@ -32,8 +32,9 @@ from halfmoon.workers.frontend import cluster_status
 from halfmoon.workers.frontend.config import FrontendConfig
 from halfmoon.workers.frontend.frontend import Frontend
 from halfmoon.workers.model.text.tokenizer import Tokenizer
+from tests.eventually import eventually
 from tests.frontend.frontend_double import LAYOUT, MODEL, TIMING, scored
-from tests.fuzz.frame import Found, Play
+from tests.fuzz.frame import Found, Play, found_where_late
 from tests.fuzz.http_player import LAST, PAGE_STREAM, judged
 from tests.fuzz.targets import http, http_bytes
 from tests.fuzz.targets.nats_wire import sample
@@ -278,8 +279,9 @@ class Edge:
         quiet = 0
         while quiet < QUIET_ROUNDS and not wire.closed and PAGE_STREAM not in wire.received:
             count = len(wire.received)
-            await asyncio.sleep(0.001 if self._registry.prompts.pending else 0)
-            quiet = 0 if len(wire.received) > count or self._registry.prompts.pending else quiet + 1
+            tokenized = await self._tokenized()
+            await asyncio.sleep(0)
+            quiet = 0 if len(wire.received) > count or tokenized else quiet + 1
 
     async def _ended(self) -> None:
         """Nothing of the connection is left."""
@@ -290,9 +292,19 @@ class Edge:
                 and len(asyncio.all_tasks()) <= self._tasks
             ):
                 return
-            await asyncio.sleep(0.001 if self._registry.prompts.pending else 0)
+            await self._tokenized()
+            await asyncio.sleep(0)
         tasks = [str(task)[:300] for task in asyncio.all_tasks()]
         raise Found(f"left behind: {list(self._registry.requests)}, {self._server.room.connections}, {tasks}")
+
+    async def _tokenized(self) -> bool:
+        """Returns when the thread tokenizes no prompt; whether it did."""
+        prompts = self._registry.prompts
+        if not prompts.pending:
+            return False
+        with found_where_late():
+            await eventually(lambda: not prompts.pending, "the prompts are tokenized", every_s=0.001)
+        return True
 
     async def _round(self, count: int) -> None:
         for _ in range(count):

@@ -34,7 +34,8 @@ from halfmoon.store.agent.replicas import Replicator
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import StoreError, from_code
 from halfmoon.store.pool.segment import Segment, segment_name
-from tests.fuzz.frame import HANG_S, Found, Play
+from tests.eventually import eventually, within
+from tests.fuzz.frame import Found, Play, found_where_late
 from tests.fuzz.mutate import mutated_json
 
 TEST_INPUTS = 150
@@ -236,10 +237,9 @@ class Agent:
         except MessageInvalid:
             return "invalid"
         try:
-            async with asyncio.timeout(HANG_S):
-                answered = answer(request)
-                if asyncio.iscoroutine(answered):
-                    answered = await answered
+            answered = answer(request)
+            if asyncio.iscoroutine(answered):
+                answered = await within(answered, f"{verb} is answered")
         except PeerError as problem:
             if problem.code not in _CODES and type(from_code(problem.code, "")) is StoreError:
                 raise Found(f"{verb} is refused with {problem.code}: {problem}") from None
@@ -256,8 +256,8 @@ class Agent:
         owners = {owner.order_id for owner in context.guard._pool.holds} | set(ORDERS)
         for order_id in owners:
             await release_order(context, order_id)
-        for task in list(context._background):
-            await asyncio.wait([task], timeout=1)
+        with found_where_late():
+            await eventually(lambda: not context._background, "nothing runs in the background", every_s=0)
         context.guard._gone.clear()
         pool = context.guard._pool
         pool.sweep(2**63)
