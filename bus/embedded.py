@@ -174,7 +174,7 @@ class EmbeddedServer:
 
 
 def _server_at(host: str, port: int) -> str:
-    """What a nats-server there calls itself; "" where none takes connections."""
+    """Name of the nats-server that takes connections there; "" where none does."""
     try:
         with (
             socket.create_connection((host, port), timeout=0.5) as connection,

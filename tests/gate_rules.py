@@ -69,27 +69,6 @@ PROGRAMS = {
     "tests/chaos/live_watch.py": "memory is sampled over hours",
     "tests/store/soak.py": "an agent looks at its books each second for hours",
 }
-#: Files with an offence that is still to be mended. A file here without one is red: the list only shrinks.
-UNMENDED: set[str] = {
-    "tests/cluster/conftest.py",
-    "tests/cluster/harness.py",
-    "tests/cluster/steering.py",
-    "tests/cluster/test_bad_input.py",
-    "tests/cluster/test_bench.py",
-    "tests/cluster/test_clocks.py",
-    "tests/cluster/test_conductors.py",
-    "tests/cluster/test_credentials.py",
-    "tests/cluster/test_failures.py",
-    "tests/cluster/test_full_disk.py",
-    "tests/cluster/test_lost_streams.py",
-    "tests/cluster/test_planes.py",
-    "tests/cluster/test_private_files.py",
-    "tests/cluster/test_tracing.py",
-    "tests/cluster/test_up.py",
-    "tests/cluster/test_vllm_router.py",
-    "tests/replay/record_golden.py",
-    "tests/replay/test_cluster_log.py",
-}
 
 
 def may_wait(path: Path) -> bool:

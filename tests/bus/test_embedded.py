@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.bus import embedded
-from halfmoon.bus.embedded import EmbeddedServer, PortTaken, free_port
+from halfmoon.bus.embedded import EmbeddedServer, PortTaken
+from tests.ports import HeldPorts
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def port_of(server: EmbeddedServer) -> int:
     return int(server.url.rpartition(":")[2])
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
-    """These ports are thought to be free, then those that are."""
-    ports = iter(first)
-    monkeypatch.setattr(embedded, "free_port", lambda host="127.0.0.1": next(ports, None) or free_port(host))
+def drawn(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    """These are thought to be free, one after the other."""
+    each = iter(ports)
+    monkeypatch.setattr("halfmoon.bus.embedded.free_port", lambda host: next(each))
 
 
 def test_a_port_that_was_asked_for_and_has_somebody_is_an_error_that_names_it(
@@ -47,11 +47,12 @@ def test_a_port_that_was_asked_for_and_has_somebody_is_an_error_that_names_it(
 def test_any_port_is_another_one_where_somebody_was_faster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken: int, server: EmbeddedServer
 ) -> None:
-    drawn(monkeypatch, taken, port_of(server))
-    second = EmbeddedServer.start(tmp_path / "second")
+    with HeldPorts() as free:
+        drawn(monkeypatch, taken, port_of(server), free)
+        second = EmbeddedServer.start(tmp_path / "second")
     try:
         assert second.process.poll() is None
-        assert port_of(second) not in (taken, port_of(server))
+        assert port_of(second) == free
     finally:
         second.stop()
 
