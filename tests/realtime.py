@@ -33,7 +33,6 @@ FILES = {
     "test_guardian.py",
     "test_ports.py",
     "test_reruns.py",
-    "workers/test_model_files.py",
     "workers/test_moved_segments.py",
     "workers/test_prefill_queue.py",
     "workers/test_pushed_tokens.py",

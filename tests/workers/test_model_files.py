@@ -133,6 +133,7 @@ def test_a_cache_folder_that_takes_no_files_costs_only_time(
 
 
 @pytest.mark.slow
+@pytest.mark.realtime
 def test_processes_that_start_at_once_parse_once(empty_cache: Path) -> None:
     path = tiny_gguf(empty_cache / "m.gguf")
     script = """
