@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterator
 import nats
 import pytest
 
-from halfmoon.bus.embedded import free_port
 from tests.cluster.harness import PATIENT, Cluster
 from tests.cluster.holding import Holds, running_with_holds
+from tests.ports import HeldPorts
 
 
 @pytest.fixture(scope="session")
@@ -32,14 +32,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     place = tmp_path_factory.mktemp("small")
     sizes = ("--prefill", "1", "--decode", "1", "--pool-mib", "192", "--log-mib-max", "64")
     disk = ("--ssd", str(place / "ssd"), "--ssd-bytes", str(64 << 20))
+    ports = HeldPorts(count=5)  # all processes but the frontend, which has metrics at its own
     before = os.umask(0)
     try:
-        with running_with_holds(place, *sizes, *disk, "--metrics-port", str(free_port(count=4))) as one:
+        with running_with_holds(place, *sizes, *disk, "--metrics-port", str(ports.first)) as one:
             # The processes have it by now, and other tests' files are no business of this one's.
             os.umask(before)
             yield one
     finally:
         os.umask(before)
+        ports.close()
 
 
 @pytest.fixture

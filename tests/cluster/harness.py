@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ import orjson
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.embedded import free_port
 from halfmoon.bus.errors import PeerUnreachable
 from halfmoon.bus.streams import StreamLimits
 from halfmoon.cli.local.credentials import credentials_of
@@ -34,10 +32,13 @@ from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from halfmoon.schemas.store import StoreStatus, StoreStatusRequest
 from tests.cluster.profiles import PROFILES
-from tests.eventually import BOUND_S, eventually
+from tests.eventually import BOUND_S, eventually, eventually_here
 from tests.guardian import cluster_name
+from tests.ports import HeldPorts
 
 START_S = 180.0
+#: A question that its process has taken along when it died is sent again.
+ASKED_AGAIN_S = 2.0
 #: No request is refused for its time on a machine that has other things to do.
 PATIENT = ("--ttft-slo-ms", "200000", "--tbt-slo-ms", "100000")
 
@@ -52,6 +53,8 @@ class Cluster:
     http: str
     directory: Path
     environment: dict[str, str] = field(default_factory=dict)
+    #: Of its API, where it was not named. Held for as long as this is known: it may be killed and started again.
+    port: HeldPorts | None = None
 
     # --- asking ---------------------------------------------------------------------------------------------
 
@@ -143,31 +146,35 @@ class Cluster:
             await bus.close()
 
     async def conductors(self, count: int) -> list[ConductorStatus]:
-        """One look: the status of `count` conductors, of fewer where no more answer within 3 s."""
+        """One look: the status of `count` conductors that have read the log, of fewer where no more listen.
+
+        One that stands still is waited for; one that dies with the question is asked again until nobody listens.
+        """
         nc = await self.connect(subjects.OPERATOR)
-        inbox = await nc.subscribe(nc.new_inbox())
-        await nc.publish(
-            subjects.status(subjects.CONDUCTORS), encode(StatusRequest(digest=True)), reply=inbox.subject
-        )
-        found = []
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(3.0):
-                async for message in inbox.messages:
-                    if message.data:
-                        found.append(decode(message.data, ConductorStatus))
-                    if len(found) >= count:
-                        break
-        await nc.close()
-        return [state for state in found if state.caught_up]
+        asked = [asyncio.ensure_future(_conductor(nc, name)) for name in self.names("conductor-")]
+        found: list[ConductorStatus] = []
+        try:
+            for answer in asyncio.as_completed(asked):
+                state = await answer
+                if state is not None and state.caught_up:
+                    found.append(state)
+                if len(found) >= count:
+                    break
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            await nc.close()
+        return found
 
     async def all_conductors(self, count: int) -> list[ConductorStatus]:
-        """The status of `count` conductors; waits until so many have read the log and answer one question."""
+        """The status of `count` conductors; waits until so many have read the log."""
 
         async def enough() -> list[ConductorStatus]:
             found = await self.conductors(count)
             return found if len(found) >= count else []
 
-        return await eventually(enough, f"{count} conductors answer")
+        return await eventually(enough, f"{count} conductors answer", every_s=0.05)
 
     async def stores(self) -> dict[str, StoreStatus]:
         """The status of each store agent."""
@@ -257,13 +264,27 @@ def command_of(pid: int) -> list[str]:
         return []
 
 
+async def _conductor(nc: nats.NATS, name: str) -> ConductorStatus | None:
+    """What a conductor says of itself; None where nobody listens."""
+    question = encode(StatusRequest(digest=True))
+    while True:
+        with contextlib.suppress(nats.errors.TimeoutError):  # it may have died with the question
+            try:
+                reply = await nc.request(subjects.status(name), question, timeout=ASKED_AGAIN_S)
+            except nats.errors.NoRespondersError:
+                return None
+            return decode(reply.data, ConductorStatus)
+
+
 def start(state: Path, *flags: str, name: str = "") -> Cluster:
-    """`halfmoon up` with free ports; returns when it is ready. Raises AssertionError with its output when it
+    """`halfmoon up` with ports of its own; returns when it is ready. Raises AssertionError with its output when it
     is not.
     """
+    port = None
     if "--port" not in flags and "--config" not in flags:
         # Its default is 8000 or a free one: another cluster that starts at the same time may take the same.
-        flags = (*flags, "--port", str(free_port()))
+        port = HeldPorts()
+        flags = (*flags, "--port", str(port.first))
     name = name or cluster_name()
     PROFILES.settle()
     environment = {**os.environ, "XDG_STATE_HOME": str(state), "XDG_CACHE_HOME": str(PROFILES.home)}
@@ -278,15 +299,22 @@ def start(state: Path, *flags: str, name: str = "") -> Cluster:
             start_new_session=True,
         )
     directory = state / "halfmoon" / name
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
+
+    def ready() -> dict[str, Any] | None:
         with contextlib.suppress(OSError, json.JSONDecodeError):
-            addresses = json.loads((directory / "cluster.json").read_text())
+            addresses: dict[str, Any] = json.loads((directory / "cluster.json").read_text())
             if addresses["pid"] == process.pid:  # not those of a cluster of this name that was killed
-                return Cluster(process, name, addresses["nats"], addresses["http"], directory, environment)
-        time.sleep(0.05)
-    process.kill()
-    raise AssertionError(f"the cluster did not start:\n{output.read_text()[-4000:]}")
+                return addresses
+        assert process.poll() is None, f"the cluster did not start:\n{output.read_text()[-4000:]}"
+        return None
+
+    try:
+        addresses = eventually_here(ready, "the cluster is ready", every_s=0.05)
+    except BaseException:
+        process.kill()
+        raise
+    assert addresses is not None
+    return Cluster(process, name, addresses["nats"], addresses["http"], directory, environment, port)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from nats.errors import NoRespondersError
 from halfmoon.schemas.events import RequestArrived, RequestFinished
 from tests.api_fields import CHATS, FIELDS, NO_JSON, PROMPTS
 from tests.cluster.harness import Cluster, children, running
-from tests.eventually import BOUND_S
+from tests.eventually import BOUND_S, eventually
 
 CONTEXT = 131_072
 #: (body, status, field)
@@ -92,19 +92,12 @@ async def send_all_that_is_wrong(client: Client) -> None:
         await client.nc.request("halfmoon.v1.nonsense", b"{}", timeout=BOUND_S)
 
 
-async def idle(cluster: Cluster) -> list[dict[str, Any]]:
-    """Nodes that are not ready or not idle, once the heartbeats after the last request are in."""
-    busy: list[dict[str, Any]] = []
-    for _ in range(200):
-        nodes = (await cluster.status())["nodes"]
-        assert nodes
-        busy = [
-            n for n in nodes if n["state"] != "ready" or n.get("running") or n.get("queued")
-        ]  # no zero is sent
-        if not busy:
-            break
-        await asyncio.sleep(0.1)
-    return busy
+async def idle(cluster: Cluster) -> bool:
+    """All nodes are ready, and idle by their heartbeats."""
+    nodes = (await cluster.status())["nodes"]
+    # No zero is sent.
+    busy = [n for n in nodes if n["state"] != "ready" or n.get("running") or n.get("queued")]
+    return bool(nodes) and not busy
 
 
 @pytest.mark.slow
@@ -127,5 +120,5 @@ async def test_a_whole_cluster_refuses_all_that_is_wrong_and_goes_on(tmp_path: P
         assert sum(isinstance(event, RequestArrived) for event in events) == good
         assert sum(isinstance(event, RequestFinished) for event in events) == good
         assert sorted(children(cluster.process.pid)) == processes  # none died, none was started again
-        assert await idle(cluster) == []
+        await eventually(lambda: idle(cluster), "all nodes are idle", every_s=0.1)
         assert "Traceback" not in "".join(cluster.output(name) for name in cluster.names())

@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from halfmoon.bus.embedded import free_port
+from halfmoon.cli.bench import driver as bench_driver
 from halfmoon.cli.bench.clients import Model, Record
 from halfmoon.cli.bench.driver import Driver, Limits
 from halfmoon.cli.bench.report import objectives, report, table
@@ -33,6 +32,7 @@ from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import Policy
 from tests.cluster.harness import Cluster, running
 from tests.eventually import BOUND_S, eventually
+from tests.ports import HeldPorts
 
 MS = 1_000_000
 VOCABULARY = 49_152
@@ -180,19 +180,36 @@ def test_figures_of_a_run_made_by_hand() -> None:
     assert "20.0% (ttft <= 50 ms and tbt <= 20 ms)" in text
 
 
+class SteppedTime:
+    """What the driver takes for its clock: it stands still but where somebody moves it."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**9
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    async def sleep_until(self, at_ns: int) -> None:
+        await asyncio.sleep(0)
+        self.now_ns = max(self.now_ns, at_ns)
+
+
 class Stalling:
-    """A cluster that stands still for its first request and answers all others at once."""
+    """A cluster that stands still for 500 ms at its first request and answers all others at once."""
 
     where = "here"
+
+    def __init__(self, time: SteppedTime) -> None:
+        self._time = time
 
     async def open(self) -> Model:
         return Model("none", 64, 64)
 
     async def ask(self, record: Record, body: dict[str, Any]) -> None:
-        record.sent_ns = time.monotonic_ns()
+        record.sent_ns = self._time.now_ns
         if record.planned.number == 0:
-            await asyncio.sleep(0.5)
-        record.heard_ns.append(time.monotonic_ns())
+            self._time.now_ns += 500 * MS
+        record.heard_ns.append(self._time.now_ns)
         record.used({"prompt_tokens": 8, "completion_tokens": 1})
         record.end("finished")
 
@@ -200,18 +217,21 @@ class Stalling:
         return
 
 
-async def test_a_stall_is_charged_to_all_who_should_have_been_sent_meanwhile() -> None:
+async def test_a_stall_is_charged_to_all_who_should_have_been_sent_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stepped = SteppedTime()
+    monkeypatch.setattr(bench_driver, "time", stepped)
+    monkeypatch.setattr(bench_driver, "_sleep_until", stepped.sleep_until)
     plan = (planned(at_ns=number * 10 * MS, number=number) for number in range(20))
-    driver = Driver(Stalling(), Texts(64, 0), plan, Limits(concurrency=1))
+    driver = Driver(Stalling(stepped), Texts(64, 0), plan, Limits(concurrency=1))
     assert await driver.run()
     assert len(driver.records) == 20
     for number, record in enumerate(driver.records):
-        waited_ms = (record.heard_ns[0] - record.due_ns) / MS
-        assert waited_ms >= 499 - number * 10
-        assert (record.sent_ns - record.due_ns) / MS >= (499 - number * 10 if number else 0)
+        assert record.heard_ns[0] - record.due_ns == (500 - number * 10) * MS
+        assert record.sent_ns - record.due_ns == ((500 - number * 10) * MS if number else 0)
     found = report(driver.counted, slo={}, complete=True, about={"notes": []})
-    assert found["p50_ttft_ms"] > 350
-    assert found["p50_ttft_ms"] - found["p50_ttft_sent_ms"] > 350
+    assert (found["p50_ttft_ms"], found["p50_ttft_sent_ms"]) == (400, 0)
 
 
 # --- a live cluster -----------------------------------------------------------------------------------------
@@ -457,9 +477,10 @@ def test_wrong_input_is_one_line_that_names_it(
     )
     assert f"{broken}:2: " in refusal(*there, "--trace", broken)
     assert "no/such" in refusal(*there, "--trace", "no/such")
-    nobody = f"127.0.0.1:{free_port()}"
-    assert f"no frontend answers over NATS at nats://{nobody}" in refusal("--nats", f"nats://{nobody}")
-    assert f"no frontend answers over HTTP at http://{nobody}" in refusal("--http", f"http://{nobody}")
+    with HeldPorts() as port:
+        nobody = f"127.0.0.1:{port}"
+        assert f"no frontend answers over NATS at nats://{nobody}" in refusal("--nats", f"nats://{nobody}")
+        assert f"no frontend answers over HTTP at http://{nobody}" in refusal("--http", f"http://{nobody}")
 
 
 @pytest.mark.slow

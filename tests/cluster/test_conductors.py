@@ -80,7 +80,8 @@ async def test_any_two_die_at_any_moment_and_no_request_is_lost_or_decided_twice
         with nobody_is_started_again(cluster):
             running_load = asyncio.ensure_future(load.run(MEANWHILE))
             for name in draw.sample(NAMES, 2):
-                await asyncio.sleep(draw.choice([0, 0.02, 0.2]))
+                goal = load.answered + draw.choice([0, 3, 20])
+                await eventually(lambda goal=goal: load.answered >= goal, f"{goal} answers")  # type: ignore[misc]
                 pid = cluster.kill(name)
                 await eventually(lambda pid=pid: dead(pid), f"{name} is dead")  # type: ignore[misc]
             await load.run(BY_THE_SURVIVOR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import stat
 import subprocess
@@ -116,22 +115,25 @@ async def test_each_process_speaks_for_itself_only(cluster: Cluster) -> None:
 async def test_keys_outlive_a_restart_of_the_server(cluster: Cluster) -> None:
     before = (cluster.directory / "credentials" / "operator.nk").read_bytes()
     cluster.kill_server()
-    nc = None
-    async with asyncio.timeout(BOUND_S):
-        while nc is None:
-            try:
-                nc = await nats.connect(
-                    cluster.nats, nkeys_seed=cluster.config().nkey_seed_file, allow_reconnect=False
-                )
-            except (OSError, nats.errors.Error):
-                await asyncio.sleep(0.05)
-    async with asyncio.timeout(BOUND_S):
-        while True:
-            try:
-                await cluster.generate(nc, prompt="after", max_tokens=3)
-                break
-            except nats.errors.NoRespondersError:  # the frontend is not back yet
-                await asyncio.sleep(0.05)
+
+    async def connected() -> nats.NATS | None:
+        try:
+            return await nats.connect(
+                cluster.nats, nkeys_seed=cluster.config().nkey_seed_file, allow_reconnect=False
+            )
+        except (OSError, nats.errors.Error):
+            return None
+
+    async def answered() -> bool:
+        try:
+            await cluster.generate(nc, prompt="after", max_tokens=3)
+        except nats.errors.NoRespondersError:  # the frontend is not back yet
+            return False
+        return True
+
+    nc = await eventually(connected, "the server is back", every_s=0.05)
+    assert nc is not None
+    await eventually(answered, "a frontend is back", every_s=0.05)
     await nc.close()
     assert (cluster.directory / "credentials" / "operator.nk").read_bytes() == before
     with pytest.raises(BusUnreachable, match="Authorization Violation"):

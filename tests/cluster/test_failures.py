@@ -142,12 +142,13 @@ async def test_requests_wait_while_every_worker_of_a_role_is_restarted(
     await all_ready(cluster)
     patient = {**fields(40, 4, f"{half} restarts"), "slo": {"ttft_ms": 120_000}}
     asked = []
+    before = await last_seq(cluster)
     workers = [f"{half}-{place}" for place in range(2)]
     for worker_id in workers:
         holds.arm(f"{JOINING}-{worker_id}")
     for number in range(6):
         asked.append(asyncio.ensure_future(cluster.generate(nc, **patient)))
-        await asyncio.sleep(0.2)
+        await arrived(cluster, before, number + 1)
         if number == 2:
             for worker_id in workers:
                 cluster.kill(worker_id, signal.SIGTERM)

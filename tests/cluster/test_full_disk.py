@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from halfmoon.schemas.events import DecodeStarted
 from tests.cluster.harness import Cluster, running
 from tests.eventually import BOUND_S, eventually
 
@@ -81,6 +82,10 @@ async def until_unstored(http: aiohttp.ClientSession, cluster: Cluster, seconds:
     await eventually(told, f"a fact has waited for {seconds} s", every_s=0.1)
 
 
+async def begun(cluster: Cluster, after: int) -> bool:
+    return any(isinstance(stamped.event, DecodeStarted) for stamped in await cluster.events(after))
+
+
 def said(cluster: Cluster) -> str:
     return (cluster.directory.parents[1] / f"{cluster.name}.out").read_text()
 
@@ -95,11 +100,12 @@ async def test_before_the_disk_is_full_new_requests_are_refused(disk: Path) -> N
             await until_ready(http, cluster, (503, "log_disk_full"))
             status, told, headers = await ask(http, cluster)
             assert (status, told["error"]["code"], headers["retry-after"]) == (503, "log_disk_full", "1")
-            await asyncio.sleep(1.5)
+            refused, taken = "MiB left; new requests are refused", "MiB left: requests are taken again"
+            await eventually(lambda: refused in said(cluster), "a person is told")
             filler.unlink()
             await until_ready(http, cluster, (200, ""))
             assert (await ask(http, cluster))[0] == 200
-        assert "MiB left; new requests are refused" in said(cluster)
+            await eventually(lambda: taken in said(cluster), "a person is told")
         assert "nats-server" not in said(cluster).partition("ready:")[2].partition("stopped")[0].replace(
             cluster.nats, ""
         )
@@ -111,12 +117,13 @@ async def test_what_was_accepted_on_a_full_disk_is_answered_when_there_is_room(d
         timeout = aiohttp.ClientTimeout(total=BOUND_S)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             assert (await ask(http, cluster))[0] == 200
+            before = (await cluster.events())[-1].seq
             under_way = asyncio.ensure_future(ask(http, cluster, 20_000))
-            await asyncio.sleep(0.3)
+            await eventually(lambda: begun(cluster, before), "an answer has begun", every_s=0.1)
             filler = fill(disk)
             await until_unstored(http, cluster, 1.5)
             waiting = [asyncio.ensure_future(ask(http, cluster)) for _ in range(10)]
-            await asyncio.sleep(2.5)
+            await until_unstored(http, cluster, 4.0)
             assert not any(task.done() for task in waiting)
             filler.unlink()
             answers = await asyncio.gather(*waiting, ask(http, cluster))

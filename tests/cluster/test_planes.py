@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 from pathlib import Path
@@ -26,6 +25,7 @@ from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.cluster.harness import running
 from tests.cluster.prompts import MODEL, prompt
 from tests.cluster.steering import prefill_of
+from tests.eventually import eventually
 
 LAYERS, BLOCK_TOKENS, KV_BYTES_A_TOKEN = 30, 256, 46_080
 #: In messages that come however long a request takes: heartbeats, and what nats-server says of streams.
@@ -61,8 +61,7 @@ async def test_a_long_prompt_moves_its_kv_beside_nats(tmp_path_factory: pytest.T
         async def counted() -> int:
             """Bytes of all that was sent before this."""
             await nc.flush()
-            while everything_sent.pending_msgs:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: not everything_sent.pending_msgs, "all of it is counted")
             return on_nats
 
         before = (await cluster.events())[-1].seq

@@ -20,7 +20,6 @@ import nats
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from halfmoon.bus.embedded import free_port
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.cli.main import main
 from halfmoon.cli.options import OptionInvalid
@@ -31,6 +30,7 @@ from halfmoon.schemas.policy import Policy
 from tests.cluster.harness import Cluster, running
 from tests.cluster.steering import draining
 from tests.eventually import BOUND_S, eventually
+from tests.ports import HeldPorts
 
 CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 #: Clocks of one machine, read by several processes.
@@ -58,8 +58,8 @@ class Receiver:
     """Takes spans at `/v1/traces`, once it listens."""
 
     def __init__(self) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self._port = HeldPorts()
+        self.url = f"http://127.0.0.1:{self._port.first}"
         self.spans: list[Told] = []
         self._server: http.server.ThreadingHTTPServer | None = None
 
@@ -77,7 +77,7 @@ class Receiver:
             def log_message(self, *_: object) -> None:
                 return
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", self._port.first), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def take(self, payload: bytes) -> None:
@@ -106,6 +106,7 @@ class Receiver:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+        self._port.close()
 
     async def wait(self, done: Callable[[list[Told]], object], what: str) -> None:
         await eventually(lambda: done(list(self.spans)), what, every_s=0.05)
@@ -189,16 +190,15 @@ async def test_an_endpoint_that_is_not_there_disturbs_nothing(cluster: Cluster, 
         f"tracing: {receiver.url}/v1/traces does not take spans: they are dropped",
         "takes spans again",
     )
-    async with asyncio.timeout(120):
-        while not all(lost in cluster.output(name) for name in names):
-            assert await ask(cluster) == 200
-            await asyncio.sleep(0.2)
+
+    async def all_say(words: str) -> bool:
+        assert await ask(cluster) == 200  # there is something to tell
+        return all(words in cluster.output(name) for name in names)
+
+    await eventually(lambda: all_say(lost), "all say that spans are dropped", every_s=0.2)
     assert receiver.spans == []
     receiver.listen()
-    async with asyncio.timeout(120):
-        while not all(again in cluster.output(name) for name in names):
-            assert await ask(cluster) == 200
-            await asyncio.sleep(0.2)
+    await eventually(lambda: all_say(again), "all say that spans are taken", every_s=0.2)
     for name in names:
         assert cluster.output(name).count(lost) == 1
         assert "Traceback" not in cluster.output(name)

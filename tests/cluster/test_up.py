@@ -12,7 +12,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from halfmoon.bus.embedded import EmbeddedServer, free_port
+from halfmoon.bus.embedded import EmbeddedServer
 from halfmoon.cli.main import main
 from halfmoon.workers import hold_points
 from tests.cluster.harness import Cluster, children, command_of, running, start
 from tests.cluster.holding import Holds
 from tests.cluster.prompts import prompt
 from tests.eventually import BOUND_S, eventually, eventually_here
+from tests.ports import HeldPorts
 from tests.workers.made_models import directory
 
 #: One node of each role, nothing computed.
@@ -145,7 +145,7 @@ def test_a_process_is_killed_and_the_cluster_stopped_before_it_is_back(
 ) -> None:
     cluster = begun(*NULL)
     os.kill(cluster.server_pid() if victim == "nats-server" else cluster.pid(victim), signal.SIGKILL)
-    time.sleep(0.05)
+    eventually_here(lambda: f"{victim} died (SIGKILL)" in said(cluster), "it is missed")
     assert cluster.stop() == 0
     nothing_left(cluster)
     assert "Traceback" not in said(cluster)
@@ -208,7 +208,8 @@ async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flag before environment before file; a table before the top of the file."""
-    port = free_port()
+    held_port = HeldPorts()
+    port = held_port.first
     file = tmp_path / "halfmoon.toml"
     file.write_text(
         "prefill = 4\nkv-blocks = 77\nprefill-kv-blocks = 33\nbatch-max = 5\nnode = 'of another command'\n"
@@ -237,6 +238,7 @@ async def test_a_server_of_the_users_and_options_by_flag_environment_and_file(
         nothing_left(cluster)
     finally:
         server.stop()
+        held_port.close()
 
 
 # --- what cannot be -----------------------------------------------------------------------------------------

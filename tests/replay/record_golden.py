@@ -25,10 +25,12 @@ from typing import Any
 
 import orjson
 
-from halfmoon.bus.embedded import free_port
 from halfmoon.schemas import subjects
+from halfmoon.schemas.events import DecodeStarted, RequestArrived, WorkerLeft
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import prompt
+from tests.cluster.steering import last_seq
+from tests.eventually import eventually
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -39,6 +41,15 @@ async def ask(nc: Any, **fields: Any) -> dict[str, Any]:
     return dict(orjson.loads(reply.data))
 
 
+async def told(cluster: Cluster, after: int, kind: type[object], count: int) -> None:
+    """Waits until the log has so many events of a kind after this place."""
+
+    async def enough() -> bool:
+        return sum(isinstance(stamped.event, kind) for stamped in await cluster.events(after)) >= count
+
+    await eventually(enough, f"{count} {kind.__name__}", every_s=0.05)
+
+
 async def smollm2(cluster: Cluster) -> None:
     nc = await cluster.connect()
     common = prompt(900)
@@ -47,12 +58,14 @@ async def smollm2(cluster: Cluster) -> None:
     work: list[Awaitable[Any]] = [ask(nc, prompt=turn, max_tokens=24) for turn in turns[1:]]
     work += [ask(nc, prompt=prompt(length), max_tokens=16) for length in (40, 257, 600)]
     work += [ask(nc, prompt=prompt(1_500), max_tokens=4, slo={"ttft_ms": 1}) for _ in range(3)]
+    after = await last_seq(cluster)
     running = asyncio.gather(*work)
-    await asyncio.sleep(2.0)
+    await told(cluster, after, DecodeStarted, 4)
     cluster.kill("decode-1")
     await running
+    after = await last_seq(cluster)
     again = asyncio.gather(*(ask(nc, prompt=turn, max_tokens=12) for turn in turns[2:]))
-    await asyncio.sleep(0.5)
+    await told(cluster, after, RequestArrived, 4)
     cluster.kill("prefill-0")
     request = orjson.dumps({"prompt": prompt(800), "max_tokens": 64, "stream": True})
     inbox = nc.new_inbox()
@@ -82,14 +95,15 @@ async def null(cluster: Cluster) -> None:
         subprocess.run, change, check=True, stdout=subprocess.DEVNULL, env=cluster.environment
     )
     await asyncio.gather(*(ask(nc, prompt=prompt(20 + number), max_tokens=3) for number in range(40)))
+    after = await last_seq(cluster)
     long = [ask(nc, prompt=prompt(300), max_tokens=20_000) for _ in range(6)]
     load = asyncio.gather(
         *long, *(ask(nc, prompt=prompt(30 + number), max_tokens=4_000) for number in range(40))
     )
-    await asyncio.sleep(0.2)
+    await told(cluster, after, DecodeStarted, 10)
     cluster.kill("conductor-1")
     cluster.kill("decode-0")
-    await asyncio.sleep(0.2)
+    await told(cluster, after, DecodeStarted, 20)
     cluster.kill("prefill-1", signal.SIGKILL)
     await load
     await asyncio.gather(*(ask(nc, prompt=prompt(40 + number), max_tokens=2) for number in range(40)))
@@ -107,12 +121,13 @@ async def lending(cluster: Cluster) -> None:
     nc = await cluster.connect()
     await ask(nc, prompt=prompt(1_700), max_tokens=8)
     await busy(nc, (40, 60, 80), max_tokens=24)
+    after = await last_seq(cluster)
     load = asyncio.gather(
         ask(nc, prompt=prompt(1_400), max_tokens=60),
         ask(nc, prompt=prompt(1_100), max_tokens=90),
         busy(nc, (100, 200, 300), max_tokens=40),
     )
-    await asyncio.sleep(4.0)
+    await told(cluster, after, DecodeStarted, 4)
     cluster.kill("decode-1")
     await load
     await asyncio.gather(
@@ -124,10 +139,12 @@ async def lending(cluster: Cluster) -> None:
 async def attention(cluster: Cluster) -> None:
     nc = await cluster.connect()
     await busy(nc, (40, 300, 600), max_tokens=12)
+    after = await last_seq(cluster)
     load = asyncio.gather(busy(nc, (50, 200, 310, 700), max_tokens=60))
-    await asyncio.sleep(3.0)
+    await told(cluster, after, DecodeStarted, 5)
     cluster.kill("decode-0")
-    await asyncio.sleep(2.0)
+    await told(cluster, after, WorkerLeft, 1)
+    await told(cluster, after, DecodeStarted, 8)
     cluster.kill("attention-1")
     await load
     await busy(nc, (45, 210), max_tokens=24)
@@ -146,7 +163,7 @@ SCENES = {
 def record(name: str) -> None:
     scene, flags = SCENES[name]
     with tempfile.TemporaryDirectory() as state:
-        with running(Path(state) / name, *flags, "--port", str(free_port())) as cluster:
+        with running(Path(state) / name, *flags) as cluster:
             asyncio.run(scene(cluster))
             file = GOLDEN / f"{name}.jsonl.zst"
             save = [sys.executable, "-m", "halfmoon.cli.main", "events", "save", str(file)]

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from halfmoon.bus.embedded import free_port
 from halfmoon.schemas.keys import pack_tokens
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.cluster.harness import Cluster, running
@@ -39,7 +38,7 @@ async def test_a_cluster_is_saved_and_replayed_and_its_file_holds_no_text(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     sizes = ("--prefill", "1", "--decode", "1", "--conductors", "2")
-    flags = ("--engine", "null", *sizes, "--port", str(free_port()))
+    flags = ("--engine", "null", *sizes)
     sent = [(f"{SECRET} Number {number}.", prompt(300 + number)) for number in range(20)]
     with running(tmp_path_factory.mktemp("saved"), *flags) as cluster:
         status, _, err = halfmoon(cluster, "policy", "set", "digest_events=100", "--nats", cluster.nats)
