@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import nats
 import pytest
 
-from tests.cluster.harness import PATIENT, Cluster
+from tests.cluster.harness import PATIENT, Cluster, running
 from tests.cluster.holding import Holds, running_with_holds
 from tests.ports import HeldPorts
 
@@ -25,14 +25,33 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
+def null(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One node of each role, nothing computed; blocks of 16 tokens, and nobody is refused for his times."""
+    flags = (
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--engine",
+        "null",
+        "--block-tokens",
+        "16",
+        "--admission",
+        "none",
+    )
+    with running(tmp_path_factory.mktemp("null"), *flags, "--log-mib-max", "64") as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One node of each role with the real model, a disk and metrics, started under a umask that hides nothing. Its
-    workers know hold points.
+    """Two prefill nodes and one decode node with the real model, a disk and metrics, started under a umask that hides
+    nothing. Its workers know hold points. Nobody kills them.
     """
     place = tmp_path_factory.mktemp("small")
-    sizes = ("--prefill", "1", "--decode", "1", "--pool-mib", "192", "--log-mib-max", "64")
+    sizes = ("--decode", "1", "--pool-mib", "320", "--log-mib-max", "64", "--dtype", "float32", *PATIENT)
     disk = ("--ssd", str(place / "ssd"), "--ssd-bytes", str(64 << 20))
-    ports = HeldPorts(count=5)  # all processes but the frontend, which has metrics at its own
+    ports = HeldPorts(count=7)  # all processes but the frontend, which has metrics at its own
     before = os.umask(0)
     try:
         with running_with_holds(place, *sizes, *disk, "--metrics-port", str(ports.first)) as one:

@@ -8,7 +8,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.events import PolicyChanged, RequestArrived
 from halfmoon.schemas.keys import split_keys
 from halfmoon.schemas.policy import Policy
-from tests.cluster.harness import Cluster, running
+from tests.cluster.harness import Cluster
 from tests.eventually import BOUND_S, eventually
 from tests.ports import HeldPorts
 
@@ -38,25 +38,11 @@ MS = 1_000_000
 VOCABULARY = 49_152
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Nothing computed; blocks of 16 tokens, so that a block of a trace / 32 is one."""
-    flags = (
-        "--prefill",
-        "1",
-        "--decode",
-        "1",
-        "--engine",
-        "null",
-        "--block-tokens",
-        "16",
-        "--admission",
-        "none",
-    )
-    state = tmp_path_factory.mktemp("bench")
-    with pytest.MonkeyPatch.context() as patch, running(state, *flags) as cluster:
-        patch.setenv("XDG_STATE_HOME", str(state))  # there the command finds the client's key
-        yield cluster
+@pytest.fixture
+def cluster(null: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A block of a trace / 32 is one of its own. The commands of this process find the client's key."""
+    monkeypatch.setenv("XDG_STATE_HOME", null.environment["XDG_STATE_HOME"])
+    return null
 
 
 def planned(prompt: int = 8, output: int = 4, at_ns: int = -1, number: int = 0) -> Planned:

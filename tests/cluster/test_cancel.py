@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from halfmoon.workers.hold_points import DECODE_STEP, PROMPT_LAYER
 from tests.cluster.harness import Cluster
 from tests.cluster.holding import Holds
 from tests.cluster.prompts import prompt
+from tests.cluster.steering import draining
 from tests.eventually import BOUND_S, eventually
 
 #: A worker draws its next token when it is told to, from this one on.
@@ -35,6 +37,13 @@ TOKENS_BEFORE = 4
 @pytest.fixture
 def cluster(small: Cluster) -> Cluster:
     return small
+
+
+@pytest.fixture(autouse=True)
+async def one_prefill_worker(cluster: Cluster) -> AsyncIterator[None]:
+    """So that it is known who computes, and who waits for whom."""
+    async with draining(cluster, "prefill-1"):
+        yield
 
 
 class OverHttp:
@@ -161,14 +170,14 @@ async def test_who_goes_away_leaves_nothing(
     await eventually(lambda: holds_nothing(cluster), "nothing is held")
     after = (await cluster.events())[-1].seq
 
-    async def both_workers_are_idle() -> bool:
+    async def all_workers_are_idle() -> bool:
         events = [stamped.event for stamped in await cluster.events(after)]
         beats = {e.worker_id: e for e in events if isinstance(e, WorkerHeartbeat)}
-        return set(beats) == {"prefill-0", "decode-0"} and all(
+        return set(beats) == {"prefill-0", "prefill-1", "decode-0"} and all(
             (e.queued, e.running, e.kv_blocks_used) == (0, 0, 0) for e in beats.values()
         )
 
-    await eventually(both_workers_are_idle, "both workers are idle")
+    await eventually(all_workers_are_idle, "all workers are idle")
     finished = [e for e in (s.event for s in await cluster.events(before)) if isinstance(e, PrefillFinished)]
     assert (request_id in [e.request_id for e in finished]) == (stage == "decode")
     # A worker that stops because it was told to has no more to say of the request.

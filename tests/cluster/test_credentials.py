@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import nats
@@ -18,16 +17,13 @@ from halfmoon.bus.errors import BusUnreachable
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import WorkerLeft
 from halfmoon.workers.frontend.nats_service import settled
-from tests.cluster.harness import Cluster, command_of, running
+from tests.cluster.harness import Cluster, command_of
 from tests.eventually import BOUND_S, eventually
 
-NULL = ("--prefill", "1", "--decode", "1", "--engine", "null")
 
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("credentials"), *NULL, "--log-mib-max", "64") as one:
-        yield one
+@pytest.fixture
+def cluster(null: Cluster) -> Cluster:
+    return null
 
 
 def halfmoon(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:

@@ -77,7 +77,7 @@ async def test_a_prompt_is_in_no_file_no_metric_and_no_words_of_a_process(
         for place in targets:
             async with http.get(f"http://{place}/metrics") as page:
                 metrics += await page.text()
-    assert len(targets) == 6
+    assert len(targets) == 8
     assert "halfmoon_" in metrics
     assert SECRET not in metrics
     needle = SECRET.encode()

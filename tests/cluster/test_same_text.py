@@ -18,7 +18,7 @@ from halfmoon.schemas.events import (
     WorkerJoined,
 )
 from halfmoon.workers.hold_points import DECODE_STEP
-from tests.cluster.harness import PATIENT, Cluster, all_ready, running
+from tests.cluster.harness import PATIENT, Cluster, running
 from tests.cluster.holding import Holds, running_with_holds
 from tests.cluster.prompts import LENGTHS, MODEL, prompt
 from tests.cluster.steering import draining, prefill_of
@@ -28,10 +28,11 @@ Answers = dict[int, dict[str, Any]]
 
 
 class Form(NamedTuple):
-    """What is asked: prompts of these lengths, and so many tokens after each."""
+    """What is asked: prompts of these lengths, and so many tokens after each. Nobody else has the salt."""
 
     lengths: tuple[int, ...]
     tokens: int = 12
+    salt: str = "same text"
 
 
 #: Of eight requests that are asked at once, at least so many are one batch.
@@ -93,37 +94,44 @@ async def all_ways(cluster: Cluster, form: Form, transport: str) -> Answers:
     """Cold, then with the prefix cached on the own node, then only on another node; all with the same bits."""
     nc = await cluster.connect()
     cold: Answers = {}
-    lengths, tokens = form
+    lengths, tokens, salt = form
     for length in lengths:
-        cold[length] = await ask(cluster, nc, length, tokens)
+        cold[length] = await ask(cluster, nc, length, tokens, cache_salt=salt)
         assert cold[length]["usage"]["cached_tokens"] == 0
     for length in lengths:
         whole_blocks = (length - 1) // 256 * 256
         async with draining(cluster, other(cold[length]["prefill_worker"])):
-            here = await ask(cluster, nc, length, tokens)
+            here = await ask(cluster, nc, length, tokens, cache_salt=salt)
         went = await prefill_of(cluster, here["id"])
         assert went.cached_local_tokens == whole_blocks, (length, went)
         assert went.cached_fetched_tokens == 0
         assert same(here, cold[length]), length
     for length in lengths:
         whole_blocks = (length - 1) // 256 * 256
-        salted = {"cache_salt": f"remote-{length}"}
-        first = await ask(cluster, nc, length, tokens, **salted)
-        async with draining(cluster, first["prefill_worker"]):
-            there = await ask(cluster, nc, length, tokens, **salted)
+        async with draining(cluster, cold[length]["prefill_worker"]):
+            there = await ask(cluster, nc, length, tokens, cache_salt=salt)
         went = await prefill_of(cluster, there["id"])
-        assert went.worker_id != first["prefill_worker"]
+        assert went.worker_id != cold[length]["prefill_worker"]
         assert went.cached_fetched_tokens == whole_blocks, (length, went)
         assert went.cached_local_tokens == 0
         assert same(there, cold[length]), length
-        assert same(first, cold[length]), length
     counted = {name for store in (await cluster.stores()).values() for name, n in store.counters.items() if n}
     assert any(name.startswith("tcp_") for name in counted) == (transport == "tcp"), counted
     await nc.close()
     return cold
 
 
-async def batch_of_eight(cluster: Cluster, cold: Answers, tokens: int) -> None:
+async def cold_again(cluster: Cluster, cold: Answers, form: Form) -> None:
+    """Under a salt of its own nothing is found, and what is computed anew has the same bits."""
+    nc = await cluster.connect()
+    for length in form.lengths:
+        anew = await ask(cluster, nc, length, form.tokens, cache_salt=f"{form.salt} again")
+        assert anew["usage"]["cached_tokens"] == 0
+        assert same(anew, cold[length]), length
+    await nc.close()
+
+
+async def batch_of_eight(cluster: Cluster, cold: Answers, form: Form) -> None:
     """Eight at once on the one decode worker, until all lengths have been in: the same bits as alone."""
     nc = await cluster.connect()
     for lengths in dict.fromkeys((tuple(cold)[:8], tuple(cold)[-8:])):
@@ -131,11 +139,14 @@ async def batch_of_eight(cluster: Cluster, cold: Answers, tokens: int) -> None:
         holds = Holds(cluster)
         # The first step is not made before others are there: their KV comes meanwhile, and they join after it.
         holds.arm(DECODE_STEP)
-        asked = asyncio.gather(*(ask(cluster, nc, length, tokens) for length in (lengths * 8)[:8]))
+        eight = (lengths * 8)[:8]
+        asked = asyncio.gather(
+            *(ask(cluster, nc, length, form.tokens, cache_salt=form.salt) for length in eight)
+        )
         await holds.held(DECODE_STEP)
         await eventually(lambda before=before: others_wait(cluster, before), "others wait for the first step")
         holds.go_on()
-        for length, answer in zip((lengths * 8)[:8], await asked, strict=True):
+        for length, answer in zip(eight, await asked, strict=True):
             assert same(answer, cold[length]), length
         assert await most_at_once(cluster, before) >= TOGETHER
     await nc.close()
@@ -175,15 +186,14 @@ async def says_what_transformers_says(state: Path, form: Form, *flags: str) -> N
     with running_with_holds(state, "--decode", "1", "--dtype", "float32", *PATIENT, *flags) as cluster:
         cold = await all_ways(cluster, form, transport)
         assert {length: answer["token_ids"] for length, answer in cold.items()} == reference(form)
-        await batch_of_eight(cluster, cold, form.tokens)
+        await cold_again(cluster, cold, form)
+        await batch_of_eight(cluster, cold, form)
 
 
-async def test_f32_over_shared_memory_says_what_transformers_says(pairs: Cluster) -> None:
-    await all_ready(pairs)
-    async with draining(pairs, "decode-1"):
-        cold = await all_ways(pairs, SHORT, "shm")
-        assert {length: answer["token_ids"] for length, answer in cold.items()} == written_down(SHORT)
-        await batch_of_eight(pairs, cold, SHORT.tokens)
+async def test_f32_over_shared_memory_says_what_transformers_says(small: Cluster) -> None:
+    cold = await all_ways(small, SHORT, "shm")
+    assert {length: answer["token_ids"] for length, answer in cold.items()} == written_down(SHORT)
+    await batch_of_eight(small, cold, SHORT)
 
 
 @pytest.mark.slow
@@ -213,6 +223,7 @@ async def test_prompts_several_times_as_long_as_the_prefill_workers_caches(tmp_p
         sizes = {(e.role, e.kv_blocks, e.prompt_tokens_max) for e in joined if isinstance(e, WorkerJoined)}
         assert sizes == {("prefill", 4, 8192), ("decode", 64, 0)}
         small = await all_ways(cluster, form, "shm")
+        await cold_again(cluster, small, form)
     assert all(same(small[length], large[length]) for length in form.lengths)
     assert {length: answer["token_ids"] for length, answer in small.items()} == written_down(form)
 
@@ -228,4 +239,6 @@ async def test_f32_over_tcp_says_what_transformers_says(tmp_path: Path) -> None:
 async def test_bf16_gives_the_same_bits_in_all_ways(tmp_path_factory: pytest.TempPathFactory) -> None:
     flags = ("--decode", "1", "--dtype", "bfloat16", *PATIENT)
     with running_with_holds(tmp_path_factory.mktemp("bf16"), *flags) as cluster:
-        await batch_of_eight(cluster, await all_ways(cluster, SUBSET, "shm"), SUBSET.tokens)
+        cold = await all_ways(cluster, SUBSET, "shm")
+        await cold_again(cluster, cold, SUBSET)
+        await batch_of_eight(cluster, cold, SUBSET)
