@@ -66,8 +66,8 @@ def test_a_router_finds_what_was_served_before_it_came_and_since(tmp_path: Path)
         return {"model": MODEL, "prompt": text, "max_tokens": 1, "temperature": 0}
 
     messages = {"model": MODEL, "messages": [{"role": "user", "content": chat}], "max_tokens": 1}
-    with HeldPorts(count=2) as port:
-        events, replay = (f"tcp://127.0.0.1:{one}" for one in (port, port + 1))
+    with HeldPorts(count=4) as port:  # the second node has the next one of each
+        events, replay = (f"tcp://127.0.0.1:{one}" for one in (port, port + 2))
         flags = ("--kv-events", events, "--kv-events-replay", replay, "--kv-events-tokens")
         with running(tmp_path, "--prefill", "1", "--decode", "1", *PATIENT, *flags) as cluster:
             post(f"{cluster.http}/v1/completions", prompt(old))
