@@ -21,7 +21,7 @@ SHARED = ("weights", "fingerprints")
 
 
 class SteadyProfiles:
-    """`home` is for XDG_CACHE_HOME of a cluster; `settle` is called before each start."""
+    """`home` is for XDG_CACHE_HOME of a cluster; `settle` is called before each start and each kill."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
