@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,12 +311,18 @@ def start(state: Path, *flags: str, name: str = "") -> Cluster:
         assert process.poll() is None, f"the cluster did not start:\n{output.read_text()[-4000:]}"
         return None
 
+    def further(heard: int) -> bool:
+        return ready() is not None or output.stat().st_size > heard
+
     try:
-        addresses = eventually_here(ready, "the cluster is ready", every_s=0.05)
+        # Each next word is waited for: it ends by itself when the last one comes too late, and the first cluster of a
+        # checkout measures what its model takes.
+        while (addresses := ready()) is None:
+            heard = output.stat().st_size
+            eventually_here(partial(further, heard), "the cluster starts", every_s=0.05)
     except BaseException:
         process.kill()
         raise
-    assert addresses is not None
     return Cluster(process, name, addresses["nats"], addresses["http"], directory, environment, port)
 
 
