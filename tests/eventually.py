@@ -56,11 +56,15 @@ async def within(awaitable: Awaitable[T], what: str) -> T:
         raise Late(f"not within {BOUND_S:.0f} s: {what}") from error
 
 
-def eventually_here(condition: Callable[[], T], what: str, every_s: float = EVERY_S) -> T:
-    """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile."""
-    until = time.monotonic() + BOUND_S
+def eventually_here(condition: Callable[[], T], what: str, every_s: float = EVERY_S, bound_s: float = 0) -> T:
+    """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile.
+
+    `bound_s`: seconds, instead of BOUND_S, for a whole scenario.
+    """
+    bound_s = bound_s or BOUND_S
+    until = time.monotonic() + bound_s
     while not (last := condition()):
         if time.monotonic() > until:
-            raise Late(f"not within {BOUND_S:.0f} s: {what}; it was {last!r}")
+            raise Late(f"not within {bound_s:.0f} s: {what}; it was {last!r}")
         time.sleep(every_s)
     return last
