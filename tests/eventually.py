@@ -66,7 +66,10 @@ async def within(awaitable: Awaitable[T], what: str) -> T:
 def eventually_here(
     condition: Callable[[], T], what: str, every_s: float = EVERY_S, *, bound_s: float = BOUND_S
 ) -> T:
-    """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile."""
+    """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile.
+
+    `bound_s`: seconds, other than BOUND_S for a whole scenario.
+    """
     until = time.monotonic() + bound_s
     while not (last := condition()):
         if time.monotonic() > until:

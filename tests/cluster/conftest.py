@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.cluster.holding import Holds, running_with_holds
+from tests.cluster.steering import draining
 from tests.ports import HeldPorts
 
 
@@ -61,6 +62,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     finally:
         os.umask(before)
         ports.close()
+
+
+@pytest.fixture
+async def one_prefill_worker(small: Cluster) -> AsyncIterator[None]:
+    """The other one gets nothing."""
+    async with draining(small, "prefill-1"):
+        yield
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from halfmoon.schemas.kv import KvMessage
 from halfmoon.schemas.status import ConductorStatus, StatusRequest
 from halfmoon.schemas.store import StoreStatus, StoreStatusRequest
 from tests.cluster.profiles import PROFILES
-from tests.eventually import BOUND_S, eventually, eventually_here
+from tests.eventually import BOUND_S, SCENARIO_S, eventually, eventually_here
 from tests.guardian import cluster_name
 from tests.ports import HeldPorts
 
@@ -311,18 +310,13 @@ def start(state: Path, *flags: str, name: str = "") -> Cluster:
         assert process.poll() is None, f"the cluster did not start:\n{output.read_text()[-4000:]}"
         return None
 
-    def further(heard: int) -> bool:
-        return ready() is not None or output.stat().st_size > heard
-
     try:
-        # Each next word is waited for: it ends by itself when the last one comes too late, and the first cluster of a
-        # checkout measures what its model takes.
-        while (addresses := ready()) is None:
-            heard = output.stat().st_size
-            eventually_here(partial(further, heard), "the cluster starts", every_s=0.05)
+        # The first cluster of a checkout that has such a model measures what it takes.
+        addresses = eventually_here(ready, "the cluster is ready", every_s=0.05, bound_s=SCENARIO_S)
     except BaseException:
         process.kill()
         raise
+    assert addresses is not None
     return Cluster(process, name, addresses["nats"], addresses["http"], directory, environment, port)
 
 

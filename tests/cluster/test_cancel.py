@@ -30,6 +30,8 @@ from tests.cluster.prompts import prompt
 from tests.cluster.steering import draining
 from tests.eventually import BOUND_S, eventually
 
+#: It is known who computes, and who waits for whom.
+pytestmark = pytest.mark.usefixtures("one_prefill_worker")
 #: A worker draws its next token when it is told to, from this one on.
 TOKENS_BEFORE = 4
 

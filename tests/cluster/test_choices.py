@@ -12,6 +12,9 @@ from halfmoon.schemas.events import PrefillFinished
 from tests.cluster.harness import Cluster
 from tests.cluster.prompts import prompt
 
+#: What one choice has computed lies where the next one is.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_prefill_worker")]
+
 
 @pytest.fixture
 def cluster(small: Cluster) -> Cluster:
@@ -32,7 +35,6 @@ async def asked(cluster: Cluster, body: dict[str, Any]) -> tuple[list[str], list
     return texts, [s.event for s in await cluster.events(before) if isinstance(s.event, PrefillFinished)]
 
 
-@pytest.mark.slow
 async def test_a_short_prompt_is_computed_once(cluster: Cluster, nc: nats.NATS) -> None:
     body: dict[str, Any] = {"prompt": prompt(40), "n": 3, "max_tokens": 8, "seed": 3, "cache_salt": "short"}
     texts, prefills = await asked(cluster, body)
@@ -44,7 +46,6 @@ async def test_a_short_prompt_is_computed_once(cluster: Cluster, nc: nats.NATS) 
         assert (found["text"], found["usage"]["cached_tokens"]) == (text, 0)
 
 
-@pytest.mark.slow
 async def test_further_choices_find_the_prompts_blocks(cluster: Cluster, nc: nats.NATS) -> None:
     body: dict[str, Any] = {
         "prompt": prompt(600),

@@ -90,6 +90,8 @@ async def test_responses_are_parsed(client: openai.AsyncOpenAI) -> None:
     assert [item.type for item in called.output] == ["function_call"]
 
 
+# One prefill worker is a queue that the one decode worker keeps up with: nobody is refused for want of room.
+@pytest.mark.usefixtures("one_prefill_worker")
 async def test_fifty_streams_at_once_are_each_whole(client: openai.AsyncOpenAI) -> None:
     async def one(number: int) -> str:
         stream = await client.completions.create(
