@@ -34,7 +34,7 @@ from halfmoon.store.agent.replicas import Replicator
 from halfmoon.store.config import StoreConfig
 from halfmoon.store.errors import StoreError, from_code
 from halfmoon.store.pool.segment import Segment, segment_name
-from tests.eventually import eventually, within
+from tests.eventually import within
 from tests.fuzz.frame import Found, Play, found_where_late
 from tests.fuzz.mutate import mutated_json
 
@@ -257,7 +257,8 @@ class Agent:
         for order_id in owners:
             await release_order(context, order_id)
         with found_where_late():
-            await eventually(lambda: not context._background, "nothing runs in the background", every_s=0)
+            while background := list(context._background):
+                await within(asyncio.wait(background), "what runs in the background ends")
         context.guard._gone.clear()
         pool = context.guard._pool
         pool.sweep(2**63)
