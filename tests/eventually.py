@@ -32,11 +32,13 @@ async def eventually(
     what: str,
     every_s: float = EVERY_S,
     *,
-    bound_s: float = BOUND_S,
+    bound_s: float | None = None,
 ) -> T:
     """The first value of `condition` that is true, asked every `every_s` seconds. A coroutine function is awaited at
-    each look, and may hang: it is cut off at the bound. Raises Late, with `what` was waited for and the last value.
+    each look, and may hang: it is cut off at the bound, BOUND_S or `bound_s` seconds. Raises Late, with `what` was
+    waited for and the last value.
     """
+    bound_s = BOUND_S if bound_s is None else bound_s
     last: Any = None
     try:
         async with asyncio.timeout(bound_s) as bound:
@@ -64,12 +66,10 @@ async def within(awaitable: Awaitable[T], what: str) -> T:
 
 
 def eventually_here(
-    condition: Callable[[], T], what: str, every_s: float = EVERY_S, *, bound_s: float = BOUND_S
+    condition: Callable[[], T], what: str, every_s: float = EVERY_S, *, bound_s: float | None = None
 ) -> T:
-    """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile.
-
-    `bound_s`: seconds, other than BOUND_S for a whole scenario.
-    """
+    """`eventually` for a test without an event loop, or one whose loop must stand still meanwhile."""
+    bound_s = BOUND_S if bound_s is None else bound_s
     until = time.monotonic() + bound_s
     while not (last := condition()):
         if time.monotonic() > until:

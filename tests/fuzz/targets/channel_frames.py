@@ -106,6 +106,7 @@ class Port:
                     rest = rest[size:]
                 if draw.randrange(8):
                     caller.shutdown(socket.SHUT_WR)
+            caller.setblocking(False)  # with a timeout, `recv` waits for it whatever its flags are
             outcome = self._serve(caller)
         self._settle()
         return outcome
@@ -129,7 +130,7 @@ class Port:
     def _ended(caller: socket.socket) -> bool:
         """The port has hung up: no more comes after its last word."""
         try:
-            heard = caller.recv(65536, socket.MSG_DONTWAIT)
+            heard = caller.recv(65536)
         except BlockingIOError:
             return False
         except OSError:
