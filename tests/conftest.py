@@ -20,33 +20,29 @@ settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 
 
-#: Of the processes that share the tests (`make test`), so many are left for those that rest on real time.
-REALTIME_PROCESSES = 2
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one process's. All clusters are one's, which begins with them: they are the longest row, and wait more
-    than they compute. What else rests on real time comes last, with less beside it.
+    """A file is one process's. All clusters are one's, which begins with them and goes on with what else rests on real
+    time: both wait more than they compute, while the others compute.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
+        waiting: Any = None
+        """The node that has the clusters."""
+
         def _split_scope(self, nodeid: str) -> str:
             return "tests/cluster" if starts_clusters(nodeid) else str(super()._split_scope(nodeid))
 
         def _assign_work_unit(self, node: Any) -> None:
-            first = min(self.workqueue, key=_late_beside_others)
+            waits = node is self.waiting
+            first = min(
+                self.workqueue, key=lambda path: (not starts_clusters(path), is_realtime(path) != waits)
+            )
+            if starts_clusters(first):
+                self.waiting = node
             self.workqueue.move_to_end(first, last=False)
             super()._assign_work_unit(node)
-
-        def _reschedule(self, node: Any) -> None:
-            working = [one for one in self.nodes if not one.shutting_down]
-            if all(map(is_realtime, self.workqueue)) and len(working) > REALTIME_PROCESSES:
-                if not node.shutting_down:
-                    node.shutdown()
-                return
-            super()._reschedule(node)
 
     return Scheduling(config, log)
 
@@ -57,11 +53,6 @@ _GUARDIAN = pytest.StashKey[Any]()
 def _late_in_the_run(path: str) -> tuple[bool, bool]:
     """To sort by, in one process: what waits for nothing is told first."""
     return is_realtime(path), not starts_clusters(path)
-
-
-def _late_beside_others(path: str) -> tuple[bool, bool]:
-    """To sort by, in several processes."""
-    return not starts_clusters(path), is_realtime(path)
 
 
 def pytest_configure(config: pytest.Config) -> None:

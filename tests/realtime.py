@@ -1,4 +1,4 @@
-"""Which tests rest on real time. They carry the marker `realtime` and run after the others.
+"""Which tests rest on real time. They carry the marker `realtime`, and run after the others where one process runs all.
 
 A test rests on real time where a server, another process, a socket or a second of the clock takes part: by folder, and
 by file where a folder holds both kinds. In a file of which few tests do, these carry the marker themselves.
