@@ -79,7 +79,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All below `node`, also inside functions. Nearly all nodes of a tree are expressions, in which none is."""
+    """Statements below `node`, those inside functions too. Nearly all nodes of a tree are expressions."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for inside in getattr(node, name, ()):
             yield inside

@@ -6,6 +6,7 @@ when asked for 0: where somebody else is faster at that port, another one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -107,15 +108,16 @@ class EmbeddedServer:
         where that port has somebody.
         """
         private_directory(directory)  # the streams, and what `extra_config` says of who may connect
-        for left in reversed(range(1 if port else _STARTS)):
-            try:
-                return cls._start(
-                    directory, f"{host}:{port or free_port(host)}", max_payload_bytes, extra_config
-                )
-            except PortTaken:
-                if not left:
-                    raise
-        raise AssertionError("unreachable")
+
+        def at(port: int) -> EmbeddedServer:
+            return cls._start(directory, f"{host}:{port}", max_payload_bytes, extra_config)
+
+        if port:
+            return at(port)
+        for _ in range(_STARTS - 1):
+            with contextlib.suppress(PortTaken):
+                return at(free_port(host))
+        return at(free_port(host))
 
     @classmethod
     def _start(

@@ -28,8 +28,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
+        #: The node that has the clusters.
         waiting: Any = None
-        """The node that has the clusters."""
 
         def _split_scope(self, nodeid: str) -> str:
             return "tests/cluster" if starts_clusters(nodeid) else str(super()._split_scope(nodeid))

@@ -8,9 +8,10 @@ containers or another engine start, or a long run comes to rest, is a larger one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 #: Seconds. Two busy processes beside the tests and a cold start of ten processes fit into it many times.
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class Late(TimeoutError):
-    """A condition did not hold within BOUND_S seconds."""
+    """A condition did not hold within its bound."""
 
 
 async def eventually(
@@ -52,6 +53,16 @@ async def eventually(
         if not bound.expired():  # the condition's own
             raise
         raise Late(f"not within {bound_s:.0f} s: {what}; it was {last!r}") from error
+
+
+@contextlib.contextmanager
+def noted_where_late(describe: Callable[[], object]) -> Iterator[None]:
+    """A wait that runs out in this block says beside its own words what `describe` then gives."""
+    try:
+        yield
+    except Late as late:
+        late.add_note(f"{describe()}")
+        raise
 
 
 async def within(awaitable: Awaitable[T], what: str) -> T:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests import eventually as waiting
-from tests.eventually import Late, eventually, eventually_here, within
+from tests.eventually import Late, eventually, eventually_here, noted_where_late, within
 
 
 async def test_it_waits_for_the_first_value_that_is_true() -> None:
@@ -33,6 +33,9 @@ async def test_what_never_comes_is_late_and_named(monkeypatch: pytest.MonkeyPatc
         await eventually(asyncio.Event().wait, "an answer")
     with pytest.raises(Late, match=r"a word$"):
         await within(asyncio.Event().wait(), "a word")
+    with pytest.raises(Late) as late, noted_where_late(lambda: ["nobody", "speaks"]):
+        await within(asyncio.Event().wait(), "a word")
+    assert late.value.__notes__ == ["['nobody', 'speaks']"]
 
 
 async def test_a_conditions_own_error_is_its_own() -> None:

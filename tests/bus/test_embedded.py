@@ -13,13 +13,6 @@ from tests.ports import HeldPorts
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    started = EmbeddedServer.start(tmp_path / "first")
-    yield started
-    started.stop()
-
-
-@pytest.fixture
 def taken() -> Iterator[int]:
     """A port at which whoever connects is greeted with nonsense."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -37,18 +30,18 @@ def drawn(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
 
 
 def test_a_port_that_was_asked_for_and_has_somebody_is_an_error_that_names_it(
-    tmp_path: Path, taken: int, server: EmbeddedServer
+    tmp_path: Path, taken: int, nats_server: EmbeddedServer
 ) -> None:
-    for port in (taken, port_of(server)):
+    for port in (taken, port_of(nats_server)):
         with pytest.raises(PortTaken, match=f"does not start on 127.0.0.1:{port}: .*address already in use"):
             EmbeddedServer.start(tmp_path / "second", port=port)
 
 
 def test_any_port_is_another_one_where_somebody_was_faster(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken: int, server: EmbeddedServer
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken: int, nats_server: EmbeddedServer
 ) -> None:
     with HeldPorts() as free:
-        drawn(monkeypatch, taken, port_of(server), free)
+        drawn(monkeypatch, taken, port_of(nats_server), free)
         second = EmbeddedServer.start(tmp_path / "second")
     try:
         assert second.process.poll() is None
@@ -63,9 +56,9 @@ def test_who_is_always_slower_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_pa
         EmbeddedServer.start(tmp_path / "second")
 
 
-def test_after_its_death_it_has_the_same_port(server: EmbeddedServer) -> None:
-    before = port_of(server)
-    server.process.kill()
-    server.launch_again()
-    server.wait()
-    assert port_of(server) == before
+def test_after_its_death_it_has_the_same_port(nats_server: EmbeddedServer) -> None:
+    before = port_of(nats_server)
+    nats_server.process.kill()
+    nats_server.launch_again()
+    nats_server.wait()
+    assert port_of(nats_server) == before

@@ -34,9 +34,11 @@ from benchmarks.measured import SERVING, beside, keep
 from tests.chaos.exhaustion_clients import pending_bytes, too_large
 from tests.chaos.exhaustion_machine import Left, Machine
 from tests.chaos.live_load import Load
-from tests.cluster.harness import START_S, Cluster, start
+from tests.cluster.harness import Cluster, start
 from tests.eventually import BOUND_S, Late, eventually
 
+#: Until `halfmoon up` has said that it cannot start.
+REFUSED_S = 180.0
 FLAGS = ("--pool-mib", "192", "--ttft-slo-ms", "600000", "--tbt-slo-ms", "60000")
 SHM_MIB, STATE_MIB, OUTPUT_MIB, SSD_MIB = 1_000, 512, 64, 400
 TIER_BYTES = 64_000_000
@@ -190,7 +192,7 @@ def refused(*flags: str) -> str:
         [sys.executable, "-m", "halfmoon.cli.main", "up", "--cluster", "refused", *flags],
         capture_output=True,
         text=True,
-        timeout=START_S,
+        timeout=REFUSED_S,
         check=False,
     )
     assert done.returncode == 1, (done.returncode, done.stderr[-500:])

@@ -36,7 +36,6 @@ from tests.eventually import BOUND_S, SCENARIO_S, eventually, eventually_here
 from tests.guardian import cluster_name
 from tests.ports import HeldPorts
 
-START_S = 180.0
 #: A question that its process has taken along when it died is sent again.
 ASKED_AGAIN_S = 2.0
 #: No request is refused for its time on a machine that has other things to do.

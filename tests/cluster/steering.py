@@ -14,6 +14,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.events import (
     BlocksStored,
     ClusterConfigured,
+    Event,
     PolicyChanged,
     PrefillFinished,
     WorkerDraining,
@@ -77,14 +78,23 @@ async def last_seq(cluster: Cluster) -> int:
     return (await cluster.events())[-1].seq
 
 
+async def told(cluster: Cluster, after: int, kind: type[Event], count: int) -> None:
+    """Waits until the log has, after this place, so many events of a kind."""
+
+    async def enough() -> bool:
+        return sum(isinstance(stamped.event, kind) for stamped in await cluster.events(after)) >= count
+
+    await eventually(enough, f"{count} {kind.__name__}", every_s=0.05)
+
+
 async def blocks_told(cluster: Cluster, node_id: str, after: int, count: int) -> None:
     """Waits until the log says, after this place, that `count` blocks are readable at a node. No answer waits for it;
     who asks next is placed by what the log said before.
     """
 
-    async def told() -> bool:
+    async def all_told() -> bool:
         stored = [s.event for s in await cluster.events(after) if isinstance(s.event, BlocksStored)]
         # A key has sixteen bytes.
         return sum(len(one.block_keys) // 16 for one in stored if one.node_id == node_id) >= count
 
-    await eventually(told, f"{count} blocks are at {node_id}", every_s=0.05)
+    await eventually(all_told, f"{count} blocks are at {node_id}", every_s=0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,7 +26,6 @@ from halfmoon.workers.hold_points import DECODE_STEP, PROMPT_LAYER
 from tests.cluster.harness import Cluster
 from tests.cluster.holding import Holds
 from tests.cluster.prompts import prompt
-from tests.cluster.steering import draining
 from tests.eventually import BOUND_S, eventually
 
 #: It is known who computes, and who waits for whom.
@@ -39,13 +37,6 @@ TOKENS_BEFORE = 4
 @pytest.fixture
 def cluster(small: Cluster) -> Cluster:
     return small
-
-
-@pytest.fixture(autouse=True)
-async def one_prefill_worker(cluster: Cluster) -> AsyncIterator[None]:
-    """So that it is known who computes, and who waits for whom."""
-    async with draining(cluster, "prefill-1"):
-        yield
 
 
 class OverHttp:

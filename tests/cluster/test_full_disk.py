@@ -17,6 +17,7 @@ import pytest
 
 from halfmoon.schemas.events import DecodeStarted
 from tests.cluster.harness import Cluster, running
+from tests.cluster.steering import last_seq, told
 from tests.eventually import BOUND_S, eventually
 
 NULL = ("--prefill", "1", "--decode", "1", "--engine", "null")
@@ -82,10 +83,6 @@ async def until_unstored(http: aiohttp.ClientSession, cluster: Cluster, seconds:
     await eventually(told, f"a fact has waited for {seconds} s", every_s=0.1)
 
 
-async def begun(cluster: Cluster, after: int) -> bool:
-    return any(isinstance(stamped.event, DecodeStarted) for stamped in await cluster.events(after))
-
-
 def said(cluster: Cluster) -> str:
     return (cluster.directory.parents[1] / f"{cluster.name}.out").read_text()
 
@@ -117,9 +114,9 @@ async def test_what_was_accepted_on_a_full_disk_is_answered_when_there_is_room(d
         timeout = aiohttp.ClientTimeout(total=BOUND_S)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             assert (await ask(http, cluster))[0] == 200
-            before = (await cluster.events())[-1].seq
+            before = await last_seq(cluster)
             under_way = asyncio.ensure_future(ask(http, cluster, 20_000))
-            await eventually(lambda: begun(cluster, before), "an answer has begun", every_s=0.1)
+            await told(cluster, before, DecodeStarted, 1)
             filler = fill(disk)
             await until_unstored(http, cluster, 1.5)
             waiting = [asyncio.ensure_future(ask(http, cluster)) for _ in range(10)]

@@ -21,6 +21,7 @@ from halfmoon.bus.streams import LOG_GAP, StreamLimits
 from halfmoon.schemas import subjects
 from halfmoon.schemas.events import DecodeStarted
 from tests.cluster.harness import Cluster, running
+from tests.cluster.steering import last_seq, told
 from tests.eventually import BOUND_S, eventually
 
 pytestmark = pytest.mark.slow
@@ -63,18 +64,13 @@ def clear(status: int, answer: dict[str, Any]) -> bool:
     return status == 200 or (status in (429, 503) and bool(answer["error"]["code"]))
 
 
-async def begun(cluster: Cluster, after: int) -> bool:
-    """Three answers, after this place in the log."""
-    return sum(isinstance(stamped.event, DecodeStarted) for stamped in await cluster.events(after)) == 3
-
-
 async def served_through(http: aiohttp.ClientSession, cluster: Cluster, harm: Any) -> None:
     """Requests before, while and after `harm()`: each ends with its text or a clear error, and at last ten in a row are
     served.
     """
-    after = (await cluster.events())[-1].seq
+    after = await last_seq(cluster)
     before = [asyncio.ensure_future(ask(http, cluster, 20_000)) for _ in range(3)]
-    await eventually(lambda: begun(cluster, after), "three answers have begun", every_s=0.1)
+    await told(cluster, after, DecodeStarted, len(before))
     await harm()
     during = [asyncio.ensure_future(ask(http, cluster)) for _ in range(10)]
     in_a_row = 0

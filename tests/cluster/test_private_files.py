@@ -12,8 +12,7 @@ import pytest
 
 from halfmoon.schemas.events import RequestFinished
 from tests.cluster.harness import Cluster, children, command_of
-from tests.cluster.steering import last_seq
-from tests.eventually import eventually
+from tests.cluster.steering import last_seq, told
 
 #: In a prompt. Its tokens' text is nowhere else, so a file that holds it was told the prompt.
 SECRET = "zyzzyva-quokka-7731"
@@ -53,10 +52,6 @@ def test_no_other_user_reads_or_writes_what_the_cluster_wrote(cluster: Cluster) 
     assert [str(path) for path in paths if open_to_others(path)] == []
 
 
-async def both_ended(cluster: Cluster, after: int) -> bool:
-    return sum(isinstance(stamped.event, RequestFinished) for stamped in await cluster.events(after)) == 2
-
-
 async def test_a_prompt_is_in_no_file_no_metric_and_no_words_of_a_process(
     cluster: Cluster,
 ) -> None:
@@ -72,7 +67,7 @@ async def test_a_prompt_is_in_no_file_no_metric_and_no_words_of_a_process(
         # What comes later has been through all that the first one was: what they tell, they have told.
         async with http.post(f"{cluster.http}/v1/completions", json={**question, "prompt": "x"}) as answer:
             assert answer.status == 200, await answer.text()
-        await eventually(lambda: both_ended(cluster, before), "the log tells both ends", every_s=0.1)
+        await told(cluster, before, RequestFinished, 2)
         metrics = ""
         for place in targets:
             async with http.get(f"http://{place}/metrics") as page:

@@ -229,7 +229,6 @@ def test_tiers_are_counted_node_by_node() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.realtime
 @pytest.mark.slow
 def test_the_view_is_bounded_whatever_the_load() -> None:
     """Thousands of requests, in one second of the log and over minutes, of which some are open and many

@@ -13,7 +13,7 @@ import pytest
 from tests.docker.engine import Unavailable, engine
 from tests.docker.load import RunningLoad
 from tests.docker.stack import Stack, clean_checkout
-from tests.eventually import Late, eventually_here
+from tests.eventually import eventually_here, noted_where_late
 
 READY_S = 300.0
 PROMPT = {"prompt": "The moon is", "max_tokens": 12, "temperature": 0}
@@ -61,13 +61,10 @@ def stack(built: Stack, report: list[str]) -> Iterator[Stack]:
         started = time.monotonic()
         stack.up()
         report.append(f"compose up returns after {time.monotonic() - started:.1f} s")
-        try:
+        with noted_where_late(lambda: stack.command("logs", "--tail", "20")):
             eventually_here(
                 lambda: stack.get("/ready", timeout=1)[0] == 200, "it is ready", every_s=0.1, bound_s=READY_S
             )
-        except Late as late:
-            late.add_note(stack.command("logs", "--tail", "20"))
-            raise
         report.append(f"from compose up to the first answer of /ready: {time.monotonic() - started:.1f} s")
         stack.wait_whole()
         report.append(f"from compose up to all healthy: {time.monotonic() - started:.1f} s")

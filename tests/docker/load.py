@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from tests.chaos.live_load import WRONG, Load
 from tests.docker.stack import Stack
-from tests.eventually import Late, eventually_here
+from tests.eventually import eventually_here, noted_where_late
 
 CLIENTS = 3
 
@@ -69,11 +69,8 @@ class RunningLoad:
             found = [end for begin, end in list(self.finished) if begin >= at]
             return found if len(found) >= count else []
 
-        try:
+        with noted_where_late(lambda: f"requests ended: {self.load.ended}"):
             return eventually_here(ends, f"{count} requests that begin now are answered", every_s=0.05)
-        except Late as late:
-            late.add_note(f"requests ended: {self.load.ended}")
-            raise
 
     def slowest_since(self, at: float) -> float:
         return max((end - begin for begin, end in list(self.finished) if end >= at), default=0.0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.docker.engine import base_image, run
-from tests.eventually import Late, eventually_here
+from tests.eventually import eventually_here, noted_where_late
 from tests.ports import HeldPorts
 
 ROOT = Path(__file__).parents[2]
@@ -173,11 +173,8 @@ class Stack:
     def wait_whole(self) -> float:
         """Seconds that it took."""
         started = time.monotonic()
-        try:
+        with noted_where_late(self.missing):
             eventually_here(lambda: not self.missing(), "the cluster is whole", every_s=0.25, bound_s=WHOLE_S)
-        except Late as late:
-            late.add_note(self.missing())
-            raise
         return time.monotonic() - started
 
     # --- as an operator -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import pytest
 
 from tests.docker.load import RunningLoad
 from tests.docker.stack import WHOLE, Stack
-from tests.eventually import Late, eventually_here
+from tests.eventually import eventually_here, noted_where_late
 
 #: So many requests begin and are answered while something is missing.
 ANSWERS = 12
@@ -356,11 +356,12 @@ def _one_by_one(
         log[:] = stack.log()[before:]
         return accepted - _ids(log, "RequestFinished")
 
-    try:
+    def of_those() -> list[dict[str, Any]]:
+        still = open_still()
+        return [event for event in log if event.get("request_id") in still]
+
+    with noted_where_late(of_those):
         eventually_here(lambda: not open_still(), "the last requests, which are under way, end", every_s=2)
-    except Late as late:
-        late.add_note(f"{[event for event in log if event.get('request_id') in open_still()]}")
-        raise
     assert not _ids(log, "RequestCancelled")
     replayed = stack.replayed()
     report.append(

@@ -16,7 +16,7 @@ from typing import Any
 from halfmoon.schemas.subjects import STREAMS
 from tests.docker.engine import run
 from tests.docker.stack import Stack
-from tests.eventually import Late, eventually_here
+from tests.eventually import eventually_here, noted_where_late
 
 IMAGE = "halfmoon-prometheus:test"
 DOCKERFILE = """
@@ -65,11 +65,8 @@ def test_prometheus_finds_every_container(stack: Stack, report: list[str], tmp_p
             seen[:] = [found, wanted, shown ^ names, streams]
             return found == wanted and shown == names and streams == set(STREAMS)
 
-        try:
+        with noted_where_late(lambda: seen):
             eventually_here(all_there, "Prometheus scrapes them all", every_s=2)
-        except Late as late:
-            late.add_note(f"{seen}")
-            raise
         report.append(f"Prometheus scrapes them all after {time.monotonic() - started:.0f} s: {found}")
         (members,) = query(stack, 'max(halfmoon_members{role="store",state="ready"})')
         assert int(members["value"][1]) == wanted["store"]

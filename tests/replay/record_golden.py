@@ -29,8 +29,7 @@ from halfmoon.schemas import subjects
 from halfmoon.schemas.events import DecodeStarted, WorkerLeft
 from tests.cluster.harness import Cluster, running
 from tests.cluster.prompts import prompt
-from tests.cluster.steering import last_seq
-from tests.eventually import eventually
+from tests.cluster.steering import last_seq, told
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -39,15 +38,6 @@ async def ask(nc: Any, **fields: Any) -> dict[str, Any]:
     """One request; the body of its answer, an error too."""
     reply = await nc.request(f"{subjects.API}.generate", orjson.dumps(fields), timeout=180)
     return dict(orjson.loads(reply.data))
-
-
-async def told(cluster: Cluster, after: int, kind: type[object], count: int) -> None:
-    """Waits until the log has so many events of a kind after this place."""
-
-    async def enough() -> bool:
-        return sum(isinstance(stamped.event, kind) for stamped in await cluster.events(after)) >= count
-
-    await eventually(enough, f"{count} {kind.__name__}", every_s=0.05)
 
 
 async def smollm2(cluster: Cluster) -> None:
