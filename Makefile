@@ -99,7 +99,7 @@ lint: $(DEV_STAMP)
 	@status=0; \
 	echo "ruff check ."; $(BIN)/ruff check . || status=1; \
 	echo "ruff format --check ."; $(BIN)/ruff format --check . || status=1; \
-	echo "mypy --strict -p halfmoon"; $(BIN)/mypy -p halfmoon || status=1; \
+	echo "mypy --strict -p halfmoon -p benchmarks.papers"; $(BIN)/mypy -p halfmoon -p benchmarks.papers || status=1; \
 	exit $$status
 
 BENCH := attention_offloading canonical_split channels conductor_deaths conductors control_plane eviction kv_reuse numerics outgrown_cache piggyback predictions remote_attention replay page simulation_live simulation_scale ssd stages structured_outputs transfer

@@ -13,17 +13,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import orjson
 
 from benchmarks.measured import beside, keep
+from benchmarks.papers import command as experiments
 from halfmoon.cli.main import main as halfmoon
-from halfmoon.cli.simulation import experiments
 
 
 def note(path: Path, names: set[str]) -> None:
     """Experiments that were made together have one record: `[{"names": [...], "beside": {...}}, ...]`."""
     earlier = orjson.loads(path.read_bytes()) if path.exists() else []
+    now = beside()
+    # The command line loads them, and no simulation comes to them.
+    now["modules"] = {
+        name: digest
+        for name, digest in now["modules"].items()
+        if not name.startswith(("bus", "cli", "store", "workers/"))
+    }
     left = [{**record, "names": sorted({*record["names"]} - names)} for record in earlier]
-    keep(
-        path, [*(record for record in left if record["names"]), {"names": sorted(names), "beside": beside()}]
-    )
+    keep(path, [*(record for record in left if record["names"]), {"names": sorted(names), "beside": now}])
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from clusters import ROOT, finish, parsed, parser
 
-from halfmoon.conductor.simulation.plots import curves
+from benchmarks.papers.plots import curves
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import copies, read_trace

@@ -22,6 +22,7 @@ import orjson
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measured import RESULTS, ROOT, beside, digests, keep
+from halfmoon.bus.embedded import die_with_parent
 
 KEPT = RESULTS / "gate.json"
 STAGE = re.compile(r"^(\S+) +(\d+) s  (passed|skipped|FAILED[^=]*)(.*)$", re.MULTILINE)
@@ -42,7 +43,9 @@ def load(wanted: bool) -> Iterator[None]:
     """Two cores' worth of computing and a disk's of writing, ended with the block."""
     with tempfile.TemporaryDirectory() as directory:
         programs = [[BUSY], [BUSY], [WRITER, f"{directory}/filled"]] if wanted else []
-        running = [subprocess.Popen([sys.executable, "-c", *words]) for words in programs]
+        running = [
+            subprocess.Popen([sys.executable, "-c", *words], preexec_fn=die_with_parent) for words in programs
+        ]
         try:
             yield
             ended = [process.returncode for process in running if process.poll() is not None]

@@ -45,6 +45,7 @@ FILES = {
 #: Within those folders. Few or none of their tests do, and these are marked one by one.
 MARKED_WITHIN = {
     "bus/test_permission_table.py",
+    "bus/test_private_names.py",
     "cluster/test_profiles.py",
     "docker/test_files.py",
     "docker/test_names.py",

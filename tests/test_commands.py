@@ -152,7 +152,7 @@ LIGHT = """
 import sys
 from halfmoon.cli.main import EXTRAS, main
 sys.modules.update(dict.fromkeys(EXTRAS))  # as where they are not installed
-import halfmoon.cli.processes.conductor, halfmoon.cli.processes.store, halfmoon.conductor.simulation.systems
+import halfmoon.cli.processes.conductor, halfmoon.cli.processes.store, benchmarks.papers.systems
 import halfmoon.store.client
 main(sys.argv[1:])
 """

@@ -40,20 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "conductor.core.placement": {"conductor.core.state", "schemas"},
     "conductor.core": {"conductor.core.placement", "conductor.core.state", "schemas"},
     "conductor.log_reading": {"bus", "conductor.code_version", "conductor.core", "schemas"},
-    "conductor.simulation": {
-        "conductor.core",
-        "conductor.core.state",
-        "conductor.simulation.batching",
-        "schemas",
-        "workers.batch_former",
-    },
-    "conductor.simulation.batching": {"conductor.simulation", "schemas", "workers.batch_former"},
-    "conductor.simulation.experiments": {
-        "conductor.simulation",
-        "conductor.simulation.batching",
-        "schemas",
-        "workers.batch_former",
-    },
+    "conductor.simulation": {"conductor.core", "conductor.core.state", "schemas"},
     "conductor.replay": {
         "bus",
         "conductor.code_version",

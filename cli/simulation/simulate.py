@@ -6,18 +6,18 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import orjson
 from tqdm import tqdm
 
-from halfmoon.cli.devices import add_devices, add_lending, deployment_of, lending_of
 from halfmoon.cli.options import OptionInvalid, add_config
+from halfmoon.cli.simulation.checkout import papers
 from halfmoon.conductor.simulation.profiles import ALIASES, PROFILES, load_profile
-from halfmoon.conductor.simulation.report import Objectives, PoolFigures, SimulationReport
-from halfmoon.conductor.simulation.systems import SYSTEMS, run_system
+from halfmoon.conductor.simulation.report import Objectives, SimulationReport
+from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival, read_trace
 from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import AdmissionName, Policy, PolicyName
@@ -46,12 +46,6 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ttft-ms", type=int, default=TTFT_MS, help="objective: time to first token")
     group.add_argument("--tbt-ms", type=int, default=TBT_MS, help="objective: time between tokens")
     group = parser.add_argument_group("cluster")
-    group.add_argument(
-        "--system",
-        choices=SYSTEMS,
-        default="halfmoon",
-        help="colocated systems have P + D workers, lamina its --devices, infinite-llm D instances",
-    )
     group.add_argument("--policy", choices=get_args(PolicyName), default="halfmoon")
     group.add_argument("--admission", choices=get_args(AdmissionName), default="predicted")
     group.add_argument("--prefill", type=int, default=8, help="prefill workers")
@@ -75,9 +69,10 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--link-gbit", type=float, default=0.0, help="of a node's network (default: the profile's)"
     )
-    group.add_argument("--chunk-tokens", type=int, default=512, help="vllm-chunked: tokens of one iteration")
-    add_devices(parser)
-    add_lending(parser)
+    if (others := papers("systems")) is not None:
+        others.add(parser)
+    else:
+        parser.set_defaults(system="halfmoon")
     parser.add_argument("--seed", type=int, default=0, help="of the random policy and of the noise")
     parser.add_argument(
         "--noise-percent", type=int, default=0, help="computations differ from the profile by up to"
@@ -112,7 +107,6 @@ def cluster_of(args: argparse.Namespace) -> ClusterShape:
         decode_pool_blocks=args.decode_pool_blocks,
         kv_blocks=args.kv_blocks,
         link_bytes_s=int(args.link_gbit * 1e9 / 8),
-        chunk_tokens=args.chunk_tokens,
     )
 
 
@@ -164,22 +158,24 @@ def simulated(
     if not 1 <= args.prefill_group <= 64:
         raise OptionInvalid(f"--prefill-group {args.prefill_group}: 1 to 64")
     policy = policy_of(args)
-    return run_system(
-        args.system,
-        arrivals,
-        cluster or cluster_of(args),
-        policy,
-        load_profile(args.profile),
-        seed=args.seed,
-        speed=speed,
-        noise_percent=args.noise_percent,
-        cost_times=cost_times(args.cost_times),
-        slo=Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
-        progress=progress,
-        outcomes=outcomes,
-        deployment=deployment_of(args, arrivals) if args.system == "lamina" else None,
-        lending=lending_of(args),
-    )
+    how: dict[str, Any] = {
+        "seed": args.seed,
+        "speed": speed,
+        "noise_percent": args.noise_percent,
+        "slo": Objectives(ttft_ns=policy.ttft_slo_ns, tbt_ns=policy.tbt_slo_ns),
+        "progress": progress,
+        "outcomes": outcomes,
+    }
+    cluster, profile = cluster or cluster_of(args), load_profile(args.profile)
+    if (others := _others(args)) is not None:
+        report: SimulationReport = others.simulated(args, arrivals, cluster, profile, **how)
+        return report
+    return simulate(arrivals, cluster, policy, profile, cost_times=cost_times(args.cost_times), **how)
+
+
+def _others(args: argparse.Namespace) -> Any:
+    """The papers' systems, where one of them is meant."""
+    return None if args.system == "halfmoon" else papers("systems")
 
 
 @contextlib.contextmanager
@@ -210,32 +206,42 @@ async def run(args: argparse.Namespace) -> int:
         written = plot_run(Path(args.plot), report, outcomes)
         if not args.json:
             print("\n".join(f"wrote {path}" for path in written))
-    print(orjson.dumps(report.plain(load=args.load)).decode() if args.json else table(report))
+    if args.json:
+        print(orjson.dumps(report.plain(load=args.load)).decode())
+    elif (others := _others(args)) is not None:
+        print(others.table(report))
+    else:
+        print(table(report))
     return 0 if report.complete else 130
 
 
 def table(report: SimulationReport) -> str:
     """For a person."""
-    slo = report.slo
+    return as_text(report, f"{report.prefill} prefill + {report.decode} decode", rows(report))
+
+
+def as_text(report: SimulationReport, shape: str, rows: Sequence[tuple[str, str]]) -> str:
+    """`rows`, names and texts, below a line that says what was simulated on workers of this `shape`."""
     lines = [] if report.complete else ["INTERRUPTED: what had happened until then"]
-    shape = f"{report.prefill + report.decode} colocated workers"
-    if report.system == "halfmoon":
-        shape = f"{report.prefill} prefill + {report.decode} decode"
-    elif report.pools is not None:
-        shape = "decode alone"
     lines.append(
         f"{report.system} ({report.policy}, admission {report.admission}), {shape}, {report.profile}, "
         f"speed {report.speed:g}"
     )
-    rows = [
+    return "\n".join([*lines, *(f"  {name:<19}{text}" for name, text in rows)])
+
+
+def rows(report: SimulationReport) -> list[tuple[str, str]]:
+    """Figures of a run, each with its name."""
+    slo = report.slo
+    found = [
         ("requests", f"{report.requests}  completed {report.completed}  failed {report.failed}"),
         ("rejected", ", ".join(f"{reason} {count}" for reason, count in report.rejected.items()) or "none"),
         ("wasted prefills", str(report.wasted_prefills)),
     ]
     if report.open:
-        rows.insert(1, ("still open", str(report.open)))
+        found.insert(1, ("still open", str(report.open)))
     for name, spread in (("TTFT ms", report.ttft_ms), ("TBT ms", report.tbt_ms)):
-        rows.append(
+        found.append(
             (
                 name,
                 f"mean {spread.mean:.1f}  p50 {spread.p50:.1f}  p90 {spread.p90:.1f}  p99 {spread.p99:.1f}",
@@ -243,7 +249,8 @@ def table(report: SimulationReport) -> str:
         )
     objective = f"TTFT <= {slo.ttft_ns / 1e9:g} s and TBT <= {slo.tbt_ns / 1e6:g} ms"
     sources = ", ".join(f"{source} {share:.1%}" for source, share in report.hits_by_source.items())
-    rows += [
+    return [
+        *found,
         ("effective capacity", f"{report.effective_capacity:.2%} of requests ({objective})"),
         ("goodput", f"{report.goodput_s:.3f} requests/s over {report.duration_s:.0f} s"),
         ("token reuse", f"{report.token_reuse:.2%} ({sources})"),
@@ -253,21 +260,6 @@ def table(report: SimulationReport) -> str:
         ("predicted TBT", _error(report.tbt_error)),
         ("decisions", f"digest {report.digest}, {report.events} events in {report.wall_s:.2f} s"),
     ]
-    if report.pools is not None:
-        rows = [*rows[:4], rows[6], *_pools(report.pools), rows[-4], rows[-1]]
-    return "\n".join([*lines, *(f"  {name:<19}{text}" for name, text in rows)])
-
-
-def _pools(pools: PoolFigures) -> list[tuple[str, str]]:
-    rows = [
-        ("batch", f"{pools.batch:.1f} sequences; room for {pools.kv_tokens:,} tokens"),
-        ("throughput", f"{pools.tokens_s:.1f} tokens/s, a step of {pools.step_ms:.1f} ms"),
-    ]
-    if pools.dollars_hour:
-        rows.append(
-            ("price", f"${pools.dollars_hour:.2f} an hour, {pools.tokens_per_dollar:,.0f} tokens a dollar")
-        )
-    return rows
 
 
 def _error(error: dict[str, float]) -> str:

@@ -31,20 +31,6 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99: float = 0.0
 
 
-class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode's throughput while requests wait for room, of systems that are compared by it."""
-
-    #: Mean number of sequences that run.
-    batch: float
-    tokens_s: float
-    #: Time of a step, as its sequences see it.
-    step_ms: float
-    dollars_hour: float = 0.0
-    tokens_per_dollar: float = 0.0
-    #: Room of the KVCache, all devices together.
-    kv_tokens: int = 0
-
-
 class SimulationReport(msgspec.Struct, kw_only=True):
     """See `halfmoon simulate --help`. `digest` names every decision in order; only `wall_s` differs between runs."""
 
@@ -92,15 +78,12 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     role_changes: int = 0
     wall_s: float = 0.0
     load: list[LoadSample] = []
-    pools: PoolFigures | None = None
 
     def plain(self, *, load: bool = True) -> dict[str, Any]:
         """As plain values, for JSON."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         if not load:
             del values["load"]
-        if self.pools is None:
-            del values["pools"]
         return values
 
 

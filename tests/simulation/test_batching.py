@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from halfmoon.conductor.simulation.batching.iteration_times import ProfileTimes, RooflineTimes, budget_for
-from halfmoon.conductor.simulation.batching.pipeline import run_pipeline
-from halfmoon.conductor.simulation.experiments.batching import (
+from benchmarks.papers.batching.iteration_times import ProfileTimes, RooflineTimes, budget_for
+from benchmarks.papers.batching.pipeline import run_pipeline
+from benchmarks.papers.experiments.batching import (
     A100,
     GPT3,
     LENGTHS,
@@ -19,10 +19,10 @@ from halfmoon.conductor.simulation.experiments.batching import (
     serve,
     zipf_lengths,
 )
+from benchmarks.papers.systems import run_system
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives
-from halfmoon.conductor.simulation.systems import run_system
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import pytest
 
-from halfmoon.conductor.simulation.colocated import COLOCATED
+from benchmarks.papers.colocated import COLOCATED
+from benchmarks.papers.systems import run_system
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
-from halfmoon.conductor.simulation.systems import run_system
 from halfmoon.conductor.simulation.trace import Arrival
 from halfmoon.conductor.simulation.world import ClusterShape, ConfigurationImpossible
 from halfmoon.schemas.policy import Policy

@@ -15,6 +15,7 @@ import zstandard
 from halfmoon.cli.main import main
 from tests.eventually import BOUND_S, eventually_here
 from tests.lengths import sizes
+from tests.tree_copies import ROOT, copy_tree
 
 KEYS = {
     "requests",
@@ -174,3 +175,29 @@ def test_interrupted_experiments_keep_what_is_whole_and_mark_the_rest(
     page = (tmp_path / "experiments.md").read_text()
     assert "| unbounded, conversation |" in page
     assert "## ttft\n\nNOT RUN" in page
+
+
+def test_without_a_checkout_the_clusters_of_halfmoon_are_simulated_and_nothing_of_the_papers(
+    tmp_path: Path, trace_file: Path
+) -> None:
+    packages = sorted(link.name for link in (ROOT / ".links" / "halfmoon").iterdir())
+    tree = copy_tree(tmp_path, ".links", *(f"{package}/*.py" for package in packages))
+
+    def installed(*words: object) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(tree / ".links")}
+        return subprocess.run(
+            [sys.executable, "-m", "halfmoon.cli.main", *map(str, words)],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    run = installed("simulate", "--trace", trace_file, "--requests", 20, "--json")
+    assert json.loads(run.stdout)["requests"] == 20
+    other = installed("simulate", "--trace", trace_file, "--system", "vllm")
+    assert (other.returncode, "--system" in other.stderr) == (2, True)
+    missing = installed("experiments")
+    assert (missing.returncode, "benchmarks/papers" in missing.stderr) == (1, True)
+    with_one = installed("experiments", "hits")
+    assert (with_one.returncode, "benchmarks/papers" in with_one.stderr) == (1, True)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmoon.cli.options import OptionInvalid
-from halfmoon.cli.simulation.simulate import cost_times
-from halfmoon.conductor.simulation.clock import Clock
-from halfmoon.conductor.simulation.experiments.corrections import (
+from benchmarks.papers.experiments.corrections import (
     COSTS,
     LOADS,
     SHOWN_ON,
@@ -15,6 +12,9 @@ from halfmoon.conductor.simulation.experiments.corrections import (
     Offering,
     predicted,
 )
+from halfmoon.cli.options import OptionInvalid
+from halfmoon.cli.simulation.simulate import cost_times
+from halfmoon.conductor.simulation.clock import Clock
 
 CHANGING = "1, 3, 0.7"
 STEADY = [

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from halfmoon.conductor.simulation.experiments.elastic import SLO, WORKERS, Swinging
+from benchmarks.papers.experiments.elastic import SLO, WORKERS, Swinging
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate
 from halfmoon.conductor.simulation.trace import Arrival

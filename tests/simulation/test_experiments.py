@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from halfmoon.conductor.simulation.experiments.ablations import agents, scaled
-from halfmoon.conductor.simulation.experiments.attention import LENGTHS, lengths
-from halfmoon.conductor.simulation.experiments.lending import CACHE_TOKENS, CLIENTS, FILL, requests
-from halfmoon.conductor.simulation.experiments.runner import Context
+from benchmarks.papers.experiments.ablations import agents, scaled
+from benchmarks.papers.experiments.attention import LENGTHS, lengths
+from benchmarks.papers.experiments.lending import CACHE_TOKENS, CLIENTS, FILL, requests
+from benchmarks.papers.experiments.runner import Context
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.schemas.types import KEY_BYTES
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from halfmoon.cli.main import main
-from halfmoon.conductor.simulation.experiments.lending import (
+from benchmarks.papers.experiments.lending import (
     ANSWER_TOKENS,
     CACHE_TOKENS,
     CLIENTS,
@@ -14,7 +13,7 @@ from halfmoon.conductor.simulation.experiments.lending import (
     requests,
     skew_gain,
 )
-from halfmoon.conductor.simulation.infinite_llm import (
+from benchmarks.papers.infinite_llm import (
     NOBODY_LENDS,
     ROUND_TRIP_NS,
     Instance,
@@ -24,6 +23,7 @@ from halfmoon.conductor.simulation.infinite_llm import (
     Planner,
     simulate_infinite_llm,
 )
+from halfmoon.cli.main import main
 from halfmoon.conductor.simulation.profiles import LLAMA2_TWO_A100
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival
@@ -42,8 +42,6 @@ def simulated(deviation: float, lending: Lending, *, instances: int = 4, turns: 
 
 def gain(deviation: float, lending: Lending, *, instances: int = 4) -> float:
     found = [simulated(deviation, one, instances=instances).pools for one in (NOBODY_LENDS, lending)]
-    assert found[0] is not None
-    assert found[1] is not None
     return found[1].tokens_s / found[0].tokens_s
 
 
@@ -57,8 +55,6 @@ def test_equal_lengths_gain_nothing_and_the_gain_grows_with_their_variance() -> 
 def test_where_one_instance_has_the_long_requests_lending_gains_and_without_them_nothing() -> None:
     for long_tokens, least, most in ((SHORT_TOKENS, 1.0, 1.0), (CACHE_TOKENS * 6 // 10, 1.2, 1.4)):
         alone, lent = (report.pools for report in skew_gain(2, long_tokens))
-        assert alone is not None
-        assert lent is not None
         assert least <= lent.tokens_s / alone.tokens_s <= most
 
 

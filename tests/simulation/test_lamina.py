@@ -8,8 +8,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from halfmoon.cli.main import main
-from halfmoon.conductor.simulation.attention_pipeline import (
+from benchmarks.papers.attention_pipeline import (
     LayerTimes,
     Pipeline,
     Use,
@@ -17,7 +16,7 @@ from halfmoon.conductor.simulation.attention_pipeline import (
     conflicts,
     layer_times,
 )
-from halfmoon.conductor.simulation.devices import (
+from benchmarks.papers.devices import (
     DEVICES,
     MODELS,
     ROOM_SHARE,
@@ -25,8 +24,10 @@ from halfmoon.conductor.simulation.devices import (
     DeploymentImpossible,
     degrees_of_parallelism,
 )
-from halfmoon.conductor.simulation.lamina import simulate_lamina
-from halfmoon.conductor.simulation.report import Objectives, PoolFigures
+from benchmarks.papers.lamina import simulate_lamina
+from benchmarks.papers.report import PoolFigures
+from halfmoon.cli.main import main
+from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import Arrival
 
 LLAMA3 = MODELS["llama3-70b"]
@@ -182,7 +183,6 @@ def figures(deployment: Deployment, requests: int = 900) -> PoolFigures:
     ]
     report = simulate_lamina(arrivals, deployment, slo=Objectives())
     assert report.completed == requests
-    assert report.pools is not None
     return report.pools
 
 
@@ -208,7 +208,6 @@ def test_tokens_and_times_of_a_single_request_are_exact() -> None:
     outcome = outcomes["r0"]
     assert outcome.first_token_ns == pytest.approx(5_000 + steps[0], abs=2)  # type: ignore[attr-defined]
     assert outcome.ended_ns == pytest.approx(5_000 + sum(steps), abs=2)  # type: ignore[attr-defined]
-    assert report.pools is not None
     assert report.pools.tokens_s == pytest.approx(3e9 / sum(steps), rel=1e-6)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from benchmarks.papers.experiments.stages import GROUPS, PROFILE, SHARE_MAX, traffic_gb
 from halfmoon.cli.main import main
-from halfmoon.conductor.simulation.experiments.stages import GROUPS, PROFILE, SHARE_MAX, traffic_gb
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.simulate import simulate

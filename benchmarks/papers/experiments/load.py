@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.conductor.simulation.experiments.runner import MS, Context, S, Section
+from benchmarks.papers.experiments.runner import MS, Context, S, Section
+from benchmarks.papers.plots import curves
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.plots import curves, loads
+from halfmoon.conductor.simulation.plots import loads
 from halfmoon.conductor.simulation.profiles import LLAMA2_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.conductor.simulation.experiments.runner import Context, S, Section
+from benchmarks.papers.experiments.runner import Context, S, Section
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.simulate import simulate

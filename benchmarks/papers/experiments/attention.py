@@ -8,18 +8,19 @@ from math import log, sqrt
 
 import msgspec
 
-from halfmoon.conductor.simulation.attention_pipeline import (
+from benchmarks.papers.attention_pipeline import (
     LayerTimes,
     Pipeline,
     Use,
     bubbles_ns,
     conflicts,
 )
-from halfmoon.conductor.simulation.devices import DEVICES, MODELS, Deployment, degrees_of_parallelism
-from halfmoon.conductor.simulation.experiments.runner import Context, Section
-from halfmoon.conductor.simulation.lamina import simulate_lamina
-from halfmoon.conductor.simulation.plots import bars
-from halfmoon.conductor.simulation.report import Objectives, PoolFigures
+from benchmarks.papers.devices import DEVICES, MODELS, Deployment, degrees_of_parallelism
+from benchmarks.papers.experiments.runner import Context, Section
+from benchmarks.papers.lamina import simulate_lamina
+from benchmarks.papers.plots import bars
+from benchmarks.papers.report import PoolFigures
+from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import Arrival
 
 #: Lamina's configurations: model, model and attention devices (H100, H20), and the baseline's H100.
@@ -191,7 +192,7 @@ def _cell(context: Context, trace: str, model: str, weights: int, attention: int
     def figures(deployment: Deployment) -> PoolFigures:
         context.say(f"  {model} {trace} groups {deployment.groups} on {deployment.attention_devices}")
         report = simulate_lamina(arrivals, deployment, slo=Objectives())
-        if not report.complete or report.pools is None:
+        if not report.complete:
             raise KeyboardInterrupt  # half a run is no result
         return report.pools
 

@@ -26,11 +26,12 @@ from hashlib import blake2b
 
 import msgspec
 
+from benchmarks.papers.report import DecodeReport
+from benchmarks.papers.saturation import Saturation, figures_of
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
-from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise
-from halfmoon.conductor.simulation.saturation import Saturation, figures_of
+from halfmoon.conductor.simulation.report import Objectives, summarise
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.schemas.numbers import SECOND_NS
 
@@ -424,7 +425,7 @@ def simulate_infinite_llm(
     speed: float = 1.0,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
-) -> SimulationReport:
+) -> DecodeReport:
     """As `simulate`, of decode alone on `instances` with room for `kv_tokens` each."""
     began = time.perf_counter()
     run = LendingRun(faster(arrivals, speed), instances, kv_tokens, profile, lending)
@@ -436,7 +437,7 @@ def simulate_infinite_llm(
     except KeyboardInterrupt:
         complete = False
     lends = lending.placed or lending.move_tokens
-    report = SimulationReport(
+    report = DecodeReport(
         system="infinite-llm",
         policy="greedy lending" if lends else "nobody lends",
         admission="none",

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
-from halfmoon.conductor.simulation.batching.iteration_times import ProfileTimes, budget_for
-from halfmoon.conductor.simulation.batching.worker import IterationWorker
+from benchmarks.papers.batching.iteration_times import ProfileTimes, budget_for
+from benchmarks.papers.batching.worker import IterationWorker
+from benchmarks.papers.mixed import SimulatedMixed, SimulatedMixedRequest
 from halfmoon.conductor.simulation.clock import Clock
-from halfmoon.conductor.simulation.mixed import SimulatedMixed, SimulatedMixedRequest
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport, summarise

@@ -7,11 +7,12 @@ from math import log, sqrt
 
 import msgspec
 
-from halfmoon.conductor.simulation.experiments.runner import Context, Section
-from halfmoon.conductor.simulation.infinite_llm import NOBODY_LENDS, Lending, simulate_infinite_llm
-from halfmoon.conductor.simulation.plots import curves
+from benchmarks.papers.experiments.runner import Context, Section
+from benchmarks.papers.infinite_llm import NOBODY_LENDS, Lending, simulate_infinite_llm
+from benchmarks.papers.plots import curves
+from benchmarks.papers.report import DecodeReport
 from halfmoon.conductor.simulation.profiles import LLAMA2_TWO_A100
-from halfmoon.conductor.simulation.report import Objectives, SimulationReport
+from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import Arrival
 
 PROFILE = LLAMA2_TWO_A100
@@ -45,7 +46,7 @@ def requests(count: int, deviation: float, *, longest: int = CACHE_TOKENS * 95 /
     ]
 
 
-def _run(context: Context, instances: int, deviation: float, lending: Lending) -> SimulationReport:
+def _run(context: Context, instances: int, deviation: float, lending: Lending) -> DecodeReport:
     context.say(f"  {instances} instances, deviation {deviation:g}, {lending}")
     return _simulated(requests(instances * CLIENTS * TURNS, deviation), instances, lending)
 
@@ -64,8 +65,6 @@ def skewed(instances: int, long_tokens: int) -> list[Arrival]:
 
 def _skewed_row(instances: int, percent: int) -> list[str]:
     alone, lent = skew_gain(instances, CACHE_TOKENS * percent // 100)
-    assert alone.pools is not None
-    assert lent.pools is not None
     return [
         f"{instances}, skewed",
         f"long ones {percent} % of a cache",
@@ -77,7 +76,7 @@ def _skewed_row(instances: int, percent: int) -> list[str]:
     ]
 
 
-def skew_gain(instances: int, long_tokens: int) -> tuple[SimulationReport, SimulationReport]:
+def skew_gain(instances: int, long_tokens: int) -> tuple[DecodeReport, DecodeReport]:
     """Without lending, and with it."""
     arrivals = skewed(instances, long_tokens)
     alone, lent = (
@@ -88,12 +87,12 @@ def skew_gain(instances: int, long_tokens: int) -> tuple[SimulationReport, Simul
 
 def _simulated(
     arrivals: list[Arrival], instances: int, lending: Lending, *, clients: int = CLIENTS
-) -> SimulationReport:
+) -> DecodeReport:
     lending = msgspec.structs.replace(lending, clients=clients)
     report = simulate_infinite_llm(
         arrivals, instances, CACHE_TOKENS, PROFILE, lending=lending, slo=Objectives()
     )
-    if not report.complete or report.pools is None:
+    if not report.complete:
         raise KeyboardInterrupt  # half a run is no result
     return report
 
@@ -106,9 +105,8 @@ def infinite_llm(context: Context) -> Section:
         for deviation in DEVIATIONS:
             alone = _run(context, instances, deviation, NOBODY_LENDS)
             found = [_run(context, instances, deviation, one) for one in (PLACED, MOVED, MOVED_FASTER)]
-            assert alone.pools is not None
-            gains = [one.pools.tokens_s / alone.pools.tokens_s for one in found if one.pools is not None]
-            batches = [one.pools.batch for one in found if one.pools is not None]
+            gains = [one.pools.tokens_s / alone.pools.tokens_s for one in found]
+            batches = [one.pools.batch for one in found]
             lines.setdefault(f"{instances} instances", []).append((deviation, gains[0]))
             rows.append(
                 [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from halfmoon.conductor.simulation.batching.iteration_times import IterationTimes
+from benchmarks.papers.batching.iteration_times import IterationTimes
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.schemas.slo import tbt_ns

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from halfmoon.conductor.simulation.devices import Deployment
+from benchmarks.papers.devices import Deployment
 
 #: Times that differ by less are the same, ns: floats of hours in ns are exact to that.
 SAME_NS = 0.01

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from halfmoon.conductor.simulation.devices import (
+from benchmarks.papers.devices import (
     COMPUTE_SHARE,
     ELEMENT_BYTES,
     MEMORY_SHARE,

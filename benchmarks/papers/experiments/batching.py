@@ -10,12 +10,12 @@ from math import log
 
 import msgspec
 
-from halfmoon.conductor.simulation.batching.iteration_times import RooflineTimes, budget_for
-from halfmoon.conductor.simulation.batching.pipeline import PipelineFigures, run_pipeline
-from halfmoon.conductor.simulation.batching.worker import IterationWorker
+from benchmarks.papers.batching.iteration_times import RooflineTimes, budget_for
+from benchmarks.papers.batching.pipeline import PipelineFigures, run_pipeline
+from benchmarks.papers.batching.worker import IterationWorker
+from benchmarks.papers.devices import Device, ServedModel
+from benchmarks.papers.experiments.runner import Context, Section
 from halfmoon.conductor.simulation.clock import Clock
-from halfmoon.conductor.simulation.devices import Device, ServedModel
-from halfmoon.conductor.simulation.experiments.runner import Context, Section
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.schemas.numbers import SECOND_NS
 from halfmoon.workers.batch_former import BatchFormer, Batching, BlockRoom

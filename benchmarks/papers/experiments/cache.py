@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from halfmoon.conductor.simulation.experiments.runner import Context, Section, within
-from halfmoon.conductor.simulation.plots import curves
+from benchmarks.papers.experiments.runner import Context, Section, within
+from benchmarks.papers.plots import curves
 from halfmoon.conductor.simulation.trace import reuse
 from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import PolicyName

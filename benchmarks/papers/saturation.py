@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.conductor.simulation.report import PoolFigures
+from benchmarks.papers.report import PoolFigures
 from halfmoon.schemas.numbers import SECOND_NS
 
 

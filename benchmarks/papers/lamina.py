@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from halfmoon.conductor.simulation.attention_pipeline import Pipeline, layer_times
+from benchmarks.papers.attention_pipeline import Pipeline, layer_times
+from benchmarks.papers.devices import Deployment
+from benchmarks.papers.report import DecodeReport, PoolFigures
+from benchmarks.papers.saturation import Saturation, figures_of
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
-from halfmoon.conductor.simulation.devices import Deployment
 from halfmoon.conductor.simulation.outcomes import Outcome
-from halfmoon.conductor.simulation.report import Objectives, PoolFigures, SimulationReport, summarise
-from halfmoon.conductor.simulation.saturation import Saturation, figures_of
+from halfmoon.conductor.simulation.report import Objectives, summarise
 from halfmoon.conductor.simulation.trace import Arrival, faster
 from halfmoon.schemas.cost_profile import CostProfile
 
@@ -154,7 +155,7 @@ def simulate_lamina(
     speed: float = 1.0,
     progress: Callable[[int], None] | None = None,
     outcomes: dict[str, Outcome] | None = None,
-) -> SimulationReport:
+) -> DecodeReport:
     """As `simulate`, of decode alone: a request's first token is the first of decode. Raises DeploymentImpossible."""
     began = time.perf_counter()
     run = DecodeRun(deployment, faster(arrivals, speed))
@@ -168,7 +169,7 @@ def simulate_lamina(
     parts = f"{deployment.model_devices} x {deployment.model_device.name}"
     if deployment.separate:
         parts += f" + {deployment.attention_devices} x {deployment.attention_device.name}"
-    report = SimulationReport(
+    report = DecodeReport(
         system="lamina" if deployment.separate else "homogeneous",
         policy=f"{deployment.groups} group(s) in turn",
         admission="none",

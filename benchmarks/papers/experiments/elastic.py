@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from halfmoon.conductor.simulation.experiments.runner import MS, Context, S, Section
+from benchmarks.papers.experiments.runner import MS, Context, S, Section
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
 from halfmoon.conductor.simulation.trace import Arrival, faster

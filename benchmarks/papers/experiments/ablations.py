@@ -6,8 +6,8 @@ import random
 
 import msgspec
 
-from halfmoon.conductor.simulation.experiments.load import ADMISSIONS
-from halfmoon.conductor.simulation.experiments.runner import MS, Context, S, Section
+from benchmarks.papers.experiments.load import ADMISSIONS
+from benchmarks.papers.experiments.runner import MS, Context, S, Section
 from halfmoon.conductor.simulation.profiles import LLAMA2_A800, LLAMA3_A800, Profile
 from halfmoon.conductor.simulation.report import Objectives
 from halfmoon.conductor.simulation.trace import TRACE_BLOCK_TOKENS, Arrival

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.papers.batching.iteration_times import ProfileTimes
 from halfmoon.conductor.simulation.batch import Steps, tbt_ns
-from halfmoon.conductor.simulation.batching.iteration_times import ProfileTimes
 from halfmoon.conductor.simulation.block_cache import BlockCache
 from halfmoon.conductor.simulation.clock import Clock
 from halfmoon.conductor.simulation.outcomes import Outcome

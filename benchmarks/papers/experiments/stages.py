@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.conductor.simulation.experiments.runner import Context, S, Section
+from benchmarks.papers.experiments.runner import Context, S, Section
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import LLAMA3_A800
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from halfmoon.conductor.simulation.batching.iteration_times import IterationTimes
+from benchmarks.papers.batching.iteration_times import IterationTimes
 from halfmoon.workers.batch_former import BatchFormer, Batching, BlockRoom
 
 

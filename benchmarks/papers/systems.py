@@ -1,13 +1,19 @@
-"""Every system that can be simulated, by its name."""
+"""The papers' systems beside halfmoon's: all that can be simulated, by name, and the options of `halfmoon simulate`."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from halfmoon.conductor.simulation.colocated import COLOCATED, simulate_colocated
-from halfmoon.conductor.simulation.devices import Deployment
-from halfmoon.conductor.simulation.infinite_llm import Lending, simulate_infinite_llm
-from halfmoon.conductor.simulation.lamina import simulate_lamina
+import msgspec
+
+from benchmarks.papers.colocated import COLOCATED, simulate_colocated
+from benchmarks.papers.devices import Deployment
+from benchmarks.papers.infinite_llm import Lending, simulate_infinite_llm
+from benchmarks.papers.lamina import simulate_lamina
+from benchmarks.papers.options import add_devices, add_lending, deployment_of, lending_of
+from benchmarks.papers.report import table
 from halfmoon.conductor.simulation.outcomes import Outcome
 from halfmoon.conductor.simulation.profiles import Profile
 from halfmoon.conductor.simulation.report import Objectives, SimulationReport
@@ -17,6 +23,41 @@ from halfmoon.conductor.simulation.world import ClusterShape
 from halfmoon.schemas.policy import Policy
 
 SYSTEMS = ("halfmoon", *COLOCATED, "lamina", "infinite-llm")
+__all__ = ["SYSTEMS", "add", "run_system", "simulated", "table"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Options of a simulation of one of them."""
+    group = parser.add_argument_group("other systems, of the papers")
+    group.add_argument(
+        "--system",
+        choices=SYSTEMS,
+        default="halfmoon",
+        help="colocated systems have P + D workers, lamina its --devices, infinite-llm D instances",
+    )
+    group.add_argument("--chunk-tokens", type=int, default=512, help="vllm-chunked: tokens of one iteration")
+    add_devices(parser)
+    add_lending(parser)
+
+
+def simulated(
+    args: argparse.Namespace,
+    arrivals: Sequence[Arrival],
+    cluster: ClusterShape,
+    profile: Profile,
+    **how: Any,
+) -> SimulationReport:
+    """As the options say, which are not those of halfmoon. `how`: as of `run_system`."""
+    return run_system(
+        args.system,
+        arrivals,
+        msgspec.structs.replace(cluster, chunk_tokens=args.chunk_tokens),
+        Policy(),
+        profile,
+        deployment=deployment_of(args, arrivals) if args.system == "lamina" else None,
+        lending=lending_of(args),
+        **how,
+    )
 
 
 def run_system(

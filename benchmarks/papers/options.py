@@ -6,15 +6,15 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from halfmoon.cli.options import OptionInvalid
-from halfmoon.conductor.simulation.devices import (
+from benchmarks.papers.devices import (
     DEVICES,
     MODELS,
     Deployment,
     Device,
     degrees_of_parallelism,
 )
-from halfmoon.conductor.simulation.infinite_llm import Lending
+from benchmarks.papers.infinite_llm import Lending
+from halfmoon.cli.options import OptionInvalid
 from halfmoon.conductor.simulation.trace import Arrival
 
 _POOL = re.compile(r"(?:([1-9]\d{0,3})x)?([a-z0-9]+)")

@@ -1,1 +1,0 @@
-"""The papers' results by simulation: each experiment with its table and its plots."""
