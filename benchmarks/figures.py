@@ -20,7 +20,12 @@ from benchmarks.measured import RESULTS, ROOT, changed
 README = ROOT / "README.md"
 LIST = RESULTS / "README.md"
 #: Pages in which kept results are cited: `results/NAME.json`.
-PAGES = (README, ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    README,
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "benchmarks/papers/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 #: A table that is made from results, by its name in `TABLES`.
 TABLE = re.compile(r"(<!-- table of (\w+), by make docs -->\n).*?(<!-- end of table -->)", re.DOTALL)
 #: "into `results/NAME.json`" names a place and no figure.

@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     str(path)
     for path in FILES
-    if path.suffix == ".md" and path.parts[0] in ("ARCHITECTURE.md", "README.md", "SECURITY.md", "docs")
+    if path.suffix == ".md"
+    and (
+        path.parts[0] in ("ARCHITECTURE.md", "README.md", "SECURITY.md", "docs")
+        or path.parent.name == "papers"
+    )
 )
 NAMED = re.compile(r"`([\w./-]+\.(?:py|md|toml|lock|sh|yaml|zst)|[\w/]+/)`")
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
