@@ -43,7 +43,7 @@
 #                           what they found; ARGS="NAME ..." for some of its stages (.ci/nightly)
 #   make lock               the hashes in requirements*.lock anew, from the index that pip uses
 #   make audit              known vulnerabilities of all that the locks name, by pip-audit; needs the JSON service of Python's index
-#   make docs               environment, then docs/asyncapi.json anew from the message classes; README's figures from results/
+#   make docs               environment, then docs/asyncapi.json anew from the message classes; figures from results/
 #   make clean              remove caches and builds; `make clean-env` removes .venv too
 #
 # PYTHON=... chooses the interpreter of the environment (3.11 or newer).

@@ -1,5 +1,7 @@
-"""`python benchmarks/figures.py`: README's table of figures and the list of kept results, from `results/`; and "older"
-wherever a page cites a result whose modules changed since it was measured. `make docs` runs it; a test compares.
+"""`python benchmarks/figures.py`: the table of figures (`docs/figures.md`) and the list of kept results, of `results/`.
+
+It writes "older" wherever a page cites a result whose modules changed since it was measured. `make docs` runs it; a
+test compares.
 """
 
 from __future__ import annotations
@@ -17,11 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measured import RESULTS, ROOT, changed
 
-README = ROOT / "README.md"
 LIST = RESULTS / "README.md"
 #: Pages in which kept results are cited: `results/NAME.json`.
 PAGES = (
-    README,
+    ROOT / "README.md",
     ROOT / "ARCHITECTURE.md",
     ROOT / "benchmarks/papers/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -37,7 +38,7 @@ Result = Mapping[str, Any]
 
 
 class Row(NamedTuple):
-    """One line of README's table."""
+    """One line of the table of figures."""
 
     about: str
     result: str
