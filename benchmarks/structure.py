@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import re
 import statistics
 import tokenize
 from collections import defaultdict
@@ -22,6 +23,27 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("bus", "cli", "conductor", "schemas", "store", "workers")
+PAPERS = "benchmarks/papers"
+ROLES = {"attention", "decode", "frontend", "mixed", "prefill", "store"}
+#: A subject that is a relative clause, a quantity without a name, an actor who is "who".
+CLUMSY = re.compile(
+    r"\b(who|whoever|so many|so long|so much|told|said|says|what is|that which)\b", re.IGNORECASE
+)
+#: Where most is decided: their lines should have reasons.
+HARDEST = (
+    "bus.publisher",
+    "conductor.core.admission",
+    "conductor.core.loans",
+    "conductor.core.machine",
+    "conductor.core.moves",
+    "conductor.core.orders",
+    "conductor.core.placement.best_first",
+    "store.pool.pool",
+    "workers.decode.orders",
+    "workers.decode.state",
+    "workers.mixed.state",
+    "workers.prefill.job",
+)
 
 
 @dataclass
@@ -39,10 +61,35 @@ class Module:
         return self.name.rpartition(".")[0]
 
     @functools.cached_property
-    def comment_lines(self) -> int:
+    def comments(self) -> dict[int, str]:
+        """By line."""
         with self.path.open("rb") as file:
             tokens = tokenize.tokenize(file.readline)
-            return len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
+            return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+
+    @property
+    def comment_lines(self) -> int:
+        return len(self.comments)
+
+    @property
+    def reasons(self) -> int:
+        """Lines of comments that are neither a field's description, nor a rule across, nor for a tool."""
+        return sum(not re.match(r"#:|# -{3}|# (noqa|type:|fmt:)", text) for text in self.comments.values())
+
+    def prose(self) -> Iterator[str]:
+        """Docstrings and comments."""
+        yield from self.comments.values()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node) or ""
+
+    def role_comparisons(self) -> int:
+        """`==`, `in` and `case` with a role's name."""
+        return sum(
+            any(isinstance(each, ast.Constant) and each.value in ROLES for each in ast.walk(node))
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Compare | ast.MatchValue)
+        )
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         for node in ast.walk(self.tree):
@@ -124,6 +171,29 @@ def shared_class_names(modules: Mapping[str, Module]) -> dict[str, list[str]]:
     return {name: places for name, places in sorted(owners.items()) if len(places) > 1}
 
 
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """`self` and `cls` apart."""
+    names = function.args
+    every = [*names.posonlyargs, *names.args, *names.kwonlyargs]
+    return len([each for each in every if each.arg not in ("self", "cls")])
+
+
+def _fields(modules: Mapping[str, Module]) -> list[tuple[int, str]]:
+    """Annotated fields of each class, and its name."""
+    return [
+        (sum(isinstance(each, ast.AnnAssign) for each in node.body), f"{module.name}.{node.name}")
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def _clumsy(modules: Mapping[str, Module]) -> float:
+    """Per 1,000 words of docstrings and comments."""
+    prose = " ".join(text for module in modules.values() for text in module.prose())
+    return round(1000 * len(CLUMSY.findall(prose)) / len(prose.split()), 1)
+
+
 def figures(root: Path) -> dict[str, Any]:
     """All figures of the checkout at `root`."""
     modules = read_modules(root)
@@ -141,9 +211,17 @@ def figures(root: Path) -> dict[str, Any]:
     ]
     sizes = [module.lines for module in modules.values()]
     lines = sum(sizes)
+    papers = sum(path.read_text().count("\n") for path in (root / PAPERS).rglob("*.py"))
+    wide = [
+        (_parameters(function), f"{module.name}.{function.name}")
+        for module in modules.values()
+        for function in module.functions()
+    ]
+    hardest = [module for name, module in modules.items() if name in HARDEST]
     return {
         "files": len(modules),
         "lines": lines,
+        "lines beside, of the papers": papers,
         "circles of imports": len(rings),
         "files in circles": sum(map(len, rings)),
         "largest folder": f"{folders[largest]} ({largest})",
@@ -155,6 +233,16 @@ def figures(root: Path) -> dict[str, Any]:
         "functions": len(lengths),
         "longest function": "{} ({})".format(*max(lengths)),
         "functions over 40 lines, percent": round(100 * sum(n > 40 for n, _ in lengths) / len(lengths), 1),
+        "functions with over 6 parameters": sum(count > 6 for count, _ in wide),
+        "most parameters": "{} ({})".format(*max(wide)),
+        "fields of the largest record": "{} ({})".format(*max(_fields(modules))),
+        "comparisons with a role's name": sum(module.role_comparisons() for module in modules.values()),
+        "clumsy words per 1,000 of prose": _clumsy(modules),
+        "reasons in the hardest files, percent": round(
+            100 * sum(module.reasons for module in hardest) / sum(module.lines for module in hardest), 1
+        ),
+        "words of ARCHITECTURE": len((root / "ARCHITECTURE.md").read_text().split()),
+        "words of README": len((root / "README.md").read_text().split()),
     }
 
 
