@@ -136,9 +136,8 @@ async def measure(
 ) -> dict[str, Any]:
     """Latency at one in `alone` requests after WARM others, then throughput at 32."""
     words = WORDS.split()
-    prompt = " ".join(
-        words[i % len(words)] for i in range(prompt_tokens)
-    )  # a word is a token of this vocabulary
+    # A word is a token of this vocabulary.
+    prompt = " ".join(words[i % len(words)] for i in range(prompt_tokens))
     fields: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     if how == "nats":
         body = orjson.dumps(fields)

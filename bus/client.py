@@ -103,9 +103,8 @@ class DirectClient(Client):
     ) -> None:
         handler = self._raw_handlers.get(sid)
         try:
-            if (
-                handler is None
-            ):  # the library decodes subjects and headers, and says of neither that it is malformed
+            if handler is None:
+                # The library decodes subjects and headers, and says of neither that it is malformed.
                 await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
                 return
             self.stats["in_msgs"] += 1

@@ -194,9 +194,8 @@ class Publisher:
             # No stream's answer. The message stays pending, and `_watch` sends it again.
             return
         if ack.error is not None:
-            if (
-                ack.error.err_code == IN_PROCESS
-            ):  # soon it is there, and we are told so; or not, and ours is taken
+            if ack.error.err_code == IN_PROCESS:
+                # Soon it is there, and we are told so; or not, and ours is taken.
                 asyncio.get_running_loop().call_later(IN_PROCESS_S, self._again, number, item)
             elif ack.error.err_code != WRONG_LAST_SEQUENCE:
                 # A fact that nobody waits for is never given up: there is nobody to tell.

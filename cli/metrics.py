@@ -49,9 +49,8 @@ async def shown(
     try:
         server = await serve_metrics(registry, host=host, port=port, refresh=refresh)
     except OSError as problem:
-        why = (
-            os.strerror(problem.errno) if problem.errno else problem
-        )  # asyncio's own text names the address again
+        # Asyncio's own text names the address again.
+        why = os.strerror(problem.errno) if problem.errno else problem
         raise OptionInvalid(f"--metrics {args.metrics}: {why}") from None
     try:
         yield

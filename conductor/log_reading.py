@@ -54,9 +54,8 @@ async def usable_snapshot(bus: Bus, *, before: int | None = None, checked: bool 
     removed.
     """
     heads = await snapshots.heads(bus)
-    first, last = await bus.held(
-        subjects.EVENTS_STREAM
-    )  # after the snapshots: none is newer than what it is of
+    # After the snapshots: none is newer than what it is of.
+    first, last = await bus.held(subjects.EVENTS_STREAM)
     for head in heads:
         if head.seq > last:
             log.warning("the snapshot of event %d is of a log that is gone: removed", head.seq)

@@ -34,9 +34,8 @@ def encode(message: Message | Part) -> bytes:
         payload = orjson.dumps(plain)
     except orjson.JSONEncodeError as problem:
         raise MessageInvalid(f"{type(message).__name__}: {problem}") from None
-    if (
-        b"null" in payload
-    ):  # cheap to look for; seldom there, because a field that is None by default is left out
+    if b"null" in payload:
+        # Cheap to look for; seldom there, because a field that is None by default is left out.
         path = _not_finite(plain, "$")
         if path:
             raise MessageInvalid(f"{type(message).__name__}: no finite number - at `{path}`")

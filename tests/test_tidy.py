@@ -224,6 +224,7 @@ MAYBE_BARE = re.compile(
     rf"|\bfrom\s+({'|'.join(TOP)})\b"
 )
 SILENCED = re.compile(r"type:\s*ignore(?!\[)|\bnoqa(?!:)")
+BEHIND_BRACKET = re.compile(r"""\s*[])}][^#"']*#(?! (?:fmt:|noqa|type:))""")
 SWALLOWED = {"Exception", "BaseException"}
 #: Modules that run what they read, and calls that hand text to a shell or to the interpreter.
 RUNS_WHAT_IT_READS = {"cloudpickle", "dill", "jsonpickle", "marshal", "pickle", "shelve"}
@@ -474,6 +475,15 @@ def unmarked(path: Path, source: str) -> list[str]:
     ]
 
 
+def behind_brackets(path: Path, source: str) -> list[str]:
+    """A comment that the formatter pushed behind a closing bracket: it is read after what it explains."""
+    return [
+        f"{path}:{number}: a comment behind a closing bracket: {line.strip()}"
+        for number, line in enumerate(source.splitlines(), 1)
+        if BEHIND_BRACKET.match(line)
+    ]
+
+
 def leftovers(path: Path, source: str) -> list[str]:
     """Paths of one machine, hosts of registries, and things left for later."""
     return [
@@ -495,7 +505,7 @@ PACKAGE_CHECKS: list[Check] = [
     swallowed,
     runs_what_it_reads,
 ]
-PYTHON_CHECKS: list[Check] = [absolute, switched_off, unmarked]
+PYTHON_CHECKS: list[Check] = [absolute, behind_brackets, switched_off, unmarked]
 
 
 def complaints(checks: list[Check], paths: list[Path]) -> list[str]:
@@ -788,6 +798,10 @@ SAMPLES: list[tuple[Check, str, str, str]] = [
 ]
 
 
+SAMPLES += [
+    (behind_brackets, "bus/x.py", "x = f(\n    1\n)  # because", "behind a closing bracket"),
+    (behind_brackets, "bus/x.py", "if (\n    y\n):  # because\n    pass", "behind a closing bracket"),
+]
 SAMPLES += [(check, "tests/x.py", source, expected) for check, source, expected in gate_rules.REFUSED]
 SAMPLES += [
     (check, program, source, expected)
@@ -804,6 +818,7 @@ def test_each_check_can_fail(check: Check, path: str, source: str, expected: str
 
 
 GOOD: list[tuple[Check, str, str]] = [
+    (behind_brackets, "bus/x.py", "x = f(\n    1\n)  # fmt: skip"),
     (directions, "schemas/x.py", "import json\nimport msgspec\nfrom halfmoon.schemas.types import Id"),
     (
         directions,

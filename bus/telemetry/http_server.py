@@ -160,9 +160,8 @@ class HttpServer:
             return response
         except ConnectionError:
             raise  # the client is gone
-        except (
-            Exception
-        ):  # whatever it is, it is ours and is logged: the client hears 500 and nothing of its words
+        except Exception:
+            # Whatever it is, it is ours and is logged: the client hears 500 and nothing of its words.
             log.exception("a request could not be answered")
             self._on_refusal(500)
             internal = ApiError(500, "internal error", code="internal")
@@ -208,7 +207,8 @@ async def read_body(request: web.BaseRequest, limits: HttpLimits) -> bytes:
     except (
         web.RequestPayloadError,
         ValueError,
-    ) as problem:  # chunks, or what is packed, are not what they say
+    ) as problem:
+        # Chunks, or what is packed, are not what they say.
         message = f"the body cannot be read: {_first_line(problem)}"
         raise ApiError(400, message, code="bad_body") from None
 

@@ -164,9 +164,8 @@ def start(*, role: str, process_id: str, cluster: str, endpoint: str = "") -> Tr
                 log.warning("tracing: %s %s", self._endpoint, how)
             return result
 
-    logging.getLogger("opentelemetry").setLevel(
-        logging.CRITICAL
-    )  # it says the same for every batch, with a traceback
+    # It says the same for every batch, with a traceback.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": f"halfmoon-{role}"}
     about = {**named, "service.namespace": cluster, "service.instance.id": process_id, "halfmoon.role": role}
     with contextlib.suppress(ImportError):

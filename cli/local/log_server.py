@@ -82,7 +82,8 @@ class LogServer:
             OSError,
             RuntimeError,
             MemoryError,
-        ) as problem:  # no file, thread or memory for it
+        ) as problem:
+            # No file, thread or memory for it.
             self._say(str(problem))
             self._pause_s = min(PAUSE_S_MAX, self._pause_s * 2)
 

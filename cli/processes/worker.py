@@ -73,9 +73,8 @@ async def run(args: argparse.Namespace) -> int:
         _kv_blocks(each, layout, context, elsewhere=elsewhere) for each in (role, *may_become)
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # two workers on two cores collapse when idle threads spin
+    # Two workers on two cores collapse when idle threads spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     say(f"{role} worker {worker_id}: loading {layout.model} ({layout.dtype}, {layout.numerics} numerics)")
     first_kv_head, kv_heads = heads_of_part(args, layout, worker_id) if role == "attention" else (0, 0)
     lending = channels(args, worker_id, layout)

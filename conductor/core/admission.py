@@ -355,9 +355,8 @@ def decode_load(state: State, worker: WorkerRecord, end_ns: int) -> Load:
                 start_ns = max(start_ns, state.at_ns)  # it is late
             over_ns = start_ns + order.decode_ns
             if order.phase == "decode" and over_ns < state.at_ns:
-                over_ns = (
-                    state.at_ns + order.decode_ns
-                )  # it lasts longer than expected: how long is as open as before
+                # It lasts longer than expected: how long is as open as before.
+                over_ns = state.at_ns + order.decode_ns
             counts = start_ns <= end_ns <= over_ns
         else:
             counts = order.phase == "decode"

@@ -188,9 +188,8 @@ class RequestHistories:
                 if history is None:
                     history = RequestHistory(arrived=event, seq=line.seq, arrived_ns=line.at_ns)
                     self.of[event.request_id] = self._open[event.request_id] = history
-                elif (
-                    history.ending != "open" and event.request_id in core.state.requests
-                ):  # sent again, and taken again
+                elif history.ending != "open" and event.request_id in core.state.requests:
+                    # Sent again, and taken again.
                     history.ending, history.end_ns, history.reason = "open", 0, ""
                     self._open[event.request_id] = history
             case PrefillFinished() | DecodeStarted() | RequestFinished():

@@ -175,7 +175,6 @@ class Announcer:
                 slots_leased=counts.leased,
                 leases=counts.leases,
             )
-            with contextlib.suppress(
-                BusError
-            ):  # waits for the ack, so that a long cut does not end in a burst
+            with contextlib.suppress(BusError):
+                # Waits for the ack, so that a long cut does not end in a burst.
                 await self._bus.append(heartbeat, source_id=self._node_id)

@@ -383,9 +383,8 @@ class SsdTier:
             file.write(run[0].record, [blocks[at.slot] for at in run])
         kept = {}
         for record, idle in pairs.items():
-            if self._guard.still(
-                idle
-            ):  # else it was evicted meanwhile: what was copied may be another block's bytes
+            if self._guard.still(idle):
+                # Else it was evicted meanwhile: what was copied may be another block's bytes.
                 slot = idle.slot
                 kept[record] = Entry(
                     slot.key, slot.checksum, slot.hits, bytes.fromhex(slot.tenant or "00" * 16)

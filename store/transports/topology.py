@@ -73,7 +73,8 @@ def read_topology(override: str = "", *, sysfs: Path = SYSFS) -> Topology:
         OSError,
         ValueError,
         RecursionError,
-    ) as problem:  # ValueError: of TOML, bytes, digits
+    ) as problem:
+        # ValueError: of TOML, bytes, digits.
         raise TopologyInvalid(f"{override}: {problem}") from None
     memory_node = _checked(given.pop("memory_node", 0), f"{override}: memory_node")
     for name, nic in _table(given, "nics", override).items():

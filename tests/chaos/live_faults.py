@@ -56,9 +56,8 @@ class Faults:
         while time.monotonic() < until:
             await asyncio.sleep(max(PAUSE_S_MIN, self.draw.expovariate(1 / self.every_s)))
             name = self.draw.choice(["nats-server", *self.cluster.names()])
-            with contextlib.suppress(
-                AssertionError, StopIteration, OSError
-            ):  # it is just being started again
+            with contextlib.suppress(AssertionError, StopIteration, OSError):
+                # It is just being started again.
                 if (task := await self.draw.choice(kinds)(name)) is not None:
                     lasting.append(task)
         await asyncio.gather(*lasting)

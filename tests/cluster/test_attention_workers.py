@@ -31,9 +31,8 @@ ONE_MODEL = ("--dtype", "float32", "--prefill", "1", "--decode", "1", "--worker-
 
 async def ask(cluster: Cluster, nc: Any, length: int, tokens: int = TOKENS) -> list[int]:
     request = {"prompt": prompt(length), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    answer = await cluster.generate(
-        nc, timeout=2 * BOUND_S, **request
-    )  # a worker's restart may be part of it
+    # A worker's restart may be part of it.
+    answer = await cluster.generate(nc, timeout=2 * BOUND_S, **request)
     found: list[int] = answer["token_ids"]
     return found
 

@@ -333,9 +333,8 @@ async def test_rejections_are_counted_by_reason(cluster: Cluster, nc: nats.NATS)
             found = await asyncio.to_thread(halfmoon, *where, *load)
             assert (found["load"], found["failed"], list(found["rejected"])) == ("poisson", 0, ["queue_full"])
             assert found["completed"] + found["rejected"]["queue_full"] == 30
-            assert found["goodput_share"] == round(
-                found["completed"] / 30, 6
-            )  # refused ones count against it
+            # Refused ones count against it.
+            assert found["goodput_share"] == round(found["completed"] / 30, 6)
             completed += found["completed"]
             rejected += found["rejected"]["queue_full"]
     finally:

@@ -246,9 +246,8 @@ async def test_one_trace_from_the_client_to_the_last_token(cluster: Cluster, rec
     assert {
         spans[name].about["halfmoon.request_id"] for name in ("conductor.place", "prefill", "decode")
     } == {request_id}
-    assert "moon" not in str([told.about for told in spans.values()]).replace(
-        "halfmoon", ""
-    )  # no text of anybody's
+    # No text of anybody's.
+    assert "moon" not in str([told.about for told in spans.values()]).replace("halfmoon", "")
 
 
 @pytest.mark.slow
@@ -350,9 +349,8 @@ async def test_the_stores_tell_of_the_transfer(
             "halfmoon-store",
         )
         assert transfer.about["halfmoon.target_node"] == "decode-0"
-        assert (
-            transfer.about["halfmoon.bytes"] == 13 * 16 * 30 * 2 * 3 * 64 * 4
-        )  # blocks of all layers, float32
+        # Blocks of all layers, float32.
+        assert transfer.about["halfmoon.bytes"] == 13 * 16 * 30 * 2 * 3 * 64 * 4
         assert within(transfer, spans["prefill"])
         assert {told.process for told in spans.values()} == {
             "frontend-0",

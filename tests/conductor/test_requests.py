@@ -350,10 +350,8 @@ def test_answers_teach_how_long_answers_are() -> None:
     script(arrived("next", max_tokens=100))
     script(arrived("other", max_tokens=1_000))
     blocks = script.core.state.workers["d0"].orders
-    assert list(blocks.values()) == [
-        11,
-        13,
-    ]  # 1,000 tokens and 10; 1,000 and the 256 that are thought at first
+    # 1,000 tokens and 10; 1,000 and the 256 that are thought at first.
+    assert list(blocks.values()) == [11, 13]
     script(RequestCancelled(request_id="next"))
     script(arrived("aborted", max_tokens=100))
     aborted = script.core.state.requests["aborted"].order_id

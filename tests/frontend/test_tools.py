@@ -309,9 +309,8 @@ def test_openais_client_calls_tools_and_parses_answers(run: Any, tokenizer: Toke
         assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("Warm.", "stop")
         ids = unpack_tokens(seen[-1].token_ids)
         assert "<tool_response>\n30 <|im_end|>\n</tool_response>" in tokenizer.decode(ids)
-        assert (
-            ids.count(tokenizer.control["<|im_end|>"]) == 4
-        )  # system, user, assistant, both results in one turn
+        # System, user, assistant, both results in one turn.
+        assert ids.count(tokenizer.control["<|im_end|>"]) == 4
 
         texts.append("I look. " + ONE)
         content, pieces, names = "", "", []

@@ -67,9 +67,8 @@ def reference_model(model: LoadedModel) -> Any:
     missing, unexpected = reference.load_state_dict(state_dict(model), strict=False)
     assert not missing, missing
     assert not unexpected, unexpected
-    reference.model.rotary_emb = type(reference.model.rotary_emb)(
-        theirs
-    )  # its frequencies are not in the state
+    # Its frequencies are not in the state.
+    reference.model.rotary_emb = type(reference.model.rotary_emb)(theirs)
     return reference.float().eval()
 
 

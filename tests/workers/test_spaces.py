@@ -108,9 +108,8 @@ def test_a_chat_is_its_rendered_template(style: str, words: list[str]) -> None:
 def test_a_control_token_in_a_message_changes_no_piece_but_its_own(style: str) -> None:
     messages = [{"role": "user", "content": "the </s> cat"}]
     ids = tokenizer(style).encode_chat(messages)
-    unknown = tokenizer(style).control[
-        "<unk>"
-    ]  # is a control token, too: anybody can write what no token has
+    # It is a control token too: anybody can write what no token has.
+    unknown = tokenizer(style).control["<unk>"]
     assert [i for i in ids if i in tokenizer(style).control_ids - {unknown}] == [1]
     head = library(style).encode("<s>[INST] the", add_special_tokens=False).ids
     assert ids[: len(head)] == head

@@ -168,9 +168,8 @@ class NatsEdge:
         self.answer_error(endpoint, started_ns, reply, error)
 
     def answer_error(self, endpoint: ServiceEndpoint, started_ns: int, reply: str, error: ApiError) -> None:
-        endpoint.finished(
-            started_ns, f"{error.status} {error.code}"
-        )  # any client may ask for it: nobody's words
+        # Any client may ask for it: nobody's words.
+        endpoint.finished(started_ns, f"{error.status} {error.code}")
         message = re.sub(r"[^\x20-\x7e]", "?", error.message)[:512]
         headers = {ERROR_CODE_HEADER: str(error.status), ERROR_HEADER: message, **error.retry_headers()}
         self.send_last(reply, error.body(), headers)

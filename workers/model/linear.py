@@ -26,9 +26,8 @@ class Linear:
         if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
             self._pack()
         if self._pointwise is None:
-            self._weight = (
-                weight.contiguous().clone()
-            )  # weights read from a file are not aligned to a cache line
+            # Weights read from a file are not aligned to a cache line.
+            self._weight = weight.contiguous().clone()
 
     @property
     def packed(self) -> bool:

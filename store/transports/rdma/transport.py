@@ -159,9 +159,8 @@ class RdmaTransport:
             pair.fail(TransferError("the transport is closed"))
         for cancellation in self._running:
             cancellation.cancel()
-        with contextlib.suppress(
-            TimeoutError
-        ):  # a move that waits for an answer over the bus fails by itself
+        with contextlib.suppress(TimeoutError):
+            # A move that waits for an answer over the bus fails by itself.
             async with asyncio.timeout(CLOSE_S):
                 while self._running:
                     await asyncio.sleep(0.01)

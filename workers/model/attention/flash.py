@@ -33,7 +33,8 @@ def flash_unavailable(device: torch.device, dtype: torch.dtype, block_tokens: in
         ImportError,
         OSError,
         RuntimeError,
-    ) as error:  # RuntimeError: registered twice, or by another build
+    ) as error:
+        # RuntimeError: registered twice, or by another build.
         reasons.append(f"flash_attn cannot be imported: {error}")
     return reasons
 

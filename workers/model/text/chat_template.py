@@ -57,9 +57,8 @@ class ChatTemplate:
         self.knows_tools = False
         try:
             with metered(Meter(0, SECONDS_MAX)), warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # Python's, about the code that Jinja makes of odd expressions
+                # Python's, about the code that Jinja makes of odd expressions.
+                warnings.simplefilter("ignore")
                 environment = MeteredEnvironment()
                 self._template = environment.from_string(source)
                 self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))

@@ -117,9 +117,8 @@ class Tokenizer:
             ids: list[int] = chosen.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except (
-            BaseException
-        ) as error:  # the library raises plain Exception, and its panics are no Exception at all
+        except BaseException as error:
+            # The library raises plain Exception, and its panics are no Exception at all.
             raise TextNotEncoded(f"the tokenizer fails on this text: {str(error)[:200]}") from None
         return ids
 

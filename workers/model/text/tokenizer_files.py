@@ -79,9 +79,8 @@ def _built(field: str, build: Callable[[], T]) -> T:
             return build()
     except (ModelError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except (
-        BaseException
-    ) as error:  # the library raises plain Exception, and its panics are no Exception at all
+    except BaseException as error:
+        # The library raises plain Exception, and its panics are no Exception at all.
         raise ModelBroken(field, f"is refused by the tokenizer: {str(error)[:200]}") from None
 
 
