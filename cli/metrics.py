@@ -12,7 +12,6 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from halfmoon.bus.telemetry.metrics import serve_metrics
 from halfmoon.cli.options import OptionInvalid
 
 LOOPBACK = "127.0.0.1"
@@ -45,6 +44,9 @@ async def shown(
     if not args.metrics:
         yield
         return
+    # It takes aiohttp along, which a process without it does without.
+    from halfmoon.bus.edge.metrics_page import serve_metrics
+
     host, port = address(args.metrics)
     try:
         server = await serve_metrics(registry, host=host, port=port, refresh=refresh)

@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schemas": {"schemas.api"},
     "schemas.api": {"schemas"},
     "bus": {"schemas"},
+    "bus.edge": {"bus", "bus.telemetry", "schemas", "schemas.api"},
     "bus.telemetry": {"bus", "schemas", "schemas.api"},
     "conductor.code_version": set(),
     "conductor.core.state": {"schemas"},
@@ -116,6 +117,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workers.model": {"workers.model.loading"},
     "workers.frontend": {
         "bus",
+        "bus.edge",
         "bus.telemetry",
         "schemas",
         "schemas.api",

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import importlib.metadata
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from halfmoon.bus.connection import Bus
-from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.numbers import SECOND_NS
-
-if TYPE_CHECKING:
-    from halfmoon.bus.telemetry.http_server import HttpServer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -153,26 +149,3 @@ def process_registry(bus: Bus, *, role: str, process_id: str, node_id: str = "")
 def exposition(registry: CollectorRegistry) -> bytes:
     """All metrics of `registry` in Prometheus' text form."""
     return generate_latest(registry)
-
-
-async def serve_metrics(
-    registry: CollectorRegistry, *, host: str, port: int, refresh: Callable[[], Awaitable[None]] | None = None
-) -> HttpServer:
-    """`/metrics` of a process; `await server.stop()` ends it. `refresh` asks others first. Raises OSError."""
-    from aiohttp import web
-
-    from halfmoon.bus.telemetry.http_server import HttpLimits, HttpServer
-
-    async def show(request: web.BaseRequest) -> web.StreamResponse:
-        if request.path != "/metrics":
-            raise ApiError(404, f"there is no {request.path[:200]}", code="unknown_url")
-        if request.method not in ("GET", "HEAD"):
-            raise ApiError(405, "/metrics wants GET", code="method_not_allowed")
-        if refresh is not None:
-            await refresh()
-        return web.Response(body=exposition(registry), headers={"content-type": CONTENT_TYPE})
-
-    limits = HttpLimits(connections_max=64, connections_per_address_max=32, reserved_max=8)
-    server = HttpServer(show, limits, urgent=frozenset(("/metrics",)))
-    await server.start(host, port)
-    return server

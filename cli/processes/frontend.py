@@ -19,7 +19,7 @@ from halfmoon.schemas.numbers import SECOND_NS
 if TYPE_CHECKING:
     import ssl
 
-    from halfmoon.bus.telemetry.http_server import HttpLimits
+    from halfmoon.bus.edge.http_server import HttpLimits
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +116,7 @@ def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
 
 def _limits(args: argparse.Namespace) -> HttpLimits:
     """Raises OptionInvalid."""
-    from halfmoon.bus.telemetry.http_server import HttpLimits
+    from halfmoon.bus.edge.http_server import HttpLimits
 
     try:
         return HttpLimits(

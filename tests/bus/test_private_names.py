@@ -1,5 +1,5 @@
 """Private names of libraries that are used here, each list whole: what a newer version takes away is named, and so is
-what is used or shadowed from today on. Why they are needed: `bus/client.py`, `bus/telemetry/http_server.py`.
+what is used or shadowed from today on. Why they are needed: `bus/client.py`, `bus/edge/http_server.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NATS_CLIENT = {
 NATS_SUBSCRIPTION = {"_id"}
 #: Of a connection over TLS, to end it without a farewell.
 NATS_TRANSPORT = {"_io_writer"}
-HTTP_FILES = ("bus/telemetry/http_server.py",)
+HTTP_FILES = ("bus/edge/http_server.py",)
 #: The loop that a request is made with; the hook before the head of each answer.
 HTTP_CONNECTION = {"_loop"}
 HTTP_REQUEST = {"_prepare_hook"}

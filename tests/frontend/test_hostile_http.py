@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from frontend_double import Double
 
-from halfmoon.bus.telemetry.http_server import HttpLimits
+from halfmoon.bus.edge.http_server import HttpLimits
 from halfmoon.schemas.events import RequestArrived, RequestCancelled
 from halfmoon.workers.frontend.nats_service import settled
 from tests.eventually import BOUND_S, eventually

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "frontend"))
 
 from frontend_double import MODEL, Cluster, cluster
 
+from halfmoon.bus.edge.http_server import HttpLimits
 from halfmoon.bus.embedded import EmbeddedServer
-from halfmoon.bus.telemetry.http_server import HttpLimits
 from halfmoon.workers.frontend.page import feed
 from halfmoon.workers.model.text.tokenizer import Tokenizer
 from tests.eventually import Late, eventually

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from halfmoon.bus.config import BusConfig
 from halfmoon.bus.connection import Bus
-from halfmoon.bus.telemetry.metrics import LATENCY_S, Times, histogram, serve_metrics
+from halfmoon.bus.edge.metrics_page import serve_metrics
+from halfmoon.bus.telemetry.metrics import LATENCY_S, Times, histogram
 from halfmoon.cli.main import main
 from halfmoon.cli.metrics import Targets, address
 from halfmoon.cli.options import OptionInvalid

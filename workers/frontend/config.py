@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from halfmoon.bus.telemetry.http_server import HttpLimits
+from halfmoon.bus.edge.http_server import HttpLimits
 from halfmoon.bus.wire import CLIENT_INBOXES, is_subject
 from halfmoon.schemas import subjects
 from halfmoon.schemas.numbers import SECOND_NS

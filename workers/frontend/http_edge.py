@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from halfmoon.bus.telemetry.http_server import (
+from halfmoon.bus.edge.http_server import (
     JSON,
     Handler,
     HttpServer,

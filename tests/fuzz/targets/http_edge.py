@@ -17,8 +17,8 @@ from typing import Any
 from unittest import mock
 from urllib.parse import urlparse
 
+from halfmoon.bus.edge.http_server import _Server
 from halfmoon.bus.errors import PeerError, PeerUnreachable
-from halfmoon.bus.telemetry.http_server import _Server
 from halfmoon.schemas import subjects
 from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.decisions import Ordered, RejectRequest, StartPrefill

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
-from halfmoon.bus.telemetry.http_server import JSON, Handler, client_request_id, read_body, refusal
+from halfmoon.bus.edge.http_server import JSON, Handler, client_request_id, read_body, refusal
 from halfmoon.bus.telemetry.tracing import checked_traceparent
 from halfmoon.schemas.api.errors import ApiError
 from halfmoon.schemas.api.requests import ApiRequest
