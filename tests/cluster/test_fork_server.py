@@ -188,6 +188,18 @@ async def test_a_worker_that_is_killed_before_it_has_answered_is_missed(
     assert not isinstance(told.value, ForkServerLost)
 
 
+async def test_a_fork_server_that_ends_with_a_request_in_its_hands_is_lost(
+    ended: tuple[ForkServer, socket.socket],
+) -> None:
+    server, theirs = ended
+    asked = asyncio.create_task(server.fork(["decode"], {}))
+    _, (output,), _, _ = await asyncio.to_thread(socket.recv_fds, theirs, fork_server.REQUEST_BYTES_MAX, 1)
+    theirs.close()
+    os.close(output)
+    with pytest.raises(ForkServerLost):
+        await asked
+
+
 async def test_a_fork_that_there_is_no_process_for_is_refused_and_the_next_one_is_heard(
     ended: tuple[ForkServer, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +221,7 @@ async def test_a_fork_that_there_is_no_process_for_is_refused_and_the_next_one_i
 def test_what_is_forked_draws_other_numbers() -> None:
     program = f"""
 import os, random
-import numpy, torch
+import numpy.random, torch
 from {FORK_SERVER} import _draw_anew
 for _ in range(2):
     if not os.fork():
