@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,13 +102,17 @@ def build_engine(
 
     from halfmoon.workers.model.engine import Engine
     from halfmoon.workers.model.loading.files import load_model
+    from halfmoon.workers.model.preloaded import preloaded
 
     _set_threads(args)
     device = _usable_device(args)
     dtype = getattr(torch, layout.dtype)
     if device == "cpu":
         _check_memory(args, dtype.itemsize)
-    model = load_model(args.model, dtype=dtype, device=device)
+    known = (
+        preloaded(layout.model_fingerprint, dtype, query_first=cache_elsewhere) if device == "cpu" else None
+    )
+    model, transformer = known or (load_model(args.model, dtype=dtype, device=device), None)
     try:
         return Engine(
             model,
@@ -119,9 +123,23 @@ def build_engine(
             segment_tokens=layout.segment_tokens,
             query_first=cache_elsewhere,
             masks=_masks(args.model, model.config.vocab),
+            transformer=transformer,
         )
     except (RuntimeError, MemoryError) as problem:
         raise _no_memory(problem, layout, kv_blocks) from None
+
+
+def preload_model(args: argparse.Namespace, layout: Layout, query_first: Iterable[bool]) -> None:
+    """For workers that are forked from this process: their `build_engine` finds the weights packed, for one thread."""
+    import torch
+
+    from halfmoon.workers.model.loading.files import load_model
+    from halfmoon.workers.model.preloaded import preload
+
+    torch.set_num_threads(1)
+    dtype = getattr(torch, layout.dtype)
+    _check_memory(args, dtype.itemsize)
+    preload(load_model(args.model, dtype=dtype), query_first)
 
 
 def _masks(model: str, vocab: int) -> GrammarMasks:

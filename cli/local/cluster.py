@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ from halfmoon.bus.tasks import end_tasks
 from halfmoon.cli import model as models
 from halfmoon.cli.local.credentials import credentials_of, make_credentials
 from halfmoon.cli.local.flags import DRAIN_S, process_flags, secret_environment, worker_flags
+from halfmoon.cli.local.forked import ForkServer
 from halfmoon.cli.local.log_server import LogServer
 from halfmoon.cli.local.ports import port_or_free, wanted_port
 from halfmoon.cli.local.supervisor import Child, Supervisor
@@ -30,7 +32,7 @@ from halfmoon.cli.options import (
     stream_limits,
 )
 from halfmoon.cli.output import say
-from halfmoon.cli.processes.attention import check_attention
+from halfmoon.cli.processes.attention import check_attention, decode_attention
 from halfmoon.cli.processes.options import policy_of
 from halfmoon.conductor.live.bootstrap import bootstrap_core
 from halfmoon.conductor.log_reading import LogUnreadable
@@ -109,6 +111,7 @@ class LocalCluster:
             self.say(f"removed what an earlier cluster left: {', '.join(map(str, removed))}")
         shutil.rmtree(self.directory / "output", ignore_errors=True)
         (self.directory / "layout.json").write_bytes(_layout_json(layout))
+        self._start_fork_server(layout)
         if not args.nats:
             self._keep_one_old_log()
             port = wanted_port("--nats-port", args.nats_port, "127.0.0.1") or port_or_free(4222)
@@ -156,6 +159,23 @@ class LocalCluster:
             raise TimeoutError(
                 f"these have not joined within {START_S_MAX:g} s: {missing}; see {self.directory / 'output'}"
             ) from None
+
+    def _start_fork_server(self, layout: Layout) -> None:
+        """All else starts while it loads the model. There is none for a GPU, whose memory a fork does not share, and
+        none where workers compute in several threads: how weights are packed may depend on their number.
+        """
+        args = self.args
+        elsewhere = decode_attention(args, attention_workers=args.attention) == "remote"
+        whole = args.prefill or args.mixed or (args.decode and not elsewhere)
+        forms = [*["whole"] * bool(whole), *["query-first"] * bool(args.decode and elsewhere)]
+        if not (forms and layout.layers) or models.device_of(args) != "cpu" or args.threads != 1:
+            return
+        output = self.directory / "output"
+        output.mkdir(exist_ok=True)
+        flags = [f"--model={args.model}", f"--layout-file={self.directory / 'layout.json'}"]
+        flags += [f"--form={form}" for form in forms]
+        with contextlib.suppress(OSError):  # then each worker loads the model by itself
+            self.supervisor.fork_server = ForkServer.start(flags, output / "fork-server.out")
 
     async def _start_children(self, layout: Layout) -> set[str]:
         args = self.args
@@ -229,6 +249,7 @@ class LocalCluster:
         """Drains rank after rank of `ROLES`."""
         if self.log_server is not None:
             self.log_server.expects_events = False
+        self.supervisor.end_launches()
         ranks = {name: ROLES[child.role].drain_rank for name, child in self.supervisor.children.items()}
         for rank in sorted(set(ranks.values())):
             await self.supervisor.stop([name for name in ranks if ranks[name] == rank], within_s=DRAIN_S + 2)

@@ -2,7 +2,7 @@
 
 The kernel kills every child when the parent dies (PR_SET_PDEATHSIG), so `kill -9` of `halfmoon up` leaves no
 process. A child that dies is announced at once (the conductor need not wait for its heartbeat to lapse) and
-started again with a growing pause.
+started again with a growing pause. Workers are forked from a process that has loaded their model, where there is one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfmoon.bus.embedded import die_with_parent
+from halfmoon.cli.local.forked import ForkedProcess, ForkServer, ForkServerLost, end
 from halfmoon.cli.local.output_log import OutputLog, lines_of
-from halfmoon.schemas.roles import ProcessRole
+from halfmoon.schemas.roles import WORKER_ROLES, ProcessRole
 
 PAUSE_S_MIN = 0.2
 PAUSE_S_MAX = 2.0
@@ -36,7 +37,7 @@ class Child:
     command: list[str]
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
-    process: asyncio.subprocess.Process | None = None
+    process: asyncio.subprocess.Process | ForkedProcess | None = None
     started_at: float = 0.0
     pause_s: float = PAUSE_S_MIN
     restarts: int = 0
@@ -57,14 +58,34 @@ class Supervisor:
         self._on_death = on_death
         self._on_line = on_line
         self._stopping: set[str] = set()
+        #: Workers are forked from it; None: they are started as the others are.
+        self.fork_server: ForkServer | None = None
+        self._ending = False
 
     async def start(self, child: Child) -> None:
+        """A worker that is forked is launched by its watcher: others need not wait until its model is loaded."""
         self.children[child.name] = child
-        await self._launch(child)
+        if not self._is_forked(child):
+            await self._launch(child)
         child.watcher = asyncio.create_task(self._watch(child))
+
+    def _is_forked(self, child: Child) -> bool:
+        return self.fork_server is not None and child.role in WORKER_ROLES
 
     async def _launch(self, child: Child) -> None:
         child.started_at = time.monotonic()
+        if self.fork_server is not None and self._is_forked(child):
+            try:
+                child.process = await self.fork_server.fork(child.command, child.environment)
+            except ForkServerLost:
+                if self._ending:
+                    raise
+                self._close_fork_server()
+                self._on_line(
+                    child, "warning: there is nothing to fork it from: it loads its model by itself"
+                )
+            else:
+                return
         child.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -86,7 +107,11 @@ class Supervisor:
             try:
                 await self._launch(child)
                 _kill_unknown(child)
+                if child.name in self._stopping:  # there was nothing to signal before
+                    _signal(child, signal.SIGTERM)
                 return True
+            except ForkServerLost:
+                return False
             except (OSError, RuntimeError, MemoryError) as problem:  # RuntimeError: no thread can be started
                 _kill_unknown(child)
                 if (why := str(problem) or type(problem).__name__) != said:
@@ -96,6 +121,8 @@ class Supervisor:
         return False
 
     async def _watch(self, child: Child) -> None:
+        if child.process is None and not await self._launch_again(child):
+            return
         while True:
             process = child.process
             assert process is not None
@@ -135,6 +162,16 @@ class Supervisor:
             if child.watcher:
                 child.watcher.cancel()
 
+    def end_launches(self) -> None:
+        """The cluster is to stop: workers that wait for their model are not started any more."""
+        self._ending = True
+        self._close_fork_server()
+
+    def _close_fork_server(self) -> None:
+        if self.fork_server is not None:
+            self.fork_server.close()
+            self.fork_server = None
+
     def kill(self, names: list[str] | None = None) -> None:
         for name in names or list(self.children):
             self._stopping.add(name)
@@ -150,8 +187,7 @@ def _kill_unknown(child: Child) -> None:
             for pid in map(int, (task / "children").read_text().split()):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
                 if pid != known and words[3 : 3 + len(child.command)] == child.command:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
+                    end(pid)
 
 
 def _signal(child: Child, number: signal.Signals) -> None:

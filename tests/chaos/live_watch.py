@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.cluster.harness import Cluster, children, command_of
+from tests.cluster.harness import FORK_SERVER, Cluster, children, command_of
 
 SAMPLE_S = 5.0
 #: A process is measured from this age on: until then it loads its model and fills its caches.
@@ -125,4 +125,6 @@ def kind_of(pid: int) -> str:
     words = command_of(pid)
     if words and words[0].endswith("nats-server"):
         return "nats-server"
+    if FORK_SERVER in words[2:3]:
+        return "fork-server"
     return next((word for word in words[2:4] if word and not word.startswith(("-", "halfmoon."))), "?")

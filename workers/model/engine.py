@@ -71,18 +71,19 @@ class Engine:
         segment_tokens: int | None = None,
         query_first: bool = False,
         masks: GrammarMasks | None = None,
+        transformer: Transformer | None = None,
     ) -> None:
         """`query_first`: decode sends queries elsewhere before it computes their keys and values; the same bits.
-        `masks`: for requests with a grammar; None: there are none.
+        `masks`: for requests with a grammar, if any. `transformer`: the model's weights, if they are packed already.
         """
         self.config, self.dtype = model.config, model.dtype
         self.model_name, self.fingerprint = model.name, model.fingerprint
         self.exact, self.block_tokens = exact, block_tokens
         with torch.inference_mode():
-            # A table for all that config.json promises may be larger than the model: it grows where a sequence whose
-            # KV lies partly elsewhere is longer than the cache.
+            # All positions that config.json promises may be more than the model; the table grows for KV elsewhere.
             positions = min(model.config.context_tokens_max, num_blocks * block_tokens)
-            self._model = Transformer(model.config, model.weights, positions, query_first=query_first)
+            packed = transformer or Transformer(model.config, model.weights, query_first=query_first)
+            self._model = packed.for_positions(positions)
         self.device = self._model.device
         # Outside of inference mode, or only code inside of it could write to the cache.
         self.cache = PagedCache(model.config, num_blocks, block_tokens, model.dtype, self.device)

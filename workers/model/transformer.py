@@ -7,6 +7,7 @@ rounded once.
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -145,7 +146,12 @@ class Transformer:
     """A whole model on one device, without cache or attention. `positions`: tokens of the sequences to begin with."""
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], positions: int, *, query_first: bool = False
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        positions: int = 1,
+        *,
+        query_first: bool = False,
     ) -> None:
         self.config = config
         self._embed = weights["embed"]
@@ -154,6 +160,12 @@ class Transformer:
         self.rotary = Rotary(config, self.device, positions)
         self._norm = weights["norm"].float()
         self._head = Linear(weights["embed"] if config.tied else weights["head"])
+
+    def for_positions(self, positions: int) -> Transformer:
+        """The same weights, not copied, for sequences of so many tokens to begin with."""
+        other = copy.copy(self)
+        other.rotary = Rotary(self.config, self.device, positions)
+        return other
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(token_ids, self._embed)

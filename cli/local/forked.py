@@ -1,0 +1,200 @@
+"""Workers of `halfmoon up` that are forked from one process which has loaded the model (`fork_server.py`).
+
+Where that process cannot be had, or has died, workers are started as any other process: slower, with weights of their
+own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from halfmoon.bus.embedded import die_with_parent
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET = 1
+_ANSWER_BYTES_MAX = 4096
+#: A worker's command is shown in this room, by `ps` and to whoever looks for it.
+_WORDS_ROOM = "." * 8192
+
+
+class ForkServerLost(OSError):
+    """It has ended, or never came up."""
+
+
+class ForkedProcess:
+    """A child of this process that somebody else started; as far as is needed what asyncio's own processes are."""
+
+    def __init__(self, pid: int, stdout: asyncio.StreamReader) -> None:
+        """Raises OSError where it has no descriptor."""
+        self.pid, self.stdout = pid, stdout
+        self.returncode: int | None = None
+        self._descriptor = os.pidfd_open(pid)
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._descriptor, self._collect)
+
+    def _collect(self) -> None:
+        """It has ended: its status is taken, and the kernel forgets it."""
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Its id is nobody else's before `_collect`."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+
+def end(pid: int) -> None:
+    """Kills a child that nobody watches."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+class _Output(asyncio.StreamReaderProtocol):
+    """The words of a worker. `over`: nobody can write any more."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        super().__init__(reader)
+        self.reader = reader
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if not self.over.done():
+            self.over.set_result(None)
+
+
+class ForkServer:
+    """Loads while other processes start: the first fork waits for it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+        self.process, self._channel = process, channel
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    def start(cls, flags: Sequence[str], log: Path) -> ForkServer:
+        """`flags`: options of `fork_server`. Raises OSError where this kernel or machine cannot."""
+        os.close(os.pidfd_open(os.getpid()))
+        # What it forks and leaves becomes a child of this process.
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, _PR_SET):
+            raise OSError("this process cannot adopt others")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        module = "halfmoon.cli.local.fork_server"
+        with theirs, log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, f"--channel={theirs.fileno()}", *flags, _WORDS_ROOM],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A library that starts threads when it is imported could not be forked.
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "PYTHONUNBUFFERED": "1",
+                },
+                pass_fds=(theirs.fileno(),),
+                preexec_fn=die_with_parent,
+                start_new_session=True,
+            )
+        return cls(process, ours)
+
+    async def fork(self, command: list[str], environment: dict[str, str]) -> ForkedProcess:
+        """One that runs this command of `halfmoon`, with `environment` beside this process's own.
+
+        Raises ForkServerLost, and OSError where there is no process, memory or descriptor to be had now.
+        """
+        request = json.dumps({"command": command, "environment": environment}).encode()
+        async with self._turn:
+            output = _Output(asyncio.StreamReader())
+            read_end, write_end = os.pipe()
+            try:
+                transport = await _opened(read_end, output)
+                try:
+                    _send(self._channel, request, write_end)
+                except OSError:
+                    transport.close()
+                    raise
+            finally:
+                os.close(write_end)
+            try:
+                pid = await self._answer(output.over)
+            except BaseException:
+                transport.close()
+                raise
+            try:
+                return ForkedProcess(pid, output.reader)
+            except BaseException:
+                transport.close()
+                end(pid)
+                raise
+
+    async def _answer(self, over: asyncio.Future[None]) -> int:
+        """The worker's process id. Who is killed before it has answered leaves an output that nobody writes to."""
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._channel, readable.set)
+        waiting: asyncio.Future[Any] = loop.create_task(readable.wait())
+        try:
+            await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)
+            answer = self._channel.recv(_ANSWER_BYTES_MAX)
+        except BlockingIOError:
+            raise OSError("it was killed before it began") from None
+        except ConnectionError:
+            raise ForkServerLost from None
+        finally:
+            waiting.cancel()
+            loop.remove_reader(self._channel)
+        if not answer:
+            raise ForkServerLost
+        told = json.loads(answer)
+        if "error" in told:
+            raise OSError(told["error"])
+        pid: int = told["pid"]
+        return pid
+
+    def close(self) -> None:
+        """Ends it; what it forked goes on. Whoever waits for a fork has ForkServerLost."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        if not self._turn.locked():
+            self._channel.close()
+
+
+async def _opened(read_end: int, output: _Output) -> asyncio.ReadTransport:
+    """Raises OSError, RuntimeError."""
+    pipe = os.fdopen(read_end, "rb", buffering=0)
+    try:
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: output, pipe)
+    except BaseException:
+        pipe.close()
+        raise
+    return transport
+
+
+def _send(channel: socket.socket, request: bytes, output: int) -> None:
+    """Raises ForkServerLost where nobody is there."""
+    try:
+        socket.send_fds(channel, [request], [output])
+    except ConnectionError:
+        raise ForkServerLost from None

@@ -1,0 +1,250 @@
+"""Workers of `halfmoon up` are forked from a process that has the model: one copy of the weights, and back at once."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from halfmoon.bus.embedded import EmbeddedServer
+from halfmoon.cli.local import fork_server, forked
+from halfmoon.cli.local.forked import ForkServer, ForkServerLost
+from tests.cluster.harness import FORK_SERVER, Cluster, children, command_of, running
+from tests.eventually import eventually
+from tests.workers.made_models import directory
+
+#: Of the model that comes along, in f32; what is packed of it is more.
+WEIGHTS_MIB = 513
+TOKEN = "full-moon"
+#: The made model has no room for more.
+TINY = ("--block-tokens", "16", "--pool-mib", "16", "--dtype", "float32", "--prefill", "1", "--decode", "1")
+ALONE = "warning: there is nothing to fork it from: it loads its model by itself"
+
+
+def private_mib(pid: int) -> int:
+    """Memory that no other process has."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) // 1024
+
+
+def fork_servers(cluster: Cluster) -> list[int]:
+    return [pid for pid in children(cluster.process.pid) if FORK_SERVER in command_of(pid)]
+
+
+def beginning(pid: int) -> bytes:
+    """What an exec told the process: it has random addresses, which are the same in all that is forked."""
+    return Path(f"/proc/{pid}/auxv").read_bytes()
+
+
+async def answer(cluster: Cluster) -> str:
+    body = {"prompt": "abcdefgh" * 4, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{cluster.http}/v1/completions", json=body) as response,
+    ):
+        answered: dict[str, Any] = await response.json()
+        assert response.status == 200, answered
+        return str(answered["choices"][0]["text"])
+
+
+async def killed_and_back(cluster: Cluster, name: str) -> int:
+    """The process id of the worker's next life, once it takes orders."""
+    lives = cluster.output(name).count("takes orders")
+    old = cluster.kill(name)
+    await eventually(lambda: cluster.output(name).count("takes orders") > lives, f"{name} is back")
+    new = cluster.pid(name)
+    assert new != old
+    return new
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Cluster]:
+    """A made model's workers, of whose environment alone the server's token comes."""
+    model = directory().write(tmp_path / "model")
+    server = EmbeddedServer.start(tmp_path / "nats", extra_config=f'authorization {{ token: "{TOKEN}" }}')
+    try:
+        flags = ("--model", str(model), "--nats", server.url, "--nats-token", TOKEN)
+        with running(tmp_path / "state", *TINY, *flags) as cluster:
+            yield cluster
+    finally:
+        server.stop()
+
+
+async def test_workers_are_forked_and_forked_again_and_without_a_fork_server_start_by_themselves(
+    tiny: Cluster,
+) -> None:
+    (server,) = fork_servers(tiny)
+    text = await answer(tiny)
+    workers = [tiny.pid(name) for name in ("prefill-0", "decode-0")]
+    assert [beginning(pid) == beginning(server) for pid in workers] == [True, True]
+    assert beginning(tiny.pid("frontend-0")) != beginning(server)
+
+    again = await killed_and_back(tiny, "decode-0")
+    assert beginning(again) == beginning(server)
+    assert again in children(tiny.process.pid)
+    assert await answer(tiny) == text
+
+    os.kill(server, signal.SIGKILL)  # which nobody notices before a worker has to be started again
+    alone = await killed_and_back(tiny, "decode-0")
+    assert beginning(alone) != beginning(workers[0])
+    assert await answer(tiny) == text
+    assert fork_servers(tiny) == []
+    said = (tiny.directory.parents[1] / f"{tiny.name}.out").read_text()
+    assert said.count(f"decode-0: {ALONE}") == 1
+
+
+def test_workers_share_their_weights(small: Cluster) -> None:
+    """One mapping of the machine's memory for all: none has so much as half of them for itself."""
+    assert len(fork_servers(small)) == 1
+    workers = [small.pid(name) for name in ("prefill-0", "prefill-1", "decode-0")]
+    assert [pid for pid in workers if private_mib(pid) > WEIGHTS_MIB // 2] == []
+
+
+@pytest.mark.slow
+def test_workers_that_compute_in_several_threads_are_not_forked(tmp_path: Path) -> None:
+    model = directory().write(tmp_path / "model")
+    with running(tmp_path / "state", *TINY, "--model", str(model), "--threads", "2") as cluster:
+        assert fork_servers(cluster) == []
+        assert beginning(cluster.pid("prefill-0")) != beginning(cluster.pid("decode-0"))
+
+
+@pytest.fixture
+def adopting() -> Iterator[None]:
+    """Who starts a fork server adopts what is left alone; this process does not go on with it."""
+    yield
+    ctypes.CDLL(None).prctl(forked._PR_SET_CHILD_SUBREAPER, 0)
+
+
+@pytest.mark.usefixtures("adopting")
+async def test_a_fork_server_that_cannot_load_is_lost_and_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "fork-server.out"
+    server = ForkServer.start(
+        ["--model=none", f"--layout-file={tmp_path / 'none.json'}", "--form=whole"], log
+    )
+    for _ in range(2):
+        with pytest.raises(ForkServerLost):
+            await server.fork(["decode", "--node", "n"], {})
+    server.close()
+    assert "none.json" in log.read_text()
+
+
+@pytest.mark.usefixtures("adopting")
+async def test_who_waits_for_a_fork_is_told_that_the_fork_server_was_closed(tmp_path: Path) -> None:
+    layout = tmp_path / "layout"
+    os.mkfifo(layout)
+    server = ForkServer.start(
+        ["--model=none", f"--layout-file={layout}", "--form=whole"], tmp_path / "fork-server.out"
+    )
+    waiting = asyncio.create_task(server.fork(["decode", "--node", "n"], {}))
+    never_written = await eventually(lambda: _opened(layout), "it reads its layout")
+    assert not waiting.done()
+    server.close()
+    with pytest.raises(ForkServerLost):
+        await waiting
+    os.close(never_written)
+
+
+def _opened(pipe: Path) -> int:
+    """A descriptor; 0: nobody reads."""
+    try:
+        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return 0
+
+
+@pytest.fixture
+def ended() -> Iterator[tuple[ForkServer, socket.socket]]:
+    """One whose process is not there, and the socket's other end, where a test is that process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    server = ForkServer(subprocess.Popen(["true"]), ours)
+    yield server, theirs
+    server.close()
+    theirs.close()
+
+
+async def test_a_worker_that_is_killed_before_it_has_answered_is_missed(
+    ended: tuple[ForkServer, socket.socket],
+) -> None:
+    """It can be started again: the fork server is not lost."""
+    server, theirs = ended
+    asked = asyncio.create_task(server.fork(["decode"], {}))
+    _, (output,), _, _ = await asyncio.to_thread(socket.recv_fds, theirs, fork_server.REQUEST_BYTES_MAX, 1)
+    assert not asked.done()
+    os.close(output)
+    with pytest.raises(OSError, match="killed before it began") as told:
+        await asked
+    assert not isinstance(told.value, ForkServerLost)
+
+
+async def test_a_fork_server_that_ends_with_a_request_in_its_hands_is_lost(
+    ended: tuple[ForkServer, socket.socket],
+) -> None:
+    server, theirs = ended
+    asked = asyncio.create_task(server.fork(["decode"], {}))
+    _, (output,), _, _ = await asyncio.to_thread(socket.recv_fds, theirs, fork_server.REQUEST_BYTES_MAX, 1)
+    theirs.close()
+    os.close(output)
+    with pytest.raises(ForkServerLost):
+        await asked
+
+
+async def test_a_fork_that_there_is_no_process_for_is_refused_and_the_next_one_is_heard(
+    ended: tuple[ForkServer, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_process() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", no_process)
+    server, theirs = ended
+    serving = asyncio.create_task(asyncio.to_thread(fork_server.serve, theirs, os.getpid()))
+    for _ in range(2):
+        with pytest.raises(OSError, match="temporarily unavailable") as told:
+            await server.fork(["decode"], {})
+        assert not isinstance(told.value, ForkServerLost)
+    server.close()
+    assert await serving is None
+
+
+@pytest.mark.slow
+def test_what_is_forked_draws_other_numbers() -> None:
+    program = f"""
+import os, random
+import numpy.random, torch
+from {FORK_SERVER} import _draw_anew
+for _ in range(2):
+    if not os.fork():
+        _draw_anew()
+        print(random.random(), numpy.random.random(), float(torch.rand(1)), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = (line.split() for line in done.stdout.splitlines())
+    assert [one == other for one, other in zip(first, second, strict=True)] == [False, False, False]
+
+
+@pytest.mark.parametrize("words", [["decode", "--node", "n"], ["w" * 5000, "cut"]])
+def test_a_process_shows_the_words_that_it_is_given(words: list[str]) -> None:
+    """As far as there is room for them."""
+    program = (
+        "import json, sys; from halfmoon.cli.local.shown_command import show_command; "
+        "show_command(json.loads(sys.stdin.read())); print(open('/proc/self/cmdline').read(), end='')"
+    )
+    command = [sys.executable, "-c", program, "." * 1000]
+    done = subprocess.run(command, input=json.dumps(words), capture_output=True, text=True, check=True)
+    whole = "\0".join(words)
+    room = len("\0".join(command))
+    assert done.stdout.rstrip("\0") == whole[:room]
+    assert (len(whole) > room) == (words[1] == "cut")
