@@ -187,7 +187,7 @@ TOP = {row.partition(".")[0] for row in MAY_IMPORT} | {ROOT_PACKAGE}
 #: What `schemas` may import beside the standard library, so that any process can speak without heavy imports.
 SCHEMAS_MAY_IMPORT = {"msgspec", "numpy", "orjson", "xxhash"}
 #: Modules that another engine loads by their path, and whose methods it calls.
-ADAPTERS = ("store/adapters/vllm_tier.py",)
+ADAPTERS = ("store/adapters/sglang_hicache.py", "store/adapters/vllm_tier.py")
 LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 NOT_OURS = {".git", ".venv", "build", "dist", "node_modules"}
