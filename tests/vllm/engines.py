@@ -121,12 +121,18 @@ def counted(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{first}{{") and label in line)
 
 
+def asked(url: str, prompt: str | list[int], *, stream: bool = False) -> urllib.request.Request:
+    """A greedy completion of 24 tokens, with their ids."""
+    body = {
+        "model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True, "stream": stream,
+    }  # fmt: skip
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+
+
 def told(url: str, prompt: str | list[int]) -> list[int]:
     """The answer's tokens."""
-    body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=START_S) as answer:
+    with urllib.request.urlopen(asked(url, prompt), timeout=START_S) as answer:
         tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
     return tokens
 
