@@ -84,9 +84,8 @@ def test_what_one_engine_stored_another_loads_and_other_weights_and_tenants_do_n
                 assert await found(cold, KEYS) == [False] * ROWS
                 stored = await moved(cold, KEYS[:6], [5, 4, 3, 2, 1, 0], load=False)
                 assert (stored.load, stored.moved) == (False, tuple(KEYS[:6]))
-                assert (
-                    await found(cold, KEYS) == [True] * 6 + [False] * 2
-                )  # what was stored just now is no miss
+                # Stored just now, it is no miss.
+                assert await found(cold, KEYS) == [True] * 6 + [False] * 2
                 assert await found(warm, KEYS) == [True] * 6 + [False] * 2
                 # One of the three is not there: the other two arrive, in the rows that were named.
                 loaded = await moved(warm, [KEYS[0], KEYS[7], KEYS[5]], [7, 6, 2], load=True)
