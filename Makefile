@@ -10,12 +10,16 @@
 #                           for a minute each (needs a C compiler)
 #   make test-vllm          environment with tools, then the same 498 requests to a real vLLM and to a cluster, compared (HALFMOON_VLLM
 #                           names its program, HALFMOON_VLLM_MODEL a model's directory, made by tests/vllm/make_model.py)
+#   make test-vllm-tier     the store under that vLLM: its real classes, engines that share it, agents that are killed (docs/vllm.md)
+#   make test-sglang        the store under SGLang's own storage class, which pip brings (docs/sglang.md)
 #   make test-page          environment with tools, then the cluster's page in a real browser (chromium; says why it skips)
 #   make lint               environment with tools, then ruff (rules and format), and mypy --strict over every package
 #   make bench              environment, then every program in benchmarks/, into results/
 #   make bench-check        environment, then each of them in its short form: does it run, and pass its own checks? Measures nothing
 #   make bench-vllm-router  environment, then what is found in the cache behind vllm-router, by KV events and in turn, into
 #                           results/ (HALFMOON_VLLM_ROUTER names its program)
+#   make bench-vllm-tier    environment with tools, then times to the first token of a real vLLM from the store and by its own
+#                           prefill, into results/ (HALFMOON_VLLM and HALFMOON_VLLM_MODEL as for make test-vllm)
 #   make golden             environment with tools, then tests/replay/golden anew, by real clusters (see record_golden.py)
 #   make chaos [SEEDS=n] [SEED=n] [ARGS=...]   environment, then SEEDS worlds of chaos (10,000), or one again by its seed;
 #                           ARGS="--out FILE" keeps what was played, and the next run goes on from there
@@ -51,7 +55,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-vllm-router experiments experiments-check nightly golden docs lock audit clean clean-env
+.PHONY: help env env-dev up test test-slow test-attention test-clocks test-vllm test-vllm-tier test-sglang test-page test-rdma test-docker test-observability chaos chaos-live exhaustion crash-points fuzz planted-faults gate soak lint bench bench-check bench-vllm-router bench-vllm-tier experiments experiments-check nightly golden docs lock audit clean clean-env
 
 # Each test of a cluster starts a dozen processes. Where no bytecode may be kept, each compiles all its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -90,7 +94,13 @@ test-clocks: $(DEV_STAMP)
 	HALFMOON_TEST_CLOCKS=1 $(BIN)/python -m pytest -m slow tests/cluster/test_clocks.py $(ARGS)
 
 test-vllm: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m slow tests/vllm $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/vllm --ignore-glob 'tests/vllm/test_tier*.py' $(ARGS)
+
+test-vllm-tier: $(DEV_STAMP)
+	$(BIN)/python -m pytest -o faulthandler_timeout=3600 -m slow -s tests/vllm/test_tier*.py $(ARGS)
+
+test-sglang: $(DEV_STAMP)
+	HALFMOON_SGLANG_WHEEL=$${HALFMOON_SGLANG_WHEEL:-$$($(BIN)/python tests/sglang/bring_wheel.py)} $(BIN)/python -m pytest -m slow -s tests/sglang $(ARGS)
 
 test-page: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/page $(ARGS)
@@ -102,7 +112,7 @@ lint: $(DEV_STAMP)
 	echo "mypy --strict -p halfmoon -p benchmarks.papers"; $(BIN)/mypy -p halfmoon -p benchmarks.papers || status=1; \
 	exit $$status
 
-BENCH := attention_offloading canonical_split channels conductor_deaths conductors control_plane eviction kv_reuse numerics outgrown_cache piggyback predictions remote_attention replay page simulation_live simulation_scale ssd stages start structured_outputs transfer
+BENCH := attention_offloading canonical_split channels conductor_deaths conductors control_plane engine_tier eviction kv_reuse numerics outgrown_cache piggyback predictions remote_attention replay page simulation_live simulation_scale ssd stages start structured_outputs transfer
 # These hold this checkout against another one, which `make bench` does not have.
 COMPARISONS := structure turns
 bench: $(RUN_STAMP)
@@ -114,6 +124,9 @@ bench-check: $(RUN_STAMP)
 
 bench-vllm-router: $(RUN_STAMP)
 	$(BIN)/python benchmarks/vllm_router.py --save vllm_router $(ARGS)
+
+bench-vllm-tier: $(DEV_STAMP)
+	$(BIN)/python benchmarks/vllm_tier.py --save vllm_tier $(ARGS)
 
 test-rdma: $(DEV_STAMP)
 	@status=0; OUT=$(CURDIR)/build/rdma tests/rdma/guest.sh bash tests/rdma/all.sh $(BIN)/python || status=$$?; \

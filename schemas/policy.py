@@ -115,6 +115,10 @@ class Policy(Part, frozen=True):
     digest_events: Annotated[int, Meta(ge=100, le=1_000_000)] = 10_000
 
 
+#: A block of `Layout.opaque` is so many pages: 4 KiB to 390 MiB.
+OPAQUE_PAGE_BYTES, OPAQUE_PAGES_MAX = 4096, 100_000
+
+
 class Layout(Part, frozen=True):
     """What all processes agree on about KV blocks: `[layers, 2, block_tokens, kv_heads, head_dim]` of dtype."""
 
@@ -128,6 +132,30 @@ class Layout(Part, frozen=True):
     numerics: Literal["exact", "fast"] = "exact"
     #: Exact attention is the merge of states over segments of so many tokens (0, as before there were any: it is one).
     segment_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+
+    @classmethod
+    def opaque(cls, block_bytes: int) -> Layout:
+        """A store's blocks of another engine: bytes of which only the length is known, whole pages of 4 KiB.
+
+        Equal sizes are equal layouts, whatever engine's they are: keys tell engines apart. The shape is nominal,
+        `[1, 2, 1, pages, 1024]` of two bytes each. Raises ValueError.
+        """
+        pages, rest = divmod(block_bytes, OPAQUE_PAGE_BYTES)
+        if rest or not 1 <= pages <= OPAQUE_PAGES_MAX:
+            most = OPAQUE_PAGES_MAX * OPAQUE_PAGE_BYTES
+            raise ValueError(
+                f"{block_bytes} is no multiple of {OPAQUE_PAGE_BYTES} from {OPAQUE_PAGE_BYTES} to {most}"
+            )
+        return cls(
+            model="opaque",
+            model_fingerprint="opaque",
+            layers=1,
+            kv_heads=pages,
+            head_dim=OPAQUE_PAGE_BYTES // 4,
+            block_tokens=1,
+            dtype="float16",
+            numerics="fast",
+        )
 
     @property
     def token_layer_bytes(self) -> int:

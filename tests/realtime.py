@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-FOLDERS = {"bus", "cluster", "docker", "frontend", "observability", "page", "rdma", "store", "vllm"}
+FOLDERS = {"bus", "cluster", "docker", "frontend", "observability", "page", "rdma", "sglang", "store", "vllm"}
 FILES = {
     "conductor/test_beginning.py",
     "conductor/test_copies.py",

@@ -21,13 +21,14 @@ NOT_IN_BENCH = {
     "turns": "measures another checkout and this one by turns, of which `make bench` has one",
     "experiments": "`make experiments`",
     "vllm_router": "needs a program that is not installed here, `make bench-vllm-router`",
+    "vllm_tier": "needs a vLLM that is not installed here, `make bench-vllm-tier`",
     "figures": "makes pages of what is measured already, `make docs`",
     "mooncake_store": "an end of transfer.py, run by the interpreter that has Mooncake's wheel",
 }
 #: What measures nothing by itself, or, as the experiments do, on no clock.
 NO_SHORT_FORM = {"experiments", "figures", "mooncake_store"}
 #: What runs nowhere but where somebody installed more.
-NEEDS_MORE = {"vllm_router"}
+NEEDS_MORE = {"vllm_router", "vllm_tier"}
 
 
 def named(variable: str) -> list[str]:

@@ -15,11 +15,19 @@ from halfmoon.cli.output import say
 from halfmoon.cli.processes.lifecycle import connect, until_stopped
 from halfmoon.cli.processes.options import add_process, add_store
 from halfmoon.cli.tracing import start_tracing, stop_tracing
+from halfmoon.schemas.policy import Layout
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", required=True, help="name of the node")
     add_store(parser)
+    parser.add_argument(
+        "--block-bytes",
+        type=int,
+        metavar="N",
+        default=0,
+        help="hold another engine's blocks of N bytes, a multiple of 4096; no model is read then",
+    )
     add_model(parser)
     add_process(parser)
 
@@ -31,7 +39,7 @@ async def run(args: argparse.Namespace) -> int:
     from halfmoon.store.errors import TransferError
     from halfmoon.store.pool.segment import SegmentError
 
-    layout = models.layout_of(args)
+    layout = _layout(args)
     if layout.block_bytes == 0:
         say("this engine has no KVCache: there is nothing to store")
         return 0
@@ -89,6 +97,19 @@ async def run(args: argparse.Namespace) -> int:
         await bus.close()
         stop_tracing(tracing)
     return 0
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    """The layout of the model, or the one of blocks of any engine. Raises OptionInvalid."""
+    if not args.block_bytes:
+        return models.layout_of(args)
+    if args.layout_file or args.kv_events_tokens:
+        other = "--layout-file" if args.layout_file else "--kv-events-tokens"
+        raise OptionInvalid(f"--block-bytes: {other} is of a model's blocks; give one of the two")
+    try:
+        return Layout.opaque(args.block_bytes)
+    except ValueError as problem:
+        raise OptionInvalid(f"--block-bytes: {problem}") from None
 
 
 def _ssd_path(args: argparse.Namespace) -> str:

@@ -1,0 +1,222 @@
+"""StoreLink: an engine's way to the store: a daemon thread with an event loop, on which a client finds it and keeps it.
+
+Rules:
+
+- The engine's threads never wait for the loop but in `start`, `close` and `ask`.
+- A store that is away is found again by itself. After a failure it is left alone for `REST_S`.
+- When `close` returns, nothing that was begun here touches the engine's memory any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from nats.errors import Error as NatsError
+
+from halfmoon.bus.config import BusConfig
+from halfmoon.bus.connection import Bus
+from halfmoon.bus.errors import BusError
+from halfmoon.schemas.types import Id
+from halfmoon.store.client import StoreClient
+from halfmoon.store.errors import StoreError
+
+REST_S = 1.0
+#: What an exchange with the store may fail with.
+FAILURES = (StoreError, BusError, NatsError, TimeoutError)
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class LinkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine reaches the store, by the names that its configuration gives them."""
+
+    #: Node of the store agent on this host.
+    node: Id
+    nats: str = "nats://127.0.0.1:4222"
+    nats_nkey_file: str = ""
+    nats_credentials: str = ""
+    nats_ca: str = ""
+    tenant: str = ""
+    #: Other nodes that are asked for what this one lacks.
+    peers: tuple[Id, ...] = ()
+    #: Blocks of other weights are never read: change it whenever the weights change.
+    weight_version: str = ""
+    #: A lookup that is not answered for so long is a miss.
+    lookup_s: float = 0.5
+    #: A copy fails when it takes longer, its wait for others counted in.
+    transfer_s: float = 10.0
+    #: So long the engine's start waits for the store; without it the engine starts all the same.
+    connect_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("lookup_s", "transfer_s", "connect_s"):
+            if not 0 < getattr(self, name) <= 600:
+                raise ValueError(f"{name}: {getattr(self, name)} is not in 0..600")
+
+
+class StoreLink:
+    """See the module."""
+
+    def __init__(self, options: LinkOptions, *, block_bytes: int) -> None:
+        """`block_bytes`: of the engine's blocks."""
+        self._options = options
+        self._block_bytes = block_bytes
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._tried = threading.Event()
+        self._unusable = ""
+        self._client: StoreClient | None = None
+        self._resting_until_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name=f"halfmoon-link-{options.node}", daemon=True)
+
+    # --- the engine's threads -------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Waits for the store, `connect_s` at most. Raises ValueError when it holds blocks of another size."""
+        self.loop = asyncio.new_event_loop()
+        self._thread.start()
+        if not self._tried.wait(self._options.connect_s):
+            told = "store agent %s does not answer: the engine starts without it (its blocks have %d bytes)"
+            log.warning(told, self._options.node, self._block_bytes)
+        if self._unusable:
+            self.close()
+            raise ValueError(self._unusable)
+
+    def spawn(self, work: Callable[[Any], Coroutine[Any, Any, None]], given: Any) -> bool:
+        """Begins it on the loop. False: the loop has ended."""
+
+        def begin() -> None:
+            task = asyncio.ensure_future(work(given))
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
+
+        if self.loop is None or not self.alive:
+            return False
+        try:
+            self.loop.call_soon_threadsafe(begin)
+        except RuntimeError:  # it was closed just now
+            return False
+        return True
+
+    def ask(self, work: Callable[[StoreClient], Coroutine[Any, Any, T]], *, within_s: float) -> T | None:
+        """The result of `work`, from any thread; None where the store is away, fails, or takes longer."""
+        ended = threading.Event()
+        found: list[T] = []
+
+        async def answered(_: None) -> None:
+            try:
+                if (client := self.usable()) is not None:
+                    async with asyncio.timeout(within_s):
+                        found.append(await work(client))
+            except FAILURES:
+                self.rest()
+            finally:
+                ended.set()
+
+        if self.spawn(answered, None):
+            while not ended.wait(1.0) and self.alive:
+                pass
+        return found[0] if found else None
+
+    def count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += by
+
+    def counts(self) -> Counter[str]:
+        """Events since the last call, by name."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return counts
+
+    def close(self) -> None:
+        """Ends what is under way. Idempotent."""
+        if self.loop is not None and self.alive:
+            self.loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    # --- the loop's thread ----------------------------------------------------------------------------------
+
+    def usable(self) -> StoreClient | None:
+        """None: it is away, or rests."""
+        return self._client if time.monotonic() >= self._resting_until_s else None
+
+    def rest(self) -> None:
+        self.count("store_away")
+        self._resting_until_s = time.monotonic() + REST_S
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            log.error("a task of the halfmoon store's link failed", exc_info=problem)
+
+    def _run(self) -> None:
+        loop = self.loop
+        assert loop is not None
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            connecting = asyncio.create_task(self._connect(stack))
+            await self._stop.wait()
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            while self._tasks:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> None:
+        """Tries until there is a store agent with blocks of the right size; it is closed with the stack."""
+        options, said = self._options, ""
+        config = BusConfig(
+            url=options.nats,
+            nkey_seed_file=options.nats_nkey_file,
+            credentials_file=options.nats_credentials,
+            tls_ca_file=options.nats_ca,
+            connect_timeout_s=2.0,
+        )
+        while self._client is None:
+            try:
+                await self._connect_once(config, stack)
+                said = ""
+            except (BusError, StoreError, NatsError) as problem:
+                if str(problem) != said:
+                    said = str(problem)
+                    log.warning("the engine has no store: %s", said)
+            self._tried.set()
+            if self._client is None:
+                await asyncio.sleep(REST_S)
+
+    async def _connect_once(self, config: BusConfig, stack: contextlib.AsyncExitStack) -> None:
+        options = self._options
+        async with contextlib.AsyncExitStack() as opened:
+            bus = await Bus.connect(config, name=f"store-client-{options.node}")
+            opened.push_async_callback(bus.close)
+            client = StoreClient(bus, node_id=options.node, tenant=options.tenant, peers=options.peers)
+            opened.push_async_callback(client.close)
+            await client.attach()
+            if client.block_bytes != self._block_bytes:
+                size = self._block_bytes
+                self._unusable = (
+                    f"node: the store agent of {options.node} holds blocks of {client.block_bytes} bytes, "
+                    f"this engine's have {size}: halfmoon store --node NAME --block-bytes {size}"
+                )
+                raise StoreError(self._unusable)
+            stack.push_async_exit(opened.pop_all())
+            self._client, self._unusable = client, ""

@@ -1,0 +1,153 @@
+"""Real vLLM servers over real store agents, for the tests of the tier."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfmoon.bus.embedded import EmbeddedServer
+from tests.eventually import BOUND_S, eventually_here
+from tests.guardian import cluster_name
+from tests.ports import HeldPorts
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+PROGRAM, MODEL = os.environ.get("HALFMOON_VLLM", ""), os.environ.get("HALFMOON_VLLM_MODEL", "")
+START_S = 900.0
+#: SmolLM2 in float32: 30 layers of K and V of 32 tokens, 3 heads of 64.
+BLOCK_BYTES = 30 * 2 * 32 * 3 * 64 * 4
+HITS, EVENTS = "vllm:external_prefix_cache_hits_total", "vllm:kv_offload_halfmoon_events_total"
+no_vllm = pytest.mark.skipif(not PROGRAM, reason="HALFMOON_VLLM names no vLLM")
+no_model = pytest.mark.skipif(not PROGRAM or not MODEL, reason="HALFMOON_VLLM_MODEL names no model")
+
+
+@contextlib.contextmanager
+def store(directory: Path, block_bytes: int, pool_mib: int) -> Iterator[tuple[str, str]]:
+    """The URL of a nats-server and the node of a store agent, `halfmoon store --block-bytes`."""
+    server = EmbeddedServer.start(directory / "nats")
+    node = cluster_name()
+    running = agent(server.url, node, node, block_bytes, pool_mib, "--data-port", "-1")
+    try:
+        yield server.url, node
+    finally:
+        running.send_signal(signal.SIGTERM)
+        running.wait(BOUND_S)
+        server.stop()
+
+
+def agent(
+    url: str, cluster: str, node: str, block_bytes: int, pool_mib: int, *words: str
+) -> subprocess.Popen[bytes]:
+    size = ["--block-bytes", f"{block_bytes}", "--pool-mib", f"{pool_mib}"]
+    name = ["--nats", url, "--cluster", cluster, "--node", node]
+    return subprocess.Popen([sys.executable, "-m", "halfmoon.cli.main", "store", *name, *size, *words])
+
+
+def environment() -> dict[str, str]:
+    """This checkout's halfmoon and the spec of these tests in vLLM's environment, on a CPU."""
+    return {
+        **os.environ, "PYTHONPATH": f"{ROOT / '.links'}:{HERE}", "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1",
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def engine(directory: Path, url: str, node: str, **options: Any) -> Iterator[str]:
+    """The URL of a vLLM over the store: 1,474,560 bytes a block of 32 tokens, 64 of them in its host memory."""
+    name = cluster_name()
+    tier = {
+        "type": "HalfmoonTier",
+        "module_path": "halfmoon.store.adapters.vllm_tier",
+        "nats": url,
+        "node": node,
+        "connect_s": BOUND_S,
+        "lookup_s": BOUND_S,
+        "transfer_s": BOUND_S,
+        **options,
+    }
+    transfer = {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": name,
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec", "spec_module_path": "cpu_spec", "cpu_bytes_to_use": 64 * BLOCK_BYTES,
+            "secondary_tiers": [tier],
+        },
+    }  # fmt: skip
+    held = HeldPorts()
+    http = f"http://127.0.0.1:{held.first}"
+    words = [
+        PROGRAM, "serve", MODEL, "--served-model-name", "m", "--dtype", "float32", "--host", "127.0.0.1", "--port",
+        f"{held.first}", "--enforce-eager", "--max-model-len", "2560", "--max-num-seqs", "4", "--block-size", "32",
+        "--kv-transfer-config", json.dumps(transfer),
+    ]  # fmt: skip
+    log = directory / f"{name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(words, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+
+    def healthy() -> bool:
+        assert process.poll() is None, log.read_text()[-5000:]
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            urllib.request.urlopen(f"{http}/health", timeout=5).close()
+            return True
+        return False
+
+    try:
+        eventually_here(healthy, "vLLM answers", every_s=1, bound_s=START_S)
+        yield http
+    finally:
+        process.terminate()
+        process.wait(BOUND_S)
+        held.close()
+        # vLLM leaves its host memory behind when it is ended while it starts.
+        for left in Path("/dev/shm").glob(f"vllm_offload_{name}*"):
+            left.unlink()
+
+
+def counted(url: str, name: str) -> float:
+    """The sum of a counter at the engine's own `/metrics`; `name` may end in a part of its labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    first, _, label = name.partition("{")
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{first}{{") and label in line)
+
+
+def asked(url: str, prompt: str | list[int], *, stream: bool = False) -> urllib.request.Request:
+    """A greedy completion of 24 tokens, with their ids."""
+    body = {
+        "model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True, "stream": stream,
+    }  # fmt: skip
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+
+
+def told(url: str, prompt: str | list[int]) -> list[int]:
+    """The answer's tokens."""
+    with urllib.request.urlopen(asked(url, prompt), timeout=START_S) as answer:
+        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return tokens
+
+
+def stored(url: str, blocks: int) -> float:
+    """How many blocks the engine's tier has stored, once there are so many."""
+
+    def count() -> float:
+        told(url, "Hello")  # vLLM takes the counts when it steps
+        there = counted(url, f'{EVENTS}{{event="blocks_stored"')
+        return there if there >= blocks else 0
+
+    return eventually_here(count, f"{blocks} blocks are stored", every_s=0.2)
+
+
+def forget(url: str) -> None:
+    """The device's prefix cache is empty afterwards."""
+    urllib.request.urlopen(urllib.request.Request(f"{url}/reset_prefix_cache", b""), timeout=BOUND_S).close()
