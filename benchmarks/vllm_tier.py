@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.clusters import finish, parsed, parser
+from benchmarks.clusters import finish, parsed, parser, spread
 from tests.vllm.engines import (
     BLOCK_BYTES,
     HITS,
@@ -75,10 +74,6 @@ def turns(url: str, count: int) -> Iterator[tuple[float, float]]:
                 raise RuntimeError(f"{hits} tokens from the store, the same answer: {again == said}")
             yield own_s, store_s
         before, said = prompt, tokens
-
-
-def spread(took_s: list[float]) -> dict[str, float]:
-    return {"p50": statistics.median(took_s), "min": min(took_s), "max": max(took_s)}
 
 
 def main() -> None:

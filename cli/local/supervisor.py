@@ -65,18 +65,18 @@ class Supervisor:
     async def start(self, child: Child) -> None:
         """A worker that is forked is launched by its watcher: others need not wait until its model is loaded."""
         self.children[child.name] = child
-        if not self._is_forked(child):
+        if self._forked_from(child) is None:
             await self._launch(child)
         child.watcher = asyncio.create_task(self._watch(child))
 
-    def _is_forked(self, child: Child) -> bool:
-        return self.fork_server is not None and child.role in WORKER_ROLES
+    def _forked_from(self, child: Child) -> ForkServer | None:
+        return self.fork_server if child.role in WORKER_ROLES else None
 
     async def _launch(self, child: Child) -> None:
         child.started_at = time.monotonic()
-        if self.fork_server is not None and self._is_forked(child):
+        if (server := self._forked_from(child)) is not None:
             try:
-                child.process = await self.fork_server.fork(child.command, child.environment)
+                child.process = await server.fork(child.command, child.environment)
             except ForkServerLost:
                 if self._ending:
                     raise

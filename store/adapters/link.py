@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 from nats.errors import Error as NatsError
 
 from halfmoon.bus.config import BusConfig
@@ -29,6 +30,8 @@ from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import StoreError
 
 REST_S = 1.0
+#: One exchange with the store carries so many bytes at most.
+BATCH_BYTES = 64 << 20
 #: What an exchange with the store may fail with.
 FAILURES = (StoreError, BusError, NatsError, TimeoutError)
 log = logging.getLogger(__name__)
@@ -60,6 +63,20 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("lookup_s", "transfer_s", "connect_s"):
             if not 0 < getattr(self, name) <= 600:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in 0..600")
+
+
+class BlockKeys:
+    """The store's keys of an engine's keys: equal where these, the tenant and the namespace are."""
+
+    def __init__(self, namespace: bytes, tenant: str) -> None:
+        """`namespace`: equal where equal keys mean equal bytes."""
+        self._prefix = b"".join(
+            len(part).to_bytes(4, "little") + part for part in (namespace, tenant.encode())
+        )
+
+    def of(self, key: bytes) -> bytes:
+        """16 bytes."""
+        return xxhash.xxh3_128_digest(self._prefix + key)
 
 
 class StoreLink:

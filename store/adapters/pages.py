@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from halfmoon.store.adapters.link import LinkOptions, StoreLink
+from halfmoon.store.adapters.link import BATCH_BYTES, BlockKeys, LinkOptions, StoreLink
 from halfmoon.store.client import StoreClient
 from halfmoon.store.errors import StoreError
 
@@ -21,8 +20,6 @@ Bytes = npt.NDArray[np.uint8]
 Page = Sequence[Bytes]
 #: A multiple of this is a block's length.
 ALIGNED_BYTES = 4096
-#: One exchange with the store carries so many bytes at most.
-BATCH_BYTES = 64 << 20
 
 
 def block_bytes_of(page_bytes: int) -> int:
@@ -33,13 +30,11 @@ class PageStore:
     """See the module."""
 
     def __init__(self, options: LinkOptions, *, page_bytes: int, namespace: bytes) -> None:
-        """`namespace`: equal where equal keys mean equal bytes."""
+        """`namespace`: see `BlockKeys`."""
         self._options = options
         self._page_bytes = page_bytes
         self.block_bytes = block_bytes_of(page_bytes)
-        self._prefix = b"".join(
-            len(part).to_bytes(4, "little") + part for part in (namespace, options.tenant.encode())
-        )
+        self._keys = BlockKeys(namespace, options.tenant)
         self._link = StoreLink(options, block_bytes=self.block_bytes)
 
     def start(self) -> None:
@@ -97,7 +92,7 @@ class PageStore:
         return [slice(first, first + each) for first in range(0, count, each)]
 
     def _block_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [xxhash.xxh3_128_digest(self._prefix + key) for key in keys]
+        return [self._keys.of(key) for key in keys]
 
     def _whole(self, page: Page) -> Bytes:
         """u8 `[block_bytes]`: the page's own memory where that is one block, else a buffer of its length."""

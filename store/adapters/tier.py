@@ -21,16 +21,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from halfmoon.store.adapters.link import FAILURES, LinkOptions, StoreLink
+from halfmoon.store.adapters.link import BATCH_BYTES, FAILURES, BlockKeys, LinkOptions, StoreLink
 from halfmoon.store.adapters.pace import Pace
 from halfmoon.store.adapters.verdicts import Verdicts
 from halfmoon.store.errors import AgentUnreachable, BlockMissing
 
 Rows = npt.NDArray[np.uint8]
-#: One exchange with the store carries so many bytes, and so many keys at most.
-BATCH_BYTES = 64 << 20
+#: One lookup carries so many keys at most.
 LOOKUP_KEYS_MAX = 4096
 #: Jobs of one direction that are copied at a time.
 JOBS_AT_ONCE = 2
@@ -82,15 +80,11 @@ class StoreTier:
     """See the module."""
 
     def __init__(self, rows: Rows, options: TierOptions, *, namespace: bytes) -> None:
-        """`rows`: u8 `[rows, block_bytes]`, the engine's memory. `namespace`: equal where equal keys mean equal
-        bytes.
-        """
+        """`rows`: u8 `[rows, block_bytes]`, the engine's memory. `namespace`: see `BlockKeys`."""
         self._rows: Rows | None = rows
         self._row_bytes = rows.shape[1]
         self._options = options
-        self._prefix = b"".join(
-            len(part).to_bytes(4, "little") + part for part in (namespace, options.tenant.encode())
-        )
+        self._keys = BlockKeys(namespace, options.tenant)
         self._verdicts = Verdicts(patience_ns=int(options.lookup_s * 1e9))
         self._pace = Pace(block_compute_s=options.block_compute_s)
         self._answers: deque[tuple[list[bytes], list[bool]]] = deque()
@@ -99,10 +93,6 @@ class StoreTier:
         self._idle = threading.Condition()
         self._room = {True: asyncio.Semaphore(JOBS_AT_ONCE), False: asyncio.Semaphore(JOBS_AT_ONCE)}
         self._link = StoreLink(options, block_bytes=self._row_bytes)
-
-    def block_key(self, key: bytes) -> bytes:
-        """The store's key of an engine's key: 16 bytes."""
-        return xxhash.xxh3_128_digest(self._prefix + key)
 
     # --- the engine's thread --------------------------------------------------------------------------------
 
@@ -184,7 +174,7 @@ class StoreTier:
         try:
             if (client := self._link.usable()) is not None:
                 async with asyncio.timeout(self._options.lookup_s):
-                    answers = await client.batch_exists([self.block_key(key) for key in keys])
+                    answers = await client.batch_exists([self._keys.of(key) for key in keys])
                 found = [answer is True for answer in answers]
         except FAILURES:
             self._link.rest()
@@ -211,7 +201,7 @@ class StoreTier:
             return
         keys = job.keys[part]
         rows = [self._rows[row] for row in job.rows[part]]
-        block_keys = [self.block_key(key) for key in keys]
+        block_keys = [self._keys.of(key) for key in keys]
         if job.load:
             answers = await client.batch_get_into(block_keys, rows, verify=True)
         else:

@@ -21,6 +21,7 @@ import torch
 from tests.eventually import BOUND_S, eventually_here
 from tests.guardian import cluster_name
 from tests.sglang.host_pool import BLOCK_BYTES, PAGE, PAGES, HostPool, indices
+from tests.store.store_harness import PATIENT
 from tests.vllm.engines import agent, store
 
 WHEEL = os.environ.get("HALFMOON_SGLANG_WHEEL", "")
@@ -30,7 +31,6 @@ pytestmark = [
     pytest.mark.skipif(not WHEEL, reason="HALFMOON_SGLANG_WHEEL names no wheel"),
 ]
 FILES = ("mem_cache/hicache_storage.py", "mem_cache/storage/backend_factory.py", "environ.py")
-PATIENT = {"connect_s": BOUND_S, "lookup_s": BOUND_S, "transfer_s": BOUND_S}
 #: Parameters of what SGLang calls; those marked are abstract.
 METHODS = {
     "register_mem_pool_host": "mem_pool_host",

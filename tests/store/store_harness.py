@@ -22,6 +22,8 @@ from tests.guardian import cluster_name
 CAUSES = itertools.count(1)
 SECRET = "the tests' secret"
 BOUND_NS = int(BOUND_S) * 10**9
+#: Options of an engine's link to the store: none runs out unless the test is about it.
+PATIENT = dict.fromkeys(("connect_s", "lookup_s", "transfer_s"), BOUND_S)
 
 
 def layout(*, layers: int = 4, block_tokens: int = 16, kv_heads: int = 2, head_dim: int = 32) -> Layout:

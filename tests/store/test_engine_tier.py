@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_harness import Cluster, cluster, until
+from store_harness import PATIENT, Cluster, cluster, until
 
 from halfmoon.schemas.policy import Layout
 from halfmoon.store.adapters import pace as paces
@@ -29,9 +29,7 @@ async def tier(
     here: Cluster, node_id: str, rows: np.ndarray, *, namespace: bytes = b"engine", **options: Any
 ) -> AsyncIterator[StoreTier]:
     """A tier of an engine whose memory is `rows`; its `start` and `close` wait, so they run beside the agents."""
-    # Long enough that none of them runs out unless the test is about it.
-    patient = {"connect_s": BOUND_S, "lookup_s": BOUND_S, "transfer_s": BOUND_S}
-    given = {"nats": here.url, "node": node_id, **patient, **options}
+    given = {"nats": here.url, "node": node_id, **PATIENT, **options}
     made = StoreTier(rows, TierOptions.of(given), namespace=namespace)
     try:
         await asyncio.to_thread(made.start)
@@ -112,7 +110,7 @@ def test_a_load_that_failed_is_a_miss_until_its_requests_have_ended(nats_url: st
                 client = made._link._client
                 assert client is not None
                 assert await asyncio.wrap_future(
-                    asyncio.run_coroutine_threadsafe(client.remove(made.block_key(KEYS[0])), made._link.loop)  # type: ignore[arg-type]
+                    asyncio.run_coroutine_threadsafe(client.remove(made._keys.of(KEYS[0])), made._link.loop)  # type: ignore[arg-type]
                 )
                 assert (await moved(made, KEYS[:1], [0], load=True, job_id=2)).moved == ()
                 assert made.lookup(KEYS[0], "r") is False

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from store_harness import PATIENT
 
 from halfmoon.store.adapters.tier import StoreTier, TierOptions
 from tests.eventually import BOUND_S, eventually_here
@@ -48,9 +49,7 @@ def test_under_faults_of_its_agent_every_job_ends_and_every_byte_is_its_own(nats
     drawn = random.Random(17)
     rows = np.zeros((KEYS, ROW), np.uint8)
     running = agent(nats_url, name)
-    options = TierOptions.of(
-        {"nats": nats_url, "node": name, "transfer_s": TRANSFER_S, "connect_s": BOUND_S, "lookup_s": BOUND_S}
-    )
+    options = TierOptions.of({"nats": nats_url, "node": name, **PATIENT, "transfer_s": TRANSFER_S})
     tier = StoreTier(rows, options, namespace=b"faults")
     tier.start()
     loaded, failed = 0, 0

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from store_harness import Cluster, cluster
+from store_harness import PATIENT, Cluster, cluster
 
 from halfmoon.schemas.policy import Layout
-from tests.eventually import BOUND_S
 from tests.sglang.host_pool import BLOCK_BYTES, PAGE, HostPool, indices
 
 ADAPTER = "halfmoon.store.adapters.sglang_hicache"
@@ -47,14 +46,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def storage(adapter: ModuleType, here: Cluster, pool: HostPool, in_place: bool, **changes: Any) -> Any:
     """A storage of one rank that has its pool."""
-    options = {
-        "connect_s": BOUND_S,
-        "lookup_s": BOUND_S,
-        "transfer_s": BOUND_S,
-        "node": "n1",
-        "nats": here.url,
-    }
-    options |= changes.pop("options", {})
+    options = {"node": "n1", "nats": here.url, **PATIENT, **changes.pop("options", {})}
     fields: dict[str, Any] = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1, "dcp_rank": 0,
         "dcp_size": 1, "is_mla_model": False, "model_name": "m", "should_split_heads": False, "tp_lcm_size": None,

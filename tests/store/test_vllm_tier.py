@@ -15,10 +15,10 @@ import fake_vllm
 import numpy as np
 import pytest
 from fake_vllm import JobResult, LookupResult, TransferJob
-from store_harness import Cluster, cluster
+from store_harness import PATIENT, Cluster, cluster
 
 from halfmoon.schemas.policy import Layout
-from tests.eventually import BOUND_S, eventually_here
+from tests.eventually import eventually_here
 
 ROW, ROWS = 4096, 4
 KEYS = [bytes([number]) * 36 for number in range(3)]
@@ -37,13 +37,7 @@ class Engine:
     def __init__(self, adapter: ModuleType, here: Cluster, spec: Any, **options: Any) -> None:
         view = memoryview(bytearray(ROWS * ROW)).cast("b", (ROWS, ROW))
         self.rows = np.asarray(view).view(np.uint8)
-        given = {
-            "connect_s": BOUND_S,
-            "lookup_s": BOUND_S,
-            "transfer_s": BOUND_S,
-            "nats": here.url,
-            **options,
-        }
+        given = {"nats": here.url, **PATIENT, **options}
         self.tier = adapter.HalfmoonTier(spec, view, "HalfmoonTier", node="n1", **given)
 
     def lookups(self, *keys: bytes) -> list[LookupResult]:

@@ -1,4 +1,4 @@
-"""Real vLLM servers over real store agents, for the tests of the tier."""
+"""Real vLLM servers on this CPU, and for the tests of the tier real store agents under them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from halfmoon.bus.embedded import EmbeddedServer
 from tests.eventually import BOUND_S, eventually_here
 from tests.guardian import cluster_name
 from tests.ports import HeldPorts
+from tests.store.store_harness import PATIENT
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 PROGRAM, MODEL = os.environ.get("HALFMOON_VLLM", ""), os.environ.get("HALFMOON_VLLM_MODEL", "")
@@ -53,13 +55,51 @@ def agent(
     return subprocess.Popen([sys.executable, "-m", "halfmoon.cli.main", "store", *name, *size, *words])
 
 
-def environment() -> dict[str, str]:
-    """This checkout's halfmoon and the spec of these tests in vLLM's environment, on a CPU."""
-    return {
-        **os.environ, "PYTHONPATH": f"{ROOT / '.links'}:{HERE}", "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1",
-    }  # fmt: skip
+#: Of a vLLM on one core, with a small cache.
+ON_CPU = {
+    "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+}  # fmt: skip
+#: Of one that finds this checkout's halfmoon, and the spec of these tests.
+WITH_OURS = {"PYTHONPATH": f"{ROOT / '.links'}:{HERE}", "VLLM_SERVER_DEV_MODE": "1"}
+
+
+@contextlib.contextmanager
+def vllm(program: str, model: str, log: Path, *words: str, **environment: str) -> Iterator[str]:
+    """The URL of `vllm serve` with these words, once it is healthy. It has ended afterwards, its sockets are gone."""
+    held = HeldPorts()
+    url = f"http://127.0.0.1:{held.first}"
+    command = [
+        program,
+        "serve",
+        model,
+        "--dtype",
+        "float32",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        f"{held.first}",
+    ]
+    command += ["--enforce-eager", "--block-size", "32", *words]
+    # A folder of its own with a short name: paths of sockets have 107 bytes at most.
+    with tempfile.TemporaryDirectory(prefix="vllm-") as sockets, log.open("wb") as file:
+        variables = {**os.environ, **ON_CPU, "VLLM_RPC_BASE_PATH": sockets, **environment}
+        process = subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
+
+        def healthy() -> bool:
+            assert process.poll() is None, log.read_text()[-5000:]
+            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                return True
+            return False
+
+        try:
+            eventually_here(healthy, "vLLM answers", every_s=1, bound_s=START_S)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(BOUND_S)
+            held.close()
 
 
 @contextlib.contextmanager
@@ -71,9 +111,7 @@ def engine(directory: Path, url: str, node: str, **options: Any) -> Iterator[str
         "module_path": "halfmoon.store.adapters.vllm_tier",
         "nats": url,
         "node": node,
-        "connect_s": BOUND_S,
-        "lookup_s": BOUND_S,
-        "transfer_s": BOUND_S,
+        **PATIENT,
         **options,
     }
     transfer = {
@@ -83,31 +121,13 @@ def engine(directory: Path, url: str, node: str, **options: Any) -> Iterator[str
             "secondary_tiers": [tier],
         },
     }  # fmt: skip
-    held = HeldPorts()
-    http = f"http://127.0.0.1:{held.first}"
-    words = [
-        PROGRAM, "serve", MODEL, "--served-model-name", "m", "--dtype", "float32", "--host", "127.0.0.1", "--port",
-        f"{held.first}", "--enforce-eager", "--max-model-len", "2560", "--max-num-seqs", "4", "--block-size", "32",
-        "--kv-transfer-config", json.dumps(transfer),
-    ]  # fmt: skip
+    words = ["--served-model-name", "m", "--max-model-len", "2560", "--max-num-seqs", "4"]
+    words += ["--kv-transfer-config", json.dumps(transfer)]
     log = directory / f"{name}.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(words, env=environment(), stdout=file, stderr=subprocess.STDOUT)
-
-    def healthy() -> bool:
-        assert process.poll() is None, log.read_text()[-5000:]
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            urllib.request.urlopen(f"{http}/health", timeout=5).close()
-            return True
-        return False
-
     try:
-        eventually_here(healthy, "vLLM answers", every_s=1, bound_s=START_S)
-        yield http
+        with vllm(PROGRAM, MODEL, log, *words, **WITH_OURS) as url_of_it:
+            yield url_of_it
     finally:
-        process.terminate()
-        process.wait(BOUND_S)
-        held.close()
         # vLLM leaves its host memory behind when it is ended while it starts.
         for left in Path("/dev/shm").glob(f"vllm_offload_{name}*"):
             left.unlink()

@@ -6,13 +6,8 @@ without them this skips. With HALFMOON_VLLM_RECORD=1 vLLM's answers become the r
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,49 +16,14 @@ import pytest
 import zstandard
 
 from tests.cluster.harness import PATIENT, running
-from tests.eventually import eventually_here
-from tests.ports import HeldPorts
 from tests.vllm.answers import ask
 from tests.vllm.asked import requests
 from tests.vllm.differences import DIFFERENCES, differences, reasons
+from tests.vllm.engines import vllm
 from tests.vllm.request import MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-START_S = 900.0
 AT_ONCE = 16
-
-
-@contextlib.contextmanager
-def vllm(program: str, model: str, directory: Path) -> Iterator[str]:
-    """Its URL; on one core, with a small cache. It has ended afterwards."""
-    held = HeldPorts()
-    url = f"http://127.0.0.1:{held.first}"
-    environment = {
-        **os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0",
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-    }  # fmt: skip
-    words = [
-        program, "serve", model, "--served-model-name", MODEL, "--dtype", "float32", "--host", "127.0.0.1", "--port",
-        f"{held.first}", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", f"{AT_ONCE}",
-        "--block-size", "32", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-    ]  # fmt: skip
-    with (directory / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-    def healthy() -> bool:
-        assert process.poll() is None, (directory / "vllm.log").read_text()[-3000:]
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-            return True
-        return False
-
-    try:
-        eventually_here(healthy, "vLLM answers", every_s=1, bound_s=START_S)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-        held.close()
 
 
 def asked_of(url: str) -> dict[str, Any]:
@@ -78,7 +38,11 @@ def test_every_difference_of_values_has_a_reason(tmp_path: Path) -> None:
     program, model = os.environ.get("HALFMOON_VLLM"), os.environ.get("HALFMOON_VLLM_MODEL")
     if not program or not model:
         pytest.skip("HALFMOON_VLLM and HALFMOON_VLLM_MODEL name no vLLM and no model")
-    with vllm(program, model, tmp_path) as url:
+    words = (
+        "--served-model-name", MODEL, "--max-model-len", "1024", "--max-num-seqs", f"{AT_ONCE}",
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    )  # fmt: skip
+    with vllm(program, model, tmp_path / "vllm.log", *words) as url:
         theirs = asked_of(url)
     if os.environ.get("HALFMOON_VLLM_RECORD"):
         packed = zstandard.ZstdCompressor(level=19).compress(json.dumps(theirs, sort_keys=True).encode())

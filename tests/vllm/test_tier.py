@@ -7,6 +7,7 @@ HALFMOON_VLLM_MODEL a model's directory (`make_model.py`); without them this ski
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from tests.vllm.engines import (
     EVENTS,
     HERE,
     HITS,
+    ON_CPU,
     PROGRAM,
     ROOT,
+    WITH_OURS,
     counted,
     engine,
-    environment,
     no_model,
     no_vllm,
     store,
@@ -40,7 +42,12 @@ def test_the_tier_fits_the_classes_of_the_installed_vllm_and_carries_rows_throug
     with store(tmp_path, 8192, 1) as (url, node):
         words = [str(Path(PROGRAM).with_name("python")), str(HERE / "tier_contract.py"), url, node]
         run = subprocess.run(
-            words, env=environment(), stdout=subprocess.PIPE, text=True, timeout=BOUND_S, check=True
+            words,
+            env={**os.environ, **ON_CPU, **WITH_OURS},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=BOUND_S,
+            check=True,
         )
     told = json.loads(run.stdout.splitlines()[-1])
     assert told["differences"] == []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from halfmoon.cli import model as models
+from halfmoon.cli.processes import worker
 from halfmoon.workers.model import preloaded as module
 from halfmoon.workers.model.engine import Engine
+from halfmoon.workers.model.loading import files
 from halfmoon.workers.model.loading.files import LoadedModel
 from halfmoon.workers.model.preloaded import preload, preloaded
 from tests.lengths import sizes
@@ -51,6 +55,27 @@ def test_engines_of_any_size_share_its_weights_and_give_its_bits(
     assert engines[0]._model.layers is engines[1]._model.layers
     assert [each._model.rotary.positions for each in engines] == [256, 576]
     assert model.weights == {}
+
+
+def test_a_worker_that_has_a_preloaded_model_reads_none(
+    kept: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a forked worker makes its engine by."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("it reads the model's file")
+
+    parser = argparse.ArgumentParser()
+    worker.add(parser)
+    threads = ["--threads", f"{torch.get_num_threads()}"]
+    args = parser.parse_args(["--node", "n", "--id", "w", "--dtype", "float32", *threads])
+    layout = models.layout_of(args)
+    alone = logits(models.build_engine(args, layout, kv_blocks=2))
+    monkeypatch.setattr(files, "load_model", refused)
+    assert torch.equal(logits(models.build_engine(args, layout, kv_blocks=2)), alone)
+    module._preloaded.clear()
+    with pytest.raises(AssertionError, match="it reads"):
+        models.build_engine(args, layout, kv_blocks=2)
 
 
 def test_another_model_or_another_dtype_is_not_found(kept: LoadedModel) -> None:
