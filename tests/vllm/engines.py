@@ -66,24 +66,16 @@ WITH_OURS = {"PYTHONPATH": f"{ROOT / '.links'}:{HERE}", "VLLM_SERVER_DEV_MODE": 
 
 @contextlib.contextmanager
 def vllm(program: str, model: str, log: Path, *words: str, **environment: str) -> Iterator[str]:
-    """The URL of `vllm serve` with these words, once it is healthy. It has ended afterwards, its sockets are gone."""
+    """The URL of `vllm serve` with these words, once it is healthy. It has ended afterwards, and left no file."""
     held = HeldPorts()
     url = f"http://127.0.0.1:{held.first}"
     command = [
-        program,
-        "serve",
-        model,
-        "--dtype",
-        "float32",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        f"{held.first}",
-    ]
-    command += ["--enforce-eager", "--block-size", "32", *words]
-    # A folder of its own with a short name: paths of sockets have 107 bytes at most.
-    with tempfile.TemporaryDirectory(prefix="vllm-") as sockets, log.open("wb") as file:
-        variables = {**os.environ, **ON_CPU, "VLLM_RPC_BASE_PATH": sockets, **environment}
+        program, "serve", model, "--dtype", "float32", "--host", "127.0.0.1", "--port", f"{held.first}",
+        "--enforce-eager", "--block-size", "32", *words,
+    ]  # fmt: skip
+    # Its sockets and files for a moment: in a folder with a short name, since a socket's path has 107 bytes at most.
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder, log.open("wb") as file:
+        variables = {**os.environ, **ON_CPU, "TMPDIR": folder, **environment}
         process = subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
 
         def healthy() -> bool:
