@@ -129,6 +129,16 @@ def _live(result: Result) -> str:
     return ", ".join(f"{100 * run['mean_ttft_ms']['off']:+.0f} %" for run in result["runs"])
 
 
+def _start(result: Result) -> str:
+    figures = result["figures"]
+    ratios = [
+        figures[name]["here_over_there"]["p50"] for name in ("ready_s", "ready_cpu_s", "memory_but_pools_mib")
+    ]
+    back = figures["killed_worker_back_s"]
+    told = "; ".join(f"{ratio:.2f}" for ratio in ratios)
+    return f"{told}; {back['here']['p50']:.1f} s against {back['there']['p50']:.1f} s"
+
+
 def _replay(result: Result) -> str:
     return f"{result['events_per_cpu_s_median']:,.0f} events a second of CPU ({result['events']:,} events)"
 
@@ -184,6 +194,12 @@ ROWS = (
         lambda result: f"{result['ratio']['read against ib_read_bw']:.2f}",
     ),
     Row("simulated against live, mean TTFT of a slice of the trace, each run", "simulation_live.json", _live),
+    Row(
+        "`halfmoon up` with forked workers to 13d4c89, without: ready, CPU seconds to it, memory but for pools; "
+        "a killed worker is back",
+        "start.json",
+        _start,
+    ),
     Row("replay of a log, one core", "replay.json", _replay),
     Row("what exact numerics cost, f32", "numerics.json", _numerics),
     Row(

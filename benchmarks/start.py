@@ -147,7 +147,13 @@ def main() -> None:
             figures[figure]["here_over_there"] = spread(ratios)
             line += f"  {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         lines.append(line)
-    finish(args, {"rounds": args.rounds, "figures": figures}, lines)
+    finish(args, {"rounds": args.rounds, "against": _commit(args.against), "figures": figures}, lines)
+
+
+def _commit(root: Path | None) -> str:
+    """What `there` is; "" without one."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.check_output(words, cwd=root, text=True).strip() if root is not None else ""
 
 
 if __name__ == "__main__":
