@@ -26,7 +26,7 @@ from halfmoon.conductor.core.state.correction import (
     scaled,
     steps_permille,
 )
-from halfmoon.conductor.core.state.records import Order, WorkerRecord
+from halfmoon.conductor.core.state.records import Order, PromptDuty, WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.events import PrefillFinished, RequestFinished
 from halfmoon.schemas.roles import WorkerRole
@@ -34,51 +34,60 @@ from halfmoon.schemas.roles import WorkerRole
 
 def corrected(state: State, worker: WorkerRecord) -> bool:
     """Predictions of this worker are corrected by what is seen."""
-    return state.policy.correction_window > 0 and worker.learns
+    return state.policy.correction_window > 0 and worker.learning.enabled
 
 
 def fitted_cost(worker: WorkerRecord) -> CostProfile:
     """The worker's cost as fitted, without a correction."""
-    return worker.fitted or worker.cost
+    return worker.learning.fitted or worker.cost
 
 
 def set_fitted(state: State, worker: WorkerRecord, fitted: CostProfile) -> None:
     """Call after a fit has learned: the worker's cost is that, corrected."""
     if corrected(state, worker):
-        worker.fitted = fitted
-        if worker.prefills_seen:
-            worker.prefill_permille = prefills_permille(worker.prefills_seen, fitted)
-        worker.step_permille = steps_permille(worker.steps_seen, fitted)
+        worker.learning.fitted = fitted
+        prompts, batch = worker.prompts, worker.batch
+        if prompts is not None and prompts.seen:
+            prompts.permille = prefills_permille(prompts.seen, fitted)
+        if batch is not None:
+            batch.step_permille = steps_permille(batch.steps_seen, fitted)
         worker.cost = _cost(worker, fitted)
         _price_queue(state, worker)
     else:
-        worker.fitted, worker.cost = None, fitted
+        worker.learning.fitted, worker.cost = None, fitted
     state.loads.refitted(worker)
 
 
 def _cost(worker: WorkerRecord, fitted: CostProfile) -> CostProfile:
-    return scaled(fitted, permille_now(worker), worker.step_permille)
+    return scaled(fitted, permille_now(worker), _step_permille(worker))
 
 
 def permille_now(worker: WorkerRecord) -> int:
-    """The correction that is in the worker's `cost`."""
-    return worker.prefill_permille.get(worker.neighbours, EXACT_PERMILLE)
+    """The correction of prefills that is in the worker's `cost`."""
+    duty = worker.prompts
+    return EXACT_PERMILLE if duty is None else duty.permille.get(duty.neighbours, EXACT_PERMILLE)
+
+
+def _step_permille(worker: WorkerRecord) -> int:
+    return EXACT_PERMILLE if worker.batch is None else worker.batch.step_permille
 
 
 def correction_of(worker: WorkerRecord) -> tuple[WorkerRole, int, int]:
     """For people: role, the correction of what it does, and the busy neighbours that a prefill's is for."""
-    permille = worker.step_permille if worker.role == "decode" else permille_now(worker)
-    return worker.role, permille, worker.neighbours
+    if worker.prompts is None:
+        return worker.role, _step_permille(worker), 0
+    return worker.role, permille_now(worker), worker.prompts.neighbours
 
 
 def typical_cost(worker: WorkerRecord) -> CostProfile:
     """The worker's cost on the whole: `cost` is for as many busy neighbours as there are at the moment."""
-    measured = [
-        worker.prefill_permille[one] for one in worker.prefills_seen if one in worker.prefill_permille
-    ]
-    if worker.fitted is None or not measured:
+    fitted, duty = worker.learning.fitted, worker.prompts
+    if fitted is None or duty is None:
         return worker.cost
-    return scaled(worker.fitted, sum(measured) // len(measured), worker.step_permille)
+    measured = [duty.permille[one] for one in duty.seen if one in duty.permille]
+    if not measured:
+        return worker.cost
+    return scaled(fitted, sum(measured) // len(measured), _step_permille(worker))
 
 
 # --- learning -----------------------------------------------------------------------------------------------
@@ -89,16 +98,16 @@ def prefill_seen(state: State, order: Order, event: PrefillFinished | None) -> i
     freed; None: its answer has ended before it was said to be.
     """
     worker = state.workers.get(order.prefill_id)
-    if worker is None or not corrected(state, worker):
+    if worker is None or worker.prompts is None or not corrected(state, worker):
         return EXACT_PERMILLE
-    permille = worker.prefill_permille.get(worker.head_neighbours, EXACT_PERMILLE)
+    permille = worker.prompts.permille.get(worker.prompts.head_neighbours, EXACT_PERMILLE)
     # What several took together says nothing of one.
     if order.phase == "prefill" and not order.fetch_node_id and not order.stages:
-        _keep_prefill(state, worker, order, event)
+        _keep_prefill(state, worker.prompts, order, event)
     return permille
 
 
-def _keep_prefill(state: State, worker: WorkerRecord, order: Order, event: PrefillFinished | None) -> None:
+def _keep_prefill(state: State, duty: PromptDuty, order: Order, event: PrefillFinished | None) -> None:
     cached = order.cached_tokens
     if event is not None:
         cached = event.cached_local_tokens + event.cached_fetched_tokens
@@ -106,42 +115,47 @@ def _keep_prefill(state: State, worker: WorkerRecord, order: Order, event: Prefi
         # Only the worker knows what of its iterations was the prompt's.
         took_ns = event.compute_ns if event is not None else 0
     else:
-        is_head = next(iter(worker.prefills), "") == order.order_id
-        took_ns = state.at_ns - worker.head_since_ns if is_head else 0
+        is_head = next(iter(duty.orders), "") == order.order_id
+        took_ns = state.at_ns - duty.head_since_ns if is_head else 0
     if took_ns > 0 and cached < order.prompt_tokens:
-        seen = worker.prefills_seen.setdefault(worker.head_neighbours, [])
+        seen = duty.seen.setdefault(duty.head_neighbours, [])
         seen.append(SeenPrefill(order.prompt_tokens, cached, took_ns))
         keep(seen, state.policy.correction_window)
 
 
 def step_seen(state: State, worker: WorkerRecord, sequences: int, context_tokens: int, step_ns: int) -> int:
     """Keep what steps took, and tell the correction that they had."""
-    if not corrected(state, worker):
+    duty = worker.batch
+    if duty is None or not corrected(state, worker):
         return EXACT_PERMILLE
-    worker.steps_seen.append(SeenSteps(sequences, context_tokens, step_ns))
-    keep(worker.steps_seen, state.policy.correction_window)
-    return worker.step_permille
+    duty.steps_seen.append(SeenSteps(sequences, context_tokens, step_ns))
+    keep(duty.steps_seen, state.policy.correction_window)
+    return duty.step_permille
 
 
 def answer_seen(state: State, order: Order, event: RequestFinished) -> None:
     """Keep what the longest intervals of an answer took of its mean one."""
     worker = state.workers.get(order.decode_id)
-    if worker is None or not corrects_tbt(state, worker) or event.tbt_ns <= 0 or event.completion_tokens < 2:
+    if worker is None or worker.batch is None or not corrects_tbt(state, worker):
+        return
+    if event.tbt_ns <= 0 or event.completion_tokens < 2:
         return
     mean_ns = event.decode_ns // (event.completion_tokens - 1)
-    seen = worker.answers_seen.setdefault(length_class(event.completion_tokens), [])
+    seen = worker.batch.answers_seen.setdefault(length_class(event.completion_tokens), [])
     seen.append(ratio_permille(mean_ns, event.tbt_ns))
     keep(seen, state.policy.correction_window)
 
 
 def corrects_tbt(state: State, worker: WorkerRecord) -> bool:
     """The time between tokens is corrected where a step has no other price than its batch's."""
-    return corrected(state, worker) and worker.role == "decode" and not worker.priced
+    decodes_only = worker.batch is not None and worker.prompts is None
+    return corrected(state, worker) and decodes_only and not worker.priced
 
 
 def tbt_permille(worker: WorkerRecord, answer_tokens: int) -> int:
     """The correction of the time between tokens of an answer that is expected to be so long."""
-    return nearest_permille(worker.answers_seen, length_class(answer_tokens))
+    seen = worker.batch.answers_seen if worker.batch is not None else {}
+    return nearest_permille(seen, length_class(answer_tokens))
 
 
 # --- neighbours ---------------------------------------------------------------------------------------------
@@ -159,8 +173,8 @@ def computing_beside(state: State, worker: WorkerRecord) -> int:
 
 def turn_begins(state: State, worker: WorkerRecord) -> None:
     """Call when another order is the oldest of a worker's prefills: the one that runs."""
-    if corrected(state, worker):
-        worker.head_neighbours = computing_beside(state, worker)
+    if worker.prompts is not None and corrected(state, worker):
+        worker.prompts.head_neighbours = computing_beside(state, worker)
         _price_queue(state, worker)
 
 
@@ -171,15 +185,15 @@ def load_changed(state: State, *worker_ids: str) -> None:
     hosts = dict.fromkeys(state.host(state.workers[one]) for one in worker_ids if one in state.workers)
     for host in hosts:
         for worker in state.loads.on_host.get(host, ()):
-            if _prefills(worker) and corrected(state, worker):
-                _look_around(state, worker)
+            if worker.prompts is not None and corrected(state, worker):
+                _look_around(state, worker, worker.prompts)
 
 
-def _look_around(state: State, worker: WorkerRecord) -> None:
-    neighbours = beside(state, worker) if worker.prefills else computing_beside(state, worker)
-    if neighbours != worker.neighbours:
+def _look_around(state: State, worker: WorkerRecord, duty: PromptDuty) -> None:
+    neighbours = beside(state, worker) if duty.orders else computing_beside(state, worker)
+    if neighbours != duty.neighbours:
         before = permille_now(worker)
-        worker.neighbours = neighbours
+        duty.neighbours = neighbours
         if permille_now(worker) != before:
             worker.cost = _cost(worker, fitted_cost(worker))
             _price_queue(state, worker)
@@ -191,18 +205,13 @@ def _others(state: State, worker: WorkerRecord) -> list[WorkerRecord]:
     return [one for one in state.loads.on_host.get(host, ()) if one is not worker]
 
 
-def _prefills(worker: WorkerRecord) -> bool:
-    return worker.role in ("prefill", "mixed")
-
-
 def _computes(state: State, worker: WorkerRecord) -> bool:
-    match worker.role:
-        case "decode":
-            return any(state.orders[order_id].phase == "decode" for order_id in worker.orders)
-        case "attention":
-            return bool(worker.lent)
-        case _:
-            return bool(worker.orders)
+    if worker.prompts is not None:
+        return bool(worker.orders)
+    if worker.batch is not None:
+        # Those of its orders whose prompt is computed yet wait for it.
+        return any(state.orders[order_id].phase == "decode" for order_id in worker.batch.orders)
+    return bool(worker.lent)
 
 
 def price_prompt(state: State, order: Order, prefill: Candidate) -> None:
@@ -217,18 +226,19 @@ def price_prompt(state: State, order: Order, prefill: Candidate) -> None:
 
 def _price_queue(state: State, worker: WorkerRecord) -> None:
     """Reserve for prefills, and when each is to end, by what is known now."""
-    if not _prefills(worker):
+    duty = worker.prompts
+    if duty is None:
         return
-    fitted, end_ns = fitted_cost(worker), worker.head_since_ns
-    permille = worker.prefill_permille.get(worker.head_neighbours, EXACT_PERMILLE)
-    for order_id in worker.prefills:
+    fitted, end_ns = fitted_cost(worker), duty.head_since_ns
+    permille = duty.permille.get(duty.head_neighbours, EXACT_PERMILLE)
+    for order_id in duty.orders:
         order = state.orders[order_id]
         # What was placed before there were corrections, or is computed by several, stays as it was priced.
         if order.prompt_tokens and not order.stages:
             compute_ns = fitted.prefill_ns(order.prompt_tokens, order.cached_tokens)
             reserved_ns = compute_ns * permille // EXACT_PERMILLE + order.beside_ns
-            worker.reserved_ns += reserved_ns - order.reserved_ns
-            order.reserved_ns = worker.prefills[order_id] = reserved_ns
+            duty.reserved_ns += reserved_ns - order.reserved_ns
+            order.reserved_ns = duty.orders[order_id] = reserved_ns
         end_ns += order.reserved_ns
         order.prefill_end_ns = end_ns
         permille = permille_now(worker)

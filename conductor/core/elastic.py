@@ -34,7 +34,7 @@ def keep_looking(state: State, out: StepOutput) -> None:
     policy = state.policy
     if policy.elastic == "off" or not (state.requests or state.demand.looks):
         return
-    if any(worker.may_become for worker in state.workers.values()):
+    if any(worker.change.may_become for worker in state.workers.values()):
         arm(state, TIMER, state.at_ns + policy.elastic_period_ns, out)
 
 
@@ -74,7 +74,7 @@ def fuller_pool(state: State, needs: dict[WorkerRole, PoolNeed]) -> WorkerRole |
 
 def _is_time(state: State, need: PoolNeed) -> bool:
     policy, demand = state.policy, state.demand
-    under_way = sum(worker.becomes != "" for worker in state.workers.values())
+    under_way = sum(worker.change.becomes != "" for worker in state.workers.values())
     if under_way >= policy.elastic_changes_max:
         return False
     if not need.workers:
@@ -90,7 +90,7 @@ def _who_goes(state: State, role: WorkerRole) -> WorkerRecord | None:
 
 def done_ns(state: State, worker: WorkerRecord) -> tuple[int, int]:
     """Whether others' requests rest on it, and when it will have finished what it has: from now, as predicted."""
-    if worker.role == "prefill":
+    if worker.batch is None:
         return 0, queue_ns(worker, state.at_ns)
     orders = [state.orders[order_id] for order_id in worker.orders]
     last_ns = max((order.prefill_end_ns + order.decode_ns for order in orders), default=state.at_ns)

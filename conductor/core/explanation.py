@@ -15,11 +15,10 @@ from halfmoon.conductor.core.choice import both_ways
 from halfmoon.conductor.core.corrections import correction_of
 from halfmoon.conductor.core.objectives import limit_ns, slo_ns
 from halfmoon.conductor.core.placement.cache_places import free_blocks
-from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates
+from halfmoon.conductor.core.placement.candidates import candidates, decode_candidates, fits
 from halfmoon.conductor.core.placement.measures import Candidate, DecodeCandidate
 from halfmoon.conductor.core.placement.mixed_candidates import MixedCandidate, mixed_candidates
 from halfmoon.conductor.core.placement.prefix_match import match_prefix
-from halfmoon.conductor.core.role_rules import fits
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.state.records import WorkerRecord
@@ -127,7 +126,7 @@ def explain(
         corrections={
             worker.worker_id: correction_of(worker)
             for worker in state.workers.values()
-            if worker.worker_id in found and worker.fitted is not None
+            if worker.worker_id in found and worker.learning.fitted is not None
         },
         verdict=verdict,
     )
@@ -156,7 +155,7 @@ def _other_way(
 
 
 def _holds_only(state: State, worker: WorkerRecord) -> bool:
-    return worker.role == "attention" and state.takes_orders(worker)
+    return worker.prompts is None and worker.batch is None and state.takes_orders(worker)
 
 
 def _why_not(state: State, worker: WorkerRecord, request: RequestArrived) -> str:

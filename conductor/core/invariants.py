@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from halfmoon.conductor.core import moves
 from halfmoon.conductor.core.loans import held_for
-from halfmoon.conductor.core.role_rules import expected_load
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
-from halfmoon.conductor.core.state.records import Order, WorkerRecord
+from halfmoon.conductor.core.state.records import BatchDuty, Order, PromptDuty, WorkerRecord
 
 
 def check(state: State) -> None:
@@ -26,7 +25,7 @@ def check_ledger(state: State) -> None:
         if order.loans or order.cache or order.move is not None or order.moved_loans:
             _check_borrowed(state, order, state.workers[order.decode_id])
     for worker in state.workers.values():
-        if worker.lent or worker.lends:
+        if worker.holds is not None:
             _check_loans(state, worker)
 
 
@@ -108,20 +107,39 @@ def _check_requests(state: State) -> None:
 
 def _check_load(state: State) -> None:
     for worker_id, worker in state.workers.items():
-        orders = [state.orders[order_id] for order_id in worker.orders]
-        expected = expected_load(worker, orders)
-        reserved = (
-            worker.reserved_ns,
-            worker.pending_blocks,
-            worker.prompt_blocks,
-            worker.reserved_blocks - sum(worker.lent.values()),
-            worker.context_tokens,
-        )
-        assert reserved == expected, ("reserved load", worker_id, reserved, expected)
-        assert worker.head_since_ns <= state.at_ns, worker
+        if worker.prompts is not None:
+            _check_prompts(state, worker_id, worker.prompts)
+        blocks = sum(worker.lent.values())
+        if worker.batch is not None:
+            blocks += _check_batch(state, worker_id, worker.batch)
+        assert worker.reserved_blocks == blocks, ("reserved load", worker_id, worker.reserved_blocks, blocks)
         cost = worker.cost
         for name in cost.__struct_fields__:
             assert getattr(cost, name) >= 0, (name, cost)
+
+
+def _check_prompts(state: State, worker_id: str, duty: PromptDuty) -> None:
+    orders = [state.orders[order_id] for order_id in duty.orders]
+    own = [order for order in orders if order.prefill_id == worker_id and order.phase == "prefill"]
+    others = [order for order in orders if worker_id in order.staged]
+    assert len(own) + len(others) == len(orders), ("computes no part of it", worker_id, duty)
+    reserved = duty.reserved_ns, duty.pending_blocks, duty.prompt_blocks
+    expected = (
+        sum(order.reserved_ns for order in orders),
+        sum(order.pending_blocks for order in own),
+        sum(order.prompt_blocks for order in own),
+    )
+    assert reserved == expected, ("reserved load", worker_id, reserved, expected)
+    assert duty.head_since_ns <= state.at_ns, ("began later", worker_id, duty)
+
+
+def _check_batch(state: State, worker_id: str, duty: BatchDuty) -> int:
+    """KV blocks that are reserved for what it decodes."""
+    orders = [state.orders[order_id] for order_id in duty.orders]
+    assert all(order.decode_id == worker_id for order in orders), ("decodes of others", worker_id, duty)
+    context = sum(order.context_tokens for order in orders)
+    assert duty.context_tokens == context, ("reserved load", worker_id, duty.context_tokens, context)
+    return sum(order.reserved_blocks for order in orders)
 
 
 def _check_loans(state: State, worker: WorkerRecord) -> None:
@@ -143,16 +161,15 @@ def _check_loans(state: State, worker: WorkerRecord) -> None:
     for order_id, blocks in worker.orders.items():
         # What was lent at the placement is for as long as the request can get; what moved later, for as long as it is.
         order = state.orders[order_id]
-        if worker.role == "decode" and len(order.loans) > order.moved_loans:
+        if len(order.loans) > order.moved_loans:
             promised += blocks
-    holds = worker.lends or worker.role == "attention"
-    assert promised <= worker.kv_blocks or not holds, ("promised twice", worker.worker_id, promised)
+    assert promised <= worker.kv_blocks, ("promised twice", worker.worker_id, promised)
 
 
 def _check_members(state: State) -> None:
     assert list(state.workers) == sorted(state.workers), ("not sorted", list(state.workers))
     for worker in state.workers.values():
-        assert worker.draining or not worker.becomes, ("changes its role and takes orders", worker)
+        assert worker.draining or not worker.change.becomes, ("changes its role and takes orders", worker)
     members = [
         *((worker.role, worker.worker_id, worker.incarnation) for worker in state.workers.values()),
         *(("store", store.node_id, store.incarnation) for store in state.stores.values()),

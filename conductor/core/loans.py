@@ -34,7 +34,8 @@ def book_loans(state: State, order: Order) -> None:
 
 
 def _book(state: State, order: Order, lender: WorkerRecord, blocks: int) -> None:
-    lender.lent[order.order_id] = lender.lent.get(order.order_id, 0) + blocks
+    assert lender.holds is not None, (lender, order)
+    lender.holds.orders[order.order_id] = lender.lent.get(order.order_id, 0) + blocks
     lender.reserved_blocks += blocks
     state.loads.changed(lender)
 
@@ -43,9 +44,9 @@ def end_loans(state: State, order: Order, out: StepOutput) -> None:
     """The order is over: who held something for it is told, and their blocks are free."""
     for lender, _ in held_for(state, order):
         # One that started again since has nothing to give back; one of two loans is told once.
-        if order.order_id not in lender.lent:
+        if lender.holds is None or order.order_id not in lender.lent:
             continue
-        lender.reserved_blocks -= lender.lent.pop(order.order_id)
+        lender.reserved_blocks -= lender.holds.orders.pop(order.order_id)
         state.loads.changed(lender)
         out.append(
             CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=lender.worker_id)
@@ -69,12 +70,12 @@ def end_move(state: State, order: Order) -> None:
     assert move is not None, order
     order.move = None
     lender = state.workers.get(move.loan.worker_id)
-    if lender is None or order.order_id not in lender.lent:
+    if lender is None or lender.holds is None or order.order_id not in lender.lent:
         return
-    blocks = loan_blocks(lender, move.loan)
-    lender.lent[order.order_id] -= blocks
-    if not lender.lent[order.order_id]:
-        del lender.lent[order.order_id]
+    blocks, held = loan_blocks(lender, move.loan), lender.holds.orders
+    held[order.order_id] -= blocks
+    if not held[order.order_id]:
+        del held[order.order_id]
     lender.reserved_blocks -= blocks
     state.loads.changed(lender)
 
@@ -89,7 +90,8 @@ def kv_moved(state: State, order: Order, event: KvMoved) -> bool:
     order.moved_loans += 1
     owner = state.workers[order.decode_id]
     blocks = loan_blocks(owner, move.loan)
-    owner.orders[order.order_id] -= blocks
+    assert owner.batch is not None, (owner, order)
+    owner.batch.orders[order.order_id] -= blocks
     owner.reserved_blocks -= blocks
     order.reserved_blocks -= blocks
     state.loads.changed(owner)

@@ -82,7 +82,7 @@ from halfmoon.schemas.events import (
 )
 
 #: Version of the state in snapshots. Another version is not restored: the log is replayed instead.
-SNAPSHOT_VERSION = 5
+SNAPSHOT_VERSION = 6
 #: After them there may be room for a request that waits until it can borrow.
 _MAY_END_AN_ORDER = (DecodeFailed, DecodeRefused, PrefillFailed, RequestCancelled, RequestFinished)
 
@@ -353,15 +353,8 @@ def _learn_link(
 
 def _worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> None:
     worker = membership.worker_heartbeat(state, event, out)
-    if (
-        worker is not None
-        and worker.role in ("decode", "mixed")
-        and worker.learns
-        and event.steps
-        and event.step_sequences
-    ):
-        learn_step(state, worker, event)
     if worker is not None:
+        learn_step(state, worker, event)
         judge_places(state, worker, event)
         reconcile_orders(state, worker, event, out)
 

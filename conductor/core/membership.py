@@ -12,10 +12,19 @@ from typing import assert_never
 from halfmoon.conductor.core.loans import end_move
 from halfmoon.conductor.core.orders import arm, end, place_parked, withdraw
 from halfmoon.conductor.core.reconcile import lose_orders
-from halfmoon.conductor.core.role_rules import first_fit
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.cost import prefill_fit
-from halfmoon.conductor.core.state.records import FrontendRecord, StoreRecord, WorkerRecord
+from halfmoon.conductor.core.state.cost import decode_fit, prefill_fit
+from halfmoon.conductor.core.state.records import (
+    BatchDuty,
+    FrontendRecord,
+    HoldDuty,
+    Learning,
+    PromptDuty,
+    RoleChange,
+    StoreRecord,
+    WorkerRecord,
+    WorkerReport,
+)
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import AnnounceYourself, FailRequest
@@ -40,16 +49,11 @@ def worker_joined(state: State, event: WorkerJoined, out: StepOutput) -> None:
     state.asked_ns.pop(f"worker:{event.worker_id}", None)
     worker = _worker(event, state.at_ns)
     if known is not None:
-        same = (known.incarnation, known.role, known.node_id) == (
-            event.incarnation,
-            event.role,
-            event.node_id,
-        )
-        if same:
+        if _is_same(known, worker):
             _carry_over(known, worker)
             state.workers[event.worker_id] = worker
             state.members_changed()
-            if known.asked:
+            if known.report.asked:
                 dropped = f"worker {event.worker_id} dropped its orders"
                 lose_orders(state, event.worker_id, _orphans(state, event.worker_id), dropped, out, told=True)
             place_parked(state, out)
@@ -66,58 +70,91 @@ def worker_joined(state: State, event: WorkerJoined, out: StepOutput) -> None:
 
 def _worker(event: WorkerJoined, now_ns: int) -> WorkerRecord:
     layout, profile = event.layout, event.profile
+    prompts, batch, holds = _duties(event)
     return WorkerRecord(
         worker_id=event.worker_id,
         role=event.role,
         node_id=event.node_id,
         incarnation=event.incarnation,
         layout=layout,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
         kv_blocks=event.kv_blocks,
         context_tokens_max=event.context_tokens_max,
         batch_max=event.batch_max,
         last_seen_ns=now_ns,
-        profile=profile,
         cost=profile,
-        fit=first_fit(event.role, profile),
-        learns=layout.block_bytes > 0 or profile != CostProfile(),
-        block_tokens=layout.block_tokens,
-        block_bytes=layout.block_bytes,
-        layer_block_bytes=layout.layer_block_bytes,
-        exact_numerics=event.exact_numerics,
-        prompt_tokens_max=event.prompt_tokens_max,
-        lends=event.lends,
-        cache_elsewhere=event.cache_elsewhere,
-        first_kv_head=event.first_kv_head,
-        kv_heads=event.kv_heads,
-        may_become=event.may_become,
-        decode_groups=event.decode_groups,
-        token_budget=event.token_budget,
-        stage_addresses=event.stage_addresses,
-        activation_bytes=event.activation_bytes,
-        prompt_fit=prefill_fit(profile) if event.role == "mixed" else None,
+        learning=Learning(profile=profile, enabled=layout.block_bytes > 0 or profile != CostProfile()),
+        report=WorkerReport(exact_numerics=event.exact_numerics),
+        change=RoleChange(may_become=event.may_become),
+        prompts=prompts,
+        batch=batch,
+        holds=holds,
+    )
+
+
+def _duties(event: WorkerJoined) -> tuple[PromptDuty | None, BatchDuty | None, HoldDuty | None]:
+    """The duties of each role: a role that is added says here what its workers do."""
+    prompts, batch, holds = None, None, None
+    if event.role in ("prefill", "mixed"):
+        prompts = PromptDuty(
+            fit=prefill_fit(event.profile),
+            tokens_max=event.prompt_tokens_max,
+            stage_addresses=event.stage_addresses,
+            activation_bytes=event.activation_bytes,
+        )
+    if event.role in ("decode", "mixed"):
+        batch = BatchDuty(
+            fit=decode_fit(event.profile),
+            token_budget=event.token_budget,
+            cache_elsewhere=event.cache_elsewhere,
+            groups=event.decode_groups,
+        )
+    if event.role == "attention" or (event.role == "decode" and event.lends):
+        holds = HoldDuty(segments=event.lends, first_kv_head=event.first_kv_head, kv_heads=event.kv_heads)
+    return prompts, batch, holds
+
+
+def _is_same(known: WorkerRecord, worker: WorkerRecord) -> bool:
+    """The same process, which does what it did."""
+    return (
+        (known.incarnation, known.role, known.node_id) == (worker.incarnation, worker.role, worker.node_id)
+        # A role has its duties, but for holding, which an option brings.
+        and (known.holds is None) == (worker.holds is None)
     )
 
 
 def _carry_over(known: WorkerRecord, worker: WorkerRecord) -> None:
-    """The same process joins once more: what it does goes on."""
-    worker.orders, worker.prompts = known.orders, known.prompts
-    worker.reserved_ns = known.reserved_ns
-    worker.pending_blocks = known.pending_blocks
-    worker.prompt_blocks = known.prompt_blocks
+    """The same process joins once more: what it does goes on, and what it takes is known, unless that was measured
+    anew.
+    """
+    worker.draining, worker.change.becomes = known.draining, known.change.becomes
     worker.reserved_blocks = known.reserved_blocks
-    worker.context_tokens = known.context_tokens
-    worker.lent = known.lent
-    worker.slow_by = known.slow_by
-    worker.head_since_ns = known.head_since_ns
-    worker.draining = known.draining
-    worker.becomes = known.becomes
-    if known.profile == worker.profile:
-        worker.cost, worker.fit, worker.prompt_fit = known.cost, known.fit, known.prompt_fit
-        worker.fitted, worker.prefill_permille = known.fitted, known.prefill_permille
-        worker.steps_seen, worker.step_permille = known.steps_seen, known.step_permille
-        worker.prefills_seen, worker.answers_seen = known.prefills_seen, known.answers_seen
-        worker.neighbours, worker.head_neighbours = known.neighbours, known.head_neighbours
-        worker.elsewhere_permille = known.elsewhere_permille
+    learned = known.learning.profile == worker.learning.profile
+    if learned:
+        worker.cost, worker.learning.fitted = known.cost, known.learning.fitted
+    if known.prompts is not None and worker.prompts is not None:
+        _carry_prompts(known.prompts, worker.prompts, learned)
+    if known.batch is not None and worker.batch is not None:
+        _carry_batch(known.batch, worker.batch, learned)
+    if known.holds is not None and worker.holds is not None:
+        worker.holds.orders, worker.holds.slow_by = known.holds.orders, known.holds.slow_by
+
+
+def _carry_prompts(known: PromptDuty, duty: PromptDuty, learned: bool) -> None:
+    duty.orders, duty.reserved_ns, duty.head_since_ns = known.orders, known.reserved_ns, known.head_since_ns
+    duty.pending_blocks, duty.prompt_blocks = known.pending_blocks, known.prompt_blocks
+    if learned:
+        duty.fit, duty.seen, duty.permille = known.fit, known.seen, known.permille
+        duty.neighbours, duty.head_neighbours = known.neighbours, known.head_neighbours
+
+
+def _carry_batch(known: BatchDuty, duty: BatchDuty, learned: bool) -> None:
+    duty.orders, duty.context_tokens = known.orders, known.context_tokens
+    if learned:
+        duty.fit, duty.elsewhere_permille = known.fit, known.elsewhere_permille
+        duty.steps_seen, duty.step_permille = known.steps_seen, known.step_permille
+        duty.answers_seen = known.answers_seen
 
 
 def worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> WorkerRecord | None:
@@ -127,11 +164,13 @@ def worker_heartbeat(state: State, event: WorkerHeartbeat, out: StepOutput) -> W
         # Its heartbeat does not say what it is; it goes by target_id.
         role = worker.role if worker is not None else "prefill"
         if _ask(state, "worker", role, event.worker_id, out) and worker is not None:
-            worker.asked = True
+            worker.report.asked = True
         return None
     worker.last_seen_ns = state.at_ns
-    worker.queued, worker.running, worker.kv_blocks_used = event.queued, event.running, event.kv_blocks_used
-    worker.groups = event.groups
+    report = worker.report
+    report.queued, report.running, report.kv_blocks_used = event.queued, event.running, event.kv_blocks_used
+    if worker.batch is not None:
+        worker.batch.groups_seen = event.groups
     return worker
 
 
@@ -139,7 +178,7 @@ def worker_draining(state: State, event: WorkerDraining, out: StepOutput) -> Non
     worker = state.workers.get(event.worker_id)
     if worker is not None and worker.incarnation == event.incarnation:
         # One that changes its role stays on its way out, whatever it says: the change would never come to its end.
-        worker.draining = event.draining or worker.becomes != ""
+        worker.draining = event.draining or worker.change.becomes != ""
         state.members_changed()
         place_parked(state, out)
 
@@ -312,10 +351,8 @@ def loss_timer_fired(state: State, key: str, at_ns: int, out: StepOutput) -> Non
             member = state.stores.get(process_id)
         case "frontend":
             member = state.frontends.get(process_id)
-        case "prefill" | "decode" | "attention" | "mixed":
-            member = state.workers.get(process_id)
         case _:
-            raise AssertionError(("a timer of no role", key))
+            member = state.workers.get(process_id)
     if member is None or member.incarnation != incarnation:
         return
     if state.at_ns - member.last_seen_ns < state.policy.lost_after_ns:

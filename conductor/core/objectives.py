@@ -84,11 +84,12 @@ def learned(state: State, worker: WorkerRecord) -> None:
     """Something was measured that says what the worker takes."""
     # An older log has states without this.
     if state.policy.idle_served:
-        worker.learned_ns = state.at_ns
+        worker.learning.newest_ns = state.at_ns
 
 
 def _supported(state: State, worker: WorkerRecord) -> bool:
     """True where what the worker takes was measured lately, or is known beforehand (null engine)."""
-    if not worker.learns:
+    learning = worker.learning
+    if not learning.enabled:
         return True
-    return worker.learned_ns > 0 and state.at_ns - worker.learned_ns <= RECENT_NS
+    return learning.newest_ns > 0 and state.at_ns - learning.newest_ns <= RECENT_NS

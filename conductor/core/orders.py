@@ -24,13 +24,14 @@ from halfmoon.conductor.core.stages import (
     cancel_stages,
     free_stages,
     give_stages,
+    join_prefills,
     leave_prefills,
 )
 from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.state.demand import learn_demand
 from halfmoon.conductor.core.state.overload import learn_offered
-from halfmoon.conductor.core.state.records import Order, Request
+from halfmoon.conductor.core.state.records import Order, Request, WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
     CancelOrder,
@@ -299,21 +300,33 @@ def free_prefill(state: State, order: Order) -> None:
         if not leaving:
             del state.leaving[order.fetch_node_id]
     worker = state.workers.get(order.prefill_id)
-    if worker is None or order.order_id not in worker.prefills:
+    duty = worker.prompts if worker is not None else None
+    if worker is None or duty is None or order.order_id not in duty.orders:
         return
-    worker.pending_blocks -= order.pending_blocks
-    worker.prompt_blocks -= order.prompt_blocks
+    duty.pending_blocks -= order.pending_blocks
+    duty.prompt_blocks -= order.prompt_blocks
     leave_prefills(state, worker, order)
     load_changed(state, order.prefill_id, order.decode_id)
 
 
+def book_decode(state: State, worker: WorkerRecord, order: Order) -> None:
+    """Reserve what the decode half takes."""
+    duty = worker.batch
+    assert duty is not None, (worker, order)
+    duty.orders[order.order_id] = order.reserved_blocks
+    worker.reserved_blocks += order.reserved_blocks
+    duty.context_tokens += order.context_tokens
+    state.loads.changed(worker)
+
+
 def free_decode(state: State, order: Order) -> None:
     worker = state.workers.get(order.decode_id)
-    if worker is None or order.order_id not in worker.orders:
+    duty = worker.batch if worker is not None else None
+    if worker is None or duty is None or order.order_id not in duty.orders:
         return
-    del worker.orders[order.order_id]
+    del duty.orders[order.order_id]
     worker.reserved_blocks -= order.reserved_blocks
-    worker.context_tokens -= order.context_tokens
+    duty.context_tokens -= order.context_tokens
     state.loads.changed(worker)
     load_changed(state, order.decode_id)
 
@@ -457,20 +470,10 @@ def _tbt_slo_ns(state: State, event: RequestArrived, order: Order) -> int:
 def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     """Book the order on both workers, and until `fetched_ns` on the node that it fetches from."""
     state.orders[order.order_id] = order
-    worker = state.workers[order.prefill_id]
-    if not worker.prefills:
-        worker.head_since_ns = order.placed_ns
-        worker.head_neighbours = worker.neighbours
-    worker.prefills[order.order_id] = order.reserved_ns
-    worker.reserved_ns += order.reserved_ns
-    worker.pending_blocks += order.pending_blocks
-    worker.prompt_blocks += order.prompt_blocks
-    state.loads.changed(worker)
-    worker = state.workers[order.decode_id]
-    worker.orders[order.order_id] = order.reserved_blocks
-    worker.reserved_blocks += order.reserved_blocks
-    worker.context_tokens += order.context_tokens
-    state.loads.changed(worker)
+    duty = join_prefills(state, state.workers[order.prefill_id], order)
+    duty.pending_blocks += order.pending_blocks
+    duty.prompt_blocks += order.prompt_blocks
+    book_decode(state, state.workers[order.decode_id], order)
     book_loans(state, order)
     book_stages(state, order)
     if order.fetch_node_id:

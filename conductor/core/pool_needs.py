@@ -59,8 +59,8 @@ def pool_needs(state: State) -> dict[WorkerRole, PoolNeed]:
     stay: dict[WorkerRole, list[WorkerRecord]] = {role: [] for role in ELASTIC_ROLES}
     joining: dict[WorkerRole, int] = dict.fromkeys(ELASTIC_ROLES, 0)
     for worker in state.workers.values():
-        if worker.becomes in joining:
-            joining[worker.becomes] += 1
+        if worker.change.becomes in joining:
+            joining[worker.change.becomes] += 1
         elif worker.role in stay and not worker.draining:
             stay[worker.role].append(worker)
     prefills, decodes = stay["prefill"], stay["decode"]

@@ -50,9 +50,10 @@ def lose_orders(
 
 def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat, out: StepOutput) -> None:
     """Bring the core's open orders of a worker and those that its heartbeat lists to agree."""
+    report = worker.report
     # A worker that lists nothing at all says nothing of its orders; an empty list says that it has none.
     if event.orders is None:
-        worker.unlisted_ns, worker.stray_ns, worker.lacking_ns = {}, {}, {}
+        report.unlisted_ns, report.stray_ns, report.lacking_ns = {}, {}, {}
         return
     listed = dict.fromkeys(event.orders)
     unlisted = [
@@ -63,15 +64,15 @@ def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat,
     ]
     # An order that ended a moment ago is a stray until its worker has heard of the end: so two heartbeats must name it.
     strays = [order_id for order_id in listed if _is_stray(state, worker, order_id)]
-    worker.unlisted_ns, lost = _confirmed_twice(state, worker.unlisted_ns, unlisted)
-    worker.stray_ns, unknown = _confirmed_twice(state, worker.stray_ns, strays)
+    report.unlisted_ns, lost = _confirmed_twice(state, report.unlisted_ns, unlisted)
+    report.stray_ns, unknown = _confirmed_twice(state, report.stray_ns, strays)
     out.extend(CancelOrder(order_id=order_id, worker_id=worker.worker_id) for order_id in unknown)
     for order_id in lost:
         avoid(state.requests[state.orders[order_id].request_id], worker.worker_id)
     reason = f"worker {worker.worker_id} knows nothing of the order"
     lose_orders(state, worker.worker_id, lost, reason, out, told=True)
     lacking = [order_id for order_id in event.lacking if _is_overdue(state, worker, order_id)]
-    worker.lacking_ns, lost = _confirmed_twice(state, worker.lacking_ns, lacking)
+    report.lacking_ns, lost = _confirmed_twice(state, report.lacking_ns, lacking)
     reason = "its KV or its first token did not reach the decode worker"
     lose_orders(state, worker.worker_id, lost, reason, out, told=True)
 
@@ -82,7 +83,7 @@ def _is_stray(state: State, worker: WorkerRecord, order_id: str) -> bool:
         resumed = (state.orders[each].resumes for each in worker.lent if each in state.orders)
         return order_id not in resumed
     # A decode worker may still hold something of it for a move that was given up.
-    return worker.role == "decode" and order_id not in worker.orders and order_id not in worker.lent
+    return worker.batch is not None and order_id not in worker.orders and order_id not in worker.lent
 
 
 def _is_overdue(state: State, worker: WorkerRecord, order_id: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from halfmoon.conductor.core.loans import held_for
-from halfmoon.conductor.core.orders import free_decode, release_nodes, start_decode
+from halfmoon.conductor.core.orders import book_decode, free_decode, release_nodes, start_decode
 from halfmoon.conductor.core.placement.prices import row_of, rows_of, step_price
 from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.records import Order, WorkerRecord
@@ -70,9 +70,9 @@ def _hand_over(
     request.placements += 1
     state.counters.placed += 1
     for holder in holders:
-        holder.lent[new.order_id] = holder.lent.pop(order.order_id)
-    worker.orders[new.order_id] = new.reserved_blocks
-    worker.context_tokens += new.context_tokens
-    state.loads.changed(worker)
+        assert holder.holds is not None, (holder, order)
+        held = holder.holds.orders
+        held[new.order_id] = held.pop(order.order_id)
+    book_decode(state, worker, new)
     release_nodes(state, order, out)
     out.append(start_decode(state, request, new))

@@ -22,7 +22,7 @@ def role_wanted(state: State, event: RoleWanted, out: StepOutput) -> None:
 
 def may_change(state: State, worker: WorkerRecord, role: WorkerRole) -> bool:
     """It can take the role, does not leave already, and another one of its own role stays."""
-    if role not in worker.may_become or role == worker.role or worker.draining:
+    if role not in worker.change.may_become or role == worker.role or worker.draining:
         return False
     return others_stay(state, worker)
 
@@ -35,7 +35,7 @@ def others_stay(state: State, worker: WorkerRecord) -> bool:
 def change_role(
     state: State, worker: WorkerRecord, role: WorkerRole, out: StepOutput, reason: str = ""
 ) -> None:
-    worker.draining, worker.becomes = True, role
+    worker.draining, worker.change.becomes = True, role
     state.members_changed()
     state.demand.changed_ns, state.demand.advice = state.at_ns, None
     out.append(ChangeRole(worker_id=worker.worker_id, role=role, reason=reason))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from halfmoon.conductor.core.corrections import load_changed, turn_begins
 from halfmoon.conductor.core.state.core_state import State
-from halfmoon.conductor.core.state.records import Order, WorkerRecord
+from halfmoon.conductor.core.state.records import Order, PromptDuty, WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import CancelOrder, StartStage
 from halfmoon.schemas.events import StageFinished
@@ -20,11 +20,7 @@ def book_stages(state: State, order: Order) -> None:
         worker = state.workers[stage.worker_id]
         assert not worker.orders, ("a stage of one that is busy", order, worker)
         order.staged.append(stage.worker_id)
-        worker.head_since_ns = order.placed_ns
-        worker.head_neighbours = worker.neighbours
-        worker.orders[order.order_id] = order.reserved_ns
-        worker.reserved_ns += order.reserved_ns
-        state.loads.changed(worker)
+        join_prefills(state, worker, order)
     load_changed(state, *order.staged)
 
 
@@ -58,15 +54,30 @@ def free_stage(state: State, order: Order, worker_id: str) -> None:
     load_changed(state, worker_id)
 
 
+def join_prefills(state: State, worker: WorkerRecord, order: Order) -> PromptDuty:
+    """The order waits at `worker` for its turn; that begins at once where none is before it."""
+    duty = worker.prompts
+    assert duty is not None, (worker, order)
+    if not duty.orders:
+        duty.head_since_ns = order.placed_ns
+        duty.head_neighbours = duty.neighbours
+    duty.orders[order.order_id] = order.reserved_ns
+    duty.reserved_ns += order.reserved_ns
+    state.loads.changed(worker)
+    return duty
+
+
 def leave_prefills(state: State, worker: WorkerRecord, order: Order) -> None:
     """The order computes no more at `worker`, or waits there no more; the next one's turn begins."""
-    was_head = next(iter(worker.prefills)) == order.order_id
+    duty = worker.prompts
+    assert duty is not None, (worker, order)
+    was_head = next(iter(duty.orders)) == order.order_id
     if was_head:
-        worker.head_since_ns = state.at_ns
-    del worker.prefills[order.order_id]
-    worker.reserved_ns -= order.reserved_ns
+        duty.head_since_ns = state.at_ns
+    del duty.orders[order.order_id]
+    duty.reserved_ns -= order.reserved_ns
     state.loads.changed(worker)
-    if was_head and worker.prefills:
+    if was_head and duty.orders:
         turn_begins(state, worker)
 
 

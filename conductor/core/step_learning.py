@@ -37,27 +37,32 @@ def learn_prefill(
         counters.cached_fetched_tokens += event.cached_fetched_tokens
     worker = state.workers.get(event.worker_id)
     # What several took together says nothing of one.
-    if worker is not None and worker.learns and cached < prompt_tokens and event.stages < 2:
+    if worker is None or worker.prompts is None or not worker.learning.enabled:
+        return
+    if cached < prompt_tokens and event.stages < 2:
         seen_ns = event.compute_ns * EXACT_PERMILLE // permille
-        fit, fitted = worker.prompt_fit or worker.fit, fitted_cost(worker)
-        set_fitted(state, worker, refit_prefill(fit, fitted, prompt_tokens, cached, seen_ns))
+        fit = worker.prompts.fit
+        set_fitted(state, worker, refit_prefill(fit, fitted_cost(worker), prompt_tokens, cached, seen_ns))
         learned(state, worker)
 
 
 def learn_step(state: State, worker: WorkerRecord, event: WorkerHeartbeat) -> None:
-    """From the mean step of a decode worker's heartbeat."""
+    """From the mean step of a heartbeat; nothing where the worker decodes nothing, or made no step."""
+    duty = worker.batch
+    if duty is None or not worker.learning.enabled or not event.steps or not event.step_sequences:
+        return
     sequences, context, seen_ns = event.step_sequences, event.step_context_tokens, event.step_ns
     if worker.priced:
         orders = [state.orders[order_id] for order_id in worker.orders]
         rows = [row_of(order) for order in orders if order.running]
         steady = len(rows) == sequences
-        if worker.cache_elsewhere:
+        if duty.cache_elsewhere:
             step = step_elsewhere(state, worker, rows)
             if step is not None:
                 if steady:
-                    expected_ns = step.ns(worker.decode_groups or step.groups)
-                    known = worker.elsewhere_permille
-                    worker.elsewhere_permille = measured_permille(known, expected_ns, seen_ns)
+                    expected_ns = step.ns(duty.groups or step.groups)
+                    known = duty.elsewhere_permille
+                    duty.elsewhere_permille = measured_permille(known, expected_ns, seen_ns)
                     learned(state, worker)
                 return
         elif any(row.loans for row in rows):
@@ -66,5 +71,5 @@ def learn_step(state: State, worker: WorkerRecord, event: WorkerHeartbeat) -> No
             away, waits_ns = lent_price(state, worker, context, rows)
             context, seen_ns = context - away, seen_ns - waits_ns
     seen_ns = seen_ns * EXACT_PERMILLE // step_seen(state, worker, sequences, context, seen_ns)
-    set_fitted(state, worker, refit_decode(worker.fit, fitted_cost(worker), sequences, context, seen_ns))
+    set_fitted(state, worker, refit_decode(duty.fit, fitted_cost(worker), sequences, context, seen_ns))
     learned(state, worker)

@@ -20,6 +20,7 @@ from halfmoon.bus.tasks import within
 from halfmoon.bus.telemetry.metrics import STEP_S, Times, Values, counter, gauge, histogram
 from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.pool_needs import pool_needs
+from halfmoon.conductor.core.state.core_state import State
 from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
@@ -129,37 +130,11 @@ class ConductorMetrics(Collector):
         yield gauge(
             "halfmoon_store_suspected", "1 while others cannot reach the node's store.", ("node",), suspected
         )
-        slow: Values = {
-            (at,): slow_mark(state, it) is not None
-            for at, it in state.workers.items()
-            if it.role == "attention" or it.lends
-        }
-        yield gauge(
-            "halfmoon_place_slow", "1 while who holds KV for others is avoided for new.", ("worker",), slow
-        )
-        apart = [it for it in state.workers.values() if it.cache_elsewhere]
-        groups: Values = {(it.worker_id,): it.groups for it in apart}
-        yield gauge(
-            "halfmoon_decode_groups", "Groups of a step that wait for attention in turn.", ("worker",), groups
-        )
-        nowhere: Values = {(worker_id,): bool(why) for worker_id, why in without_attention(state).items()}
-        yield gauge(
-            "halfmoon_no_attention",
-            "1 while attention workers can hold no KV for a decode worker that keeps none.",
-            ("worker",),
-            nowhere,
-        )
-        splits = splits_of(state.orders.values()) if apart else {}
-        yield gauge(
-            "halfmoon_cache_splits",
-            "Open requests, by how attention workers divide their KV.",
-            ("split",),
-            {(split,): splits.get(split, 0) for split in get_args(CacheSplit)} if apart else {},
-        )
+        yield from _kv_elsewhere(state)
         queues: Values = {
             (at,): queue_ns(it, state.at_ns) / SECOND_NS
             for at, it in state.workers.items()
-            if it.role in ("prefill", "mixed")
+            if it.prompts is not None
         }
         yield gauge(
             "halfmoon_predicted_queue_seconds",
@@ -209,3 +184,35 @@ class ConductorMetrics(Collector):
 
 def _kinds(name: str, text: str, counts: Counter[str]) -> Metric:
     return counter(name, text, ("kind",), {(kind,): count for kind, count in counts.items()})
+
+
+def _kv_elsewhere(state: State) -> Iterable[Metric]:
+    """Workers that hold KV for others, and those whose KV others hold."""
+    slow: Values = {
+        (at,): slow_mark(state, it) is not None for at, it in state.workers.items() if it.holds is not None
+    }
+    yield gauge(
+        "halfmoon_place_slow", "1 while who holds KV for others is avoided for new.", ("worker",), slow
+    )
+    groups: Values = {
+        (at,): it.batch.groups_seen
+        for at, it in state.workers.items()
+        if it.batch is not None and it.batch.cache_elsewhere
+    }
+    yield gauge(
+        "halfmoon_decode_groups", "Groups of a step that wait for attention in turn.", ("worker",), groups
+    )
+    nowhere: Values = {(worker_id,): bool(why) for worker_id, why in without_attention(state).items()}
+    yield gauge(
+        "halfmoon_no_attention",
+        "1 while attention workers can hold no KV for a decode worker that keeps none.",
+        ("worker",),
+        nowhere,
+    )
+    splits = splits_of(state.orders.values()) if groups else {}
+    yield gauge(
+        "halfmoon_cache_splits",
+        "Open requests, by how attention workers divide their KV.",
+        ("split",),
+        {(split,): splits.get(split, 0) for split in get_args(CacheSplit)} if groups else {},
+    )

@@ -36,14 +36,15 @@ def _index(value: Any) -> Any:
 def described(core: Core) -> str:
     """Every part of the state under a heading, the index by node; for people."""
     state = core.state
+    mixed, attention = _mixed(state), _attention(state)
     parts = [
         f"after event {state.seq}, {clock(state.server_ns)}; "
         f"code {state.code_version or 'unknown'}; state {core.digest()}",
         "policy: " + " ".join(f"{name}={_value(name, value)}" for name, value in _policy(state)),
         _section("prefill workers", _prefill(state)),
         _section("decode workers", _decode(state)),
-        _section("mixed workers", _mixed(state)) if any(_of_role(state, "mixed")) else "",
-        _section("attention workers", _attention(state)) if any(_of_role(state, "attention")) else "",
+        _section("mixed workers", mixed) if mixed[1:] else "",
+        _section("attention workers", attention) if attention[1:] else "",
         _section("store agents", _stores(state)),
         _section("frontends", _frontends(state)),
         _section("requests", _requests(state)),
@@ -88,8 +89,10 @@ def _prefill(state: State) -> list[tuple[str, ...]]:
             "oldest order",
         )
     ]
-    for worker in _of_role(state, "prefill"):
-        cost = worker.cost
+    for worker in state.workers.values():
+        duty, cost = worker.prompts, worker.cost
+        if duty is None or worker.batch is not None:
+            continue
         rows.append(
             (
                 worker.worker_id,
@@ -97,7 +100,7 @@ def _prefill(state: State) -> list[tuple[str, ...]]:
                 _standing(state, worker),
                 str(len(worker.orders)),
                 duration(queue_ns(worker, state.at_ns)),
-                str(worker.pending_blocks),
+                str(duty.pending_blocks),
                 duration(cost.prefill_base_ns),
                 f"{cost.prefill_per_token_ps / 1e6:.2f} us",
                 f"{cost.prefill_per_token2_fs / 1e6:.2f} ns",
@@ -122,8 +125,10 @@ def _decode(state: State) -> list[tuple[str, ...]]:
             "a context token",
         )
     ]
-    for worker in _of_role(state, "decode"):
-        cost = worker.cost
+    for worker in state.workers.values():
+        duty, cost = worker.batch, worker.cost
+        if duty is None or worker.prompts is not None:
+            continue
         rows.append(
             (
                 worker.worker_id,
@@ -132,17 +137,13 @@ def _decode(state: State) -> list[tuple[str, ...]]:
                 str(len(worker.orders)),
                 str(worker.reserved_blocks),
                 str(worker.kv_blocks),
-                str(worker.context_tokens),
+                str(duty.context_tokens),
                 duration(cost.decode_base_ns),
                 duration(cost.decode_per_sequence_ns),
                 f"{cost.decode_per_context_token_ps / 1e3:.1f} ns",
             )
         )
     return rows
-
-
-def _of_role(state: State, role: str) -> list[WorkerRecord]:
-    return [worker for worker in state.workers.values() if worker.role == role]
 
 
 def _standing(state: State, worker: WorkerRecord) -> str:
@@ -154,19 +155,22 @@ def _mixed(state: State) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("worker", "node", "state", "orders", "prompts", "queue", "KV reserved", "of", "context", "budget")
     ]
-    for worker in _of_role(state, "mixed"):
+    for worker in state.workers.values():
+        prompts, batch = worker.prompts, worker.batch
+        if prompts is None or batch is None:
+            continue
         rows.append(
             (
                 worker.worker_id,
                 worker.node_id,
                 _standing(state, worker),
                 str(len(worker.orders)),
-                str(len(worker.prompts)),
+                str(len(prompts.orders)),
                 duration(queue_ns(worker, state.at_ns)),
                 str(worker.reserved_blocks),
                 str(worker.kv_blocks),
-                str(worker.context_tokens),
-                str(worker.token_budget),
+                str(batch.context_tokens),
+                str(batch.token_budget),
             )
         )
     return rows
@@ -174,17 +178,20 @@ def _mixed(state: State) -> list[tuple[str, ...]]:
 
 def _attention(state: State) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("worker", "node", "state", "holds", "KV reserved", "of", "KV heads")]
-    for worker in _of_role(state, "attention"):
-        last = worker.first_kv_head + (worker.kv_heads or worker.layout.kv_heads) - 1
+    for worker in state.workers.values():
+        duty = worker.holds
+        if duty is None or worker.batch is not None:
+            continue
+        last = duty.first_kv_head + (duty.kv_heads or worker.layout.kv_heads) - 1
         rows.append(
             (
                 worker.worker_id,
                 worker.node_id,
                 _standing(state, worker),
-                str(len(worker.lent)),
+                str(len(duty.orders)),
                 str(worker.reserved_blocks),
                 str(worker.kv_blocks),
-                f"{worker.first_kv_head} to {last}",
+                f"{duty.first_kv_head} to {last}",
             )
         )
     return rows

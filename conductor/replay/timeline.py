@@ -200,7 +200,7 @@ def happened(event: Event, at_ns: int, roles: Mapping[str, str], core: Core) -> 
         case FrontendLeft():
             return [Happening(at_ns, "lost", "", f"frontend {event.frontend_id} left: {event.reason}")]
         case RoleWanted(target_id=lane):
-            taken = lane in core.state.workers and core.state.workers[lane].becomes == event.role
+            taken = lane in core.state.workers and core.state.workers[lane].change.becomes == event.role
             how = (
                 "finishes what it has, and becomes" if taken else "may not, or is needed too much, to become"
             )
@@ -237,8 +237,8 @@ def _at_node(node_id: str, core: Core) -> str:
 
 def _sample(core: Core, at_ns: int) -> Sample:
     state = core.state
-    prefills = [worker for worker in state.workers.values() if worker.role in ("prefill", "mixed")]
-    decodes = [worker for worker in state.workers.values() if worker.role in ("decode", "mixed")]
+    prefills = [worker for worker in state.workers.values() if worker.prompts is not None]
+    decodes = [worker for worker in state.workers.values() if worker.batch is not None]
     counters = state.counters
     return Sample(
         at_ns=at_ns,

@@ -127,10 +127,11 @@ def stage_of(order: Order, state: State, decoding: dict[str, bool]) -> Stage:
         begun = order.order_id in decoding or now_ns - order.prefill_end_ns > HANDOVER_NS_MAX
         return "decode" if begun else "handover"
     worker = state.workers.get(order.prefill_id)
-    if worker is None or next(iter(worker.prefills), "") != order.order_id:
+    duty = worker.prompts if worker is not None else None
+    if duty is None or next(iter(duty.orders), "") != order.order_id:
         return "queued"
     loading_ns = order.predicted.transfer_ns if order.fetch_node_id else 0
-    return "transfer" if now_ns - max(worker.head_since_ns, order.placed_ns) < loading_ns else "prefill"
+    return "transfer" if now_ns - max(duty.head_since_ns, order.placed_ns) < loading_ns else "prefill"
 
 
 def request_view(history: RequestHistory, state: State, decoding: dict[str, bool]) -> RequestView:

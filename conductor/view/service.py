@@ -13,8 +13,9 @@ from collections.abc import Iterable
 
 from halfmoon.bus.connection import Bus
 from halfmoon.conductor.core.machine import Core
-from halfmoon.conductor.core.role_rules import predicted_against_slo
+from halfmoon.conductor.core.placement.prices import rows_of, step_price
 from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.conductor.core.step_output import explain_none
 from halfmoon.conductor.replay.text import message
@@ -188,7 +189,12 @@ class ViewService:
 
 def _load(worker: WorkerRecord, state: State) -> WorkerLoad:
     """The predicted first token, or time between tokens, of what the worker has, against the cluster's SLO."""
-    predicted_ns, slo_ns = predicted_against_slo(state, worker)
+    predicted_ns, slo_ns = 0, state.policy.tbt_slo_ns
+    if worker.prompts is not None:
+        predicted_ns, slo_ns = queue_ns(worker, state.at_ns), state.policy.ttft_slo_ns
+    elif sequences := len(worker.orders):
+        step = step_price(state, worker, sequences, worker.context_tokens, rows_of(state, worker))
+        predicted_ns = step.ns
     return WorkerLoad(worker_id=worker.worker_id, load=1_000 * predicted_ns // max(1, slo_ns))
 
 

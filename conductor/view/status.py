@@ -11,8 +11,8 @@ from halfmoon.conductor.core.machine import Core
 from halfmoon.conductor.core.placement.cache_places import nowhere_to_hold
 from halfmoon.conductor.core.placement.candidates import capacity
 from halfmoon.conductor.core.pool_needs import pool_needs
-from halfmoon.conductor.core.role_rules import waiting_ns
 from halfmoon.conductor.core.state.core_state import State
+from halfmoon.conductor.core.state.load_index import queue_ns
 from halfmoon.conductor.core.state.records import splits_of
 from halfmoon.conductor.core.state.slow_places import slow_mark
 from halfmoon.schemas.status import ConductorStatus, ElasticStatus, NodeStatus, PoolWanted, RequestCounts
@@ -76,8 +76,11 @@ def ssd_counts(state: State) -> dict[str, int]:
 
 def without_attention(state: State) -> dict[str, str]:
     """Why attention workers can hold no KV for a decode worker, by its id; "": they can, or it keeps its own."""
-    decodes = [worker for worker in state.workers.values() if worker.role == "decode"]
-    return {worker.worker_id: nowhere_to_hold(state, worker) for worker in decodes}
+    return {
+        worker.worker_id: nowhere_to_hold(state, worker)
+        for worker in state.workers.values()
+        if worker.batch is not None and worker.prompts is None
+    }
 
 
 def node_statuses(state: State) -> list[NodeStatus]:
@@ -92,19 +95,19 @@ def node_statuses(state: State) -> list[NodeStatus]:
                 role=worker.role,
                 state=orders_state,
                 node_id=worker.node_id,
-                queued=worker.queued,
-                running=worker.running,
-                kv_used=worker.kv_blocks_used,
+                queued=worker.report.queued,
+                running=worker.report.running,
+                kv_used=worker.report.kv_blocks_used,
                 kv_total=worker.kv_blocks,
                 kv_lent=sum(worker.lent.values()),
                 orders=len(worker.orders),
-                queue_ns=waiting_ns(worker, state.at_ns),
-                exact_numerics=worker.exact_numerics,
-                may_become=worker.may_become,
-                becomes=worker.becomes,
+                queue_ns=queue_ns(worker, state.at_ns),
+                exact_numerics=worker.report.exact_numerics,
+                may_become=worker.change.may_become,
+                becomes=worker.change.becomes,
                 slow_wait_ns=slow.waited_ns if slow is not None else 0,
                 slow_expected_ns=slow.expected_ns if slow is not None else 0,
-                groups=worker.groups,
+                groups=worker.batch.groups_seen if worker.batch is not None else 0,
                 no_attention=nowhere_to_hold(state, worker),
                 splits=splits_of(state.orders[order_id] for order_id in worker.orders),
             )

@@ -25,7 +25,11 @@ def _check_role(state: State, decision: Decision) -> None:
         case StartPrefill() | StartDecode() | StartMixed() | StartStage():
             worker = state.workers[decision.worker_id]
             role = type(decision).__name__.removeprefix("Start").lower().replace("stage", "prefill")
-            assert (worker.role, worker.becomes) == (role, ""), ("placed on another role", decision, worker)
+            assert (worker.role, worker.change.becomes) == (role, ""), (
+                "placed on another role",
+                decision,
+                worker,
+            )
         case ChangeRole():
             role = state.workers[decision.worker_id].role
             stay = [one for one in state.workers.values() if one.role == role and not one.draining]

@@ -158,10 +158,10 @@ class SlowHolders:
             if times >= PERCENT or marked:
                 self.net.counts["slow ones marked"] += event.worker_id not in known
                 known[event.worker_id] = state.at_ns
-                assert event.worker_id in place.slow_by, ("slow and not marked", seen, place)
+                assert event.worker_id in place.holds.slow_by, ("slow and not marked", seen, place)
             else:
                 known.pop(event.worker_id, None)
-                assert event.worker_id not in place.slow_by, ("well and still marked", seen, place)
+                assert event.worker_id not in place.holds.slow_by, ("well and still marked", seen, place)
 
     def _check_placed(self, state: State, order: StartDecode) -> None:
         """A slow one is taken only where the others have no room, even now that the order's own is booked."""
@@ -171,7 +171,8 @@ class SlowHolders:
             blocks = owner.layout.blocks(order.prompt_tokens + order.max_tokens)
             ranges: dict[int, int] = {}
             for one in _quick(state, "attention"):
-                ranges[one.first_kv_head] = max(ranges.get(one.first_kv_head, 0), _free_blocks(one))
+                first = one.holds.first_kv_head
+                ranges[first] = max(ranges.get(first, 0), _free_blocks(one))
             room = len(ranges) == self.world.head_ranges and min(ranges.values()) >= blocks
         else:
             chosen = [state.workers[loan.worker_id] for loan in order.loans]

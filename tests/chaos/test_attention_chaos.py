@@ -45,7 +45,7 @@ def whoever_is_a_little_quicker_is_well(state: Any, owner: Any, event: Any) -> N
     for seen in event.places:
         place = state.workers.get(seen.worker_id)
         if place is not None and seen.waited_ns * 100 < seen.expected_ns * state.policy.slow_place_percent:
-            place.slow_by.pop(owner.worker_id, None)
+            place.holds.slow_by.pop(owner.worker_id, None)
 
 
 def nobody_is_told_of_waits(self: PlaceTimes) -> list[Any]:

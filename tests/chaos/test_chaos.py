@@ -209,7 +209,7 @@ def test_a_cache_that_stays_booked_for_the_order_that_was_resumed_is_found(
         before = [holder.lent[order.order_id] for holder in holders]
         whole(state, order, holders, *more)
         for holder, blocks in zip(holders, before, strict=True):
-            holder.lent[order.order_id] = blocks
+            holder.holds.orders[order.order_id] = blocks
 
     monkeypatch.setattr(resume, "_hand_over", keeps)
     fails("lent to no order|WorkerRecord", "attention")
@@ -221,7 +221,7 @@ def test_a_request_that_a_change_of_role_forgets_is_found(monkeypatch: pytest.Mo
 
     def forgets(state: Any, worker_id: str) -> list[str]:
         worker = state.workers.get(worker_id)
-        return [] if worker is not None and worker.becomes else whole(state, worker_id)
+        return [] if worker is not None and worker.change.becomes else whole(state, worker_id)
 
     monkeypatch.setattr(membership, "_orphans", forgets)
     fails("prefill half|open at f|orders at d", "roles")
@@ -231,7 +231,7 @@ def test_a_worker_that_counts_in_its_old_role_too_is_found(monkeypatch: pytest.M
     whole = State.members_changed
 
     def keeps(self: State) -> None:
-        if not any(worker.becomes for worker in self.workers.values()):
+        if not any(worker.change.becomes for worker in self.workers.values()):
             whole(self)
 
     monkeypatch.setattr(State, "members_changed", keeps)

@@ -20,10 +20,10 @@ def test_worlds_keep_their_promises() -> None:
 
 def a_parts_time_stays_booked(state: Any, order: Any, worker_id: str) -> None:
     worker = state.workers.get(worker_id)
-    before = worker.reserved_ns if worker is not None else 0
+    before = worker.prompts.reserved_ns if worker is not None else 0
     whole_free(state, order, worker_id)
     if worker is not None:
-        worker.reserved_ns = before
+        worker.prompts.reserved_ns = before
 
 
 def a_part_is_free_before_its_time(state: Any, order: Any, worker_id: str) -> None:

@@ -45,7 +45,7 @@ from tests.chaos.stores import StoreAgent
 from tests.chaos.texts import BLOCK_TOKENS, LAYERS, LAYOUT, Text
 from tests.chaos.wishes import Feature, Wishes
 from tests.chaos.workers import Worker
-from tests.conductor.conductor_scripts import MS, PROFILE, S, keys
+from tests.conductor.conductor_scripts import MS, PROFILE, S, keys, nothing_reserved
 
 CALM_S_MAX = 180
 #: How many of the worlds in which it can be lend, and their segments of two blocks.
@@ -486,9 +486,7 @@ class World:
         assert not unheard, ("decided, and never published", unheard)
         assert len(self.ends) == self.accepted, (len(self.ends), self.accepted)
         for worker in self.conductors[0].core.state.workers.values():
-            assert (worker.orders, worker.reserved_ns, worker.reserved_blocks) == ({}, 0, 0), worker
-            assert not worker.lent, worker
-            assert not worker.prompts, worker
+            assert nothing_reserved(worker), worker
         for process in self.net.processes.values():
             if isinstance(process, StoreAgent):
                 process.pool.check()

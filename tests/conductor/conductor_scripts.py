@@ -6,6 +6,7 @@ from typing import Any
 
 from halfmoon.conductor.core.invariants import check
 from halfmoon.conductor.core.machine import Core
+from halfmoon.conductor.core.state.records import WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.decisions import Decision, SetTimer
 from halfmoon.schemas.events import (
@@ -40,6 +41,13 @@ PROFILE = CostProfile(
     decode_per_sequence_ns=1 * MS,
     decode_per_context_token_ps=1_000_000,
 )
+
+
+def nothing_reserved(worker: WorkerRecord) -> bool:
+    """Of none of its duties is anything left."""
+    prompts = worker.prompts.reserved_ns if worker.prompts is not None else 0
+    reserved = prompts, worker.context_tokens, worker.reserved_blocks
+    return reserved == (0, 0, 0) and not (worker.orders or worker.prefills or worker.lent)
 
 
 def keys(count: int, seed: int = 1) -> bytes:

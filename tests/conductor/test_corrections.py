@@ -120,12 +120,9 @@ def test_without_a_window_predictions_are_the_fit_s_alone_and_nothing_is_kept() 
     for number in range(5):
         serve(script, f"r{number}", 330 * MS, tbt_ns=60 * MS, step_ns=21 * MS)
     for worker in script.core.state.workers.values():
-        assert (worker.fitted, worker.prefills_seen, worker.steps_seen, worker.answers_seen) == (
-            None,
-            {},
-            [],
-            {},
-        )
+        assert worker.learning.fitted is None, worker
+        assert worker.prompts is None or not worker.prompts.seen, worker
+        assert worker.batch is None or not (worker.batch.steps_seen or worker.batch.answers_seen), worker
 
 
 def test_what_is_queued_is_priced_anew_when_prefills_go_slower() -> None:
@@ -159,13 +156,13 @@ def test_an_operator_may_switch_corrections_on_and_off_while_prompts_are_queued(
         script(
             prefilled(order.order_id, order.request_id, compute_ns=330 * MS, prompt_tokens=1_000), 330 * MS
         )
-    assert worker.fitted is not None
+    assert worker.learning.fitted is not None
     script(PolicyChanged(policy=replace(policy, correction_window=0)))
     script(
         prefilled(orders[-1].order_id, orders[-1].request_id, compute_ns=330 * MS, prompt_tokens=1_000),
         330 * MS,
     )
-    assert worker.fitted is None
+    assert worker.learning.fitted is None
 
 
 def test_a_prefill_beside_a_busy_neighbour_has_a_correction_of_its_own() -> None:
@@ -192,7 +189,8 @@ def test_hosts_apart_are_no_neighbours() -> None:
     first = place(script, "a")
     script(prefilled(first.order_id, "a", compute_ns=110 * MS, prompt_tokens=1_000), 110 * MS)
     place(script, "b")
-    assert [worker.neighbours for worker in script.core.state.workers.values()] == [0, 0]
+    workers = script.core.state.workers.values()
+    assert [one.prompts.neighbours for one in workers if one.prompts is not None] == [0]
 
 
 def test_the_time_between_tokens_is_that_of_the_longest_intervals() -> None:
@@ -225,7 +223,7 @@ def test_an_explanation_tells_the_corrections() -> None:
         serve(script, f"r{number}", 110 * MS * times, tbt_ns=21 * MS, step_ns=21 * MS * times)
     why = script.core.explain(arrived("r"), script.now_ns)
     worker = script.core.state.workers["p0"]
-    assert why.corrections["p0"] == ("prefill", worker.prefill_permille[0], 0)
+    assert why.corrections["p0"] == ("prefill", worker.prompts.permille[0], 0)
     assert why.corrections["p0"][1] > 1_500
     assert why.corrections["d0"][:1] == ("decode",)
     assert why.prefill[0].prefill_ns == pytest.approx(220 * MS, rel=0.05)

@@ -17,6 +17,7 @@ from halfmoon.conductor.core.machine import Core, SnapshotInvalid
 from halfmoon.schemas.codec import decode, encode
 from halfmoon.schemas.decisions import ReleaseOrder, SetTimer
 from halfmoon.schemas.events import Event, RequestArrived, Stamped, WorkerHeartbeat
+from tests.conductor.conductor_scripts import nothing_reserved
 from tests.lengths import seeds, sizes
 
 ORDERS = 10
@@ -37,7 +38,7 @@ def test_after_the_faults_have_stopped_every_accepted_request_ends(seed: int) ->
     assert (state.requests, state.orders, state.parked, state.leaving) == ({}, {}, {}, {})
     assert [key for key in state.timers if not key.startswith("lost:")] == []
     for worker in state.workers.values():
-        assert (worker.orders, worker.reserved_ns, worker.reserved_blocks) == ({}, 0, 0)
+        assert nothing_reserved(worker), worker
     for process in cluster.processes.values():
         assert process.under_way() == "", (
             "a client that was told nothing, or a worker that goes on for nobody"

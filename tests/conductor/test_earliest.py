@@ -108,8 +108,8 @@ def wide_pool(draw: random.Random) -> Script:
     state.counters.prompt_tokens, state.counters.cached_local_tokens = 1_000, draw.choice([0, 300])
     for worker in state.workers.values():
         if draw.random() < (0.9 if int(worker.worker_id[1:]) < holders else 0.2):
-            worker.orders["x"] = worker.reserved_ns = draw.choice([1_000, 5 * MS, 500 * MS])
-            worker.head_since_ns = script.now_ns
+            worker.prompts.orders["x"] = worker.prompts.reserved_ns = draw.choice([1_000, 5 * MS, 500 * MS])
+            worker.prompts.head_since_ns = script.now_ns
         state.links[worker.node_id] = {
             f"n-p{draw.randrange(count)}": Link(
                 bytes_s=10 ** draw.randrange(6, 12),

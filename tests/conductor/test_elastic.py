@@ -87,13 +87,13 @@ class Cluster:
                 if key == elastic.TIMER and at_ns <= self.script.now_ns:
                     self.tell(TimerFired(key=key, at_ns=at_ns))
             for record in list(self.state.workers.values()):
-                if record.becomes and not record.orders:
+                if record.change.becomes and not record.orders:
                     self.tell(WorkerLeft(worker_id=record.worker_id, incarnation=record.incarnation))
                     self.lives[record.worker_id] = life = self.lives.get(record.worker_id, 1) + 1
                     self.tell(
                         worker(
                             record.worker_id,
-                            record.becomes,
+                            record.change.becomes,
                             incarnation=f"i{life}",
                             may_become=EITHER,
                             kv_blocks=10_000,
@@ -110,7 +110,7 @@ class Cluster:
             self.tell(arrived(f"r{self.number}", tokens=tokens, max_tokens=max_tokens, block_keys=b""))
 
     def roles(self) -> tuple[int, int]:
-        there = [record.becomes or record.role for record in self.state.workers.values()]
+        there = [record.change.becomes or record.role for record in self.state.workers.values()]
         return there.count("prefill"), there.count("decode")
 
 
@@ -157,7 +157,7 @@ def test_the_last_of_a_role_stays_and_one_changes_at_a_time() -> None:
     busy = cluster.tell(arrived("long", tokens=100, max_tokens=5_000, block_keys=b""))
     assert any(isinstance(one, StartDecode) for one in busy)
     cluster.serve(10, 200 * MS, LONG, 2)
-    under_way = [one for one in cluster.state.workers.values() if one.becomes]
+    under_way = [one for one in cluster.state.workers.values() if one.change.becomes]
     assert len(under_way) <= 1
 
 

@@ -475,11 +475,11 @@ def test_heartbeats_refit_the_cost_of_decode_and_are_kept_for_people() -> None:
         )
     worker = script.core.state.workers["d0"]
     cost = worker.cost
-    assert worker.profile != cost
+    assert worker.learning.profile != cost
     step = cost.decode_base_ns + 10 * cost.decode_per_sequence_ns + 10 * cost.decode_per_context_token_ps
     assert abs(step - 60 * MS) < 1 * MS
     script(beat("d0", queued=1, running=2, kv_blocks_used=3))
-    assert (worker.queued, worker.running, worker.kv_blocks_used) == (1, 2, 3)
+    assert (worker.report.queued, worker.report.running, worker.report.kv_blocks_used) == (1, 2, 3)
 
 
 def test_a_log_that_begins_late_works_too() -> None:

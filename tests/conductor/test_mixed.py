@@ -67,12 +67,12 @@ def test_a_cluster_of_one_mixed_worker_serves() -> None:
     order = placed(script)
     assert (order.worker_id, order.prompt_tokens, order.max_tokens, order.placement) == ("m0", 1_000, 100, 1)
     record = script.core.state.workers["m0"]
-    assert list(record.prompts) == list(record.orders) == [order.order_id]
+    assert list(record.prompts.orders) == list(record.orders) == [order.order_id]
     # 10 ms and 0.1 ms a token; a step of one sequence beside nobody.
     assert order.predicted.ttft_ns == 110 * MS
     assert order.predicted.tbt_ns < 15 * MS
     script(prefilled(order.order_id, "r1", "m0", compute_ns=100 * MS), after_ns=110 * MS)
-    assert (record.prompts, record.reserved_ns) == ({}, 0)
+    assert (record.prompts.orders, record.prompts.reserved_ns) == ({}, 0)
     assert list(record.orders) == [order.order_id]
     script(DecodeStarted(order_id=order.order_id, request_id="r1", worker_id="m0"))
     script(finished(order.order_id, "r1", "m0"), after_ns=S)
@@ -313,11 +313,11 @@ def test_a_snapshot_keeps_what_is_booked() -> None:
     placed(script)
     core = Core.restore(script.core.snapshot(), checked=True, examined=True)
     assert core.digest() == script.core.digest()
-    assert core.state.workers["m0"].prompts == script.core.state.workers["m0"].prompts
+    assert core.state.workers["m0"].prompts.orders == script.core.state.workers["m0"].prompts.orders
 
 
 def test_a_worker_that_joins_once_more_keeps_its_prompts() -> None:
     script = cluster(mixed())
     order = placed(script)
     script(mixed())
-    assert list(script.core.state.workers["m0"].prompts) == [order.order_id]
+    assert list(script.core.state.workers["m0"].prompts.orders) == [order.order_id]

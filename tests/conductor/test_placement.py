@@ -135,9 +135,9 @@ def test_a_fetch_that_costs_more_than_computing_is_not_made() -> None:
 def test_loading_overlaps_with_the_queue() -> None:
     script = pool()
     script(stored("p0", keys(9)))
-    script.core.state.workers["p1"].orders["x"] = 6 * MS
-    script.core.state.workers["p1"].reserved_ns = 6 * MS
-    script.core.state.workers["p1"].head_since_ns = script.now_ns
+    script.core.state.workers["p1"].prompts.orders["x"] = 6 * MS
+    script.core.state.workers["p1"].prompts.reserved_ns = 6 * MS
+    script.core.state.workers["p1"].prompts.head_since_ns = script.now_ns
     assert costs(script, arrived())[1] == ("p1", 6_000, 950, 20_000, 26_000, 900, [fetch("p0", 0, 9)])
 
 
@@ -148,8 +148,8 @@ def test_a_fetch_may_end_where_its_first_layer_is_still_hidden_by_the_queue() ->
     script = Script(prefill(0), prefill(1, profile=profile), link_bytes_s=5_000_000, link_latency_ns=0)
     script(stored("p0", keys(40)))
     worker = script.core.state.workers["p1"]
-    worker.orders["x"] = worker.reserved_ns = 20 * MS
-    worker.head_since_ns = script.now_ns
+    worker.prompts.orders["x"] = worker.prompts.reserved_ns = 20 * MS
+    worker.prompts.head_since_ns = script.now_ns
     assert costs(script, arrived(tokens=5_000))[1] == (
         "p1",
         20_000,
@@ -344,7 +344,7 @@ def cheapest_by_trying(state: State, request: RequestArrived, worker_id: str, no
         bytes_s = link.bytes_s if link else state.policy.link_bytes_s
         for cut in range(local + 1, min(blocks, cap) + 1):
             moved = (cut - local) * sharing * S
-            first = state.policy.link_latency_ns + moved * worker.layer_block_bytes // bytes_s
+            first = state.policy.link_latency_ns + moved * worker.layout.layer_block_bytes // bytes_s
             whole = state.policy.link_latency_ns + moved * worker.block_bytes // bytes_s
             best = min(best, max(queue, first) + max(whole, worker.cost.prefill_ns(n, cut * size)))
     return best
@@ -373,8 +373,10 @@ def test_the_chosen_cut_is_the_best_of_all(seed: int) -> None:
                 if draw.random() < 0.5
             }
             worker = state.workers[f"p{number}"]
-            worker.orders["x"] = worker.reserved_ns = draw.choice([0, 1_000, 5 * MS, 500 * MS])
-            worker.head_since_ns = script.now_ns
+            worker.prompts.orders["x"] = worker.prompts.reserved_ns = draw.choice(
+                [0, 1_000, 5 * MS, 500 * MS]
+            )
+            worker.prompts.head_since_ns = script.now_ns
         request = arrived(tokens=draw.choice([5_000, draw.randrange(1, 5_000)]), block_keys=keys(50))
         for candidate in found(script, request):
             tried = cheapest_by_trying(state, request, candidate.worker_id, script.now_ns, candidate.queue_ns)

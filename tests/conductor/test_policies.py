@@ -92,7 +92,11 @@ def test_dynamo_takes_the_fewest_blocks_to_compute_and_in_hand() -> None:
     # 10.
     assert placed(script, *requests(4)) == [("p1", "d0"), ("p0", "d1"), ("p2", "d0"), ("p1", "d1")]
     state = script.core.state
-    assert [(w.pending_blocks, w.prompt_blocks) for w in state.workers.values() if w.role == "prefill"] == [
+    assert [
+        (w.prompts.pending_blocks, w.prompts.prompt_blocks)
+        for w in state.workers.values()
+        if w.role == "prefill"
+    ] == [
         (10, 10),
         (4, 20),
         (10, 10),

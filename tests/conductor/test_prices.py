@@ -197,7 +197,7 @@ def test_steps_elsewhere_are_corrected_by_what_they_take_and_their_profile_stays
     for _ in range(30):
         script(beat("d0", 1, 1_100, 2 * order.predicted.tbt_ns))
     worker = script.core.state.workers["d0"]
-    assert 1_900 < worker.elsewhere_permille <= 2_000
+    assert 1_900 < worker.batch.elsewhere_permille <= 2_000
     assert worker.cost == TABLE
     assert Core.restore(script.core.snapshot(), checked=True).digest() == script.core.digest()
     third = placed(script.orders(arrived("r3", tokens=1_000)))

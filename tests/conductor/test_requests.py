@@ -86,7 +86,7 @@ def test_a_request_gets_both_halves_of_one_order_and_leaves_no_load_behind() -> 
         ),
     ]
     p0, d0 = script.core.state.workers["p0"], script.core.state.workers["d0"]
-    assert (p0.orders, p0.reserved_ns, p0.pending_blocks, p0.prompt_blocks) == (
+    assert (p0.orders, p0.prompts.reserved_ns, p0.prompts.pending_blocks, p0.prompts.prompt_blocks) == (
         {"7-1": 110 * MS},
         110 * MS,
         10,
@@ -94,7 +94,12 @@ def test_a_request_gets_both_halves_of_one_order_and_leaves_no_load_behind() -> 
     )
     assert (d0.orders, d0.reserved_blocks, d0.context_tokens) == ({"7-1": 11}, 11, 1_100)
     assert script(prefilled("7-1"), after_ns=100 * MS) == []
-    assert (p0.orders, p0.reserved_ns, p0.pending_blocks, p0.prompt_blocks) == ({}, 0, 0, 0)
+    assert (p0.orders, p0.prompts.reserved_ns, p0.prompts.pending_blocks, p0.prompts.prompt_blocks) == (
+        {},
+        0,
+        0,
+        0,
+    )
     assert script(DecodeStarted(order_id="7-1", request_id="r1", worker_id="d0")) == []
     assert script(finished("7-1"), after_ns=1 * S) == []
     assert (d0.orders, d0.reserved_blocks, d0.context_tokens) == ({}, 0, 0)
@@ -325,7 +330,7 @@ def test_prefill_costs_and_bandwidths_are_learned_from_answers() -> None:
         "n-p1": {"n-p0": Link(bytes_s=900_000_000, measured_ns=script.now_ns)},
         "n-d1": {"n-p1": Link(bytes_s=500_000_000, measured_ns=script.now_ns)},
     }
-    assert state.workers["p0"].cost == state.workers["p0"].profile
+    assert state.workers["p0"].cost == state.workers["p0"].learning.profile
     cost = state.workers["p1"].cost
     assert cost.prefill_base_ns > 10 * MS
     assert (state.counters.prompt_tokens, state.counters.cached_fetched_tokens) == (1_000, 900)
@@ -336,7 +341,7 @@ def test_a_prompt_that_was_placed_before_teaches_nothing_about_cost() -> None:
     script(arrived())
     script(failed("prefill", "10-1", "p0"))
     script(prefilled("11-1", "r1", "p1", compute_ns=9 * S))
-    assert script.core.state.workers["p1"].cost == script.core.state.workers["p1"].profile
+    assert script.core.state.workers["p1"].cost == script.core.state.workers["p1"].learning.profile
 
 
 def test_answers_teach_how_long_answers_are() -> None:

@@ -38,7 +38,7 @@ def test_nothing_is_placed_on_a_worker_that_changes_and_it_is_placed_on_in_its_n
     script(WorkerLeft(worker_id="p1", incarnation="i1", reason="becomes a decode worker"))
     script(worker("p1", "decode", incarnation="i2", may_become=EITHER))
     known = script.core.state.workers["p1"]
-    assert (known.role, known.becomes, known.draining) == ("decode", "", False)
+    assert (known.role, known.change.becomes, known.draining) == ("decode", "", False)
     assert "p1" in {places(script, f"s{number}")[1] for number in range(6)}
 
 
@@ -85,7 +85,7 @@ def test_a_worker_that_joins_once_more_still_changes() -> None:
     script(RoleWanted(target_id="p1", role="decode"))
     script(prefill(1, may_become=EITHER))
     known = script.core.state.workers["p1"]
-    assert (known.draining, known.becomes) == (True, "decode")
+    assert (known.draining, known.change.becomes) == (True, "decode")
 
 
 def test_a_process_that_is_started_again_has_forgotten_it() -> None:
@@ -93,7 +93,7 @@ def test_a_process_that_is_started_again_has_forgotten_it() -> None:
     script(RoleWanted(target_id="p1", role="decode"))
     script(prefill(1, incarnation="i2", may_become=EITHER))
     known = script.core.state.workers["p1"]
-    assert (known.role, known.draining, known.becomes) == ("prefill", False, "")
+    assert (known.role, known.draining, known.change.becomes) == ("prefill", False, "")
 
 
 def test_a_worker_that_changes_takes_nothing_whatever_it_says_of_draining() -> None:

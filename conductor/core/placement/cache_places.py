@@ -198,4 +198,6 @@ def _pools(holders: Sequence[WorkerRecord], layout: Layout) -> list[list[list[Wo
 
 def _heads(worker: WorkerRecord) -> tuple[int, int]:
     """The first KV head that an attention worker's cache has, and how many."""
-    return worker.first_kv_head, worker.kv_heads or worker.layout.kv_heads
+    duty = worker.holds
+    assert duty is not None, worker
+    return duty.first_kv_head, duty.kv_heads or worker.layout.kv_heads

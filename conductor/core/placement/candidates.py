@@ -46,11 +46,7 @@ def candidates(
     Workers in `avoid` are left out unless there are no others. Empty when no worker is there or none can hold the
     prompt.
     """
-    fitting = [
-        worker
-        for worker in state.workers.values()
-        if worker.role == "prefill" and state.takes_orders(worker) and prefill_fits(state, worker, request)
-    ]
+    fitting = [worker for worker in state.loads.prefill.workers if prefill_fits(state, worker, request)]
     workers = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
     return [candidate_of(state, worker, request.prompt_tokens, match, now_ns) for worker in workers]
 
@@ -59,7 +55,8 @@ def candidate_of(
     state: State, worker: WorkerRecord, tokens: int, match: PrefixMatch, now_ns: int
 ) -> Candidate:
     """The cost of a prompt of `tokens` at one prefill worker."""
-    policy = state.policy
+    policy, duty = state.policy, worker.prompts
+    assert duty is not None, worker
     queue = queue_ns(worker, now_ns)
     limit = cached_blocks_max(worker, tokens)
     local = min(match.dram.get(worker.node_id, 0), limit)
@@ -92,8 +89,8 @@ def candidate_of(
         fetch_sharing=sharing,
         from_ssd=ssd,
         orders=len(worker.orders),
-        pending_blocks=worker.pending_blocks,
-        prompt_blocks=worker.prompt_blocks,
+        pending_blocks=duty.pending_blocks,
+        prompt_blocks=duty.prompt_blocks,
         uncached_blocks=-(-tokens // worker.block_tokens) - cached,
         copies_ns=copies,
         full=len(worker.orders) >= policy.queued_max_per_worker,
@@ -165,11 +162,7 @@ def decode_candidates(
     """Every decode worker that could take the request, by id, with all reservations counted; where none could alone,
     those that could with others' help.
     """
-    fitting = [
-        worker
-        for worker in state.workers.values()
-        if worker.role == "decode" and state.takes_orders(worker) and decode_fits(state, worker, request)
-    ]
+    fitting = [worker for worker in state.loads.decode.workers if decode_fits(state, worker, request)]
     context = request.prompt_tokens + answer_tokens
     if any(worker.cache_elsewhere for worker in fitting):
         trusted = [worker for worker in fitting if worker.worker_id not in avoid] or fitting
@@ -245,6 +238,14 @@ def decode_fits(state: State, worker: WorkerRecord, request: RequestArrived) -> 
     if request.prompt_tokens > state.pool_tokens(worker):
         return False
     return request.prompt_tokens + request.max_tokens <= tokens_max(worker)
+
+
+def fits(state: State, worker: WorkerRecord, request: RequestArrived) -> bool:
+    """Whether the worker, and its node's pool, could hold its part of the request, were they empty."""
+    if worker.batch is not None:  # of a mixed one too: it decodes what it has computed
+        return decode_fits(state, worker, request)
+    # Who only holds parts of others' sequences has no half of a request, so none is too long for it.
+    return worker.prompts is None or prefill_fits(state, worker, request)
 
 
 def capacity(state: State) -> tuple[int, int]:

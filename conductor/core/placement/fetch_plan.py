@@ -150,6 +150,7 @@ class _FetchCost:
         "bytes_s",
         "dram",
         "latency_ns",
+        "layer_block_bytes",
         "local",
         "node_id",
         "queue_ns",
@@ -163,6 +164,7 @@ class _FetchCost:
         self.node_id, _, self.dram, self.sharing = source
         worker, policy, now_ns = prompt.worker, state.policy, prompt.now_ns
         self.worker, self.tokens, self.queue_ns, self.local = worker, prompt.tokens, prompt.queue_ns, local
+        self.layer_block_bytes = worker.block_bytes // max(1, worker.layout.layers)
         self.latency_ns = policy.link_latency_ns if source.node_id != worker.node_id else 0
         self.bytes_s = link_bytes_s(links, worker.node_id, self.node_id, now_ns, policy.link_bytes_s)
         self.ssd_bytes_s = link_bytes_s(
@@ -185,7 +187,7 @@ class _FetchCost:
         """The plan that uses `blocks`. Loading overlaps with the queue and, layer by layer, with computing."""
         worker = self.worker
         transfer = self.transfer_ns(blocks, worker.block_bytes)
-        first_layer = self.transfer_ns(blocks, worker.layer_block_bytes)
+        first_layer = self.transfer_ns(blocks, self.layer_block_bytes)
         prefill = worker.cost.prefill_ns(self.tokens, blocks * worker.block_tokens)
         ttft = max(self.queue_ns, first_layer) + max(transfer, prefill)
         return FetchPlan(
@@ -206,7 +208,7 @@ class _FetchCost:
         best = whole if cross == blocks else self.plan(cross)
         if cross - 1 > self.local:
             best = _cheaper(best, self.plan(cross - 1))
-        if self.transfer_ns(cross, self.worker.layer_block_bytes) > self.queue_ns and cross > self.local + 1:
+        if self.transfer_ns(cross, self.layer_block_bytes) > self.queue_ns and cross > self.local + 1:
             best = _cheaper(best, self.plan(self.local + 1))
             hidden = self._first(cross, self._first_layer_exceeds_queue) - 1
             if hidden > self.local:
@@ -233,7 +235,7 @@ class _FetchCost:
         return self.transfer_ns(blocks, worker.block_bytes) >= prefill
 
     def _first_layer_exceeds_queue(self, blocks: int) -> bool:
-        return self.transfer_ns(blocks, self.worker.layer_block_bytes) > self.queue_ns
+        return self.transfer_ns(blocks, self.layer_block_bytes) > self.queue_ns
 
 
 def _cheaper(one: FetchPlan, other: FetchPlan) -> FetchPlan:

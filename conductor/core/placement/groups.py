@@ -55,10 +55,11 @@ def in_group(state: State, alone: Candidate, tokens: int, now_ns: int) -> Candid
 
 def _joins(state: State, worker: WorkerRecord, last: WorkerRecord, tokens: int) -> bool:
     return (
-        bool(worker.stage_addresses)
+        worker.prompts is not None
+        and bool(worker.prompts.stage_addresses)
         and not worker.orders
         and worker.layout == last.layout
-        and worker.learns
+        and worker.learning.enabled
         and tokens <= min(worker.kv_blocks * worker.block_tokens, worker.context_tokens_max)
         and state.takes_orders(worker)
     )
@@ -69,13 +70,14 @@ def _stages(members: list[WorkerRecord]) -> list[LayerStage]:
     each, more = divmod(members[-1].layout.layers, len(members))
     stages, first = [], 0
     for place, worker in enumerate(members):
+        assert worker.prompts is not None, worker
         layers = each + (place < more)
         stages.append(
             LayerStage(
                 worker_id=worker.worker_id,
                 first_layer=first,
                 layers=layers,
-                addresses=worker.stage_addresses,
+                addresses=worker.prompts.stage_addresses,
             )
         )
         first += layers
@@ -118,14 +120,16 @@ def _pipeline_ns(
     kv_bytes = last.layout.token_layer_bytes
     hop_ns = link_ns = prefix_ns = 0
     for place, worker in enumerate(members[:-1]):
+        assert worker.prompts is not None, worker
+        activation_bytes = worker.prompts.activation_bytes
         bytes_s = link_bytes_s(state.links, last.node_id, worker.node_id, now_ns, policy.link_bytes_s)
-        sent = widest * kv_bytes + worker.activation_bytes
+        sent = widest * kv_bytes + activation_bytes
         # The KV of all stages comes over the last one's link.
         link_ns += transfer_ns(uncached * sent, bytes_s, 1, 0)
         prefix_ns += transfer_ns(cached * widest * kv_bytes, bytes_s, 1, 0)
         # By way of the last stage, which all have a channel to.
         hops = 1 if place == len(members) - 2 else 2
         hop_ns += hops * transfer_ns(
-            min(chunk, uncached) * worker.activation_bytes, bytes_s, 1, policy.link_latency_ns
+            min(chunk, uncached) * activation_bytes, bytes_s, 1, policy.link_latency_ns
         )
     return max(compute_ns, link_ns) + hop_ns + prefix_ns

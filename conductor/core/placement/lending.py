@@ -33,11 +33,7 @@ class Borrowing(NamedTuple):
 
 def borrowings(state: State, request: RequestArrived, *, avoid: Sequence[str] = ()) -> Iterator[Borrowing]:
     """One for each decode worker that could take the request with the help of others, by id."""
-    lenders = [
-        worker
-        for worker in state.workers.values()
-        if worker.role == "decode" and worker.lends and state.takes_orders(worker)
-    ]
+    lenders = [worker for worker in state.loads.decode.workers if worker.lends]
     trusted = [worker for worker in lenders if worker.worker_id not in avoid]
     # With the others' help rather than alone: who failed a request may still hold a part of it.
     helpers = trusted if len(trusted) > 1 else lenders

@@ -89,4 +89,5 @@ def _candidate_of(
 def chunk_tokens(worker: WorkerRecord, decoding: int) -> int:
     """Tokens of prompts in one iteration beside so many decodes: whole blocks in exact numerics, one at least."""
     grain = worker.block_tokens if worker.layout.numerics == "exact" else 1
-    return max(grain, (worker.token_budget - decoding) // grain * grain)
+    assert worker.batch is not None, worker
+    return max(grain, (worker.batch.token_budget - decoding) // grain * grain)

@@ -50,11 +50,11 @@ def step_price(
     state: State, worker: WorkerRecord, sequences: int, context_tokens: int, rows: Iterable[Row]
 ) -> StepPrice:
     """One step of so many sequences, with `context_tokens` in all, of which `rows` are those that count."""
-    if worker.priced and worker.cache_elsewhere:
+    if worker.priced and worker.batch is not None and worker.batch.cache_elsewhere:
         step = step_elsewhere(state, worker, list(rows))
         if step is not None:
-            groups = worker.decode_groups or step.groups
-            ns = step.ns(groups) * worker.elsewhere_permille // 1_000
+            groups = worker.batch.groups or step.groups
+            ns = step.ns(groups) * worker.batch.elsewhere_permille // 1_000
             return StepPrice(ns, max(0, ns - step.cost.linear_ns(groups, step.rows)), groups)
     elif worker.priced:
         away, waits_ns = lent_price(state, worker, context_tokens, rows)

@@ -11,14 +11,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Mapping
 from operator import le
-from typing import Generic, NamedTuple, TypeVar, assert_never
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from halfmoon.conductor.core.state.cost import LINK_STALE_NS, Link
 from halfmoon.conductor.core.state.records import StoreRecord, WorkerRecord
 from halfmoon.schemas.cost_profile import CostProfile
-from halfmoon.schemas.roles import WorkerRole
 
 #: KV blocks that are free where there is no KV.
 NO_KV_BLOCKS = 2**62
@@ -46,7 +45,7 @@ Row = TypeVar("Row", PrefillRow, DecodeRow)
 
 
 class LoadIndex(Generic[Row]):
-    """The workers of one role, in the order of their ids, and their rows at the same places."""
+    """Workers that do the same, in the order of their ids, and their rows at the same places."""
 
     __slots__ = (
         "_changes",
@@ -125,7 +124,7 @@ class LoadIndex(Generic[Row]):
 
 
 class LoadIndexes:
-    """The load indexes of a cluster, one for each role, of the `workers` that take orders (in the order of ids)."""
+    """The load indexes of a cluster, by what workers do, of the `workers` that take orders (in the order of ids)."""
 
     __slots__ = (
         "_links",
@@ -146,19 +145,22 @@ class LoadIndexes:
         links: Mapping[str, Mapping[str, Link]],
         pool_tokens: Callable[[WorkerRecord], int],
     ) -> None:
-        every = list(workers)
-        self.prefill = LoadIndex[PrefillRow](
-            [worker for worker in every if worker.role == "prefill"], prefill_row, pool_tokens
-        )
-        self.decode = LoadIndex[DecodeRow](
-            [worker for worker in every if worker.role == "decode"], decode_row, pool_tokens
-        )
-        self.attention = LoadIndex[DecodeRow](
-            [worker for worker in every if worker.role == "attention"], decode_row, pool_tokens
-        )
-        self.mixed = LoadIndex[DecodeRow](
-            [worker for worker in every if worker.role == "mixed"], decode_row, pool_tokens
-        )
+        prefill: list[WorkerRecord] = []
+        decode: list[WorkerRecord] = []
+        mixed: list[WorkerRecord] = []
+        attention: list[WorkerRecord] = []
+        for worker in workers:
+            if worker.prompts is not None:
+                (prefill if worker.batch is None else mixed).append(worker)
+            elif worker.batch is not None:
+                decode.append(worker)
+            elif worker.holds is not None:
+                attention.append(worker)
+        #: Who only computes prompts, only decodes, does both, or holds KV for others and does neither.
+        self.prefill = LoadIndex[PrefillRow](prefill, prefill_row, pool_tokens)
+        self.decode = LoadIndex[DecodeRow](decode, decode_row, pool_tokens)
+        self.mixed = LoadIndex[DecodeRow](mixed, decode_row, pool_tokens)
+        self.attention = LoadIndex[DecodeRow](attention, decode_row, pool_tokens)
         #: No store agent is suspected at or after this time.
         self.suspected_until_ns = max((store.suspected_until_ns for store in stores), default=0)
         #: How many decode workers lend.
@@ -193,42 +195,34 @@ class LoadIndexes:
 
     def changed(self, worker: WorkerRecord) -> None:
         """Call after the worker's load has changed."""
-        self._index_of(worker.role).changed(worker)
+        self._index_of(worker).changed(worker)
 
     def refitted(self, worker: WorkerRecord) -> None:
         """Call after the worker's cost has changed."""
-        self._index_of(worker.role).refitted(worker)
+        self._index_of(worker).refitted(worker)
 
-    def _index_of(self, role: WorkerRole) -> LoadIndex[PrefillRow] | LoadIndex[DecodeRow]:
-        match role:
-            case "prefill":
-                return self.prefill
-            case "decode":
-                return self.decode
-            case "attention":
-                return self.attention
-            case "mixed":
-                return self.mixed
-            case _:
-                assert_never(role)
+    def _index_of(self, worker: WorkerRecord) -> LoadIndex[PrefillRow] | LoadIndex[DecodeRow]:
+        if worker.prompts is not None:
+            return self.prefill if worker.batch is None else self.mixed
+        return self.decode if worker.batch is not None else self.attention
 
 
 def queue_ns(worker: WorkerRecord, now_ns: int) -> int:
     """Predicted remaining time of all prompts that a worker has accepted."""
-    prefills = worker.prefills
-    if not prefills:
+    duty = worker.prompts
+    if duty is None or not duty.orders:
         return 0
     # The oldest order is the one that runs.
-    head_ns = prefills[next(iter(prefills))]
-    return worker.reserved_ns - min(head_ns, max(0, now_ns - worker.head_since_ns))
+    head_ns = duty.orders[next(iter(duty.orders))]
+    return duty.reserved_ns - min(head_ns, max(0, now_ns - duty.head_since_ns))
 
 
 def prefill_row(worker: WorkerRecord) -> PrefillRow:
-    free_ns = behind_ns = 0
-    if worker.orders:
-        free_ns = worker.head_since_ns + worker.reserved_ns
-        behind_ns = worker.reserved_ns - worker.orders[next(iter(worker.orders))]
-    return PrefillRow(free_ns, behind_ns, len(worker.orders))
+    duty = worker.prompts
+    if duty is None or not duty.orders:
+        return PrefillRow(0, 0, 0)
+    head_ns = duty.orders[next(iter(duty.orders))]
+    return PrefillRow(duty.head_since_ns + duty.reserved_ns, duty.reserved_ns - head_ns, len(duty.orders))
 
 
 def decode_row(worker: WorkerRecord) -> DecodeRow:
@@ -243,6 +237,7 @@ def tokens_max(worker: WorkerRecord) -> int:
     """Tokens of the longest request (prefill: prompt) that the worker itself could take, were it empty."""
     if not worker.block_bytes or worker.cache_elsewhere:
         return worker.context_tokens_max
-    if worker.prompt_tokens_max:  # the rest of the prompt is in the pool of its node
-        return min(worker.context_tokens_max, worker.prompt_tokens_max)
+    if worker.prompts is not None and worker.prompts.tokens_max:
+        # The rest of the prompt is in the pool of its node.
+        return min(worker.context_tokens_max, worker.prompts.tokens_max)
     return min(worker.context_tokens_max, worker.kv_blocks * worker.block_tokens)

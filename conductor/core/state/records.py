@@ -33,100 +33,169 @@ class SlowMark(msgspec.Struct, kw_only=True):
     expected_ns: int
 
 
-class WorkerRecord(msgspec.Struct, kw_only=True):
-    """A worker that has joined, and what is reserved on it."""
+class Learning(msgspec.Struct, kw_only=True):
+    """Where the cost of a worker comes from. The fits are with the duties whose time they are of."""
 
-    worker_id: str
-    role: WorkerRole
-    node_id: str
-    incarnation: str
-    layout: Layout
-    kv_blocks: int
-    context_tokens_max: int
-    batch_max: int
-    last_seen_ns: int
-    draining: bool = False
-    #: Told to announce itself (for a heartbeat of another incarnation): it drops what it has and joins again.
-    asked: bool = False
-    #: As joined, and as refitted.
+    #: As joined.
     profile: CostProfile
-    cost: CostProfile
-    fit: Fit
     #: Null engine: predictions stay what the profile says.
-    learns: bool
-    # Of `layout`, computed once.
-    block_tokens: int
-    block_bytes: int
-    layer_block_bytes: int
-    #: Orders that hold a reservation here, oldest first: ns of a prefill, KV blocks of a decode.
-    orders: dict[str, int] = {}
-    # Sums over `orders`. Prefill: time, blocks to compute, blocks of prompt. Decode: KV blocks, context
-    # tokens.
-    reserved_ns: int = 0
-    pending_blocks: int = 0
-    prompt_blocks: int = 0
-    reserved_blocks: int = 0
-    context_tokens: int = 0
-    #: Prefill: since when the oldest order is the one that runs.
-    head_since_ns: int = 0
-    # From its last heartbeat, for people.
+    enabled: bool
+    #: Under a policy with `correction_window`: the worker's cost without its correction.
+    fitted: CostProfile | None = None
+    #: When a prefill or a step last taught what it takes; 0: none did since it joined.
+    newest_ns: int = 0
+
+
+class WorkerReport(msgspec.Struct, kw_only=True):
+    """A worker's word of itself, and where it does not agree with what is known here."""
+
+    # For people: as joined, and from its last heartbeat.
+    exact_numerics: ExactNumerics = ""
     queued: int = 0
     running: int = 0
     kv_blocks_used: int = 0
-    #: In so many groups the rows of its newest step took turns, whose KV lies elsewhere.
-    groups: int = 0
     #: Orders that its last heartbeat did not list though it must know them, and listed though we do not:
     #: since when.
     unlisted_ns: dict[str, int] = {}
     stray_ns: dict[str, int] = {}
     #: Orders whose prefill has ended and whose KV or first token it lacks, by its last heartbeat: since when.
     lacking_ns: dict[str, int] = {}
-    #: As joined, for people.
-    exact_numerics: ExactNumerics = ""
-    #: Prefill: the longest prompt, where one may be longer than its cache; 0: none may.
-    prompt_tokens_max: int = 0
-    #: Decode: whether it lends, and the blocks that it holds of others' orders; `reserved_blocks` counts them too.
-    lends: bool = False
-    lent: dict[str, int] = {}
-    #: Decode: it keeps no KV. Attention: the KV heads that its cache has; what it holds is `lent`.
-    cache_elsewhere: bool = False
-    first_kv_head: int = 0
-    kv_heads: int = 0
-    #: Roles that its process takes when it is told to; and the one that it was told to take, "": none.
-    may_become: list[WorkerRole] = []
+    #: Told to announce itself (for a heartbeat of another incarnation): it drops what it has and joins again.
+    asked: bool = False
+
+
+class RoleChange(msgspec.Struct, kw_only=True):
+    """Roles that a worker's process takes when it is told to; and the one that it was told to take, "": none."""
+
+    may_become: list[WorkerRole]
     becomes: WorkerRole | Literal[""] = ""
-    #: Decode with `cache_elsewhere`: groups by its option (0: by its profile), and what its steps take, in thousandths
-    #: of what their parts add up to.
-    decode_groups: int = 0
-    elsewhere_permille: int = 1_000
-    #: When a prefill or a step last taught what it takes; 0: none did since it joined.
-    learned_ns: int = 0
-    #: Mixed: tokens of an iteration; those of `orders` whose prompt is to be computed yet, oldest first, with its time;
-    #: and the fit of that (`fit` is of decodes).
-    token_budget: int = 0
-    prompts: dict[str, int] = {}
-    prompt_fit: Fit | None = None
-    #: Prefill: where it listens for workers whose prompts it computes some layers of, and bytes of a token between two.
+
+
+class PromptDuty(msgspec.Struct, kw_only=True):
+    """A worker computes prompts, one after the other, or some layers of them."""
+
+    fit: Fit
+    #: The longest prompt, where one may be longer than the worker's cache; 0: none may.
+    tokens_max: int = 0
+    #: Where it listens for workers whose prompts it computes some layers of, and bytes of a token between two.
     stage_addresses: list[str] = []
     activation_bytes: int = 0
-    #: Who finds it slow, as one that holds parts for others.
-    slow_by: dict[str, SlowMark] = {}
-    # Under a policy with `correction_window`: `cost` without its correction; what the last prefills took by how many
-    # neighbours were busy, the last answers by their length (in thousandths of their mean), corrections of prefills.
-    fitted: CostProfile | None = None
-    prefills_seen: dict[int, list[SeenPrefill]] = {}
-    answers_seen: dict[int, list[int]] = {}
-    prefill_permille: dict[int, int] = {}
-    steps_seen: list[SeenSteps] = []
-    step_permille: int = 1_000
+    #: Orders whose prompt, or some layers of it, it is to compute yet, oldest first, with the time that each takes.
+    orders: dict[str, int] = {}
+    # Sums over `orders`: time, blocks to compute, blocks of prompt.
+    reserved_ns: int = 0
+    pending_blocks: int = 0
+    prompt_blocks: int = 0
+    #: Since when the oldest order is the one that runs.
+    head_since_ns: int = 0
+    # Under a policy with `correction_window`: what the last prefills took by how many neighbours were busy, and the
+    # corrections by these.
+    seen: dict[int, list[SeenPrefill]] = {}
+    permille: dict[int, int] = {}
     #: Neighbours that a new prompt is thought to be computed beside, and those beside which the oldest one is.
     neighbours: int = 0
     head_neighbours: int = 0
 
+
+class BatchDuty(msgspec.Struct, kw_only=True):
+    """A worker decodes sequences, all in one batch."""
+
+    fit: Fit
+    #: Tokens of an iteration that computes prompts too; 0: none does.
+    token_budget: int = 0
+    #: It keeps no KV: attention workers have it. In so many groups its rows take turns by its option (0: by its
+    #: profile), and did in its newest step. What such steps take, in thousandths of what their parts add up to.
+    cache_elsewhere: bool = False
+    groups: int = 0
+    groups_seen: int = 0
+    elsewhere_permille: int = 1_000
+    #: Orders that hold a reservation here, oldest first, with their KV blocks.
+    orders: dict[str, int] = {}
+    #: Sum over `orders`.
+    context_tokens: int = 0
+    # Under a policy with `correction_window`: the last steps and their correction, and the last answers by their
+    # length (in thousandths of their mean).
+    steps_seen: list[SeenSteps] = []
+    step_permille: int = 1_000
+    answers_seen: dict[int, list[int]] = {}
+
+
+class HoldDuty(msgspec.Struct, kw_only=True):
+    """A worker holds parts of others' sequences, and attends to them."""
+
+    #: It takes whole segments of a sequence whose rest is elsewhere.
+    segments: bool
+    #: The KV heads that its cache has; 0: all.
+    first_kv_head: int = 0
+    kv_heads: int = 0
+    #: Orders of others, with the blocks that it holds of each.
+    orders: dict[str, int] = {}
+    #: Who finds it slow.
+    slow_by: dict[str, SlowMark] = {}
+
+
+class WorkerRecord(msgspec.Struct, kw_only=True):
+    """A worker that has joined, what it does, and what is reserved on it.
+
+    A worker has one duty or several: a mixed one computes prompts and decodes, a decode worker that lends holds parts
+    too. A rule asks for the duty rather than for the role's name, so it is right for a role that was added later.
+    """
+
+    worker_id: str
+    role: WorkerRole
+    node_id: str
+    incarnation: str
+    layout: Layout
+    # Of `layout`, computed once.
+    block_tokens: int
+    block_bytes: int
+    kv_blocks: int
+    context_tokens_max: int
+    batch_max: int
+    last_seen_ns: int
+    draining: bool = False
+    #: As joined, refitted and corrected.
+    cost: CostProfile
+    learning: Learning
+    report: WorkerReport
+    change: RoleChange
+    #: KV blocks of its cache that are promised: to its own sequences, and to what it holds of others'.
+    reserved_blocks: int = 0
+    prompts: PromptDuty | None = None
+    batch: BatchDuty | None = None
+    holds: HoldDuty | None = None
+
+    @property
+    def orders(self) -> dict[str, int]:
+        """Orders of which it has a half or a stage, oldest first: KV blocks where it decodes, else ns. To read."""
+        if self.batch is not None:
+            return self.batch.orders
+        return self.prompts.orders if self.prompts is not None else {}
+
     @property
     def prefills(self) -> dict[str, int]:
-        """Orders whose prompt it computes, oldest first, with the time that each takes."""
-        return self.prompts if self.role == "mixed" else self.orders
+        """Orders whose prompt it computes, oldest first, with the time that each takes. To read."""
+        return self.prompts.orders if self.prompts is not None else {}
+
+    @property
+    def context_tokens(self) -> int:
+        """Context of all sequences that it decodes."""
+        return self.batch.context_tokens if self.batch is not None else 0
+
+    @property
+    def lent(self) -> dict[str, int]:
+        """Orders of others, with the blocks that it holds of each. To read."""
+        return self.holds.orders if self.holds is not None else {}
+
+    @property
+    def lends(self) -> bool:
+        """It holds whole segments of others' sequences; a worker that decodes has others hold some of its own too."""
+        return self.holds is not None and self.holds.segments
+
+    @property
+    def cache_elsewhere(self) -> bool:
+        """It decodes and keeps no KV."""
+        return self.batch is not None and self.batch.cache_elsewhere
 
     @property
     def priced(self) -> bool:

@@ -18,11 +18,11 @@ def judge_places(state: State, owner: WorkerRecord, event: WorkerHeartbeat) -> N
     percent = state.policy.slow_place_percent
     for seen in event.places if percent else ():
         place = state.workers.get(seen.worker_id)
-        if place is None:
+        if place is None or place.holds is None:
             continue
         marks = {
             owner_id: mark
-            for owner_id, mark in place.slow_by.items()
+            for owner_id, mark in place.holds.slow_by.items()
             if owner_id in state.workers and _counts(state, mark)
         }
         known = marks.pop(owner.worker_id, None)
@@ -33,12 +33,13 @@ def judge_places(state: State, owner: WorkerRecord, event: WorkerHeartbeat) -> N
                 waited_ns=seen.waited_ns,
                 expected_ns=seen.expected_ns,
             )
-        place.slow_by = marks
+        place.holds.slow_by = marks
 
 
 def slow_mark(state: State, place: WorkerRecord) -> SlowMark | None:
     """Why new parts avoid it: the word of who waited longest; None: they do not."""
-    marks = [mark for mark in place.slow_by.values() if _counts(state, mark)]
+    slow_by = place.holds.slow_by if place.holds is not None else {}
+    marks = [mark for mark in slow_by.values() if _counts(state, mark)]
     return max(marks, key=lambda mark: mark.waited_ns, default=None)
 
 
