@@ -349,21 +349,22 @@ def decode_load(state: State, worker: WorkerRecord, end_ns: int) -> Load:
     load = Load(0, 0, sum(worker.lent.values()))
     for order_id in worker.orders:
         order = state.orders[order_id]
+        half = order.decode
         if predicted:
-            start_ns = order.prefill_end_ns
+            start_ns = order.prefill.end_ns
             if order.phase == "prefill":
                 start_ns = max(start_ns, state.at_ns)  # it is late
-            over_ns = start_ns + order.decode_ns
+            over_ns = start_ns + half.lasts_ns
             if order.phase == "decode" and over_ns < state.at_ns:
                 # It lasts longer than expected: how long is as open as before.
-                over_ns = state.at_ns + order.decode_ns
+                over_ns = state.at_ns + half.lasts_ns
             counts = start_ns <= end_ns <= over_ns
         else:
             counts = order.phase == "decode"
         if counts:
             load.sequences += 1
-            load.context_tokens += order.context_tokens
-            load.blocks += order.reserved_blocks
+            load.context_tokens += half.context_tokens
+            load.blocks += half.reserved_blocks
             if worker.priced:
                 load.rows.append(row_of(order))
     return load
@@ -388,7 +389,7 @@ def room_at(state: State, candidate: DecodeCandidate, end_ns: int) -> bool:
 
 def _borrowers_wait_ns(state: State, now_ns: int) -> int:
     """Time until the next request ends, which may leave enough room at its worker or its lenders."""
-    ends = (order.prefill_end_ns + order.decode_ns for order in state.orders.values())
+    ends = (order.prefill.end_ns + order.decode.lasts_ns for order in state.orders.values())
     return max(min(ends, default=0) - now_ns, RETRY_NS_MIN)
 
 
@@ -402,7 +403,7 @@ def wait_ns(
 ) -> int:
     """Time until enough of the worker's requests have ended: the KV fits and the step is within the limit (0: any)."""
     ends = sorted(
-        (max(order.prefill_end_ns + order.decode_ns, now_ns), order.order_id)
+        (max(order.prefill.end_ns + order.decode.lasts_ns, now_ns), order.order_id)
         for order in [state.orders[order_id] for order_id in worker.orders]
     )
     sequences, tokens, blocks = len(ends), worker.context_tokens, worker.reserved_blocks
@@ -412,8 +413,8 @@ def wait_ns(
         order = state.orders[order_id]
         sequences, tokens, blocks = (
             sequences - 1,
-            tokens - order.context_tokens,
-            blocks - order.reserved_blocks,
+            tokens - order.decode.context_tokens,
+            blocks - order.decode.reserved_blocks,
         )
         rows.pop(order_id, None)
         step = step_price(state, worker, sequences + 1, tokens + context, [*rows.values(), new])

@@ -102,13 +102,13 @@ def prefill_seen(state: State, order: Order, event: PrefillFinished | None) -> i
         return EXACT_PERMILLE
     permille = worker.prompts.permille.get(worker.prompts.head_neighbours, EXACT_PERMILLE)
     # What several took together says nothing of one.
-    if order.phase == "prefill" and not order.fetch_node_id and not order.stages:
+    if order.phase == "prefill" and not order.prefill.fetch_node_id and not order.prefill.stages:
         _keep_prefill(state, worker.prompts, order, event)
     return permille
 
 
 def _keep_prefill(state: State, duty: PromptDuty, order: Order, event: PrefillFinished | None) -> None:
-    cached = order.cached_tokens
+    prompt_tokens, cached = order.prefill.prompt_tokens, order.prefill.cached_tokens
     if event is not None:
         cached = event.cached_local_tokens + event.cached_fetched_tokens
     if order.mixed:
@@ -117,9 +117,9 @@ def _keep_prefill(state: State, duty: PromptDuty, order: Order, event: PrefillFi
     else:
         is_head = next(iter(duty.orders), "") == order.order_id
         took_ns = state.at_ns - duty.head_since_ns if is_head else 0
-    if took_ns > 0 and cached < order.prompt_tokens:
+    if took_ns > 0 and cached < prompt_tokens:
         seen = duty.seen.setdefault(duty.head_neighbours, [])
-        seen.append(SeenPrefill(order.prompt_tokens, cached, took_ns))
+        seen.append(SeenPrefill(prompt_tokens, cached, took_ns))
         keep(seen, state.policy.correction_window)
 
 
@@ -218,10 +218,11 @@ def price_prompt(state: State, order: Order, prefill: Candidate) -> None:
     """Note what the order's prefill is priced by, for when it is priced anew."""
     worker = state.workers[order.prefill_id]
     if corrected(state, worker):
-        order.prompt_tokens = state.requests[order.request_id].event.prompt_tokens
-        order.cached_tokens = prefill.cached_tokens
-        compute_ns = worker.cost.prefill_ns(order.prompt_tokens, order.cached_tokens)
-        order.beside_ns = max(0, order.reserved_ns - compute_ns)
+        half = order.prefill
+        half.prompt_tokens = state.requests[order.request_id].event.prompt_tokens
+        half.cached_tokens = prefill.cached_tokens
+        compute_ns = worker.cost.prefill_ns(half.prompt_tokens, half.cached_tokens)
+        half.beside_ns = max(0, half.reserved_ns - compute_ns)
 
 
 def _price_queue(state: State, worker: WorkerRecord) -> None:
@@ -232,14 +233,14 @@ def _price_queue(state: State, worker: WorkerRecord) -> None:
     fitted, end_ns = fitted_cost(worker), duty.head_since_ns
     permille = duty.permille.get(duty.head_neighbours, EXACT_PERMILLE)
     for order_id in duty.orders:
-        order = state.orders[order_id]
+        half = state.orders[order_id].prefill
         # What was placed before there were corrections, or is computed by several, stays as it was priced.
-        if order.prompt_tokens and not order.stages:
-            compute_ns = fitted.prefill_ns(order.prompt_tokens, order.cached_tokens)
-            reserved_ns = compute_ns * permille // EXACT_PERMILLE + order.beside_ns
-            duty.reserved_ns += reserved_ns - order.reserved_ns
-            order.reserved_ns = duty.orders[order_id] = reserved_ns
-        end_ns += order.reserved_ns
-        order.prefill_end_ns = end_ns
+        if half.prompt_tokens and not half.stages:
+            compute_ns = fitted.prefill_ns(half.prompt_tokens, half.cached_tokens)
+            reserved_ns = compute_ns * permille // EXACT_PERMILLE + half.beside_ns
+            duty.reserved_ns += reserved_ns - half.reserved_ns
+            half.reserved_ns = duty.orders[order_id] = reserved_ns
+        end_ns += half.reserved_ns
+        half.end_ns = end_ns
         permille = permille_now(worker)
     state.loads.changed(worker)

@@ -93,7 +93,7 @@ def done_ns(state: State, worker: WorkerRecord) -> tuple[int, int]:
     if worker.batch is None:
         return 0, queue_ns(worker, state.at_ns)
     orders = [state.orders[order_id] for order_id in worker.orders]
-    last_ns = max((order.prefill_end_ns + order.decode_ns for order in orders), default=state.at_ns)
+    last_ns = max((order.prefill.end_ns + order.decode.lasts_ns for order in orders), default=state.at_ns)
     return int(bool(worker.lent)), max(0, last_ns - state.at_ns)
 
 

@@ -22,7 +22,12 @@ def check(state: State) -> None:
 def check_ledger(state: State) -> None:
     """Who holds what for whom, alone: cheap enough for every step. Raises AssertionError."""
     for order in state.orders.values():
-        if order.loans or order.cache or order.move is not None or order.moved_loans:
+        if (
+            order.decode.loans
+            or order.decode.cache
+            or order.decode.move is not None
+            or order.decode.moved_loans
+        ):
             _check_borrowed(state, order, state.workers[order.decode_id])
     for worker in state.workers.values():
         if worker.holds is not None:
@@ -41,17 +46,17 @@ def _check_orders(state: State) -> None:
         held = prefill is not None and order_id in prefill.prefills
         assert held == (order.phase == "prefill"), ("prefill half", order.phase, order)
         # Else a stage is booked on a worker that will never say that it is over.
-        assert order.phase == "prefill" or not order.staged, ("stages after the prefill", order)
-        for worker_id in order.staged:
+        assert order.phase == "prefill" or not order.prefill.staged, ("stages after the prefill", order)
+        for worker_id in order.prefill.staged:
             stage = state.workers.get(worker_id)
             assert stage is not None, ("a stage nowhere", order)
             assert order_id in stage.orders, ("a stage nowhere", order)
-        leaves = order_id in state.leaving.get(order.fetch_node_id, {})
-        assert leaves == (order.phase == "prefill" and order.fetch_node_id != ""), ("fetch", order)
+        leaves = order_id in state.leaving.get(order.prefill.fetch_node_id, {})
+        assert leaves == (order.phase == "prefill" and order.prefill.fetch_node_id != ""), ("fetch", order)
     for node_id, ends in state.leaving.items():
         assert ends, ("empty", node_id)
         for order_id in ends:
-            assert state.orders[order_id].fetch_node_id == node_id, (
+            assert state.orders[order_id].prefill.fetch_node_id == node_id, (
                 "transfer of no order",
                 node_id,
                 order_id,
@@ -60,29 +65,29 @@ def _check_orders(state: State) -> None:
 
 def _check_borrowed(state: State, order: Order, decode: WorkerRecord) -> None:
     """Each block has one place: at a lender, on its way to one, or at the decode worker."""
-    moving = [order.move.loan] if order.move is not None else []
-    held = held_for(state, order)
-    assert len(held) == len(order.loans) + len(moving) + len(order.cache), ("borrowed of nobody", order)
+    half, held = order.decode, held_for(state, order)
+    moving = [half.move.loan] if half.move is not None else []
+    assert len(held) == len(half.loans) + len(moving) + len(half.cache), ("borrowed of nobody", order)
     # Those of whole prompt segments have all heads; the others have them together, from the next segment on.
-    ends = [place for place in order.cache if not place.segments]
+    ends = [place for place in half.cache if not place.segments]
     heads = sum(place.kv_heads for place in ends)
-    assert heads == (decode.layout.kv_heads if order.cache else 0), ("heads of its cache", order)
-    first_segments = [sum(place.segments for place in order.cache[:i]) for i in range(len(order.cache))]
-    assert [place.first_segment for place in order.cache] == first_segments, ("segments of its cache", order)
+    assert heads == (decode.layout.kv_heads if half.cache else 0), ("heads of its cache", order)
+    first_segments = [sum(place.segments for place in half.cache[:i]) for i in range(len(half.cache))]
+    assert [place.first_segment for place in half.cache] == first_segments, ("segments of its cache", order)
     for lender, _ in held:
         assert order.order_id in lender.lent, ("borrowed and not lent", order)
         assert lender is not decode, ("borrowed of itself", order)
-    assert 0 <= order.moved_loans <= len(order.loans), ("moved loans", order)
-    if not (moving or order.moved_loans):
+    assert 0 <= half.moved_loans <= len(half.loans), ("moved loans", order)
+    if not (moving or half.moved_loans):
         return
-    assert order.running, ("moves and does not run", order)
+    assert half.running, ("moves and does not run", order)
     assert moves.movable_segments(state, order) >= sum(loan.segments for loan in moving), (
         "moved twice",
         order,
     )
     # No part moves on, and no debts go round: who has moved something away holds nothing that was moved.
     for order_id in decode.lent:
-        other = state.orders[order_id]
+        other = state.orders[order_id].decode
         made = other.loans[len(other.loans) - other.moved_loans :]
         made += [other.move.loan] if other.move is not None else []
         lenders = [loan.worker_id for loan in made]
@@ -121,13 +126,13 @@ def _check_load(state: State) -> None:
 def _check_prompts(state: State, worker_id: str, duty: PromptDuty) -> None:
     orders = [state.orders[order_id] for order_id in duty.orders]
     own = [order for order in orders if order.prefill_id == worker_id and order.phase == "prefill"]
-    others = [order for order in orders if worker_id in order.staged]
+    others = [order for order in orders if worker_id in order.prefill.staged]
     assert len(own) + len(others) == len(orders), ("computes no part of it", worker_id, duty)
     reserved = duty.reserved_ns, duty.pending_blocks, duty.prompt_blocks
     expected = (
-        sum(order.reserved_ns for order in orders),
-        sum(order.pending_blocks for order in own),
-        sum(order.prompt_blocks for order in own),
+        sum(order.prefill.reserved_ns for order in orders),
+        sum(order.prefill.pending_blocks for order in own),
+        sum(order.prefill.prompt_blocks for order in own),
     )
     assert reserved == expected, ("reserved load", worker_id, reserved, expected)
     assert duty.head_since_ns <= state.at_ns, ("began later", worker_id, duty)
@@ -137,9 +142,9 @@ def _check_batch(state: State, worker_id: str, duty: BatchDuty) -> int:
     """KV blocks that are reserved for what it decodes."""
     orders = [state.orders[order_id] for order_id in duty.orders]
     assert all(order.decode_id == worker_id for order in orders), ("decodes of others", worker_id, duty)
-    context = sum(order.context_tokens for order in orders)
+    context = sum(order.decode.context_tokens for order in orders)
     assert duty.context_tokens == context, ("reserved load", worker_id, duty.context_tokens, context)
-    return sum(order.reserved_blocks for order in orders)
+    return sum(order.decode.reserved_blocks for order in orders)
 
 
 def _check_loans(state: State, worker: WorkerRecord) -> None:
@@ -161,7 +166,7 @@ def _check_loans(state: State, worker: WorkerRecord) -> None:
     for order_id, blocks in worker.orders.items():
         # What was lent at the placement is for as long as the request can get; what moved later, for as long as it is.
         order = state.orders[order_id]
-        if len(order.loans) > order.moved_loans:
+        if len(order.decode.loans) > order.decode.moved_loans:
             promised += blocks
     assert promised <= worker.kv_blocks, ("promised twice", worker.worker_id, promised)
 

@@ -16,12 +16,13 @@ from halfmoon.schemas.events import KvMoved, KvMoveRefused
 
 def held_for(state: State, order: Order) -> list[tuple[WorkerRecord, int]]:
     """Who holds how many blocks for the order's decode worker, or is to, of those that are there."""
-    each = [*order.loans, order.move.loan] if order.move is not None else order.loans
+    half = order.decode
+    each = [*half.loans, half.move.loan] if half.move is not None else half.loans
     loans = [(state.workers.get(loan.worker_id), loan) for loan in each]
     held = [(lender, loan_blocks(lender, loan)) for lender, loan in loans if lender is not None]
-    places = [(state.workers.get(place.worker_id), place) for place in order.cache]
+    places = [(state.workers.get(place.worker_id), place) for place in half.cache]
     return held + [
-        (holder, place_blocks(holder.layout, place, order.cache_blocks))
+        (holder, place_blocks(holder.layout, place, half.cache_blocks))
         for holder, place in places
         if holder is not None
     ]
@@ -58,17 +59,17 @@ def end_loans(state: State, order: Order, out: StepOutput) -> None:
 
 def book_move(state: State, order: Order, move: PendingMove) -> None:
     """Reserve the room of segments that are to go to a lender."""
-    assert order.move is None, order
-    order.move = move
+    assert order.decode.move is None, order
+    order.decode.move = move
     lender = state.workers[move.loan.worker_id]
     _book(state, order, lender, loan_blocks(lender, move.loan))
 
 
 def end_move(state: State, order: Order) -> None:
     """It came to nothing: what was booked for it is free, if the lender is still the one that was asked."""
-    move = order.move
+    move = order.decode.move
     assert move is not None, order
-    order.move = None
+    order.decode.move = None
     lender = state.workers.get(move.loan.worker_id)
     if lender is None or lender.holds is None or order.order_id not in lender.lent:
         return
@@ -82,18 +83,18 @@ def end_move(state: State, order: Order) -> None:
 
 def kv_moved(state: State, order: Order, event: KvMoved) -> bool:
     """The loan counts, and the owner's room has grown. False: it is of another move, or repeated."""
-    move = order.move
+    half, move = order.decode, order.decode.move
     if move is None or move.plan_id != event.plan_id:
         return False
-    order.move = None
-    order.loans = [*order.loans, move.loan]
-    order.moved_loans += 1
+    half.move = None
+    half.loans = [*half.loans, move.loan]
+    half.moved_loans += 1
     owner = state.workers[order.decode_id]
     blocks = loan_blocks(owner, move.loan)
     assert owner.batch is not None, (owner, order)
     owner.batch.orders[order.order_id] -= blocks
     owner.reserved_blocks -= blocks
-    order.reserved_blocks -= blocks
+    half.reserved_blocks -= blocks
     state.loads.changed(owner)
     counters = state.counters
     counters.moves += 1
@@ -104,7 +105,7 @@ def kv_moved(state: State, order: Order, event: KvMoved) -> bool:
 
 def kv_move_refused(state: State, order: Order, event: KvMoveRefused, out: StepOutput) -> bool:
     """The request goes on as it was, and nothing stays booked. False: it is of another move, or repeated."""
-    move = order.move
+    move = order.decode.move
     if move is None or move.plan_id != event.plan_id:
         return False
     give_up_move(state, order, out)
@@ -113,7 +114,7 @@ def kv_move_refused(state: State, order: Order, event: KvMoveRefused, out: StepO
 
 def give_up_move(state: State, order: Order, out: StepOutput) -> None:
     """Nothing stays booked for it, and the lender drops what it has of it."""
-    move = order.move
+    move = order.decode.move
     assert move is not None, order
     end_move(state, order)
     state.counters.moves_refused += 1

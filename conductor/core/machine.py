@@ -304,14 +304,14 @@ def _prefill_finished(state: State, event: PrefillFinished) -> None:
         return
     permille = prefill_seen(state, order, event)
     orders.free_prefill(state, order)
-    order.prefill_end_ns = state.at_ns
+    order.prefill.end_ns = state.at_ns
     request = state.requests[order.request_id]
     # In an older log only the request tells its length; placed once more, it may have tokens of its answer on top.
     known = event.prompt_tokens or (request.event.prompt_tokens if request.placements == 1 else 0)
     learn_prefill(state, event, known, of_request=request.event.prompt_tokens, permille=permille)
     if event.fetch_node_id and event.fetch_node_id in state.stores:
-        links = state.ssd_links if order.fetch_ssd else state.links
-        sharing = order.fetch_sharing if order.fetch_node_id == event.fetch_node_id else 1
+        links = state.ssd_links if order.prefill.fetch_ssd else state.links
+        sharing = order.prefill.fetch_sharing if order.prefill.fetch_node_id == event.fetch_node_id else 1
         _learn_link(
             state,
             links,
@@ -388,7 +388,7 @@ def _decode_goes_on(state: State, event: DecodeStarted | KvMoved | KvMoveRefused
         return
     match event:
         case DecodeStarted():
-            order.running = True
+            order.decode.running = True
         case KvMoved():
             if kv_moved(state, order, event):
                 orders.place_borrowers(state, out)

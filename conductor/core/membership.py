@@ -200,7 +200,7 @@ def _orphans(state: State, worker_id: str) -> list[str]:
     if worker is None:
         return []
     for order in state.orders.values():
-        if order.move is not None and order.move.loan.worker_id == worker_id:
+        if order.decode.move is not None and order.decode.move.loan.worker_id == worker_id:
             end_move(state, order)
     return [*worker.orders, *worker.lent]
 

@@ -73,7 +73,9 @@ def keep_planning(state: State, out: StepOutput) -> None:
     """Set the timer while something might move. Call it when an order was given, or the timer has fired."""
     period_ns = state.policy.move_period_ns
     # A move under way may have to be ended, though nothing else might move.
-    pending = state.policy.move_answer_ns and any(order.move is not None for order in state.orders.values())
+    pending = state.policy.move_answer_ns and any(
+        order.decode.move is not None for order in state.orders.values()
+    )
     if period_ns and state.orders and (state.loads.lenders > 1 or pending):
         arm(state, TIMER, state.at_ns + period_ns, out)
 
@@ -106,8 +108,10 @@ def _give_up_overdue(state: State, out: StepOutput) -> None:
     lender refuses that row, and the request is placed again.
     """
     limit_ns = state.policy.move_answer_ns
-    pending = [order for order in state.orders.values() if order.move is not None] if limit_ns else []
-    overdue = [order for order in pending if order.move and state.at_ns - order.move.since_ns >= limit_ns]
+    pending = [order for order in state.orders.values() if order.decode.move is not None] if limit_ns else []
+    overdue = [
+        one for one in pending if one.decode.move and state.at_ns - one.decode.move.since_ns >= limit_ns
+    ]
     for order in overdue:
         give_up_move(state, order, out)
     if overdue:
@@ -123,30 +127,31 @@ def _orders(state: State, worker: WorkerRecord) -> Iterator[Order]:
 
 
 def _may_lend(state: State, worker: WorkerRecord) -> bool:
-    borrows = any(order.loans or order.move is not None for order in _orders(state, worker))
+    borrows = any(order.decode.loans or order.decode.move is not None for order in _orders(state, worker))
     room = use_percent(worker) < state.policy.move_to_percent
     return room and not borrows and slow_mark(state, worker) is None
 
 
 def attended_tokens(state: State, worker: WorkerRecord) -> int:
     """Tokens of context that the worker itself attends to: what it has lent is another's to compute."""
-    away = sum(loan_blocks(worker, loan) for order in _orders(state, worker) for loan in order.loans)
+    away = sum(loan_blocks(worker, loan) for order in _orders(state, worker) for loan in order.decode.loans)
     return worker.context_tokens + (sum(worker.lent.values()) - away) * worker.block_tokens
 
 
 def debtor_of(state: State, worker: WorkerRecord) -> Debtor | None:
     """The worker as one that wants room; None: it has enough, or is held up by something else."""
     orders = list(_orders(state, worker))
-    if worker.lent or any(order.move is not None for order in orders):
+    if worker.lent or any(order.decode.move is not None for order in orders):
         return None  # it lends, or what it was told is not done yet
-    free = worker.kv_blocks - sum(order.reserved_blocks for order in orders if order.running)
-    joined, waiting = [order for order in orders if order.running], list[tuple[int, int]]()
-    for order in orders:
-        if not order.running and order.reserved_blocks > free:
-            waiting.append((order.reserved_blocks, order.context_tokens))
-        elif not order.running:
-            joined.append(order)
-            free -= order.reserved_blocks
+    joined = [order.decode for order in orders if order.decode.running]
+    free = worker.kv_blocks - sum(half.reserved_blocks for half in joined)
+    waiting: list[tuple[int, int]] = []
+    for half in [order.decode for order in orders if not order.decode.running]:
+        if half.reserved_blocks > free:
+            waiting.append((half.reserved_blocks, half.context_tokens))
+        else:
+            joined.append(half)
+            free -= half.reserved_blocks
     if not joined or len(joined) >= worker.batch_max:
         return None
     waits = bool(waiting)
@@ -154,8 +159,8 @@ def debtor_of(state: State, worker: WorkerRecord) -> Debtor | None:
         if use_percent(worker) < state.policy.move_from_percent:
             return None
         waiting.append(_one_more(state))
-    away = sum(loan_blocks(worker, loan) for order in joined for loan in order.loans)
-    context = sum(order.context_tokens for order in joined) - away * worker.block_tokens
+    away = sum(loan_blocks(worker, loan) for half in joined for loan in half.loans)
+    context = sum(half.context_tokens for half in joined) - away * worker.block_tokens
     return Debtor(
         worker=worker,
         batch=BatchLoad(len(joined), max(0, context)),
@@ -167,7 +172,9 @@ def debtor_of(state: State, worker: WorkerRecord) -> Debtor | None:
 
 def _one_more(state: State) -> tuple[int, int]:
     """Blocks and context tokens of a request that might come: the median of all that are there."""
-    found = sorted((order.reserved_blocks, order.context_tokens) for order in state.orders.values())
+    found = sorted(
+        (order.decode.reserved_blocks, order.decode.context_tokens) for order in state.orders.values()
+    )
     return found[(len(found) - 1) // 2]
 
 
@@ -177,8 +184,8 @@ def _best_move(
     """The best move of the debtor's longest request that has one, to the emptiest worker that has room for it."""
     owner = debtor.worker
     others = [one for one in creditors if one is not owner and one.layout == owner.layout]
-    running = [order for order in _orders(state, owner) if order.running and order.phase == "decode"]
-    for order in sorted(running, key=lambda one: (-one.context_tokens, one.order_id)):
+    running = [order for order in _orders(state, owner) if order.decode.running and order.phase == "decode"]
+    for order in sorted(running, key=lambda one: (-one.decode.context_tokens, one.order_id)):
         for lender in others:
             segments, before, after = _best_size(state, debtor, order, lender)
             if segments:
@@ -197,7 +204,9 @@ def _best_size(state: State, debtor: Debtor, order: Order, lender: WorkerRecord)
     own = movable_segments(state, order)
     most = min(own, (lender.kv_blocks - lender.reserved_blocks - reserve) // segment_blocks)
     held, rows = _held_by(state, owner, lender, order)
-    theirs = BatchLoad(sum(one.running for one in _orders(state, lender)), attended_tokens(state, lender))
+    theirs = BatchLoad(
+        sum(one.decode.running for one in _orders(state, lender)), attended_tokens(state, lender)
+    )
     before = debtor.batch.rate(owner) + theirs.rate(lender)
     best, after, joined = 0, before, debtor.after(0).sequences
     for segments in range(1, most + 1):
@@ -225,7 +234,7 @@ def _held_by(state: State, owner: WorkerRecord, lender: WorkerRecord, order: Ord
     loans = [
         (one.order_id, loan.segments)
         for one in _orders(state, owner)
-        for loan in one.loans
+        for loan in one.decode.loans
         if loan.worker_id == lender.worker_id
     ]
     rows = dict.fromkeys([order.order_id, *(each for each, _ in loans)])
@@ -236,7 +245,7 @@ def movable_segments(state: State, order: Order) -> int:
     """Whole segments of the prompt that are still the owner's, without the one in which its answer begins."""
     worker = state.workers[order.decode_id]
     prompt = state.requests[order.request_id].event.prompt_tokens
-    return (prompt - 1) // worker.layout.segment_tokens - sum(loan.segments for loan in order.loans)
+    return (prompt - 1) // worker.layout.segment_tokens - sum(loan.segments for loan in order.decode.loans)
 
 
 def _grounds(

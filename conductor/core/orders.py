@@ -31,7 +31,7 @@ from halfmoon.conductor.core.state.core_state import FINISHED_MAX, State
 from halfmoon.conductor.core.state.cost import answer_class, expected_tokens
 from halfmoon.conductor.core.state.demand import learn_demand
 from halfmoon.conductor.core.state.overload import learn_offered
-from halfmoon.conductor.core.state.records import Order, Request, WorkerRecord
+from halfmoon.conductor.core.state.records import DecodeHalf, Order, PrefillHalf, Request, WorkerRecord
 from halfmoon.conductor.core.step_output import StepOutput
 from halfmoon.schemas.decisions import (
     CancelOrder,
@@ -282,7 +282,7 @@ def withdraw(state: State, order: Order, out: StepOutput, *, prefill_runs: bool,
 
 def release_nodes(state: State, order: Order, out: StepOutput) -> None:
     """Have the stores drop what they hold for an order."""
-    nodes = dict.fromkeys((order.prefill_node_id, order.decode_node_id, order.fetch_node_id))
+    nodes = dict.fromkeys((order.prefill_node_id, order.decode_node_id, order.prefill.fetch_node_id))
     out.extend(
         ReleaseOrder(order_id=order.order_id, node_id=node_id) for node_id in nodes if node_id in state.stores
     )
@@ -294,17 +294,17 @@ def free_prefill(state: State, order: Order) -> None:
         return
     order.phase = "decode"
     free_stages(state, order)
-    leaving = state.leaving.get(order.fetch_node_id)
+    leaving = state.leaving.get(order.prefill.fetch_node_id)
     if leaving is not None:
         del leaving[order.order_id]
         if not leaving:
-            del state.leaving[order.fetch_node_id]
+            del state.leaving[order.prefill.fetch_node_id]
     worker = state.workers.get(order.prefill_id)
     duty = worker.prompts if worker is not None else None
     if worker is None or duty is None or order.order_id not in duty.orders:
         return
-    duty.pending_blocks -= order.pending_blocks
-    duty.prompt_blocks -= order.prompt_blocks
+    duty.pending_blocks -= order.prefill.pending_blocks
+    duty.prompt_blocks -= order.prefill.prompt_blocks
     leave_prefills(state, worker, order)
     load_changed(state, order.prefill_id, order.decode_id)
 
@@ -313,9 +313,9 @@ def book_decode(state: State, worker: WorkerRecord, order: Order) -> None:
     """Reserve what the decode half takes."""
     duty = worker.batch
     assert duty is not None, (worker, order)
-    duty.orders[order.order_id] = order.reserved_blocks
-    worker.reserved_blocks += order.reserved_blocks
-    duty.context_tokens += order.context_tokens
+    duty.orders[order.order_id] = order.decode.reserved_blocks
+    worker.reserved_blocks += order.decode.reserved_blocks
+    duty.context_tokens += order.decode.context_tokens
     state.loads.changed(worker)
 
 
@@ -325,8 +325,8 @@ def free_decode(state: State, order: Order) -> None:
     if worker is None or duty is None or order.order_id not in duty.orders:
         return
     del duty.orders[order.order_id]
-    worker.reserved_blocks -= order.reserved_blocks
-    duty.context_tokens -= order.context_tokens
+    worker.reserved_blocks -= order.decode.reserved_blocks
+    duty.context_tokens -= order.decode.context_tokens
     state.loads.changed(worker)
     load_changed(state, order.decode_id)
 
@@ -376,20 +376,24 @@ def _order(state: State, request: Request, placement: Placement, out: StepOutput
         placed_ns=now_ns,
         placed_seq=state.seq,
         predicted=predicted,
-        prefill_end_ns=now_ns + prefill.ttft_ns,
-        decode_ns=placement.decode_ns,
-        reserved_ns=prefill.ttft_ns - prefill.queue_ns,
-        pending_blocks=prefill.uncached_blocks,
-        prompt_blocks=prefill.uncached_blocks + prefill.cached_blocks,
-        reserved_blocks=decode.blocks,
-        context_tokens=event.prompt_tokens + placement.answer_tokens,
-        fetch_node_id=prefill.fetches[0].node_id if prefill.fetches else "",
-        fetch_sharing=prefill.fetch_sharing,
-        fetch_ssd=prefill.from_ssd,
-        loans=decode.loans,
-        cache=decode.cache,
-        cache_blocks=decode.cache_blocks,
-        stages=prefill.stages,
+        prefill=PrefillHalf(
+            end_ns=now_ns + prefill.ttft_ns,
+            reserved_ns=prefill.ttft_ns - prefill.queue_ns,
+            pending_blocks=prefill.uncached_blocks,
+            prompt_blocks=prefill.uncached_blocks + prefill.cached_blocks,
+            fetch_node_id=prefill.fetches[0].node_id if prefill.fetches else "",
+            fetch_sharing=prefill.fetch_sharing,
+            fetch_ssd=prefill.from_ssd,
+            stages=prefill.stages,
+        ),
+        decode=DecodeHalf(
+            lasts_ns=placement.decode_ns,
+            reserved_blocks=decode.blocks,
+            context_tokens=event.prompt_tokens + placement.answer_tokens,
+            loans=decode.loans,
+            cache=decode.cache,
+            cache_blocks=decode.cache_blocks,
+        ),
     )
     price_prompt(state, order, prefill)
     _reserve(state, order, now_ns + prefill.transfer_ns)
@@ -428,7 +432,7 @@ def _give(state: State, request: Request, order: Order, prefill: Candidate, out:
             local_blocks=prefill.local_blocks,
             fetches=prefill.fetches,
             predicted=order.predicted,
-            stages=order.stages,
+            stages=order.prefill.stages,
             chunk_tokens=prefill.chunk_tokens,
         )
     )
@@ -451,9 +455,9 @@ def start_decode(state: State, request: Request, order: Order) -> StartDecode:
         placement=request.placements,
         predicted=order.predicted,
         prefill_node_id=order.prefill_node_id if state.policy.sources_named else "",
-        loans=order.loans,
-        cache=order.cache,
-        resumes=order.resumes,
+        loans=order.decode.loans,
+        cache=order.decode.cache,
+        resumes=order.decode.resumes,
     )
 
 
@@ -464,18 +468,20 @@ def _tbt_slo_ns(state: State, event: RequestArrived, order: Order) -> int:
         return 0
     worker = state.workers[order.decode_id]
     idle = len(worker.orders) == 1  # this one
-    return tbt_objective_ns(state, event, worker, order.context_tokens, order.loans, order.cache, idle=idle)
+    return tbt_objective_ns(
+        state, event, worker, order.decode.context_tokens, order.decode.loans, order.decode.cache, idle=idle
+    )
 
 
 def _reserve(state: State, order: Order, fetched_ns: int) -> None:
     """Book the order on both workers, and until `fetched_ns` on the node that it fetches from."""
     state.orders[order.order_id] = order
     duty = join_prefills(state, state.workers[order.prefill_id], order)
-    duty.pending_blocks += order.pending_blocks
-    duty.prompt_blocks += order.prompt_blocks
+    duty.pending_blocks += order.prefill.pending_blocks
+    duty.prompt_blocks += order.prefill.prompt_blocks
     book_decode(state, state.workers[order.decode_id], order)
     book_loans(state, order)
     book_stages(state, order)
-    if order.fetch_node_id:
-        state.leaving.setdefault(order.fetch_node_id, {})[order.order_id] = fetched_ns
+    if order.prefill.fetch_node_id:
+        state.leaving.setdefault(order.prefill.fetch_node_id, {})[order.order_id] = fetched_ns
     load_changed(state, order.prefill_id, order.decode_id)

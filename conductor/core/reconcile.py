@@ -80,7 +80,7 @@ def reconcile_orders(state: State, worker: WorkerRecord, event: WorkerHeartbeat,
 def _is_stray(state: State, worker: WorkerRecord, order_id: str) -> bool:
     if order_id not in state.orders:
         # What is held of an order that another goes on with is asked for under the new one's id.
-        resumed = (state.orders[each].resumes for each in worker.lent if each in state.orders)
+        resumed = (state.orders[each].decode.resumes for each in worker.lent if each in state.orders)
         return order_id not in resumed
     # A decode worker may still hold something of it for a move that was given up.
     return worker.batch is not None and order_id not in worker.orders and order_id not in worker.lent
@@ -91,7 +91,7 @@ def _is_overdue(state: State, worker: WorkerRecord, order_id: str) -> bool:
     order = state.orders.get(order_id)
     if order is None or order.decode_id != worker.worker_id or order.phase != "decode":
         return False
-    return state.at_ns - order.prefill_end_ns >= state.policy.heartbeat_ns
+    return state.at_ns - order.prefill.end_ns >= state.policy.heartbeat_ns
 
 
 def _confirmed_twice(

@@ -22,8 +22,8 @@ def resume(state: State, order: Order, out: StepOutput) -> bool:
     """Give the decode half of an order, whose decode worker is gone, to another. False: nothing was changed."""
     request = state.requests[order.request_id]
     # Before it joined the batch, not all of its KV may have been where it was to be.
-    decodes = order.phase == "decode" and order.running
-    if not order.cache or not decodes or request.placements >= state.policy.placements_max:
+    decodes = order.phase == "decode" and order.decode.running
+    if not order.decode.cache or not decodes or request.placements >= state.policy.placements_max:
         return False
     holders = [holder for holder, _ in held_for(state, order) if order.order_id in holder.lent]
     tokens = request.event.prompt_tokens + request.event.max_tokens
@@ -35,11 +35,11 @@ def resume(state: State, order: Order, out: StepOutput) -> bool:
         and tokens <= worker.context_tokens_max
         and all(worker.layout == holder.layout for holder in holders)
     ]
-    if len(holders) < len(order.cache) or not able:
+    if len(holders) < len(order.decode.cache) or not able:
         return False
 
     def rank(worker: WorkerRecord) -> tuple[bool, int, str]:
-        context = worker.context_tokens + order.context_tokens
+        context = worker.context_tokens + order.decode.context_tokens
         rows = [*rows_of(state, worker), row_of(order)]
         step = step_price(state, worker, len(worker.orders) + 1, context, rows)
         return worker.worker_id in request.avoid, step.ns, worker.worker_id
@@ -60,8 +60,7 @@ def _hand_over(
         decode_node_id=worker.node_id,
         placed_ns=state.at_ns,
         placed_seq=state.seq,
-        running=False,
-        resumes=order.order_id,
+        decode=msgspec.structs.replace(order.decode, running=False, resumes=order.order_id),
     )
     free_decode(state, order)
     del state.orders[order.order_id]

@@ -16,16 +16,16 @@ from halfmoon.schemas.events import StageFinished
 
 def book_stages(state: State, order: Order) -> None:
     """On every worker but the last, which has the order's prefill half."""
-    for stage in order.stages[:-1]:
+    for stage in order.prefill.stages[:-1]:
         worker = state.workers[stage.worker_id]
         assert not worker.orders, ("a stage of one that is busy", order, worker)
-        order.staged.append(stage.worker_id)
+        order.prefill.staged.append(stage.worker_id)
         join_prefills(state, worker, order)
-    load_changed(state, *order.staged)
+    load_changed(state, *order.prefill.staged)
 
 
 def give_stages(order: Order, prompt_tokens: int, out: StepOutput) -> None:
-    for stage in order.stages[:-1]:
+    for stage in order.prefill.stages[:-1]:
         out.append(
             StartStage(
                 order_id=order.order_id,
@@ -40,12 +40,12 @@ def give_stages(order: Order, prompt_tokens: int, out: StepOutput) -> None:
 
 def free_stages(state: State, order: Order) -> None:
     """The prefill half is over, and all stages with it."""
-    for worker_id in list(order.staged):
+    for worker_id in list(order.prefill.staged):
         free_stage(state, order, worker_id)
 
 
 def free_stage(state: State, order: Order, worker_id: str) -> None:
-    order.staged.remove(worker_id)
+    order.prefill.staged.remove(worker_id)
     worker = state.workers.get(worker_id)
     # It may have died, or have started again.
     if worker is None or order.order_id not in worker.orders:
@@ -61,8 +61,8 @@ def join_prefills(state: State, worker: WorkerRecord, order: Order) -> PromptDut
     if not duty.orders:
         duty.head_since_ns = order.placed_ns
         duty.head_neighbours = duty.neighbours
-    duty.orders[order.order_id] = order.reserved_ns
-    duty.reserved_ns += order.reserved_ns
+    duty.orders[order.order_id] = order.prefill.reserved_ns
+    duty.reserved_ns += order.prefill.reserved_ns
     state.loads.changed(worker)
     return duty
 
@@ -75,7 +75,7 @@ def leave_prefills(state: State, worker: WorkerRecord, order: Order) -> None:
     if was_head:
         duty.head_since_ns = state.at_ns
     del duty.orders[order.order_id]
-    duty.reserved_ns -= order.reserved_ns
+    duty.reserved_ns -= order.prefill.reserved_ns
     state.loads.changed(worker)
     if was_head and duty.orders:
         turn_begins(state, worker)
@@ -85,7 +85,7 @@ def cancel_stages(state: State, order: Order, out: StepOutput) -> None:
     """Those that compute yet; call it before they are freed."""
     out.extend(
         CancelOrder(order_id=order.order_id, request_id=order.request_id, worker_id=worker_id)
-        for worker_id in order.staged
+        for worker_id in order.prefill.staged
         if worker_id in state.workers
     )
 
@@ -93,5 +93,5 @@ def cancel_stages(state: State, order: Order, out: StepOutput) -> None:
 def stage_finished(state: State, event: StageFinished) -> None:
     """One that is over early says so for nobody's sake but its own: who has the last part ends the order."""
     order = state.orders.get(event.order_id)
-    if order is not None and event.worker_id in order.staged:
+    if order is not None and event.worker_id in order.prefill.staged:
         free_stage(state, order, event.worker_id)

@@ -54,7 +54,7 @@ def learn_step(state: State, worker: WorkerRecord, event: WorkerHeartbeat) -> No
     sequences, context, seen_ns = event.step_sequences, event.step_context_tokens, event.step_ns
     if worker.priced:
         orders = [state.orders[order_id] for order_id in worker.orders]
-        rows = [row_of(order) for order in orders if order.running]
+        rows = [row_of(order) for order in orders if order.decode.running]
         steady = len(rows) == sequences
         if duty.cache_elsewhere:
             step = step_elsewhere(state, worker, rows)

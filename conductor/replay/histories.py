@@ -167,7 +167,7 @@ class RequestHistories:
                 )
                 attempt = PlacementAttempt(order=start, seq=order.placed_seq, at_ns=order.placed_ns)
                 if order.phase == "decode":
-                    attempt.prefill_end_ns = order.prefill_end_ns
+                    attempt.prefill_end_ns = order.prefill.end_ns
                 history.attempts.append(attempt)
                 self._orders[order.order_id] = (history, attempt)
 

@@ -268,7 +268,7 @@ def _orders(state: State) -> list[tuple[str, ...]]:
         )
     ]
     for order_id, order in state.orders.items():
-        ends = order.prefill_end_ns - state.at_ns
+        ends = order.prefill.end_ns - state.at_ns
         rows.append(
             (
                 order_id,
@@ -278,8 +278,8 @@ def _orders(state: State) -> list[tuple[str, ...]]:
                 order.decode_id,
                 duration(state.at_ns - order.placed_ns),
                 f"in {duration(ends)}" if ends > 0 else f"{duration(-ends)} ago",
-                order.fetch_node_id or "-",
-                str(order.reserved_blocks),
+                order.prefill.fetch_node_id or "-",
+                str(order.decode.reserved_blocks),
             )
         )
     return rows

@@ -124,13 +124,13 @@ def stage_of(order: Order, state: State, decoding: dict[str, bool]) -> Stage:
     """The stage as the conductor believes it to be: workers tell of a stage when it is over."""
     now_ns = state.at_ns
     if order.phase == "decode":
-        begun = order.order_id in decoding or now_ns - order.prefill_end_ns > HANDOVER_NS_MAX
+        begun = order.order_id in decoding or now_ns - order.prefill.end_ns > HANDOVER_NS_MAX
         return "decode" if begun else "handover"
     worker = state.workers.get(order.prefill_id)
     duty = worker.prompts if worker is not None else None
     if duty is None or next(iter(duty.orders), "") != order.order_id:
         return "queued"
-    loading_ns = order.predicted.transfer_ns if order.fetch_node_id else 0
+    loading_ns = order.predicted.transfer_ns if order.prefill.fetch_node_id else 0
     return "transfer" if now_ns - max(duty.head_since_ns, order.placed_ns) < loading_ns else "prefill"
 
 

@@ -60,7 +60,7 @@ def what_was_decided_before_counts_as_published(self: Conductor) -> None:
 def a_move_is_not_in_the_snapshot(snapshot: bytes, *, checked: bool = False) -> Core:
     core = whole_restore(snapshot, checked=checked)
     for order in core.state.orders.values():
-        order.move = None
+        order.decode.move = None
     return core
 
 

@@ -173,7 +173,7 @@ def test_a_move_that_is_booked_twice_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_refused_move_that_stays_booked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets(state: Any, order: Any) -> None:
-        order.move = None
+        order.decode.move = None
 
     monkeypatch.setattr(loans, "end_move", forgets)
     monkeypatch.setattr(membership, "end_move", forgets)

@@ -28,7 +28,7 @@ def a_parts_time_stays_booked(state: Any, order: Any, worker_id: str) -> None:
 
 def a_part_is_free_before_its_time(state: Any, order: Any, worker_id: str) -> None:
     whole_free(state, order, worker_id)
-    order.staged.append(worker_id)
+    order.prefill.staged.append(worker_id)
 
 
 def a_part_is_never_given(order: Any, prompt_tokens: int, out: Any) -> None:

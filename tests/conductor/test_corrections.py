@@ -138,7 +138,7 @@ def test_what_is_queued_is_priced_anew_when_prefills_go_slower() -> None:
         )
     worker = script.core.state.workers["p0"]
     assert queue_ns(worker, script.now_ns) == pytest.approx(3 * 330 * MS, rel=0.02)
-    ends = [script.core.state.orders[order.order_id].prefill_end_ns for order in orders[3:]]
+    ends = [script.core.state.orders[order.order_id].prefill.end_ns for order in orders[3:]]
     assert ends == sorted(ends)
     assert ends[-1] == pytest.approx(script.now_ns + 3 * 330 * MS, abs=20 * MS)
 

@@ -117,7 +117,7 @@ def test_a_move_that_is_never_answered_is_given_up_and_frees_the_ledger() -> Non
     script(moved(move))
     assert script.core.state.counters.moves == 0
     script(moved(again))
-    assert script.core.state.orders[long.order_id].moved_loans == 1
+    assert script.core.state.orders[long.order_id].decode.moved_loans == 1
 
 
 def test_it_is_given_up_though_nobody_lends_any_more() -> None:
@@ -154,7 +154,8 @@ def test_the_longest_request_gives_as_much_as_lets_the_next_one_join() -> None:
     script(moved(move))
     assert [state.workers[each].reserved_blocks for each in ("d0", "d1")] == [20, 2]
     order = state.orders[long.order_id]
-    assert (loans(order), order.moved_loans, order.move) == ([("d1", 1)], 1, None)  # type: ignore[arg-type]
+    half = order.decode
+    assert (loans(half), half.moved_loans, half.move) == ([("d1", 1)], 1, None)  # type: ignore[arg-type]
     counters = state.counters
     assert (counters.moves, counters.moved_tokens, counters.moved_bytes) == (1, 200, 7)
     script(finished(long.order_id, "long"))
@@ -261,7 +262,7 @@ def test_who_lends_does_not_borrow_and_who_borrows_does_not_lend() -> None:
     script(finished(waits.order_id, "waits"))
     assert script.core.state.workers["d1"].reserved_blocks >= 18
     assert tick(script) == []
-    assert loans(script.core.state.orders[long.order_id]) == [("d1", 1)]  # type: ignore[arg-type]
+    assert loans(script.core.state.orders[long.order_id].decode) == [("d1", 1)]  # type: ignore[arg-type]
 
 
 # --- answers ------------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ def test_a_refused_move_leaves_nothing_booked_and_the_lender_is_told() -> None:
     ]
     state = script.core.state
     assert (lent(script), state.workers["d1"].reserved_blocks) == ({}, 0)
-    assert (state.orders[long.order_id].loans, state.counters.moves_refused) == ([], 1)
+    assert (state.orders[long.order_id].decode.loans, state.counters.moves_refused) == ([], 1)
     (again,) = tick(script)
     assert again.plan_id != move.plan_id
 
@@ -324,7 +325,7 @@ def test_what_a_move_booked_ends_with_its_order_and_with_either_worker(how: str)
     assert any(isinstance(one, CancelOrder) and one.worker_id == "d1" for one in told) != goes_on
     if goes_on:
         assert told == []
-        assert state.orders[long.order_id].move is None
+        assert state.orders[long.order_id].decode.move is None
         assert script.orders(moved(move)) == []
 
 

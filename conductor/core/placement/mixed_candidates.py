@@ -75,7 +75,7 @@ def _candidate_of(
     if decoding:
         computed = request.prompt_tokens - prefill.cached_tokens
         iterations = -(-computed // chunk_tokens(worker, len(decoding)))
-        step_ns = worker.cost.step_ns(len(decoding), sum(order.context_tokens for order in decoding))
+        step_ns = worker.cost.step_ns(len(decoding), sum(order.decode.context_tokens for order in decoding))
         beside_ns = iterations * step_ns
         prefill = msgspec.structs.replace(
             prefill, prefill_ns=prefill.prefill_ns + beside_ns, ttft_ns=prefill.ttft_ns + beside_ns

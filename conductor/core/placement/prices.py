@@ -38,7 +38,7 @@ class StepPrice(NamedTuple):
 
 
 def row_of(order: Order) -> Row:
-    return Row(order.context_tokens, order.loans, order.cache)
+    return Row(order.decode.context_tokens, order.decode.loans, order.decode.cache)
 
 
 def rows_of(state: State, worker: WorkerRecord) -> list[Row]:
@@ -122,10 +122,10 @@ def step_elsewhere(state: State, worker: WorkerRecord, rows: list[Row]) -> StepE
             return None
         others = [one for one in map(state.orders.get, there.lent) if one is not None]
         theirs = [
-            _tokens_at(layout, place, one.context_tokens)
+            _tokens_at(layout, place, one.decode.context_tokens)
             for one in others
             if one.decode_id != worker.worker_id
-            for place in one.cache
+            for place in one.decode.cache
             if place.worker_id == place_id
         ]
         found.append(

@@ -254,6 +254,49 @@ class PendingMove(msgspec.Struct, kw_only=True):
     since_ns: int
 
 
+class PrefillHalf(msgspec.Struct, kw_only=True):
+    """The half of an order that computes its prompt."""
+
+    #: When it is to end, and (once it has) when it did.
+    end_ns: int
+    # Reserved at the worker: time, blocks to compute, blocks of prompt.
+    reserved_ns: int
+    pending_blocks: int
+    prompt_blocks: int
+    #: Where blocks are fetched from ("": nowhere), in company of how many others, and whether from its SSD.
+    fetch_node_id: str = ""
+    fetch_sharing: int = 1
+    fetch_ssd: bool = False
+    #: Who computes which layers of the prompt, its worker the last ones; and which of the others do so yet.
+    stages: list[LayerStage] = []
+    staged: list[str] = []
+    # Under a policy with `correction_window`: what it is priced by, and what it takes beyond computing that.
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    beside_ns: int = 0
+
+
+class DecodeHalf(msgspec.Struct, kw_only=True):
+    """The half of an order that decodes its answer, and who else holds some of its KV."""
+
+    #: How long it is to last.
+    lasts_ns: int
+    # Reserved at the worker.
+    reserved_blocks: int
+    context_tokens: int
+    #: It has joined the batch.
+    running: bool = False
+    #: Who holds the prompt's first segments; the last `moved_loans` were made by moves.
+    loans: list[Loan] = []
+    moved_loans: int = 0
+    move: PendingMove | None = None
+    #: The attention workers that hold its KV, and the blocks that each has reserved for it (of parts: all together).
+    cache: list[CachePlace] = []
+    cache_blocks: int = 0
+    #: The order whose cache it took over; who holds it may list it under that one's id.
+    resumes: str = ""
+
+
 class Order(msgspec.Struct, kw_only=True):
     """One placement of a request: a prefill half and a decode half."""
 
@@ -269,38 +312,8 @@ class Order(msgspec.Struct, kw_only=True):
     #: Sequence of the event that caused it.
     placed_seq: int
     predicted: Prediction
-    #: When prefill is to end, and (once it has) when it did.
-    prefill_end_ns: int
-    #: How long decode is to last.
-    decode_ns: int
-    #: Reserved at the prefill worker (time, blocks to compute, blocks of prompt) and at the decode worker.
-    reserved_ns: int
-    pending_blocks: int
-    prompt_blocks: int
-    reserved_blocks: int
-    context_tokens: int
-    #: Where blocks are fetched from ("": nowhere), in company of how many others, and whether from its SSD.
-    fetch_node_id: str = ""
-    fetch_sharing: int = 1
-    fetch_ssd: bool = False
-    #: Who holds the prompt's first segments for the decode worker; the last `moved_loans` were made by moves.
-    loans: list[Loan] = []
-    moved_loans: int = 0
-    move: PendingMove | None = None
-    #: It has joined the batch.
-    running: bool = False
-    #: The attention workers that hold its KV, and the blocks that each has reserved for it (of parts: all together).
-    cache: list[CachePlace] = []
-    cache_blocks: int = 0
-    #: What its prefill is priced by: its prompt, and what it takes beyond computing that.
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    beside_ns: int = 0
-    #: The order whose cache it took over; who holds it may list it under that one's id.
-    resumes: str = ""
-    #: Who computes which layers of the prompt, the prefill worker the last ones; and which of the others do so yet.
-    stages: list[LayerStage] = []
-    staged: list[str] = []
+    prefill: PrefillHalf
+    decode: DecodeHalf
 
     @property
     def mixed(self) -> bool:
@@ -333,8 +346,8 @@ def splits_of(orders: Iterable[Order]) -> dict[CacheSplit, int]:
     """How many orders have their KV at attention workers divided so: at one, by heads, by sequence. No zeros."""
     found: dict[CacheSplit, int] = {}
     for order in orders:
-        if order.cache:
-            split = _split_of(order.cache)
+        if order.decode.cache:
+            split = _split_of(order.decode.cache)
             found[split] = found.get(split, 0) + 1
     return dict(sorted(found.items()))
 
