@@ -67,16 +67,26 @@ WITH_OURS = {"PYTHONPATH": f"{ROOT / '.links'}:{HERE}", "VLLM_SERVER_DEV_MODE": 
 @contextlib.contextmanager
 def vllm(program: str, model: str, log: Path, *words: str, **environment: str) -> Iterator[str]:
     """The URL of `vllm serve` with these words, once it is healthy. It has ended afterwards, and left no file."""
-    held = HeldPorts()
-    url = f"http://127.0.0.1:{held.first}"
+    with HeldPorts() as port, served(program, model, log, port, *words, **environment):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def served(
+    program: str, model: str, log: Path, port: int, *words: str, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """As `vllm`, at a port that is held: the process, first of a group that all of its processes are in."""
+    url = f"http://127.0.0.1:{port}"
     command = [
-        program, "serve", model, "--dtype", "float32", "--host", "127.0.0.1", "--port", f"{held.first}",
+        program, "serve", model, "--dtype", "float32", "--host", "127.0.0.1", "--port", f"{port}",
         "--enforce-eager", "--block-size", "32", *words,
     ]  # fmt: skip
     # Its sockets and files for a moment: in a folder with a short name, since a socket's path has 107 bytes at most.
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder, log.open("wb") as file:
         variables = {**os.environ, **ON_CPU, "TMPDIR": folder, **environment}
-        process = subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
         def healthy() -> bool:
             assert process.poll() is None, log.read_text()[-5000:]
@@ -87,11 +97,10 @@ def vllm(program: str, model: str, log: Path, *words: str, **environment: str) -
 
         try:
             eventually_here(healthy, "vLLM answers", every_s=1, bound_s=START_S)
-            yield url
+            yield process
         finally:
             process.terminate()
             process.wait(BOUND_S)
-            held.close()
 
 
 @contextlib.contextmanager
