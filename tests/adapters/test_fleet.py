@@ -14,6 +14,7 @@ import pytest
 
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartMixed
+from halfmoon.schemas.events import PolicyChanged
 from tests.adapters.fake_engine import next_token
 from tests.adapters.fleet import OTHER, AdaptedFleet, explained
 from tests.adapters.harness import FakeEngine, fake_engines
@@ -126,6 +127,36 @@ async def test_an_engines_refusal_reaches_the_client(fleet: FakeFleet) -> None:
     with fleet.only("vllm-1"):
         for number in range(14, 18):
             assert (await fleet.ask(prompt(number)))["decode_worker"] == "vllm-1"
+
+
+async def placed_elsewhere(fleet: FakeFleet, ids: list[int]) -> tuple[bool, bool]:
+    """Ask for what one engine alone has, while that takes nothing: whether its blocks are to be fetched, and whether an
+    adapter has said that it fetches none.
+    """
+    at = (await fleet.cold(ids, blocks=PROMPT_BLOCKS))["decode_worker"]
+    with fleet.only(OTHER[at]):
+        assert (await fleet.ask(ids))["decode_worker"] == OTHER[at]
+    orders = [one.decision for one in await fleet.cluster.decisions() if isinstance(one.decision, StartMixed)]
+    assert orders[-1].worker_id == OTHER[at]
+    said = "wants the policy local_cache_aware" in fleet.cluster.output(OTHER[at])
+    return bool(orders[-1].fetches), said
+
+
+async def test_no_kv_is_planned_to_move_and_an_adapter_that_is_to_fetch_some_says_so(
+    fleet: FakeFleet,
+) -> None:
+    assert await placed_elsewhere(fleet, prompt(18)) == (False, False)
+    bus = await fleet.cluster.bus()
+    try:
+        policy = (await fleet.cluster.all_conductors(1))[0].policy
+        await bus.append(
+            PolicyChanged(policy=msgspec.structs.replace(policy, name="halfmoon")),
+            source_id=subjects.OPERATOR,
+        )
+        assert await placed_elsewhere(fleet, prompt(19)) == (True, True)
+        await bus.append(PolicyChanged(policy=policy), source_id=subjects.OPERATOR)
+    finally:
+        await bus.close()
 
 
 async def test_a_cancelled_request_ends_at_the_engine(fleet: FakeFleet) -> None:
