@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,7 +20,7 @@ from halfmoon.cli.processes.options import add_process
 from halfmoon.cli.tracing import start_tracing, stop_tracing
 from halfmoon.schemas.cost_profile import CostProfile
 from halfmoon.schemas.policy import Layout
-from halfmoon.schemas.roles import WorkerRole
+from halfmoon.schemas.roles import ELASTIC_ROLES
 from halfmoon.workers.model.loading.files import ModelConfig, load_config
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--id", required=True, help="name of the worker, and of its node")
     parser.add_argument(
         "--role",
-        choices=get_args(WorkerRole),
+        choices=(*ELASTIC_ROLES, "mixed"),
         default="mixed",
         help="mixed: it computes prompts and answers; other roles are not built for engines",
     )
