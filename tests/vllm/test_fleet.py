@@ -43,9 +43,27 @@ class RealEngine:
     url: str
     process: subprocess.Popen[bytes]
 
-    def signal(self, number: signal.Signals) -> None:
-        """To all its processes."""
-        os.killpg(self.process.pid, number)
+    def stop(self) -> None:
+        """All its processes stand still."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """All its processes, and the shared memory that they cannot remove any more."""
+        left = shared_memory(self.process.pid)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        for file in left:
+            file.unlink(missing_ok=True)
+
+
+def shared_memory(group: int) -> set[Path]:
+    """Files of shared memory that processes of a group have mapped."""
+    found: set[Path] = set()
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if process.name.isdigit() and os.getpgid(int(process.name)) == group:
+                words = (process / "maps").read_text().split()
+                found |= {Path(word) for word in words if word.startswith("/dev/shm/")}
+    return found
 
 
 @contextlib.contextmanager
@@ -119,9 +137,9 @@ async def test_an_engine_that_is_killed_in_mid_answer_costs_no_token(
     after = await fleet.last_seq()
     asking = asyncio.ensure_future(fleet.ask(ids, 200, bound_s=START_S))
     at = await fleet.drawing(after)
-    engines[at].signal(signal.SIGSTOP)
+    engines[at].stop()
     assert await fleet.told(after, RequestFinished, at) == [], "it was too fast to be stopped in mid-answer"
-    engines[at].signal(signal.SIGKILL)
+    engines[at].kill()
     said = await asking
     assert said["token_ids"] == whole["token_ids"]
     assert said["decode_worker"] == OTHER[at]
