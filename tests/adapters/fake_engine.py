@@ -53,6 +53,7 @@ class Engine:
         self.held_after = 0
         self.let_go = asyncio.Event()
         self.let_go.set()
+        self.breaks = 0
         # KV events.
         self.seq, self.kept = args.first_seq, deque[tuple[int, bytes]](maxlen=args.kept)
         context = zmq.asyncio.Context()
@@ -151,6 +152,11 @@ class Engine:
             for drawn in range(1, body["max_tokens"] + 1):
                 if drawn > self.held_after:
                     await self.let_go.wait()
+                if self.breaks and request.transport is not None:
+                    self.breaks -= 1
+                    about["end"] = "broken"
+                    request.transport.abort()
+                    return response
                 tokens.append(next_token(tokens))
                 about["drawn"] = drawn
                 reason = "length" if drawn == body["max_tokens"] else None
@@ -208,6 +214,9 @@ class Engine:
             case "hold":
                 self.held_after = body["after"]
                 self.let_go.clear()
+            # So many answers break off when they go on.
+            case "break":
+                self.breaks = body["answers"]
             case "let go":
                 self.let_go.set()
             case "forget":  # nobody can ask for them any more

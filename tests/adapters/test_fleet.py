@@ -14,7 +14,7 @@ import pytest
 
 from halfmoon.schemas import subjects
 from halfmoon.schemas.decisions import StartMixed
-from halfmoon.schemas.events import PolicyChanged
+from halfmoon.schemas.events import DecodeFailed, PolicyChanged, WorkerLeft
 from tests.adapters.fake_engine import next_token
 from tests.adapters.fleet import OTHER, AdaptedFleet, explained
 from tests.adapters.harness import FakeEngine, fake_engines
@@ -229,6 +229,21 @@ async def test_an_engine_that_lies_costs_placements_alone(fleet: FakeFleet) -> N
     with fleet.only(at):
         await fleet.cold(prompt(35), blocks=PROMPT_BLOCKS)
     assert await fleet.blocks_told(before, at) == PROMPT_BLOCKS
+
+
+async def test_an_answer_that_breaks_off_goes_on(fleet: FakeFleet) -> None:
+    ids, after = prompt(38), await fleet.last_seq()
+    fleet.fault("hold", after=5)
+    asking = asyncio.ensure_future(fleet.ask(ids, 300))
+    at = await fleet.drawing(after)
+    fleet.engines[at].fault("break", answers=1)
+    fleet.fault("let go")
+    said = await within(asking, "the answer goes on")
+    assert said["token_ids"] == answer(ids, 300)
+    (broken,) = await fleet.told(after, DecodeFailed, at)
+    assert broken.retryable
+    # The engine is well, and stays.
+    assert await fleet.told(after, WorkerLeft, at) == []
 
 
 async def test_an_engine_that_is_killed_in_mid_answer_costs_no_token(fleet: FakeFleet) -> None:
