@@ -71,6 +71,17 @@ def vllm(program: str, model: str, log: Path, *words: str, **environment: str) -
         yield f"http://127.0.0.1:{port}"
 
 
+def shared_memory(group: int) -> set[Path]:
+    """Files of shared memory that processes of a group have mapped, under whatever name they were made."""
+    mapped: set[int] = set()
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if process.name.isdigit() and os.getpgid(int(process.name)) == group:
+                lines = (process / "maps").read_text().splitlines()
+                mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return {file for file in Path("/dev/shm").iterdir() if file.stat().st_ino in mapped}
+
+
 @contextlib.contextmanager
 def served(
     program: str, model: str, log: Path, port: int, *words: str, **environment: str
@@ -99,8 +110,11 @@ def served(
             eventually_here(healthy, "vLLM answers", every_s=1, bound_s=START_S)
             yield process
         finally:
+            left = shared_memory(process.pid)
             process.terminate()
             process.wait(BOUND_S)
+            for file in left:
+                file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

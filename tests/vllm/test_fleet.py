@@ -25,7 +25,7 @@ from tests.adapters.fleet import OTHER, AdaptedFleet, explained
 from tests.chaos.live import replayed
 from tests.cluster.harness import PATIENT, Cluster, running
 from tests.ports import HeldPorts
-from tests.vllm.engines import MODEL, PROGRAM, START_S, counted, no_model, served, told
+from tests.vllm.engines import MODEL, PROGRAM, START_S, counted, no_model, served, shared_memory, told
 
 pytestmark = [no_model, pytest.mark.slow, pytest.mark.timeout(3_600)]
 HITS = "vllm:prefix_cache_hits_total"
@@ -53,17 +53,6 @@ class RealEngine:
         os.killpg(self.process.pid, signal.SIGKILL)
         for file in left:
             file.unlink(missing_ok=True)
-
-
-def shared_memory(group: int) -> set[Path]:
-    """Files of shared memory that processes of a group have mapped."""
-    found: set[Path] = set()
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if process.name.isdigit() and os.getpgid(int(process.name)) == group:
-                words = (process / "maps").read_text().split()
-                found |= {Path(word) for word in words if word.startswith("/dev/shm/")}
-    return found
 
 
 @contextlib.contextmanager
